@@ -196,6 +196,7 @@ class Setup(CommonSetup):
     defer_stores: bool = False  # a draft model: the report leaves before the stores are done
     async_load: bool | None = False  # loads; None lets the adapter choose
     layerwise: bool = False
+    names_layers_early: bool = False  # as micro-batches: layers are named before the model has computed them
     handover: HandoverOptions | None = None
     receiver: FakeServer | None = None  # where requests are handed over
     push_slots: int = 8

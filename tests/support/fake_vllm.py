@@ -93,6 +93,7 @@ class FakeVllm(FakeScheduler):
             layerwise=setup.layerwise,
             async_save=setup.async_save,
             push=push,
+            names_layers_early=setup.names_layers_early,
             overwrites_early=setup.overwrites_early,
         )
         server = None
@@ -141,12 +142,13 @@ class FakeVllm(FakeScheduler):
             worker.end_loads()
             step.failed_blocks |= worker.take_failed_block_ids()
             self._take_fetched(step, worker)
+        if self.setup.names_layers_early:
+            self._name_layers(step)
         for part in step.work:
             self._compute(step, part)
+        if not self.setup.names_layers_early:
+            self._name_layers(step)
         for worker in self.workers:
-            if step.work and (self.setup.layerwise or self.setup.receiver is not None):
-                for number in range(max(map(len, self.caches))):  # a stage passes by those of others
-                    worker.save_layer(f"layer.{number}")
             if not step.has_loads:
                 worker.load()
             if not self.setup.defer_stores:
@@ -158,6 +160,12 @@ class FakeVllm(FakeScheduler):
             if self.setup.defer_stores:
                 worker.store()
         assert not self.wrong, self.wrong
+
+    def _name_layers(self, step: Step) -> None:
+        if step.work and (self.setup.layerwise or self.setup.receiver is not None):
+            for worker in self.workers:
+                for number in range(max(map(len, self.caches))):  # a stage passes by those of others
+                    worker.save_layer(f"layer.{number}")
 
     def _write(self, step: Step, part: Scheduled, tokens: list[int], start: int) -> None:
         request, blocks, unheard = part.request, part.tables[0], [*self.in_flight, step]

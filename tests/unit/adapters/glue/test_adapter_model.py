@@ -46,6 +46,7 @@ SETUPS = st.builds(
     async_load=st.sampled_from([None, True, False]),
     async_save=st.booleans(),
     layerwise=st.booleans(),
+    names_layers_early=st.sampled_from([False, False, True]),
     seed=st.integers(0, 2**32),
     server=st.sampled_from([False, True]).map(lambda shared: FakeServer() if shared else None),
 )
