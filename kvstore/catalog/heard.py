@@ -17,7 +17,7 @@ from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 
 MAX_HEARD = 1 << 14  # about 10 MB with 16 blocks a chunk; beyond that the oldest are forgotten
 _MAX_NAMED: Final = 64  # of one answer
-_MAX_NEAR: Final = 8  # looked at, of those that share most
+_MAX_NEAR: Final = 64  # looked at, of those that share most
 
 
 class HeardTrails:
@@ -41,6 +41,11 @@ class HeardTrails:
                 self._trails.add(trail)
         while len(self._by_key) > MAX_HEARD:
             self._trails.discard(self._by_key.popitem(last=False)[1])
+
+    def forget(self, ref: ChunkRef) -> None:
+        """Forget the trail of a chunk that is gone: it would hide others that share as much."""
+        if self.trail_of(ref):
+            self._trails.discard(self._by_key.pop(ref.prefix_key))
 
     def nearest(self, trail: bytes) -> Iterator[tuple[ChunkRef, int]]:
         """Chunks that share blocks with a trail, and how many; those that share most come first."""

@@ -17,6 +17,7 @@ from kvstore.chunks import Asked, ChunkRef
 from kvstore.keys import PrefixHasher, PrefixKey
 
 _ROUNDS, _CHECKPOINT_ROUNDS = 3, 4  # of questions
+_MAX_NAMED = 8  # chunks by a remote tier that a lookup asks about
 _MAX_PROBES = 64  # of chunks that share as many blocks, while those before cannot be read
 _MEMORY, _DISK = Place.MEMORY, Place.DISK  # by name for speed, as the states of an entry
 
@@ -122,7 +123,7 @@ class Lookup:
         keys = hasher.block_keys(chunk)
         trail = b"".join(keys)
         holder, most_blocks = self._holder_of_most(trail, room, reads_parts=reads_parts)
-        others = self._named(trail, hasher.blocks_per_chunk, most_blocks) if self._remote.view is not None else ()
+        others = self._named(trail, hasher.blocks_per_chunk, most_blocks, told)
         for num_blocks in range(len(keys), most_blocks, -1):  # known by its key only, or coming, or at a remote tier
             tail = self._find(keys[num_blocks - 1], num_blocks, room, told)
             if tail is not None:
@@ -132,17 +133,22 @@ class Lookup:
                     return ref, num_blocks
         return (holder.ref, most_blocks) if holder is not None else (None, 0)
 
-    def _named(self, trail: bytes, blocks_per_chunk: int, known_blocks: int) -> list[tuple[ChunkRef, int]]:
+    def _named(self, trail: bytes, blocks_per_chunk: int, known_blocks: int, told: Told) -> list[tuple[ChunkRef, int]]:
         """The chunks that a remote tier has named, and that share more than the known blocks with a trail.
 
-        As in ``_holder_of_most``, none that another request is loading.
+        None that are known to be gone, nor, as in ``_holder_of_most``, any that another request is loading.
         """
-        heard = self._remote.view.heard.nearest(trail) if self._remote.view is not None else ()
-        return [
+        view = self._remote.view
+        if view is None:
+            return []
+        found = (
             (ref, num_blocks)
-            for ref, num_blocks in heard
-            if known_blocks < num_blocks < ref.num_blocks <= blocks_per_chunk and not self.is_loading(ref.prefix_key)
-        ]
+            for ref, num_blocks in view.heard.nearest(trail)
+            if known_blocks < num_blocks < ref.num_blocks <= blocks_per_chunk
+            and not self.is_loading(ref.prefix_key)
+            and (self._is_here(ref) or view.holds(ref, self._now_s, told) is not False)
+        )
+        return list(islice(found, _MAX_NAMED))
 
     def _holder_of_most(
         self, trail: bytes, room: _StagingRoom, *, reads_parts: bool = True
@@ -292,7 +298,7 @@ class Lookup:
                 asked += tails
                 if self.checkpoints is None and known_blocks < len(keys):
                     near.append(trail := b"".join(keys))
-                    asked += (ref for ref, _ in self._named(trail, hasher.blocks_per_chunk, known_blocks))
+                    asked += (ref for ref, _ in self._named(trail, hasher.blocks_per_chunk, known_blocks, told))
         unknown = [ref for ref in asked if not self._is_here(ref)]
         questions: list[Asked] = [*self._remote.view.unknown(unknown, self._now_s, told)]
         questions += self._remote.view.unknown(near, self._now_s, told)

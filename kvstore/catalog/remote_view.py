@@ -114,7 +114,8 @@ class RemoteView:
         said = {is_there: _Answer(is_there, expires_s) for is_there in (True, False)}
         for item, answer in zip(asked, answers, strict=True):
             if isinstance(item, bytes):
-                self._note_trail(item, answer, expires_s)
+                if since is None or not self.is_void(item, since):
+                    self._note_trail(item, answer, expires_s)
             elif self._hold_s and answer is not None and (since is None or not self.is_void(item, since)):
                 known[item] = said[answer is True]
                 known.move_to_end(item)
@@ -137,7 +138,10 @@ class RemoteView:
         They count for a second at least, as vLLM may ask again until it has blocks.
         """
         for item, answer in answers.items():
-            if isinstance(item, bytes) and isinstance(answer, tuple):
+            if not isinstance(item, bytes):
+                if answer is False:  # nobody who was asked for this request has it
+                    self.heard.forget(item)
+            elif isinstance(answer, tuple):
                 self.heard.add(item, answer)
         told.note(answers, now_s, now_s + max(self._hold_s, MIN_TOLD_S), since)
 

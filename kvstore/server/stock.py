@@ -16,7 +16,7 @@ from itertools import islice
 from kvstore.catalog.departed import Departed
 from kvstore.catalog.plans import MissReason
 from kvstore.chunks import ChunkRef, Outcome, chunk_of
-from kvstore.keys import Namespace
+from kvstore.keys import PREFIX_KEY_BYTES, Namespace
 from kvstore.layout import KVLayout
 from kvstore.policies import Policy, open_policy
 from kvstore.protocol.runs import PAGE_BYTES, Run
@@ -139,7 +139,8 @@ class Stock:
 
     def describe(self, chunk: Chunk, trail: bytes) -> None:
         """Take in the trail of a chunk that is being written, unless it would take much of the room of its bytes."""
-        if chunk_of(trail) == chunk.ref and len(trail) <= chunk.num_bytes // _TRAIL_SHARE:
+        is_its_own = len(trail) == chunk.ref.num_blocks * PREFIX_KEY_BYTES and chunk_of(trail) == chunk.ref
+        if is_its_own and len(trail) <= chunk.num_bytes // _TRAIL_SHARE:
             chunk.trail = trail
 
     def touch(self, space: Space, refs: Sequence[ChunkRef]) -> None:
@@ -197,6 +198,7 @@ class Stock:
             return Outcome.FAILED
         old = space.chunks.get(chunk.ref)
         if old is not None:
+            chunk.trail = chunk.trail or old.trail  # of the same key: an older client tells none
             self._drop(old, MissReason.REMOVED)
         chunk.is_whole = True
         self._admit(chunk)

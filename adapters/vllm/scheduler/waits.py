@@ -132,9 +132,9 @@ class Waits:
             wait.absent_s = None
         elif wait.absent_s is None:
             wait.absent_s = now_s
-        is_gone = wait.absent_s is not None and now_s - wait.absent_s >= ABSENT_S
-        absent_tokens = 0 if is_gone else ALL_TOKENS
-        ends = [absent_tokens if progress is None else progress.end_tokens(spec.handover) for progress in told]
+        if wait.absent_s is not None and now_s - wait.absent_s >= ABSENT_S:
+            return 0  # gone from one rank, whatever it still says to the others
+        ends = [ALL_TOKENS if progress is None else progress.end_tokens(spec.handover) for progress in told]
         return min(filter(None, ends), default=0)
 
     def _end_in_vain(self, wait: _Wait, missing_tokens: int, *, is_over: bool) -> None:

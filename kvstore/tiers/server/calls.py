@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 from kvstore.chunks import ChunkRef, Outcome, chunk_of
 from kvstore.errors import TierError
 from kvstore.protocol import messages
-from kvstore.tiers.base import Transfer
+from kvstore.tiers.base import MAX_NEAREST, Transfer
 from kvstore.tiers.server.link import Link
 
 Item = TypeVar("Item")
@@ -30,10 +30,10 @@ def lookup(link: Link, refs: Sequence[ChunkRef]) -> list[bool]:
 
 def nearest(link: Link, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
     """For each trail, those of chunks that share blocks with it; none from a server that does not know trails."""
-    if link.version < TRAILS_VERSION:
+    if link.version < TRAILS_VERSION or any(len(trail) > messages.MAX_TRAIL_BYTES for trail in trails):
         return [()] * len(trails)
     named: list[tuple[bytes, ...]] = []
-    at_most = max(1, messages.MAX_TRAIL_BYTES // max(map(len, trails), default=1))
+    at_most = max(1, messages.MAX_TRAIL_BYTES // (MAX_NEAREST * max(map(len, trails), default=1)))
     for part in _parts(trails, min(at_most, messages.MAX_TRAILS)):
         answer = link.ask(messages.Nearest(link.new_serial(), list(part)), messages.Named)
         named += map(tuple, _complete(answer.trails, part))
@@ -42,8 +42,10 @@ def nearest(link: Link, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
 
 def describe(link: Link, lease: int, transfer: Transfer) -> None:
     """Tell the trail of a chunk that is being written, if it is known, to a server that knows trails."""
-    if link.version >= TRAILS_VERSION and transfer.trail and chunk_of(transfer.trail) == transfer.ref:
-        link.send(messages.Describe(link.new_serial(), lease, transfer.trail))
+    trail = transfer.trail
+    is_sent = link.version >= TRAILS_VERSION and 0 < len(trail) <= messages.MAX_TRAIL_BYTES
+    if is_sent and chunk_of(trail) == transfer.ref:
+        link.send(messages.Describe(link.new_serial(), lease, trail))
 
 
 def grants(

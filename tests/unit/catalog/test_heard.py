@@ -10,7 +10,7 @@ from kvstore.catalog import remote_view
 from kvstore.catalog.heard import HeardTrails
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place
-from kvstore.catalog.remote_view import RemoteView, Told
+from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView, Told
 from kvstore.chunks import Asked, ChunkRef, chunk_of
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixHasher
 
@@ -102,7 +102,7 @@ def test_what_is_no_trail_leads_nowhere(named: bytes) -> None:
     """Not of whole keys, of another beginning, or longer than any chunk."""
     index, view = remote_index()
     view.note([ASKED], [(named,)], 0.0)
-    assert index._named(ASKED, MINE.blocks_per_chunk, 0) == []
+    assert index._named(ASKED, MINE.blocks_per_chunk, 0, NOTHING_TOLD) == []
 
 
 def test_answers_to_one_request_are_heard_without_a_view_that_holds_any() -> None:
@@ -131,3 +131,24 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(view._asked_trails) == 3
     assert [heard.trail_of(chunk_of(trail)) for trail in (trails[0], trails[-1])] == [b"", trails[-1]]
     assert heard.trail_of(ChunkRef(trails[-1][-PREFIX_KEY_BYTES:], 1)) == b"", "a chunk of another length"
+
+
+def test_chunks_that_are_gone_hide_none_that_is_there() -> None:
+    """However many were named before, and whatever the tier still names."""
+    index, view = remote_index()
+    gone = [trail_of(parted(3 * BLOCK, seed=seed)) for seed in range(20, 90)]
+    for number in range(0, len(gone), 4):
+        view.note([ASKED], [tuple(gone[number : number + 4])], 0.0)
+        refs = [chunk_of(trail) for trail in gone[number : number + 4]]
+        view.note(refs, [False] * len(refs), 0.0)
+        view.tell(Told(), dict.fromkeys(refs, False), 0.0, 0)
+    view.note([ASKED], [(*gone[-3:], THEIRS)], 0.0)
+    assert REF in index.questions(MINE, index.lookup(MINE))
+
+
+def test_an_answer_from_before_a_clear_is_none() -> None:
+    index, view = remote_index()
+    since = view.serial
+    view.clear()
+    view.note([ASKED], [(THEIRS,)], 0.0, since)
+    assert ASKED in index.questions(MINE, index.lookup(MINE))

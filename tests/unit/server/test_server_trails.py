@@ -49,7 +49,10 @@ def test_who_writes_a_chunk_tells_its_trail(desk: Desk) -> None:
     assert nearest(desk, trail_of(THREE, 80)) == [[]]
 
 
-@pytest.mark.parametrize("trail", [trail_of(TWO), trail_of(ONE)[16:], trail_of(ONE)[:-1], trail_of(make_ref(1, 9))])
+@pytest.mark.parametrize(
+    "trail",
+    [trail_of(TWO), trail_of(ONE)[16:], trail_of(ONE)[:-1], trail_of(make_ref(1, 9)), bytes(7) + trail_of(ONE)],
+)
 def test_a_trail_of_something_else_is_not_kept(desk: Desk, trail: bytes) -> None:
     store_with_trail(desk, ONE, trail)
     assert not list(next(iter(desk.stock.spaces.values())).trails)
@@ -79,3 +82,10 @@ def test_what_is_named_fits_into_a_message(desk: Desk) -> None:
     assert sum(len(trail) for near in named for trail in near) <= messages.MAX_MESSAGE_BYTES
     assert named[0]
     assert not named[-1]
+
+
+def test_a_client_that_tells_no_trail_takes_none_away(desk: Desk) -> None:
+    """An older one, that stores the same chunk again."""
+    store_with_trail(desk, ONE, trail_of(ONE))
+    desk.store(ONE)
+    assert nearest(desk, trail_of(THREE)) == [[trail_of(ONE)]]

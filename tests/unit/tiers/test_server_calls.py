@@ -1,0 +1,55 @@
+"""What is sent to a cache server about trails: as much as a message holds, and no more."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from kvstore.chunks import ChunkRef
+from kvstore.protocol import messages
+from kvstore.tiers.base import MAX_NEAREST, Transfer
+from kvstore.tiers.server import calls
+from kvstore.tiers.server.link import Link
+
+KEY = b"k" * 16
+
+
+class FakeLink:
+    """Notes what is sent; answers that nobody is near."""
+
+    version = messages.PROTOCOL_VERSION
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def new_serial(self) -> int:
+        return 1
+
+    def send(self, request: messages.Request) -> None:
+        self.sent.append(request)
+
+    def ask(self, request: messages.Nearest, _: object) -> messages.Named:
+        self.sent.append(request)
+        return messages.Named(1, [[] for _ in request.trails])
+
+
+@pytest.mark.parametrize("num_blocks", [1, 4096, 4097, 1 << 18])
+def test_a_chunk_is_described_if_that_fits_into_a_message(num_blocks: int) -> None:
+    """The chunks of a large ``chunk_size`` are stored as before."""
+    link = FakeLink()
+    transfer = Transfer(ChunkRef(KEY, num_blocks), np.empty(0, np.uint8), trail=KEY * num_blocks)
+    calls.describe(cast("Link", link), 1, transfer)
+    assert len(link.sent) == (num_blocks * len(KEY) <= messages.MAX_TRAIL_BYTES)
+    for message in link.sent:
+        assert messages.decode_request(messages.encode(message)) == message
+    assert calls.nearest(cast("Link", link), [transfer.trail]) == [()]
+
+
+def test_questions_have_answers_that_fit_into_a_message() -> None:
+    link = FakeLink()
+    trails = [KEY * 64] * 100
+    assert calls.nearest(cast("Link", link), trails) == [()] * len(trails)
+    for message in link.sent:
+        assert MAX_NEAREST * sum(map(len, message.trails)) <= messages.MAX_MESSAGE_BYTES
