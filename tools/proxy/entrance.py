@@ -1,4 +1,4 @@
-"""Connections of clients: HTTP by uvicorn, with bounds on their number and on the size and time of heads."""
+"""Connections of clients: HTTP by uvicorn, with bounds on their number, on their heads and on what they ask ahead."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _MAX_HEAD_BYTES: Final = 64 << 10
 _HEAD_TIMEOUT_S: Final = 30.0
+_MAX_WAITING: Final = 8
 
 
 def entrance(max_connections: int) -> type[HttpToolsProtocol]:
     """The protocol for at most so many connections; one more is closed at once."""
 
     class Entrance(HttpToolsProtocol):
-        """One connection of a client. One whose next head is too large, or does not come in time, is closed."""
+        """One connection of a client. One whose next head is too large, or does not come in time, is closed.
+
+        So is one that asks for too much before it has its answers.
+        """
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - uvicorn's
             super().__init__(*args, **kwargs)
@@ -59,6 +63,9 @@ def entrance(max_connections: int) -> type[HttpToolsProtocol]:
             self._in_head = False
             self._head_bytes = 0
             self._stop_timer()
+            if len(self.pipeline) >= _MAX_WAITING:  # uvicorn would queue all that one sends before it reads
+                self.transport.abort()
+                return
             super().on_headers_complete()
 
         def _stop_timer(self) -> None:

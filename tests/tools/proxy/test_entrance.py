@@ -62,6 +62,18 @@ def test_a_head_that_does_not_come(serve: Serve, monkeypatch: pytest.MonkeyPatch
         assert is_closed(slow)
 
 
+def test_requests_that_do_not_wait_for_answers(serve: Serve) -> None:
+    client = serve()
+    request = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    with connected(client) as connection, connection.makefile("rb") as answers:
+        connection.sendall(request * 9)
+        heads = (line for line in answers if line.endswith(b"HTTP/1.1 200 OK\r\n"))
+        assert len([next(heads) for _ in range(9)]) == 9, "one is answered, and eight wait"
+    with connected(client) as connection:
+        connection.sendall(request * 1000)
+        assert is_closed(connection)
+
+
 def test_too_many_connections(serve: Serve) -> None:
     client = serve(max_connections=4)
     assert client.get("/health").status_code == 200
