@@ -85,9 +85,13 @@ class Proxy:
         self.app = Doorkeeper(_Shortcut(direct, others), options.api_key, paths, meters)
 
     def _routes(self, generate: Endpoint, forward: Endpoint) -> list[Route]:
+        forwarded = [Route(path, forward, methods=[method]) for path, method in _FORWARDED.items()]
+        for route in forwarded:
+            assert route.methods is not None
+            route.methods.discard("HEAD")  # comes with GET; an engine's answer to it would be awaited with its body
         return [
             *(Route(path, generate, methods=["POST"]) for path in _GENERATING),
-            *(Route(path, forward, methods=[method]) for path, method in _FORWARDED.items()),
+            *forwarded,
             Route(HEALTH, self._health),
             Route(_METRICS, self._show),
         ]

@@ -111,6 +111,7 @@ class TestTheWay:
         assert not prefill.seen
         wrong = "POST" if method == "GET" else "GET"
         assert error_of(client.request(wrong, path))["code"] == 405
+        assert client.head(path).status_code == 405
 
     @pytest.mark.parametrize("path", ["/", "/v1/embeddings", "/v1/completions/", "/reset_prefix_cache"])
     def test_other_paths(self, serve: Serve, decode: FakeEngine, path: str) -> None:
