@@ -6,10 +6,12 @@ import asyncio
 import hmac
 import re
 import secrets
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Container, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
+from http import HTTPStatus
 from typing import Any, Final, NamedTuple
 
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstore.protocol.loopback import is_from_here
@@ -220,14 +222,21 @@ class Gate:
 
 
 class Endpoint:
-    """An ASGI application that ``answer`` answers for."""
+    """An ASGI application that ``answer`` answers for, at these paths."""
 
-    def __init__(self, gate: Gate, answer: Answer) -> None:
+    def __init__(self, gate: Gate, answer: Answer, paths: Container[str]) -> None:
         self._gate = gate
         self._answer = answer
+        self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """Answer a request.
+
+        Raises:
+            HTTPException: it is for another path, even if a router took that for one of these.
+        """
+        if scope["path"] not in self._paths:  # such as one with a newline behind it, which engines would get
+            raise HTTPException(HTTPStatus.NOT_FOUND)
         await self._gate.carry_out(self._answer, scope, receive, send)
 
 

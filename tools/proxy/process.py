@@ -74,7 +74,8 @@ class Proxy:
         self._fleet = Fleet(options)
         router = Router(options, self._fleet, meters)
         paths = frozenset({*_GENERATING, *_FORWARDED, HEALTH, _METRICS})
-        generate, forward = Endpoint(self.gate, router.generate), Endpoint(self.gate, router.forward)
+        generate = Endpoint(self.gate, router.generate, _GENERATING)
+        forward = Endpoint(self.gate, router.forward, _FORWARDED)
         others = Starlette(
             routes=self._routes(generate, forward),
             exception_handlers={HTTPException: _wrong_path},

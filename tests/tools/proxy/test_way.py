@@ -118,6 +118,10 @@ class TestTheWay:
         assert error_of(serve().post(path, json=ASKED))["code"] == 404
         assert not decode.seen
 
+    @pytest.mark.parametrize("path", [PATH, "/v1/chat/completions", "/tokenize"])
+    def test_a_newline_in_a_path_reaches_no_engine(self, serve: Serve, path: str) -> None:
+        assert error_of(serve().post(f"{path}%0a", json=ASKED))["code"] == 404
+
 
 class TestWhereKvGoes:
     def test_what_each_engine_is_told(self, serve: Serve, prefill: FakeEngine, decode: FakeEngine) -> None:
