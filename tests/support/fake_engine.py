@@ -87,6 +87,7 @@ class Script:
     """How an engine answers."""
 
     status: int = 200
+    media_type: str = "application/json"  # of what is no stream
     answer: dict[str, Any] = field(default_factory=lambda: {"id": "cmpl-1", "choices": [{"text": "x"}]})
     events: tuple[bytes, ...] = (*EVENTS, DONE)
     piece_bytes: int = 0  # cut the stream into pieces of this size; 0 for one an event
@@ -135,6 +136,8 @@ class FakeEngine(HttpThread):
         if script.holds_after == 0:
             await self._hold(request)
         headers = {"Retry-After": "9"} if script.status == 429 else None
+        if script.status == 204:
+            return Response(status_code=204, media_type=script.media_type)
         return JSONResponse(script.answer, script.status, headers)
 
     async def _stream(self, script: Script) -> AsyncIterator[bytes]:

@@ -187,7 +187,8 @@ async def _relay(engine: Engine, answer: UpstreamAnswer, filters: Sequence[Filte
         EngineError: the answer stopped before its end.
         UpstreamError: the same.
     """
-    if not answer.headers.get("content-type", "").startswith(_EVENTS):
+    is_stream = answer.status == HTTPStatus.OK and answer.headers.get("content-type", "").startswith(_EVENTS)
+    if not is_stream:
         if reply.status is not None:
             message = f"the {engine.role} engine answered {answer.status} after the first token"
             raise EngineError(Reason.BROKEN, message)

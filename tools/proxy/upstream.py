@@ -24,6 +24,7 @@ _KEPT_CONNECTIONS: Final = 256
 _PIECE_BYTES: Final = 256 << 10
 _BUFFER_BYTES: Final = 256 << 10
 _MAX_HEAD_BYTES: Final = 64 << 10
+_STATUSES: Final = range(100, 600)
 _SHOWN_HEADERS: Final = frozenset({b"content-type", b"retry-after", b"www-authenticate"})
 
 
@@ -230,6 +231,8 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._status = self._parser.get_status_code()
+        if self._status not in _STATUSES:
+            raise UpstreamError("no status of HTTP's")  # the parser stops, and says so
         self._has_head = True
 
     def on_body(self, body: bytes) -> None:

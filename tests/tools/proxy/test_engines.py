@@ -97,6 +97,13 @@ class TestEnginesThatFail:
         assert answer.json() == decode.script.answer
         assert answer.headers.get("retry-after") == ("9" if status == 429 else None)
 
+    def test_only_an_answer_that_is_well_is_a_stream(self, serve: Serve, decode: FakeEngine) -> None:
+        decode.script = Script(status=204, media_type="text/event-stream")
+        client = serve()
+        answer = client.post(PATH, json=STREAMED)
+        assert (answer.status_code, answer.content) == (204, b"")
+        assert counted(client, "errors_total", reason="broken") == 0, "no event that says so may follow that status"
+
     def test_a_decode_engine_that_is_gone_since(self, serve: Serve, engines: list[FakeEngine]) -> None:
         engines[0].script.answer = {"kv_transfer_params": {"disagg_spec": {"req_id": "for the first"}}}
         urls = (engines[1].url, engines[2].url)

@@ -115,10 +115,12 @@ def test_an_answer_that_ends_with_its_connection() -> None:
         b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhi",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n",
         b"HTTP/1.1 101 Switching\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n",
+        b"HTTP/1.1 099 Odd\r\nContent-Length: 2\r\n\r\nhi" + OK,
+        b"HTTP/1.1 600 Odd\r\nContent-Length: 2\r\n\r\nhi",
         b"",
         None,
     ],
-    ids=["nonsense", "too short", "no end", "upgrade", "nothing", "closed"],
+    ids=["nonsense", "too short", "no end", "upgrade", "099", "600", "nothing", "closed"],
 )
 def test_an_answer_that_is_none(answer: bytes | None) -> None:
     async def work(pool: Pool) -> None:
