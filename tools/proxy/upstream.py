@@ -205,12 +205,11 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         is_more_than_answer = self._is_complete
+        self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             is_more_than_answer = True
-        if not self._has_head:
-            self._head_bytes += len(data)
         if is_more_than_answer or self._head_bytes > _MAX_HEAD_BYTES:
             self._is_broken = True
             self.end()
@@ -236,6 +235,7 @@ class _Connection(asyncio.Protocol):
         self._has_head = True
 
     def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0  # what follows the body's last piece counts again: a trailer is of the head
         self._pieces.append(body)
         self._buffered_bytes += len(body)
         if self._buffered_bytes > _BUFFER_BYTES and not self._is_paused and self._transport is not None:

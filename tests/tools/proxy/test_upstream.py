@@ -131,12 +131,27 @@ def test_an_answer_that_is_none(answer: bytes | None) -> None:
     Peer(answer, holds=False).run(work)
 
 
-def test_a_head_without_end() -> None:
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [b"HTTP/1.1 200 OK\r\nX: ", CHUNKED + b"2\r\nhi\r\n0\r\nX: "],
+    ids=["a head", "what follows the body"],
+)
+def test_a_head_without_end(begin: bytes) -> None:
     async def work(pool: Pool) -> None:
         with pytest.raises(UpstreamError, match="what came is no answer"):
             await get(pool)
 
-    Peer(b"HTTP/1.1 200 OK\r\nX: " + b"x" * (256 << 10)).run(work, silent_s=2)
+    Peer(begin + b"x" * (1 << 20)).run(work, silent_s=2)
+
+
+def test_a_long_answer_in_small_chunks_is_no_head() -> None:
+    async def work(pool: Pool) -> None:
+        assert await get(pool) == (200, b"x" * 50_000)
+
+    Peer(CHUNKED + b"1\r\nx\r\n" * 50_000 + b"0\r\n\r\n").run(work)
 
 
 def test_more_than_an_answer_is_not_taken_for_the_next_one() -> None:
