@@ -32,7 +32,7 @@ def entrance(max_connections: int) -> type[HttpToolsProtocol]:
             if len(self.connections) > max_connections:
                 transport.abort()
                 return
-            self._head_timer = self.loop.call_later(_HEAD_TIMEOUT_S, transport.abort)
+            self._start_timer()
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
@@ -44,12 +44,13 @@ def entrance(max_connections: int) -> type[HttpToolsProtocol]:
             super().data_received(data)
             if self._in_head and self._head_bytes > _MAX_HEAD_BYTES:
                 self.transport.abort()
+            elif self.cycle is not None and self.cycle.response_complete:
+                self._start_timer()  # uvicorn's own ends with any byte, even one that begins no head
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
             self._in_head = True
-            if self._head_timer is None:
-                self._head_timer = self.loop.call_later(_HEAD_TIMEOUT_S, self.transport.abort)
+            self._start_timer()
 
         def on_chunk_header(self) -> None:
             self._in_head = True  # behind the last chunk comes more of the head
@@ -67,6 +68,11 @@ def entrance(max_connections: int) -> type[HttpToolsProtocol]:
                 self.transport.abort()
                 return
             super().on_headers_complete()
+
+        def _start_timer(self) -> None:
+            """Once for each head, however slowly it comes."""
+            if self._head_timer is None:
+                self._head_timer = self.loop.call_later(_HEAD_TIMEOUT_S, self.transport.abort)
 
         def _stop_timer(self) -> None:
             if self._head_timer is not None:

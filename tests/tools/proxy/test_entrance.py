@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from http.client import HTTPResponse
 
 import httpx
 import pytest
@@ -60,6 +62,29 @@ def test_a_head_that_does_not_come(serve: Serve, monkeypatch: pytest.MonkeyPatch
         slow.sendall(HEAD)
         assert is_closed(silent)
         assert is_closed(slow)
+
+
+def send_slowly(connection: socket.socket, data: bytes) -> None:
+    for _ in range(500):
+        connection.sendall(data)
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("more", "goes_on"),
+    [(b"", b"\r\n"), (b"Content-Length: 1000000\r\n", b"x")],
+    ids=["empty lines", "a body that nobody reads"],
+)
+def test_what_begins_no_head(serve: Serve, monkeypatch: pytest.MonkeyPatch, more: bytes, goes_on: bytes) -> None:
+    client = serve()
+    with connected(client) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n" + more + b"\r\n")
+        answer = HTTPResponse(connection)
+        answer.begin()
+        assert answer.read()
+        monkeypatch.setattr(entrance, "_HEAD_TIMEOUT_S", 0.1)
+        with pytest.raises(ConnectionError):
+            send_slowly(connection, goes_on)
 
 
 def test_requests_that_do_not_wait_for_answers(serve: Serve) -> None:
