@@ -32,7 +32,12 @@ class Engines:
         Choice, typer.Option(help="The least loaded engine, or first the one that had the prompt's beginning.")
     ] = Choice.PREFIX
     first_token: Annotated[
-        bool, typer.Option("--first-token", help="Begin streams with the token that the prefill engine computed.")
+        bool,
+        typer.Option(
+            "--first-token",
+            help="Begin streams with the token that the prefill engine computed; not where the engines' generation "
+            "config caps max_new_tokens or sets penalties.",
+        ),
     ] = False
     bidirectional: Annotated[
         bool, typer.Option("--bidirectional", help="Tell clients of streams where the KV of an answer is.")

@@ -1,7 +1,8 @@
 """The token that a prefill engine computes, as the beginning of a stream: decode goes on behind it. Pure.
 
 Only where the whole stream is then the one that decode alone would give: a completion without whatever depends on more
-than the last tokens, such as a seed, a penalty, stop strings or a grammar. All others begin at the decode engine.
+than the last tokens, such as a seed, a penalty, stop strings or a grammar. All others begin at the decode engine. What
+an engine adds by itself is not seen: ``max_new_tokens`` or penalties of its generation config, and ``max_model_len``.
 """
 
 from __future__ import annotations
