@@ -266,12 +266,16 @@ def test_what_is_handed_over_stays_in_its_epoch(cache: torch.Tensor) -> None:
     paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
     push = PushOptions(0, 1 << 20, connect=connect)
     worker = StoreWorker(paged, namespace, EngineOptions(4 * 4096), WorkerOptions(push=push))
-    handed = ReqMeta("r", receiver=DisaggSpec("r", "127.0.0.1", (7000,)), pushes=[PushJob(REF, as_block_ids([1, 2]))])
-    carry_out(worker, StepPlan(1, 0, [handed]))
+
+    def handed(number: int) -> ReqMeta:
+        jobs = [PushJob(REF, as_block_ids([1, 2]), handover=number)]
+        return ReqMeta("r", receiver=DisaggSpec("r", "127.0.0.1", (7000,)), pushes=jobs)
+
+    carry_out(worker, StepPlan(1, 0, [handed(1)]))
     assert gate.reached.wait(HANG_GUARD_S)
     pusher, buffers = worker._pushes._pusher, buffer_of(worker)
     for number in range(2, 6):
-        carry_out(worker, StepPlan(number, number - 1, [handed], epoch=f"epoch {number}"))
+        carry_out(worker, StepPlan(number, number - 1, [handed(number)], epoch=f"epoch {number}"))
     assert (worker._pushes._pusher, buffer_of(worker)) == (pusher, buffers), "no memory for each reset"
     gate.open()
     worker.close()
