@@ -44,7 +44,7 @@ def entrance(max_connections: int) -> type[HttpToolsProtocol]:
             super().data_received(data)
             if self._in_head and self._head_bytes > _MAX_HEAD_BYTES:
                 self.transport.abort()
-            elif self.cycle is not None and self.cycle.response_complete:
+            elif self.cycle is not None and self.cycle.response_complete:  # type: ignore[redundant-expr] # at first None
                 self._start_timer()  # uvicorn's own ends with any byte, even one that begins no head
 
         def on_message_begin(self) -> None:
