@@ -21,7 +21,7 @@ from kvstore.options import EngineOptions, RemoteOptions, Shard
 from kvstore.paged.base import PagedKV
 from kvstore.paged.footprint import device_bytes
 from kvstore.tiers import open_tier, tier_behind
-from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Tier, TierSetup
+from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Tier, TierSetup, trails_in
 from kvstore.tiers.directory import RemoteDirectory
 from kvstore.tiers.disk.striped import open_folders
 from kvstore.tiers.disk.survey import describe_foreign
@@ -157,7 +157,7 @@ def open_tiers(
                 wrap=lambda tier: guarded(tier, _guard_options(options.io_timeout_s, options.disk_io_threads)),
             )
             opened.callback(disk.close)
-            survivors, trails = disk.scan(), _trails_in(disk)
+            survivors, trails = disk.scan(), trails_in(disk)
             _log_foreign(folders, namespace)
         if options.max_local_gpu_bytes and paged.moves_layers:
             hot = HotChunks(paged, options.max_local_gpu_bytes)
@@ -169,14 +169,6 @@ def open_tiers(
         opened.pop_all()
     is_on_device = paged.device.type != "cpu"
     return OpenTiers(cpu, disk, remote, hot, survivors, trails, namespace.id, slots_take_turns=is_on_device)
-
-
-def _trails_in(disk: BoundedTier) -> dict[PrefixKey, bytes]:
-    try:
-        return disk.trails()
-    except TierError as error:
-        logger.warning("what is on disk is found by whole chunks and tails only, not by blocks: %s", error)
-        return {}
 
 
 def log_device_bytes(paged: PagedKV, tiers: OpenTiers, *, threads: int) -> None:

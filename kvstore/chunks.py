@@ -40,6 +40,11 @@ def chunk_of(trail: bytes) -> ChunkRef:
     return ChunkRef(trail[-PREFIX_KEY_BYTES:], len(trail) // PREFIX_KEY_BYTES)
 
 
+def is_trail_of(trail: bytes, ref: ChunkRef) -> bool:
+    """Whether it may be the trail of a chunk: as long, and ending with its key."""
+    return len(trail) == ref.num_blocks * PREFIX_KEY_BYTES and trail.endswith(ref.prefix_key)
+
+
 Asked: TypeAlias = ChunkRef | bytes
 """What a remote tier is asked: whether a chunk is there; or, for a trail, which chunks share blocks with it."""
 

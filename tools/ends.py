@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 
 import numpy as np
 
 from kvstore.catalog.trails import Trails
-from kvstore.chunks import ByteArray, ChunkRef
+from kvstore.chunks import ByteArray, ChunkRef, is_trail_of
 from kvstore.format import chunkfile
 from kvstore.format.codecs import open_codec
 from kvstore.format.coding import ChunkCoder
 from kvstore.keys import ChunkKey, PrefixKey
 from kvstore.layout import KVLayout
 from kvstore.tiers.disk.shelf import Shelf
-from kvstore.tiers.disk.trails import TrailNote
 
 
 class Ends:
@@ -57,8 +55,8 @@ class Ends:
         for shelf in self.shelves:
             held = {place.ref.prefix_key: place.ref for place in shelf.places() if place.ref is not None}
             self._where.update((key, (shelf, ref)) for key, ref in held.items())
-            with suppress(OSError):
-                found.update(TrailNote(self._layout).read(shelf.home, held.keys()))
+            noted = shelf.trails(held).items()
+            found.update((key, trail) for key, trail in noted if is_trail_of(trail, held[key]))
         trails = Trails()
         trails.add_all(found.values())
         return trails

@@ -10,7 +10,7 @@ from kvstore.catalog.deadlines import Deadlines
 from kvstore.catalog.departed import Departed
 from kvstore.catalog.plans import IndexCounters, MissReason
 from kvstore.catalog.trails import Trails
-from kvstore.chunks import ChunkRef
+from kvstore.chunks import ChunkRef, is_trail_of
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 
 
@@ -105,7 +105,7 @@ class Entries(dict[PrefixKey, Entry]):
         found = []
         for key, trail in trails.items():
             chunk = self.get(key)
-            if chunk is not None and not chunk.trail and len(trail) == chunk.ref.num_blocks * PREFIX_KEY_BYTES:
+            if chunk is not None and not chunk.trail and is_trail_of(trail, chunk.ref):
                 chunk.trail = trail
                 found.append(trail)
         self.trails.add_all(found)

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Final
 
 from kvstore.catalog.trails import Trails
-from kvstore.chunks import ChunkRef, chunk_of
+from kvstore.chunks import ChunkRef, chunk_of, is_trail_of
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 
 MAX_HEARD = 1 << 14  # about 10 MB with 16 blocks a chunk; beyond that the oldest are forgotten
@@ -54,7 +54,7 @@ class HeardTrails:
     def trail_of(self, ref: ChunkRef) -> bytes:
         """The trail of a chunk; empty if it was not heard of."""
         trail = self._by_key.get(ref.prefix_key, b"")
-        return trail if len(trail) == ref.num_blocks * PREFIX_KEY_BYTES else b""
+        return trail if is_trail_of(trail, ref) else b""
 
     def clear(self) -> None:
         """Forget all."""

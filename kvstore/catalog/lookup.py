@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, takewhile
 
 from kvstore.catalog.entries import GATHERING, LOADING, NO_SLOT, READY, Entries, Entry
 from kvstore.catalog.plans import NO_MATCH, Match, MissReason, Place
@@ -143,8 +143,8 @@ class Lookup:
             return []
         found = (
             (ref, num_blocks)
-            for ref, num_blocks in view.heard.nearest(trail)
-            if known_blocks < num_blocks < ref.num_blocks <= blocks_per_chunk
+            for ref, num_blocks in takewhile(lambda found: found[1] > known_blocks, view.heard.nearest(trail))
+            if num_blocks < ref.num_blocks <= blocks_per_chunk
             and not self.is_loading(ref.prefix_key)
             and (self._is_here(ref) or view.holds(ref, self._now_s, told) is not False)
         )

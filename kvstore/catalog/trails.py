@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Final
 
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
@@ -60,6 +61,10 @@ class Trails:
         sequences begin with is a use of one chunk then, and not of one here and one there.
         """
         return ((other[-PREFIX_KEY_BYTES:], shared) for other, shared in self.neighbours(trail))
+
+    def closest(self, trail: bytes, at_most: int) -> tuple[bytes, ...]:
+        """The trails of up to so many of these chunks."""
+        return tuple(other for other, _ in islice(self.neighbours(trail), at_most))
 
     def neighbours(self, trail: bytes) -> Iterator[tuple[bytes, int]]:
         """The trails of these chunks, and how many blocks they share."""

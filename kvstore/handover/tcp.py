@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Final
 
 from kvstore.chunks import Outcome
 from kvstore.errors import TierError
@@ -22,8 +21,6 @@ from kvstore.tiers.server.link import Link, NoSessionError
 from kvstore.tiers.server.links import Links
 from kvstore.tiers.server.moves import PieceSender
 from kvstore.tiers.server.url import ServerTarget, parse_server
-
-_SENDING_VERSION: Final = 2  # of the protocol: an older server cuts off who sends it ``Sending``
 
 
 class TcpTransport(Transport):
@@ -61,7 +58,7 @@ class TcpTransport(Transport):
     def _say(self, link: Link) -> None:
         """Say what is new, if the server understands it."""
         told, progress = (link, self._progress), self._progress
-        if progress is None or not progress.sender or link.version < _SENDING_VERSION or told == self._told:
+        if progress is None or not progress.sender or not link.knows(messages.Sending) or told == self._told:
             return
         message = messages.Sending(link.new_serial(), progress.sender, progress.following, list(progress.open.items()))
         if link.tell(message):

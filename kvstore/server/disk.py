@@ -11,7 +11,7 @@ import logging
 import mmap
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -29,7 +29,7 @@ from kvstore.server.disk_tiers import WRITE_THREADS, DiskOptions, DiskTiers, rea
 from kvstore.server.spaces import Chunk, Space
 from kvstore.server.turns import Once, Turns, Work
 from kvstore.throttle import Throttle
-from kvstore.tiers.base import BoundedTier, Transfer
+from kvstore.tiers.base import Transfer, trails_in
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk import survey
 
@@ -80,7 +80,7 @@ class Disk:
         """Whether files are being written or deleted."""
         return self._turns.is_busy
 
-    def open_all(self) -> list[tuple[Space, list[tuple[ChunkRef, int]], Mapping[PrefixKey, bytes]]]:
+    def open_all(self) -> list[tuple[Space, list[tuple[ChunkRef, int]], dict[PrefixKey, bytes]]]:
         """The namespaces that an earlier server has left, each with its chunks, the least recently used first.
 
         And with the trails of the chunks, as far as they were kept.
@@ -100,7 +100,7 @@ class Disk:
                 continue
             with self._tiers.use(space) as opened:
                 assert opened is not None
-                found.append((space, opened.tier.scan(), _trails(opened.tier)))
+                found.append((space, opened.tier.scan(), trails_in(opened.tier)))
         return found
 
     def size_of(self, space: Space, ref: ChunkRef) -> int:
@@ -282,14 +282,6 @@ class Disk:
 
     def _complain(self, error: Exception) -> None:
         self._throttle.log("disk", "the disk of the cache server: %s", error)
-
-
-def _trails(tier: BoundedTier) -> Mapping[PrefixKey, bytes]:
-    """The trails that a tier has kept; none if they cannot be read: they are worth hits only."""
-    try:
-        return tier.trails()
-    except TierError:
-        return {}
 
 
 def _refuse_engines(folder: Path) -> None:

@@ -11,12 +11,11 @@ the least recently used first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
 
 from kvstore.catalog.departed import Departed
 from kvstore.catalog.plans import MissReason
-from kvstore.chunks import ChunkRef, Outcome, chunk_of
-from kvstore.keys import PREFIX_KEY_BYTES, Namespace
+from kvstore.chunks import ChunkRef, Outcome, is_trail_of
+from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.policies import Policy, open_policy
 from kvstore.protocol.runs import PAGE_BYTES, Run
@@ -135,12 +134,11 @@ class Stock:
     @staticmethod
     def nearest(space: Space, trail: bytes) -> list[bytes]:
         """The trails of chunks that share blocks with a trail, the one that shares most first."""
-        return [other for other, _ in islice(space.trails.neighbours(trail), MAX_NEAREST)]
+        return list(space.trails.closest(trail, MAX_NEAREST))
 
     def describe(self, chunk: Chunk, trail: bytes) -> None:
         """Take in the trail of a chunk that is being written, unless it would take much of the room of its bytes."""
-        is_its_own = len(trail) == chunk.ref.num_blocks * PREFIX_KEY_BYTES and chunk_of(trail) == chunk.ref
-        if is_its_own and len(trail) <= chunk.num_bytes // _TRAIL_SHARE:
+        if is_trail_of(trail, chunk.ref) and len(trail) <= chunk.num_bytes // _TRAIL_SHARE:
             chunk.trail = trail
 
     def touch(self, space: Space, refs: Sequence[ChunkRef]) -> None:

@@ -17,6 +17,7 @@ disk is a ``BoundedTier``: the index decides what it holds, so it accounts for e
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -28,9 +29,11 @@ from typing import Final, NamedTuple, Self
 import numpy as np
 
 from kvstore.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.errors import ConfigError, InvalidCallError
+from kvstore.errors import ConfigError, InvalidCallError, TierError
 from kvstore.keys import PREFIX_KEY_BYTES, Namespace, PrefixKey
 from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
+
+logger = logging.getLogger(__name__)
 
 UNBOUNDED_BYTES = sys.maxsize  # as a capacity: the storage keeps its own bound
 MAX_LENT = 64
@@ -388,3 +391,12 @@ class BoundedTier(Tier):
     @abstractmethod
     def used_bytes(self) -> int:
         """Bytes occupied now, everything included."""
+
+
+def trails_in(tier: BoundedTier) -> dict[PrefixKey, bytes]:
+    """The trails that a tier has kept; none, and a line in the log, if it fails: they are worth hits only."""
+    try:
+        return tier.trails()
+    except TierError as error:
+        logger.warning("what is on disk is found by whole chunks and tails only, not by blocks: %s", error)
+        return {}

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
+from typing import TypeVar
 
 from kvstore.chunks import Answer, Asked, ChunkRef
 from kvstore.errors import ClosedError, TierError
@@ -14,6 +15,9 @@ from kvstore.tiers.base import Tier
 from kvstore.tiers.guards import find
 from kvstore.tiers.peers import PeersTier
 from kvstore.tiers.questions import Asker, Question
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class RemoteDirectory:
@@ -99,10 +103,18 @@ class RemoteDirectory:
         The first one alone is asked about trails, at the same time.
         """
         refs, trails = _sorted(asked)
-        near = self._shards.submit(_near, self._tiers[0], trails) if trails and self._tiers else None
-        others = [self._shards.submit(_held, tier, refs) for tier in self._tiers[1:]]
+        near = self._submit(_near, self._tiers[0], trails) if trails and self._tiers else None
+        others = [self._submit(_held, tier, refs) for tier in self._tiers[1:]]
         held = [*(_held(tier, refs) for tier in self._tiers[:1]), *(other.result() for other in others)]
         return _in_order(asked, _together(held), near.result() if near is not None else [None] * len(trails))
+
+    def _submit(
+        self, ask: Callable[[Tier, Sequence[Item]], Result], tier: Tier, asked: Sequence[Item]
+    ) -> Future[Result]:
+        try:
+            return self._shards.submit(ask, tier, asked)
+        except RuntimeError as error:
+            raise ClosedError("the remote tier was closed") from error
 
     def _ask_source(self, source: str, asked: Sequence[Asked]) -> list[Answer]:
         """Ask a named engine, shard by shard; after a shard without a single chunk the others are not asked."""

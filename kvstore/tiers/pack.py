@@ -10,14 +10,13 @@ import logging
 import os
 import threading
 from collections.abc import Container, Iterable, Sequence
-from itertools import islice
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
 from kvstore.catalog.trails import Trails
-from kvstore.chunks import ByteArray, ChunkRef, Outcome, chunk_of
+from kvstore.chunks import ByteArray, ChunkRef, Outcome, chunk_of, is_trail_of
 from kvstore.errors import ClosedError, ConfigError
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Damage
@@ -83,13 +82,12 @@ class PackTier(Tier):
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         """The trails of chunks that share leading blocks with each. Answers from memory."""
         self._check_open()
-        found = (islice(self._in_order.neighbours(trail), MAX_NEAREST) for trail in trails)
-        return [tuple(other for other, _ in near) for near in found]
+        return [self._in_order.closest(trail, MAX_NEAREST) for trail in trails]
 
     def trail_of(self, ref: ChunkRef) -> bytes:
         """The trail of a chunk; empty if the pack does not tell it."""
         trail = self._trails.get(ref.prefix_key, b"")
-        return trail if chunk_of(trail) == ref else b""
+        return trail if is_trail_of(trail, ref) else b""
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read chunks into their buffers, one after the other; callers on several threads overlap."""

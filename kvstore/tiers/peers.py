@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from itertools import chain
 from typing import Final, TypeVar
@@ -145,7 +145,10 @@ class PeersTier(Tier):
         self._check_open()
         tiers = [*((self.own,) if self.own else ()), *self._peers().values()]
         answers = [self._submit(_near, tier, trails) for tier in tiers] if trails else []
-        found = zip(*(answer.result() for answer in answers), strict=True)
+        try:
+            found = zip(*[answer.result() for answer in answers], strict=True)
+        except CancelledError as error:
+            raise ClosedError("the peers tier was closed") from error
         return [tuple(dict.fromkeys(chain(*near))) for near in found] if answers else [()] * len(trails)
 
     def nearest_at(self, source: str, trails: Sequence[bytes]) -> list[tuple[bytes, ...] | None]:

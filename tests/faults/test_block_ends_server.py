@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cache_server import ServerProcess, ServerThread, serving_ipc, serving_tcp, short_folder
-from support.parting import FLUSH_S, PROMPTS, check_strangers
+from support.parting import FLUSH_S, PROMPTS, check_ages, check_strangers
 from support.rig import BLOCK, CHUNK, Rig, tokens_of
 from support.schedules import schedules
 
@@ -128,17 +128,4 @@ def test_old_and_new_engines_share_a_server(rig: Rig, server: ServerThread) -> N
         link.version = 1
         return say_hello(link, *arguments)  # type: ignore[arg-type]
 
-    def run(prompt: list[int], *, is_old: bool) -> int:
-        with pytest.MonkeyPatch.context() as patch:
-            if is_old:
-                patch.setattr(Link, "hello", old)
-            with rig.open(remote=remote(server.url)) as engine:
-                found = rig.retrieve(engine, prompt)
-                rig.store(engine, prompt)
-                assert engine.flush(FLUSH_S)
-                return found
-
-    whole = len(ONE) // BLOCK * BLOCK
-    assert [run(ONE, is_old=True), run(OTHER, is_old=False)] == [0, CHUNK]
-    assert [run(ONE, is_old=False), run(OTHER, is_old=True)] == [whole, whole]
-    assert run([*HEAD, *tokens_of(5, CHUNK)], is_old=False) == len(HEAD), "by the trail of the other one"
+    check_ages(lambda: rig.open(remote=remote(server.url)), rig, lambda patch: patch.setattr(Link, "hello", old))

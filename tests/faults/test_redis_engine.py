@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checks import check_idle
 from support.gate import HANG_GUARD_S, Gate
-from support.parting import PROMPTS, check_strangers
+from support.parting import PROMPTS, check_ages, check_strangers
 from support.redis_server import RedisServer, running
 from support.redis_tiers import values
 from support.returning import check_return
-from support.rig import BLOCK, CHUNK, Rig, tokens_of
+from support.rig import Rig, tokens_of
 from support.schedules import schedules
 
 from kvstore import assembly
@@ -89,24 +89,12 @@ def test_strangers_find_what_they_have_in_common(shared_server: RedisServer, pro
 
 def test_old_and_new_engines_share_a_redis(rig: Rig, server: RedisServer) -> None:
     """What an old one stored is found by its key, and what a new one stored the old one finds so, too."""
-    head = tokens_of(1, CHUNK + 2 * BLOCK)
-    one, other, third = ([*head, *tokens_of(number, CHUNK)] for number in (2, 3, 4))
 
-    def run(prompt: list[int], *, is_old: bool) -> int:
-        with pytest.MonkeyPatch.context() as patch:
-            if is_old:
-                patch.setattr(RedisTier, "nearest", Tier.nearest)
-                patch.setattr(TrailSets, "tell", lambda *_: Errand())
-            with rig.open(remote=options_of(server)) as engine:
-                found = rig.retrieve(engine, prompt)
-                rig.store(engine, prompt)
-                assert engine.flush(WAIT_S)
-                return found
+    def age(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(RedisTier, "nearest", Tier.nearest)
+        patch.setattr(TrailSets, "tell", lambda *_: Errand())
 
-    whole = len(one) // BLOCK * BLOCK
-    assert [run(one, is_old=True), run(other, is_old=False)] == [0, CHUNK]
-    assert [run(one, is_old=False), run(other, is_old=True)] == [whole, whole]
-    assert run(third, is_old=False) == len(head), "by the trail of the second one"
+    check_ages(lambda: rig.open(remote=options_of(server)), rig, age)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import strategies as st
 
 from support.rig import BLOCK, CHUNK, tokens_of
@@ -45,3 +46,30 @@ def check_strangers(rig: Rig, open_engine: Callable[[], CacheEngine], prompts: S
             assert engine.flush(FLUSH_S)
             assert engine.lookup(prompt) == len(prompt) // BLOCK * BLOCK
         stored.append(prompt)
+
+
+def check_ages(open_engine: Callable[[], CacheEngine], rig: Rig, age: Callable[[pytest.MonkeyPatch], object]) -> None:
+    """What an old engine stored a new one finds by its key, and the other way round; new ones find block ends, too.
+
+    Args:
+        open_engine: opens an engine that has only what others stored.
+        rig: of the engines.
+        age: lets engines behave as those of before block ends.
+    """
+    head = tokens_of(1, CHUNK + 2 * BLOCK)
+    one, other, third = ([*head, *tokens_of(number, CHUNK)] for number in (2, 3, 4))
+
+    def run(prompt: list[int], *, is_old: bool) -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            if is_old:
+                age(patch)
+            with open_engine() as engine:
+                found = rig.retrieve(engine, prompt)
+                rig.store(engine, prompt)
+                assert engine.flush(FLUSH_S)
+                return found
+
+    whole = len(one) // BLOCK * BLOCK
+    assert [run(one, is_old=True), run(other, is_old=False)] == [0, CHUNK]
+    assert [run(one, is_old=False), run(other, is_old=True)] == [whole, whole]
+    assert run(third, is_old=False) == len(head), "by the trail of the second one"

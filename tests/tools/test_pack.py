@@ -28,6 +28,7 @@ from kvstore.requests import hash_tokens
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.disk.tier import DiskTier
+from kvstore.tiers.disk.trails import TrailNote
 from kvstore.tiers.pack import PackTier
 from kvstore.tools.pack import Source, Target, export, import_pack
 
@@ -416,6 +417,21 @@ def test_the_end_of_a_prompt_in_a_damaged_chunk_is_missing(tmp_path: Path) -> No
     content = bytearray(file.read_bytes())
     content[4100] ^= 1  # in the blocks that are wanted
     file.write_bytes(content)
+    report = export(Source(tmp_path / "disk"), tmp_path / "a.kvpack", refs=[ref], trails={ref: trail_of(hasher)})
+    assert (report.chunks, report.missing) == (0, 1)
+
+
+def test_a_note_that_is_wrong_about_a_chunk_leads_to_nothing(tmp_path: Path) -> None:
+    """It says that a chunk of one block holds three."""
+    rig = Rig()
+    with rig.open(local_disk=tmp_path / "disk") as engine:
+        rig.store(engine, tokens_of(2, 4))
+        assert engine.flush()
+    (shelf,) = Source(tmp_path / "disk").shelves[0]
+    (held,) = (place.ref for place in shelf.places() if place.ref is not None)
+    hasher = hash_tokens(rig.layout, tokens_of(1, 8), NO_EXTRAS)
+    (ref,) = chunk_refs(hasher, with_tail=True)
+    TrailNote(rig.layout).add(shelf.home, trail_of(hasher) + held.prefix_key, 1, lambda: {held.prefix_key})
     report = export(Source(tmp_path / "disk"), tmp_path / "a.kvpack", refs=[ref], trails={ref: trail_of(hasher)})
     assert (report.chunks, report.missing) == (0, 1)
 

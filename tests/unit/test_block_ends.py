@@ -33,8 +33,9 @@ class Stock:
         whole = {tuple(prompt[:end]) for end in range(CHUNK, len(prompt) + 1, CHUNK)}
         tail = tuple(prompt[: len(prompt) // BLOCK * BLOCK])
         self.chunks |= whole
-        if len(tail) % CHUNK and not any(self._holds(chunk, tail) for chunk in self.chunks):
-            self.chunks.add(tail)
+        if len(tail) % CHUNK:  # one that a longer tail holds goes, too, once it is offered again
+            is_held = any(self._holds(chunk, tail) for chunk in self.chunks)
+            self.chunks = self.chunks - {tail} if is_held else self.chunks | {tail}
         self.chunks -= {tail for tail in self.chunks if any(self._holds(chunk, tail) for chunk in whole)}
 
     def _holds(self, chunk: tuple[int, ...], tail: tuple[int, ...]) -> bool:

@@ -21,11 +21,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from itertools import islice
 from typing import Final, TypeGuard
 
 from kvstore.catalog.trails import Trails, is_trail
-from kvstore.chunks import ChunkRef, chunk_of
+from kvstore.chunks import ChunkRef, chunk_of, is_trail_of
 from kvstore.errors import TierError
 from kvstore.keys import PREFIX_KEY_BYTES
 from kvstore.layout import KVLayout
@@ -133,7 +132,7 @@ class TrailSets:
     def tell(self, home: Home, ref: ChunkRef, trail: bytes) -> Errand:
         """Write the trail of a chunk that was stored, and look after those of others."""
         errand, number = Errand(), _set_of(trail)
-        if not self._is_trail(trail) or chunk_of(trail) != ref or self._rests(number):
+        if not self._is_trail(trail) or not is_trail_of(trail, ref) or self._rests(number):
             return errand
         tag, key = home.trails_tag(number), home.trails_key(number)
         with self._lock:
@@ -156,7 +155,7 @@ class TrailSets:
     def taken_back(self, home: Home, ref: ChunkRef, trail: bytes) -> Errand:
         """Take out the trail of a chunk whose epoch ended before its ``put``."""
         errand = Errand()
-        if self._is_trail(trail) and chunk_of(trail) == ref:
+        if self._is_trail(trail) and is_trail_of(trail, ref):
             self._take_out(errand, home, trail)
         return errand
 
@@ -236,7 +235,7 @@ class TrailSets:
     def _best(self, trail: bytes, near: Iterable[Reply]) -> tuple[bytes, ...]:
         trails = Trails()
         trails.add_all(other for other in near if self._is_trail(other))
-        return tuple(other for other, _ in islice(trails.neighbours(trail), MAX_NEAREST))
+        return trails.closest(trail, MAX_NEAREST)
 
     def _at(self, home: Home) -> _Known:
         """What is known at a home; nothing of former ones is kept. Call it under the lock."""

@@ -6,17 +6,16 @@ All raise ``TierError`` if the server fails, or does not answer about every chun
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, TypeVar
+from typing import TypeVar
 
-from kvstore.chunks import ChunkRef, Outcome, chunk_of
+from kvstore.chunks import ChunkRef, Outcome, is_trail_of
 from kvstore.errors import TierError
+from kvstore.keys import PREFIX_KEY_BYTES
 from kvstore.protocol import messages
 from kvstore.tiers.base import MAX_NEAREST, Transfer
 from kvstore.tiers.server.link import Link
 
 Item = TypeVar("Item")
-
-TRAILS_VERSION: Final = 2
 
 
 def lookup(link: Link, refs: Sequence[ChunkRef]) -> list[bool]:
@@ -29,22 +28,23 @@ def lookup(link: Link, refs: Sequence[ChunkRef]) -> list[bool]:
 
 
 def nearest(link: Link, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
-    """For each trail, those of chunks that share blocks with it; none from a server that does not know trails."""
-    if link.version < TRAILS_VERSION or any(len(trail) > messages.MAX_TRAIL_BYTES for trail in trails):
-        return [()] * len(trails)
-    named: list[tuple[bytes, ...]] = []
-    at_most = max(1, messages.MAX_TRAIL_BYTES // (MAX_NEAREST * max(map(len, trails), default=1)))
-    for part in _parts(trails, min(at_most, messages.MAX_TRAILS)):
+    """For each trail, those of chunks that share blocks with it; none from a server that does not know trails.
+
+    None either for a trail that is too long for a message.
+    """
+    named: dict[bytes, tuple[bytes, ...]] = dict.fromkeys(trails, ())
+    asked = [trail for trail in named if _fits(trail)] if link.knows(messages.Nearest) else []
+    at_most = max(1, messages.MAX_TRAIL_BYTES // (MAX_NEAREST * max(map(len, asked), default=1)))
+    for part in _parts(asked, min(at_most, messages.MAX_TRAILS)):
         answer = link.ask(messages.Nearest(link.new_serial(), list(part)), messages.Named)
-        named += map(tuple, _complete(answer.trails, part))
-    return named
+        named.update(zip(part, map(tuple, _complete(answer.trails, part)), strict=True))
+    return [named[trail] for trail in trails]
 
 
 def describe(link: Link, lease: int, transfer: Transfer) -> None:
     """Tell the trail of a chunk that is being written, if it is known, to a server that knows trails."""
     trail = transfer.trail
-    is_sent = link.version >= TRAILS_VERSION and 0 < len(trail) <= messages.MAX_TRAIL_BYTES
-    if is_sent and chunk_of(trail) == transfer.ref:
+    if link.knows(messages.Describe) and is_trail_of(trail, transfer.ref) and _fits(trail):
         link.send(messages.Describe(link.new_serial(), lease, trail))
 
 
@@ -81,6 +81,10 @@ def clear(link: Link) -> None:
 
 def _parts(items: Sequence[Item], at_most: int) -> Iterator[Sequence[Item]]:
     return (items[begin : begin + at_most] for begin in range(0, len(items), at_most))
+
+
+def _fits(trail: bytes) -> bool:
+    return PREFIX_KEY_BYTES <= len(trail) <= messages.MAX_TRAIL_BYTES
 
 
 def _complete(answers: Sequence[Item], asked: Sequence[object]) -> Sequence[Item]:

@@ -34,6 +34,7 @@ SomeAnswer = TypeVar("SomeAnswer", bound=messages.Answer)
 _CONNECT_TIMEOUT_S = 2.0
 _SEND_QUEUE = 64
 _POOL_SOCKET = "pool"
+_SINCE = {messages.Sending: 2, messages.Describe: 2, messages.Nearest: 2}  # versions of the protocol
 
 
 class NoSessionError(TierError):
@@ -93,6 +94,10 @@ class Link:
     def is_alive(self) -> bool:
         """Whether, as far as is known, the server still has this connection."""
         return self._unix_socket is None or not _is_over(self._unix_socket)
+
+    def knows(self, kind: type[messages.Request]) -> bool:
+        """Whether the server understands a kind of request; one that it does not would end the connection."""
+        return self.version >= _SINCE.get(kind, messages.OLDEST_VERSION)
 
     def hello(self, namespace: Namespace, geometry: messages.Geometry, capacity_bytes: int) -> messages.Welcome:
         """Introduce this client, and the namespace that its requests are about.

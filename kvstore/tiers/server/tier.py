@@ -101,12 +101,9 @@ class ServerTier(Tier):
             TierError: the server failed.
         """
         self._links.require_open()
+        named = self._links.use(partial(calls.nearest, trails=trails)) if trails else []
         blocks_per_chunk = self._layout.blocks_per_chunk
-        asked = [trail for trail in trails if is_trail(trail, blocks_per_chunk)]
-        if not asked:
-            return [()] * len(trails)
-        named = dict(zip(asked, self._links.use(partial(calls.nearest, trails=asked)), strict=True))
-        return [tuple(near for near in named.get(trail, ()) if is_trail(near, blocks_per_chunk)) for trail in trails]
+        return [tuple(trail for trail in near if is_trail(trail, blocks_per_chunk)) for near in named]
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read chunks into their buffers, one after the other; call from several threads to overlap them."""

@@ -10,6 +10,7 @@ from support.gate import HANG_GUARD_S, Gate
 from support.rig import FakeTier
 
 from kvstore.chunks import ChunkRef
+from kvstore.errors import ClosedError
 from kvstore.keys import Namespace
 from kvstore.testing.harness import make_ref
 from kvstore.tiers.directory import RemoteDirectory, all_have
@@ -45,3 +46,12 @@ def test_an_answer_waits_for_the_reset_before_it(monkeypatch: pytest.MonkeyPatch
 )
 def test_a_chunk_is_there_if_all_its_parts_are(parts: tuple[bool | None, ...], whole: bool | None) -> None:
     assert all_have(parts) is whole
+
+
+def test_a_close_during_a_question_about_trails_says_that_it_is_closed() -> None:
+    """Its threads are gone then, and whoever waits for its answer hears so."""
+    directory = RemoteDirectory([FakeTier()])
+    assert directory.answer([bytes(16), make_ref(1)]) == [(), False]
+    directory.close()
+    with pytest.raises(ClosedError):
+        directory.answer([bytes(16)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from support.gate import HANG_GUARD_S, Gate
@@ -378,6 +378,16 @@ def test_close_ends_its_threads_and_closes_everybody(world: World, own: Storage)
     with pytest.raises(ClosedError):
         get(tier, 1)
     wait_for("its threads end", lambda: not {thread.name for thread in threading.enumerate()} - before)
+
+
+def test_a_question_about_trails_that_never_began_ends_with_the_tier(
+    tier: PeersTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never: Future[object] = Future()
+    assert never.cancel(), "as close does with what waits for a thread"
+    monkeypatch.setattr(tier, "_submit", lambda *_: never)
+    with pytest.raises(ClosedError):
+        tier.nearest([bytes(16)])
 
 
 @pytest.mark.parametrize(

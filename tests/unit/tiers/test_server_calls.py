@@ -19,10 +19,11 @@ KEY = b"k" * 16
 class FakeLink:
     """Notes what is sent; answers that nobody is near."""
 
-    version = messages.PROTOCOL_VERSION
-
     def __init__(self) -> None:
         self.sent: list[Any] = []
+
+    def knows(self, _: type[messages.Request]) -> bool:
+        return True
 
     def new_serial(self) -> int:
         return 1
