@@ -86,7 +86,7 @@ class Entries(dict[PrefixKey, Entry]):
         super().__init__()
         self.counters = IndexCounters()
         self.departed = Departed()
-        self.trails = Trails()
+        self.near, self.far = Trails(), Trails()  # of the chunks that have a slot, and of those that have none
         self.whole_blocks = 0  # of a whole chunk, which supersedes tails; 0 before the first is offered
         self.expiries = Deadlines[PrefixKey]()  # of the chunks that have a time to live
         self.changes: dict[PrefixKey, None] | None = {} if tracks_changes else None  # in order
@@ -94,27 +94,38 @@ class Entries(dict[PrefixKey, Entry]):
         self._broken: dict[PrefixKey, None] = {}  # parts of checkpoints of which another part is gone
 
     def enter(self, chunk: Entry) -> Entry:
-        """Make the entry of a chunk that has none."""
+        """Make the entry of a chunk that has none. Its trail is to be learnt."""
         self[chunk.ref.prefix_key] = chunk
-        if chunk.trail:
-            self.trails.add(chunk.trail)
         return chunk
 
     def learn_all(self, trails: Mapping[PrefixKey, bytes]) -> None:
         """``learn`` of many chunks at once. What is no trail of the chunk is left out."""
-        found = []
+        near: list[bytes] = []
+        far: list[bytes] = []
         for key, trail in trails.items():
             chunk = self.get(key)
             if chunk is not None and not chunk.trail and is_trail_of(trail, chunk.ref):
                 chunk.trail = trail
-                found.append(trail)
-        self.trails.add_all(found)
+                (far if chunk.memory is NO_SLOT else near).append(trail)
+        self.near.add_all(near)
+        self.far.add_all(far)
 
     def learn(self, chunk: Entry, trail: bytes) -> None:
         """Let a chunk be found by its block ends, if its trail was not known."""
         if trail and not chunk.trail:
             chunk.trail = trail
-            self.trails.add(trail)
+            self._trails_of(chunk).add(trail)
+
+    def move(self, chunk: Entry, memory: InMemory) -> None:
+        """Give a chunk's slot to it, or take it away: it is found by its block ends before those that have none."""
+        before, chunk.memory = self._trails_of(chunk), memory
+        after = self._trails_of(chunk)
+        if chunk.trail and after is not before:
+            after.add(chunk.trail)  # first: other threads look for it meanwhile
+            before.discard(chunk.trail)
+
+    def _trails_of(self, chunk: Entry) -> Trails:
+        return self.far if chunk.memory is NO_SLOT else self.near
 
     def is_known(self, key: PrefixKey) -> bool:
         """Whether a chunk is here, or comes, and is not about to go."""
@@ -155,7 +166,7 @@ class Entries(dict[PrefixKey, Entry]):
     def vanish(self, chunk: Entry) -> None:
         """Drop the entry of a chunk that is nowhere. A part of a checkpoint that the remote tier has is still there."""
         if self.pop(chunk.ref.prefix_key, None) is not None and chunk.trail:
-            self.trails.discard(chunk.trail)
+            self._trails_of(chunk).discard(chunk.trail)
         self.expiries.withdraw(chunk.ref.prefix_key)
         siblings = self._siblings.pop(chunk.ref.prefix_key, ())
         if chunk.remote is not SENT:

@@ -180,8 +180,8 @@ class ChunkIndex(Lookup):
         two times; if that is for good, it is written then.
 
         With the ``hasher`` of the sequence, a chunk is found by its block ends; a whole one supersedes the tails in it,
-        once it is stored itself. A tail that a longer chunk holds is not stored: it counts as known, and that chunk is
-        used and, if need be, written in its stead.
+        once it is stored itself. A tail that a longer chunk in memory holds is not stored: it counts as known, and that
+        chunk is used and, if need be, written in its stead. One that a chunk on disk holds is kept in memory only.
 
         This is a use of all these chunks but those ``noted`` for the request already, by a load or an earlier store. A
         caller who does not know, None, takes these to be the prefix and the chain that was used last.
@@ -200,20 +200,20 @@ class ChunkIndex(Lookup):
         if hasher is not None:
             self._chunks.whole_blocks = hasher.blocks_per_chunk
             holders = self._stores.holders(refs, made, until_s)
-        stand_ins = {tail: holder.ref.prefix_key for tail, holder in holders.items()}
-        offered = [ref.prefix_key for ref in refs]
-        chain = [*prefix, *(map(stand_ins.get, offered, offered) if stand_ins else offered)]
+        chain = [*prefix, *(key for ref in refs for key in self._stores.used(ref, holders))]
         own = [chunk for key in chain if (chunk := self._chunks.get(key)) is not None]
         for chunk in own:
             self._uses.begin(chunk)
         noted = {*prefix, *self._last_used} if noted is None else noted
-        noted = {*noted, *(holder for tail, holder in stand_ins.items() if tail in noted)} if stand_ins else noted
-        self._touch(chain, noted, whole.keys())
+        if holders:
+            noted = {*noted, *(holder.ref.prefix_key for tail, holder in holders.items() if tail in noted)}
+        leaves = whole.keys() | {holder.ref.prefix_key for holder in holders.values()}  # a tail beside one: not on it
+        self._touch(chain, noted, leaves)
         steps = self._stores.plan(refs, whole=whole, holders=holders, made=made, until_s=until_s, now_s=self._now_s)
         for chunk in own:
             self._uses.end(chunk)
         for order in self._orders:
-            order.refresh_chain(chain, whole.keys())  # with the new ones, or they would outlive their prefix
+            order.refresh_chain(chain, leaves)  # with the new ones, or they would outlive their prefix
         for parts in checkpoints:
             self._chunks.note_checkpoint(parts)
         return steps

@@ -37,12 +37,15 @@ def check_checkpoints(chunks: Entries) -> None:
 
 
 def check_trails(chunks: Entries) -> None:
-    """The trails are those of the chunks that have one, and lead to them."""
-    known = [chunk.trail for chunk in chunks.values() if chunk.trail]
-    assert sorted(chunks.trails) == sorted(known)
-    for key, chunk in chunks.items():
-        assert not chunk.trail or len(chunk.trail) == chunk.ref.num_blocks * PREFIX_KEY_BYTES
-        assert not chunk.trail or next(chunks.trails.nearest(chunk.trail)) == (key, chunk.ref.num_blocks)
+    """The trails are those of the chunks that have one, and lead to them: first to those that have a slot."""
+    with_trail = [chunk for chunk in chunks.values() if chunk.trail]
+    near = [chunk.trail for chunk in with_trail if chunk.memory is not NO_SLOT]
+    far = [chunk.trail for chunk in with_trail if chunk.memory is NO_SLOT]
+    assert (sorted(chunks.near), sorted(chunks.far)) == (sorted(near), sorted(far))
+    for chunk in with_trail:
+        trails = chunks.far if chunk.memory is NO_SLOT else chunks.near
+        assert len(chunk.trail) == chunk.ref.num_blocks * PREFIX_KEY_BYTES
+        assert next(trails.nearest(chunk.trail)) == (chunk.ref.prefix_key, chunk.ref.num_blocks)
 
 
 def check_slots(chunks: Entries, slots: Slots) -> None:

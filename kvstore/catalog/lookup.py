@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice, takewhile
+from operator import itemgetter
 
 from kvstore.catalog.entries import GATHERING, LOADING, NO_SLOT, READY, Entries, Entry
 from kvstore.catalog.plans import NO_MATCH, Match, MissReason, Place
@@ -14,7 +15,7 @@ from kvstore.catalog.slots import Slots
 from kvstore.catalog.writebehind import DiskWrites, RemoteSends
 from kvstore.checkpoints.parts import Checkpoints, End
 from kvstore.chunks import Asked, ChunkRef
-from kvstore.keys import PrefixHasher, PrefixKey
+from kvstore.keys import PREFIX_KEY_BYTES, PrefixHasher, PrefixKey
 
 _ROUNDS, _CHECKPOINT_ROUNDS = 3, 4  # of questions
 _MAX_NAMED = 8  # chunks by a remote tier that a lookup asks about
@@ -123,6 +124,9 @@ class Lookup:
         keys = hasher.block_keys(chunk)
         trail = b"".join(keys)
         holder, most_blocks = self._holder_of_most(trail, room, reads_parts=reads_parts)
+        nearest = holder.ref if holder is not None else None
+        if self._remote.view is None and self._chunks.keys().isdisjoint(keys[most_blocks:]):
+            return nearest, most_blocks  # nearly always
         others = self._named(trail, hasher.blocks_per_chunk, most_blocks, told)
         for num_blocks in range(len(keys), most_blocks, -1):  # known by its key only, or coming, or at a remote tier
             tail = self._find(keys[num_blocks - 1], num_blocks, room, told)
@@ -131,7 +135,7 @@ class Lookup:
             for ref, shared_blocks in others if reads_parts else ():
                 if shared_blocks == num_blocks and self._find(ref.prefix_key, ref.num_blocks, room, told):
                     return ref, num_blocks
-        return (holder.ref, most_blocks) if holder is not None else (None, 0)
+        return nearest, most_blocks
 
     def _named(self, trail: bytes, blocks_per_chunk: int, known_blocks: int, told: Told) -> list[tuple[ChunkRef, int]]:
         """The chunks that a remote tier has named, and that share more than the known blocks with a trail.
@@ -158,21 +162,16 @@ class Lookup:
         A chunk that another request is loading is left out: who wants a part of it would wait for all of it.
         """
         best, most_blocks = None, 0
-        for key, num_blocks in islice(self._chunks.trails.nearest(trail), _MAX_PROBES):
-            if num_blocks < most_blocks:
-                break
-            chunk = self._chunks.get(key)
-            if chunk is None or chunk.memory is LOADING or not self._is_readable(chunk):
-                continue
-            if chunk.memory is NO_SLOT and (
-                best is not None or (not reads_parts and num_blocks < chunk.ref.num_blocks)
-            ):
-                continue
-            if not replace(room).takes(chunk):
-                continue
-            if chunk.memory is not NO_SLOT:
-                return chunk, num_blocks
-            best, most_blocks = chunk, num_blocks
+        for known in (self._chunks.near, self._chunks.far) if reads_parts else (self._chunks.near,):
+            for other, num_blocks in islice(known.neighbours(trail), _MAX_PROBES):
+                if num_blocks <= most_blocks:
+                    break
+                chunk = self._chunks.get(other[-PREFIX_KEY_BYTES:])
+                if chunk is None or chunk.memory is LOADING or not self._is_readable(chunk):
+                    continue
+                if room.copy().takes(chunk):
+                    best, most_blocks = chunk, num_blocks
+                    break
         return best, most_blocks
 
     def longest(self, trail: bytes) -> tuple[Place, int] | None:
@@ -182,8 +181,8 @@ class Lookup:
 
     def longer(self, trail: bytes) -> list[ChunkRef]:
         """The chunks, whatever their state, that hold all blocks of a trail, and more. From any thread."""
-        chunks = (self._chunks.get(key) for key in self._chunks.trails.within(trail))
-        return [chunk.ref for chunk in chunks if chunk is not None]
+        holders = (*self._chunks.near.within(trail), *self._chunks.far.within(trail))
+        return [chunk.ref for key in dict.fromkeys(holders) if (chunk := self._chunks.get(key)) is not None]
 
     def _whole(self, hasher: PrefixHasher, first_chunk: int, room: _StagingRoom, told: Told) -> list[ChunkRef]:
         """The whole chunks that could be loaded, in order, from the first of them on."""
@@ -270,7 +269,9 @@ class Lookup:
 
     def _hidden(self, keys: Iterable[PrefixKey], known_blocks: int) -> Entry | None:
         """A chunk that holds more than the known of these blocks: it cannot be loaded, or it had been found."""
-        key, num_blocks = next(self._chunks.trails.nearest(b"".join(keys)), (b"", 0))
+        trail = b"".join(keys)
+        found = (next(trails.nearest(trail), (b"", 0)) for trails in (self._chunks.near, self._chunks.far))
+        key, num_blocks = max(found, key=itemgetter(1))
         chunk = self._chunks.get(key)
         return chunk if chunk is not None and num_blocks > known_blocks and not chunk.forgotten else None
 
@@ -357,8 +358,6 @@ class Lookup:
         chunk = self._chunks.get(key)
         if chunk is not None and self._is_readable(chunk):
             return chunk.ref if chunk.ref.num_blocks == num_blocks and room.takes(chunk) else None
-        if self._remote.view is None:  # at once: the probe behind the last chunk comes here for most of its keys
-            return None
         ref = ChunkRef(key, num_blocks)
         return ref if self._is_remote(ref, told) and room.takes(None) else None
 
@@ -410,6 +409,10 @@ class _StagingRoom:
 
     slots: int
     staged: int = 0
+
+    def copy(self) -> _StagingRoom:
+        """To ask what could be taken."""
+        return _StagingRoom(self.slots, self.staged)
 
     def takes(self, chunk: Entry | None) -> bool:
         """Count in a chunk, None for one that is not here, unless the load would then run out of slots."""

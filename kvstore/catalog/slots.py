@@ -49,7 +49,8 @@ class Slots:
 
     def fill(self, chunk: Entry, slot: int, state: InMemory) -> None:
         """Give a slot to a chunk in use, whose bytes are on their way."""
-        chunk.slot, chunk.memory = slot, state
+        chunk.slot = slot
+        self._chunks.move(chunk, state)
         self.order.add(chunk.ref.prefix_key)
 
     def drop(self, chunk: Entry) -> None:
@@ -65,6 +66,8 @@ class Slots:
             self.free.insert(self._num_hung, chunk.slot)
         else:
             self.free.append(chunk.slot)
-        chunk.memory = NO_SLOT
         if chunk.disk is NO_FILE:
             self._chunks.vanish(chunk)
+            chunk.memory = NO_SLOT
+        else:
+            self._chunks.move(chunk, NO_SLOT)

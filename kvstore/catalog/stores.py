@@ -7,13 +7,13 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import islice
 
-from kvstore.catalog.entries import GATHERING, NO_SLOT, READY, STORED, UNREAD, WRITING, Entries, Entry
+from kvstore.catalog.entries import GATHERING, NO_SLOT, READY, STORED, UNREAD, Entries, Entry
 from kvstore.catalog.plans import Place, StoreStep
 from kvstore.catalog.slots import Slots
 from kvstore.catalog.uses import Uses
 from kvstore.catalog.writebehind import DiskWrites, RemoteSends
 from kvstore.chunks import ChunkRef
-from kvstore.keys import PrefixKey
+from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 
 _MAX_HOLDERS = 8  # looked at for one tail
 
@@ -50,7 +50,7 @@ class Stores:
     def holders(
         self, refs: Iterable[ChunkRef], made: Mapping[PrefixKey, bytes], until_s: float | None
     ) -> dict[PrefixKey, Entry]:
-        """The longer chunks that stand in for those of the tails that need no bytes of their own, by the tails' keys.
+        """The longer chunks that hold tails, by the tails' keys.
 
         A tail that is here goes, if nothing speaks for it. Where a tail would be sent to a remote tier it is stored:
         there it is found by its key only.
@@ -61,30 +61,42 @@ class Stores:
         for ref in [ref for ref in refs if ref.num_blocks < self.chunks.whole_blocks]:
             tail = self.chunks.get(ref.prefix_key)
             holder = self._holder(made.get(ref.prefix_key) or (tail.trail if tail is not None else b""), until_s)
-            if holder is not None and (tail is None or tail.forgotten or self.uses.take_in(holder, tail)):
+            if holder is None:
+                continue
+            if tail is None or tail.forgotten or self.uses.take_in(holder, tail) or not self.stands_in(holder):
                 found[ref.prefix_key] = holder
         return found
+
+    def stands_in(self, holder: Entry) -> bool:
+        """Whether a tail needs no bytes of its own beside a chunk that holds it.
+
+        It does in memory while the chunk is on disk only: to read all of that for its first blocks takes longer than to
+        compute them, perhaps, and then it would be computed whenever it is asked for.
+        """
+        return holder.memory is not NO_SLOT or not self.keep_in_memory
+
+    def used(self, ref: ChunkRef, holders: Mapping[PrefixKey, Entry]) -> Iterable[PrefixKey]:
+        """What is used when a chunk is offered: the chunk, and before it, or in its place, the one that holds it."""
+        holder = holders.get(ref.prefix_key)
+        if holder is None:
+            return (ref.prefix_key,)
+        return (holder.ref.prefix_key,) if self.stands_in(holder) else (holder.ref.prefix_key, ref.prefix_key)
 
     def _holder(self, trail: bytes, until_s: float | None) -> Entry | None:
         """A chunk that holds all blocks of a tail, and is kept at least as long; one in memory if there are several.
 
         It is not kept longer for the tail's sake: whoever stored its other blocks was promised their end.
         """
-        best = None
-        for key in islice(self.chunks.trails.within(trail), _MAX_HOLDERS):
-            chunk = self.chunks.get(key)
-            if chunk is None or chunk.forgotten or not chunk.lasts_until(until_s) or not self._is_sure(chunk):
-                continue
-            if chunk.memory is not NO_SLOT:
-                return chunk
-            best = best or chunk
-        return best
+        for trails in (self.chunks.near, self.chunks.far):
+            for key in islice(trails.within(trail), _MAX_HOLDERS):
+                chunk = self.chunks.get(key)
+                if chunk is not None and not chunk.forgotten and chunk.lasts_until(until_s) and self._is_sure(chunk):
+                    return chunk
+        return None
 
     def _is_sure(self, chunk: Entry) -> bool:
-        """Whether a chunk will be found as surely as one that is stored now. A load may fail and leave nothing."""
-        if chunk.disk is STORED and self.disk.answers:
-            return True
-        return chunk.memory in {READY, GATHERING} and (self.keep_in_memory or chunk.disk is WRITING)
+        """Whether a chunk can be found, and stays. What is under way may fail, and a tail would be lost with it."""
+        return (chunk.disk is STORED and self.disk.answers) or (chunk.memory is READY and self.keep_in_memory)
 
     # -- plans -------------------------------------------------------------------------------------------------------
 
@@ -103,7 +115,7 @@ class Stores:
         Args:
             refs: what is offered.
             whole: by the key of each part of a checkpoint, all of its parts.
-            holders: of the tails that are not stored.
+            holders: the chunks that hold tails.
             made: the trails of chunks that are known without one, or not at all.
             until_s: when all of it goes; None for never.
             now_s: the time.
@@ -117,31 +129,38 @@ class Stores:
             if ref in left_out:
                 self.chunks.counters.refused += 1
                 continue
-            if ref.prefix_key in holders:
+            holder = holders.get(ref.prefix_key)
+            if holder is not None and self.stands_in(holder):
                 self.chunks.counters.known += 1
-                step = self._plan_known(holders[ref.prefix_key], now_s)
+                step = self._plan_known(holder, now_s)
             else:
-                step = self._plan(ref, until_s, made.get(ref.prefix_key, b""), now_s)
+                trail = holder.trail[: ref.num_blocks * PREFIX_KEY_BYTES] if holder else made.get(ref.prefix_key, b"")
+                step = self._plan(ref, until_s, trail, now_s, is_written=holder is None)
             if step is not None:
                 steps.append(step)
         return steps
 
-    def _plan(self, ref: ChunkRef, until_s: float | None, trail: bytes, now_s: float) -> StoreStep | None:
+    def _plan(
+        self, ref: ChunkRef, until_s: float | None, trail: bytes, now_s: float, *, is_written: bool
+    ) -> StoreStep | None:
         chunk = self.chunks.get(ref.prefix_key)
         if chunk is not None and not chunk.forgotten:
             self.chunks.counters.known += 1
             self.chunks.extend(chunk, until_s)
             self.chunks.learn(chunk, trail)
-            return self._plan_known(chunk, now_s)
+            return self._plan_known(chunk, now_s) if is_written else None
         # Of a chunk that was forgotten, the older self is still on its way out.
-        step = self._plan_new(ref, until_s, trail, now_s) if chunk is None else None
+        step = self._plan_new(ref, until_s, trail, now_s, is_written=is_written) if chunk is None else None
         self.chunks.counters.refused += step is None
         return step
 
-    def _plan_new(self, ref: ChunkRef, until_s: float | None, trail: bytes, now_s: float) -> StoreStep | None:
-        chunk = Entry(ref, uses=1, expires_s=until_s, trail=trail)
+    def _plan_new(
+        self, ref: ChunkRef, until_s: float | None, trail: bytes, now_s: float, *, is_written: bool
+    ) -> StoreStep | None:
+        chunk = Entry(ref, uses=1, expires_s=until_s)
         slot = self.slots.take(ref.prefix_key)
-        targets = self._reserve_targets(chunk, now_s) if slot is not None or self.slots.num_idle else ()
+        has_way = slot is not None or self.slots.num_idle > 0
+        targets = self._reserve_targets(chunk, now_s) if is_written and has_way else ()
         if slot is None and targets:  # worth its room in a slower tier only, and a slot is the way there
             slot = self.slots.take()
         if slot is None:
@@ -149,8 +168,8 @@ class Stores:
         if not targets and not self.keep_in_memory:  # it would be gone as soon as it is here
             self.slots.free.append(slot)
             return None
-        self.chunks.enter(chunk)
-        self.slots.fill(chunk, slot, GATHERING)
+        self.slots.fill(self.chunks.enter(chunk), slot, GATHERING)
+        self.chunks.learn(chunk, trail)
         chunk.uses += len(targets)
         if chunk.expires_s is not None:
             self.chunks.expiries.set(ref.prefix_key, chunk.expires_s)

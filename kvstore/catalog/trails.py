@@ -11,11 +11,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Final
 
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
-
-_NONE: Final[list[bytes]] = []
 
 
 class Trails:
@@ -68,26 +65,8 @@ class Trails:
 
     def neighbours(self, trail: bytes) -> Iterator[tuple[bytes, int]]:
         """The trails of these chunks, and how many blocks they share."""
-        group = self._groups.get(trail[:PREFIX_KEY_BYTES], _NONE)
-        above = bisect_left(group, trail)
-        below = above - 1
-        below_it, shared_below = _shared_at(group, below, trail)
-        above_it, shared_above = _shared_at(group, above, trail)
-        if shared_below >= max(1, shared_above):
-            first = bisect_left(group, trail[: shared_below * PREFIX_KEY_BYTES])
-            if first < below:  # all from there on share as much
-                above, below = first, first - 1
-                below_it, shared_below = _shared_at(group, below, trail)
-                above_it, shared_above = _shared_at(group, above, trail)
-        while shared_below or shared_above:
-            if shared_above > shared_below:
-                yield above_it, shared_above
-                above += 1
-                above_it, shared_above = _shared_at(group, above, trail)
-            else:
-                yield below_it, shared_below
-                below -= 1
-                below_it, shared_below = _shared_at(group, below, trail)
+        group = self._groups.get(trail[:PREFIX_KEY_BYTES])
+        return _outwards(group, trail) if group is not None else iter(())
 
     def within(self, trail: bytes) -> Iterator[PrefixKey]:
         """The longer chunks that hold all blocks of a trail."""
@@ -111,17 +90,35 @@ def keys_of(trail: bytes) -> Iterator[PrefixKey]:
     return (trail[begin : begin + PREFIX_KEY_BYTES] for begin in range(0, len(trail), PREFIX_KEY_BYTES))
 
 
-def _shared_at(group: Sequence[bytes], place: int, trail: bytes) -> tuple[bytes, int]:
-    """A trail of a group, and how many blocks it shares with another; 0 outside of the group.
+def _outwards(group: Sequence[bytes], trail: bytes) -> Iterator[tuple[bytes, int]]:
+    """The trails of a group, from the place on where a trail belongs, and how many blocks they share with it."""
+    above = bisect_left(group, trail)
+    below = above - 1
+    below_it, shared_below = _shared_at(group, below, trail)
+    above_it, shared_above = _shared_at(group, above, trail)
+    if shared_below >= max(1, shared_above):
+        first = bisect_left(group, trail[: shared_below * PREFIX_KEY_BYTES])
+        if first < below:  # all from there on share as much
+            above, below = first, first - 1
+            below_it, shared_below = _shared_at(group, below, trail)
+            above_it, shared_above = _shared_at(group, above, trail)
+    while shared_below or shared_above:
+        if shared_above > shared_below:
+            yield above_it, shared_above
+            above += 1
+            above_it, shared_above = _shared_at(group, above, trail)
+        else:
+            yield below_it, shared_below
+            below -= 1
+            below_it, shared_below = _shared_at(group, below, trail)
 
-    Another thread may change the group meanwhile: what stands there is read once.
-    """
-    try:
-        other = group[place] if place >= 0 else b""
-    except IndexError:
-        other = b""
-    if not other:
+
+def _shared_at(group: Sequence[bytes], place: int, trail: bytes) -> tuple[bytes, int]:
+    """A trail of a group, and how many blocks it shares with another; 0 outside of the group."""
+    there = group[place : place + 1] if place >= 0 else ()  # read once: another thread may change the group meanwhile
+    if not there:
         return b"", 0
+    (other,) = there
     shared, end = 1, min(len(trail), len(other)) // PREFIX_KEY_BYTES
     while shared < end:  # the keys up to a common one are common, so that halving finds the last
         middle = (shared + end + 1) // 2

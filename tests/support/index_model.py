@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hypothesis.stateful import RuleBasedStateMachine
 
-from kvstore.catalog.entries import GATHERING, LOADING, NO_FILE, NO_SLOT, STORED, WRITING
+from kvstore.catalog.entries import LOADING, NO_FILE, NO_SLOT, STORED
 from kvstore.catalog.plans import Match, Place
 from kvstore.catalog.trails import keys_of
 from support.index_world import BLOCK, CHUNK, World, hasher_of
@@ -79,12 +79,12 @@ class IndexModel(RuleBasedStateMachine):
         tail = None if tail is not None and tail.forgotten else tail
         fit = [c for c in self.holders_of(ref.prefix_key) if c.lasts_until(until_s) and self.is_sure(c)]
         fit.sort(key=lambda chunk: chunk.memory is NO_SLOT)
-        return bool(fit) and (tail is None or self.takes_in(fit[0], tail))
+        if not fit or (self.keeps and fit[0].memory is NO_SLOT):  # it is kept in memory beside one on disk
+            return False
+        return tail is None or self.takes_in(fit[0], tail)
 
     def is_sure(self, chunk: Entry) -> bool:
-        comes = chunk.in_memory or chunk.memory is GATHERING
-        stays = self.keeps or chunk.disk is WRITING
-        return (comes and stays) or (chunk.disk is STORED and self.disk_answers)
+        return (chunk.in_memory and self.keeps) or (chunk.disk is STORED and self.disk_answers)
 
     def takes_in(self, chunk: Entry, tail: Entry) -> bool:
         """Whether a chunk is wherever a tail is, and stays at least as long."""

@@ -152,8 +152,11 @@ def test_a_prompt_that_ends_inside_a_chunk_takes_nothing(rig: Rig, tmp_path: Pat
         assert engine.flush()
     assert len(list(tmp_path.rglob("*.safetensors"))) == 2
     with rig.open(local_disk=tmp_path) as engine:
-        assert rig.store(engine, one[: CHUNK + BLOCK]) == 0, "nor after a restart"
+        assert rig.store(engine, one[: CHUNK + BLOCK]) == BLOCK, "nothing is in memory yet"
+        assert rig.store(engine, one[: CHUNK + BLOCK]) == 0
         assert rig.retrieve(engine, one[: CHUNK + BLOCK]) == CHUNK + BLOCK
+        assert engine.flush()
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 2, "nor on disk after a restart"
 
 
 def test_a_chunk_is_written_in_the_stead_of_a_tail(rig: Rig, tmp_path: Path) -> None:

@@ -345,3 +345,27 @@ def test_of_what_is_on_disk_no_part_is_read_where_that_is_not_wanted() -> None:
     assert index.lookup(parting(12, 3)).num_tokens == 12
     assert index.lookup(parting(12, 3), reads_parts=False).num_tokens == 8
     assert index.lookup(on_disk, reads_parts=False).num_tokens == 16
+
+
+@pytest.mark.parametrize("here", [0, 99, 199])
+def test_a_chunk_in_memory_is_seen_however_many_on_disk_share_as_much(here: int) -> None:
+    """Wherever it stands among them, and only for as long as it is there."""
+    index, shared = make(2, disk_chunks=400), hasher_of(8)
+    trail = b"".join(shared.block_keys(0))
+    parted = sorted((parting(8, seed) for seed in range(1, 201)), key=lambda hasher: hasher.block_keys(0))
+    for hasher in parted:
+        adopt(index, hasher)
+    refs = [chunk_refs(hasher, with_tail=False)[0] for hasher in parted]
+    assert index.longest(trail) == (Place.DISK, 2)
+    index.complete_load(index.prepare_load(refs[here : here + 1]), set(), set())
+    index.check_invariants()
+    assert index.lookup(shared).refs == (refs[here],)
+    assert index.longest(trail) == (Place.MEMORY, 2)
+    for others in (refs[1:3], refs[3:5]):
+        steps = index.prepare_load(others)
+        index.complete_load(steps, keys(steps), set())
+    index.check_invariants()
+    assert index.longest(trail) == (Place.DISK, 2)
+    index.remove(keys(refs))
+    index.check_invariants()
+    assert index.longest(trail) is None

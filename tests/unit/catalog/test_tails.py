@@ -5,7 +5,19 @@ from __future__ import annotations
 import math
 
 import pytest
-from support.catalog import BLOCK, CHUNK, FULL_BYTES, hasher_of, keys, known_tokens, make, refs_of, store, stored_bytes
+from support.catalog import (
+    BLOCK,
+    CHUNK,
+    FULL_BYTES,
+    hasher_of,
+    keys,
+    known_tokens,
+    load,
+    make,
+    refs_of,
+    store,
+    stored_bytes,
+)
 from support.uses import uses_of
 
 from kvstore.catalog.index import ChunkIndex
@@ -44,14 +56,20 @@ def test_a_tail_that_a_longer_one_holds_is_not_stored(num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_chunk_that_is_being_stored_stands_in_for_a_tail(fails: bool) -> None:
-    """As it would for itself. If it fails, whoever offers the tail again stores it."""
-    index = make()
-    steps = offer(index, 16)
-    assert offer(index, 8) == []
-    index.complete_store(steps, keys(steps) if fails else set())
-    assert known_tokens(index, 8) == (0 if fails else 8)
-    assert keys(offer(index, 8)) == (keys(refs_of(8)) if fails else set())
+@pytest.mark.parametrize("tail_first", [False, True])
+def test_a_tail_is_not_lost_with_a_chunk_whose_store_fails(fails: bool, tail_first: bool) -> None:
+    """Whoever offered it has ended. It goes when the chunk is there."""
+    index = make(disk_chunks=4)
+    chunk, tail = offer(index, 16), offer(index, 8)
+    assert keys(tail) == keys(refs_of(8))
+    for steps in (tail, chunk) if tail_first else (chunk, tail):
+        index.complete_store(steps, keys(steps) if fails and steps is chunk else set())
+        for step in steps:
+            index.complete_write(step.ref.prefix_key, Place.DISK, stored=not (fails and steps is chunk))
+        index.check_invariants()
+    assert known_tokens(index, 8) == 8
+    assert (len(index), index.slots_in_use, uses_of(index)) == (1, 1, 0)
+    assert index.disk_used_bytes == (stored_bytes(2) if fails else FULL_BYTES)
 
 
 def test_a_chunk_that_is_about_to_go_stands_in_for_nothing() -> None:
@@ -66,6 +84,7 @@ def test_a_chunk_that_is_about_to_go_stands_in_for_nothing() -> None:
 
 @pytest.mark.parametrize("way", ["answers", "silent", "unread"])
 def test_a_chunk_that_is_only_on_disk(way: str) -> None:
+    """Where it can be read, a tail of it is kept in memory only: it may be computed sooner than the chunk is read."""
     index = make(disk_chunks=4)
     hasher = hasher_of(16)
     index.adopt([(refs_of(16)[0], FULL_BYTES)], trails(hasher, refs_of(16)))
@@ -73,17 +92,44 @@ def test_a_chunk_that_is_only_on_disk(way: str) -> None:
         steps = index.prepare_load(refs_of(16))
         index.complete_load(steps, keys(steps), set())
     index.set_disk_answers(answers=way != "silent")
-    assert keys(offer(index, 8)) == (set() if way == "answers" else keys(refs_of(8)))
+    (step,) = offer(index, 8)
+    assert (step.ref, step.targets) == (refs_of(8)[0], () if way == "answers" else (Place.DISK,))
+    assert step.trail == b"".join(hasher_of(8).block_keys(0))
 
 
-def test_a_chunk_that_passes_through_memory_stands_in_for_nothing_unless_it_is_written() -> None:
+def test_a_tail_beside_a_chunk_on_disk_is_found_in_memory_and_goes_when_the_chunk_comes() -> None:
+    index = make(disk_chunks=4)
+    index.adopt([(refs_of(16)[0], FULL_BYTES)], trails(hasher_of(16), refs_of(16)))
+    index.complete_store(offer(index, 8), set())
+    for _ in range(2):
+        assert offer(index, 8) == [], "it is not written where the chunk is"
+        assert index.source(*index.lookup(hasher_of(8)).refs) is Place.MEMORY
+    assert index.disk_used_bytes == FULL_BYTES
+    load(index, 16)
+    assert (len(index), known_tokens(index, 8), uses_of(index)) == (1, 8, 0)
+    assert offer(index, 8) == []
+
+
+def test_a_chunk_on_disk_is_used_with_its_tail_in_memory() -> None:
+    index = ChunkIndex(4, cache_policy="LRU", disk_capacity_bytes=2 * FULL_BYTES, stored_bytes=stored_bytes)
+    for seed in (0, 1):
+        index.adopt([(refs_of(16, seed)[0], FULL_BYTES)], trails(hasher_of(16, seed), refs_of(16, seed)))
+    index.complete_store(offer(index, 8), set())
+    store(index, 16, seed=2)
+    assert index.take_removals() == refs_of(16, seed=1)
+    index.check_invariants()
+
+
+def test_a_chunk_that_passes_through_memory_stands_in_for_nothing_until_it_is_written() -> None:
     index = make(disk_chunks=4, keep=False)
     (step,) = offer(index, 16)
-    assert offer(index, 8) == [], "it is being written"
-    index.complete_write(step.ref.prefix_key, Place.DISK, stored=False)
-    assert keys(offer(index, 8)) == keys(refs_of(8)), "it is still being gathered, and in vain"
-    index.complete_store([step], set())
-    index.check_invariants()
+    (tail,) = offer(index, 8)
+    assert tail.ref == refs_of(8)[0], "the chunk's write may fail"
+    index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
+    assert offer(index, 8) == []
+    index.complete_store([step, tail], set())
+    index.complete_write(tail.ref.prefix_key, Place.DISK, stored=True)
+    assert (known_tokens(index, 8), index.disk_used_bytes, uses_of(index)) == (8, FULL_BYTES, 0)
 
 
 @pytest.mark.parametrize(("ttl_s", "stored"), [(None, True), (9, True), (5, False), (1, False)])
@@ -138,10 +184,10 @@ def test_the_holder_is_written_in_the_stead_of_a_tail() -> None:
     assert (index.counters.writes_retried, index.disk_used_bytes, uses_of(index)) == (1, FULL_BYTES, 0)
 
 
-def test_of_several_holders_one_in_memory_is_used() -> None:
-    sequences = [parting(8, seed) for seed in range(1, 6)]
+def test_of_many_holders_one_in_memory_is_used() -> None:
+    sequences = [parting(8, seed) for seed in range(1, 31)]
     for here in sequences:  # whichever is the next to the tail
-        index = make(disk_chunks=8)
+        index = make(disk_chunks=40)
         for hasher in sequences:
             refs = chunk_refs(hasher, with_tail=False)
             index.adopt([(refs[0], FULL_BYTES)] * (hasher is not here), trails(hasher, refs))
@@ -159,9 +205,12 @@ def test_a_tail_beside_a_chunk_on_disk_goes_when_it_is_offered() -> None:
     index, hasher = make(disk_chunks=4), hasher_of(16)
     tail = refs_of(8)
     index.adopt([(tail[0], 50), (refs_of(16)[0], FULL_BYTES)], trails(hasher, refs_of(16)) | trails(hasher_of(8), tail))
-    assert offer(index, 8) == []
+    (step,) = offer(index, 8)
+    assert (step.targets, step.trail) == ((), b"".join(hasher_of(8).block_keys(0)))
     assert index.take_removals() == tail
-    assert (index.counters.superseded_tails, known_tokens(index, 8), len(index)) == (1, 8, 1)
+    assert (index.counters.superseded_tails, index.disk_used_bytes) == (1, FULL_BYTES)
+    index.complete_store([step], set())
+    assert known_tokens(index, 8) == 8
 
 
 def test_a_tail_in_memory_is_not_given_for_a_chunk_on_disk() -> None:
