@@ -89,7 +89,7 @@ class Entries(dict[PrefixKey, Entry]):
         self.near, self.far = Trails(), Trails()  # of the chunks that have a slot, and of those that have none
         self.whole_blocks = 0  # of a whole chunk, which supersedes tails; 0 before the first is offered
         self.expiries = Deadlines[PrefixKey]()  # of the chunks that have a time to live
-        self.changes: dict[PrefixKey, None] | None = {} if tracks_changes else None  # in order
+        self.changes: dict[PrefixKey, bytes] | None = {} if tracks_changes else None  # the trails, in order
         self._siblings: dict[PrefixKey, tuple[PrefixKey, ...]] = {}  # the parts of a checkpoint, by each of them
         self._broken: dict[PrefixKey, None] = {}  # parts of checkpoints of which another part is gone
 
@@ -150,7 +150,7 @@ class Entries(dict[PrefixKey, Entry]):
     def note_change(self, chunk: Entry) -> None:
         """A chunk came to a place, or left one."""
         if self.changes is not None:
-            self.changes[chunk.ref.prefix_key] = None
+            self.changes[chunk.ref.prefix_key] = chunk.trail
 
     def note_evicted(self, chunk: Entry) -> None:
         """A chunk was evicted from one place; unless it is in another one, it is gone."""

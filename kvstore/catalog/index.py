@@ -102,11 +102,14 @@ class ChunkIndex(Lookup):
         """Take in what a disk tier held at start, with its bytes and trails, the longest untouched first."""
         self._disk.adopt(survivors, trails)
 
-    def take_changes(self) -> list[PrefixKey]:
-        """The chunks that came to a place, or left one, since the last call; not those adopted."""
-        changes = list(self._chunks.changes or ())
-        if self._chunks.changes:
-            self._chunks.changes.clear()
+    def take_changes(self) -> dict[PrefixKey, bytes]:
+        """The chunks that came to a place, or left one, since the last call; not those adopted.
+
+        Each with its trail, as far as that was known then.
+        """
+        if not self._chunks.changes:
+            return {}
+        changes, self._chunks.changes = self._chunks.changes, {}
         return changes
 
     # -- load --------------------------------------------------------------------------------------------------------

@@ -179,6 +179,18 @@ class Lookup:
         chunk, num_blocks = self._holder_of_most(trail, self._room())
         return None if chunk is None else (_DISK if chunk.memory is NO_SLOT else _MEMORY, num_blocks)
 
+    def nearest(self, trail: bytes, place: Place) -> tuple[PrefixKey, int]:
+        """The chunk in a place that shares most blocks with a trail, and how many; 0 if none does."""
+        best: tuple[PrefixKey, int] = b"", 0
+        for known in (self._chunks.near,) if place is _MEMORY else (self._chunks.near, self._chunks.far):
+            for key, num_blocks in islice(known.nearest(trail), _MAX_PROBES):
+                if num_blocks <= best[1]:
+                    break
+                if self.holds(key, place):
+                    best = key, num_blocks
+                    break
+        return best
+
     def longer(self, trail: bytes) -> list[ChunkRef]:
         """The chunks, whatever their state, that hold all blocks of a trail, and more. From any thread."""
         holders = (*self._chunks.near.within(trail), *self._chunks.far.within(trail))

@@ -22,6 +22,7 @@ from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
 from kvstore.adapters.vllm.worker.pushes import PushOptions
 from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
 from kvstore.catalog.plans import Place
+from kvstore.catalog.trails import keys_of
 from kvstore.checkpoints.groups import Kind
 from kvstore.keys import KeyExtras, Namespace, PrefixHasher
 from kvstore.options import RemoteOptions
@@ -260,26 +261,23 @@ class FakeVllm(FakeScheduler):
                     assert any(key in path.name for key in known), f"rank {rank}: {path.name} is not in the index"
 
     def _assert_routers_know(self) -> None:
-        """What was announced is what is there, except for chunks that were on disk at start and not used since.
-
-        And for those that were loaded for a request that has only their first blocks.
-        """
-        assert self.scheduler._announcer is not None
-        known, chunks = self.scheduler._announcer._known, self.index._chunks
-        has_parts = any(len(blocks.hashes) < chunks[key].ref.num_blocks for key, blocks in known.items())
+        """What was announced is what can be found, except for chunks that were on disk at start and not used since."""
         for place, heard in self.heard.blocks.items():
             there = dict(block for request in self._shareable for block in self._blocks_in(request, place))
             assert heard.items() <= there.items(), place
-            assert heard.keys() == there.keys() or has_parts or (place is Place.DISK and self._has_survivors), place
+            assert there.keys().isdisjoint(self.heard.taken_back[place]), "taken back, but it can be found"
+            assert heard.keys() == there.keys() or (place is Place.DISK and self._has_survivors), place
 
     def _blocks_in(self, request: FakeRequest, place: Place) -> Iterator[tuple[bytes, tuple[int, ...]]]:
-        """The blocks of a request in the chunks of one place, each with its tokens."""
+        """The blocks of a request that chunks in one place hold, each with its tokens."""
         hasher = PrefixHasher(CHUNK, BLOCK, KeyExtras(cache_salt=request.salt))
         hasher.update(request.all_token_ids)
         blocks = CHUNK // BLOCK
+        there = [chunk for chunk in self.index._chunks.values() if self.index.holds(chunk.ref.prefix_key, place)]
+        ends = {key for chunk in there for key in keys_of(chunk.trail)} | {chunk.ref.prefix_key for chunk in there}
         for chunk in range(len(hasher.chunk_keys()) + 1):
             keys = hasher.block_keys(chunk)
-            held = max((number for number, key in enumerate(keys, 1) if self.index.holds(key, place)), default=0)
+            held = max((number for number, key in enumerate(keys, 1) if key in ends), default=0)
             for block in range(chunk * blocks, chunk * blocks + held):
                 yield request.block_hashes[block], tuple(request.all_token_ids[block * BLOCK : (block + 1) * BLOCK])
 

@@ -231,6 +231,8 @@ class StoreScheduler:
             for ref, known in chunks:
                 if ref.prefix_key in index:
                     self._announcer.describe(ref, known, tracker.request)
+                else:
+                    self._announcer.describe_held(index, known, tracker.request, tracker.hasher)
 
     def spoilt_blocks(self, failed_block_ids: AbstractSet[int]) -> set[int]:
         """The blocks that could not be loaded, and those computed from them. To be asked before ``complete``."""

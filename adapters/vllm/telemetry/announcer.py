@@ -8,16 +8,16 @@ withdrawn with the last. No vLLM types.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstore.catalog.plans import Place
+from kvstore.chunks import ChunkRef
 
 if TYPE_CHECKING:
     from kvstore.catalog.index import ChunkIndex
-    from kvstore.chunks import ChunkRef
-    from kvstore.keys import PrefixKey
+    from kvstore.keys import PrefixHasher, PrefixKey
 
 ANNOUNCED = (Place.MEMORY, Place.DISK)
 """A remote tier is as near to every engine as to this one, and does not tell what it evicts."""
@@ -65,6 +65,11 @@ class Blocks:
         num_tokens = num_blocks * len(self.token_ids) // len(self.hashes)
         return Blocks(self.hashes[num_blocks:], self.hashes[num_blocks - 1], self.token_ids[num_tokens:], self.lora)
 
+    def up_to(self, num_blocks: int) -> Blocks:
+        """The first ``num_blocks``."""
+        num_tokens = num_blocks * len(self.token_ids) // len(self.hashes)
+        return Blocks(self.hashes[:num_blocks], self.parent, self.token_ids[:num_tokens], self.lora)
+
 
 class Stored(NamedTuple):
     """Blocks can be found in a place."""
@@ -83,7 +88,8 @@ class Removed(NamedTuple):
 class Announcer:
     """Knows the blocks of the chunks in the index, and what was announced of them. For the scheduler's thread.
 
-    Chunks that a disk held at start are known by their keys alone: they are announced when a request comes with them.
+    Chunks that a disk held at start are known by their keys alone: they are announced when a request comes with them,
+    or when a chunk that shares blocks with them goes, as these blocks can still be found.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -108,9 +114,23 @@ class Announcer:
         )
         self._described.append(ref.prefix_key)
 
+    def describe_held(self, index: ChunkIndex, blocks: range, request: Described, hasher: PrefixHasher) -> None:
+        """Learn the blocks of a request's tail that is not in the index, as those of the chunks that hold them."""
+        chunk, first_block = blocks.start // hasher.blocks_per_chunk, blocks.start
+        if len(blocks) < hasher.blocks_per_chunk:
+            trail = b"".join(hasher.block_keys(chunk)[: len(blocks)])
+            for place in ANNOUNCED:
+                key, num_blocks = index.nearest(trail, place)
+                if num_blocks:
+                    self.describe(ChunkRef(key, num_blocks), range(first_block, first_block + num_blocks), request)
+
     def take(self, index: ChunkIndex) -> list[Stored | Removed]:
         """The events that bring listeners up to date."""
-        changed = [key for key in dict.fromkeys([*index.take_changes(), *self._described]) if key in self._known]
+        changes = index.take_changes()
+        heirs = [
+            heir for key, trail in changes.items() if key in self._known for heir in self._heirs(index, key, trail)
+        ]
+        changed = [key for key in dict.fromkeys([*changes, *self._described, *heirs]) if key in self._known]
         self._described.clear()
         events: list[Stored | Removed] = []
         for place, shelf in self._shelves.items():
@@ -131,6 +151,18 @@ class Announcer:
             if key not in index:
                 del self._known[key]
         return events
+
+    def _heirs(self, index: ChunkIndex, key: PrefixKey, trail: bytes) -> Iterator[PrefixKey]:
+        """The chunks that still have the first blocks of one that has left a place, and did not know all of these."""
+        blocks = self._known[key]
+        for place, shelf in self._shelves.items():
+            if not shelf.num_blocks(key) or index.holds(key, place):
+                continue
+            heir, num_shared = index.nearest(trail, place)
+            known = self._known.get(heir)
+            if min(num_shared, len(blocks.hashes)) > (len(known.hashes) if known is not None else 0):
+                self._known[heir] = blocks.up_to(num_shared)
+                yield heir
 
 
 class _Shelf:
