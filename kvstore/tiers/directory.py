@@ -156,8 +156,9 @@ def _held(tier: Tier, refs: Sequence[ChunkRef]) -> Sequence[Answer]:
 
 
 def _near(tier: Tier, trails: Sequence[bytes]) -> Sequence[Answer]:
+    with_peers = find(tier, PeersTier)
     try:
-        return tier.nearest(trails)
+        return with_peers.look_near(trails) if with_peers else tier.nearest(trails)
     except TierError:  # the circuit breaker has logged it
         return [None] * len(trails)
 

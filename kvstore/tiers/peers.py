@@ -138,9 +138,13 @@ class PeersTier(Tier):
         return self._ask(peer, refs) if peer is not None else [None] * len(refs)
 
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
-        """Of all of them together; a tier that fails counts as empty. Waits for all: the best answer is not the first.
+        """Of all of them together; a tier that fails counts as empty. The own tier's come first, then the peers'."""
+        return [near or () for near in self.look_near(trails)]
 
-        The own tier's come first, then the peers' in their order.
+    def look_near(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...] | None]:
+        """``nearest``, but None where nobody named a chunk, and a tier that failed might have.
+
+        Waits for all: the best answer is not the first.
         """
         self._check_open()
         tiers = [*((self.own,) if self.own else ()), *self._peers().values()]
@@ -149,13 +153,13 @@ class PeersTier(Tier):
             found = zip(*[answer.result() for answer in answers], strict=True)
         except CancelledError as error:
             raise ClosedError("the peers tier was closed") from error
-        return [tuple(dict.fromkeys(chain(*near))) for near in found] if answers else [()] * len(trails)
+        return [_named(near) for near in found] if answers else [()] * len(trails)
 
     def nearest_at(self, source: str, trails: Sequence[bytes]) -> list[tuple[bytes, ...] | None]:
         """``nearest`` at a source; None if the source is not listed, or fails."""
         self._check_open()
         peer = self._source(source)
-        return [*_near(peer, trails)] if peer is not None else [None] * len(trails)
+        return _near(peer, trails) if peer is not None else [None] * len(trails)
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read chunks into their buffers, one after the other: from the own tier, or else from a peer.
@@ -341,11 +345,18 @@ def _held(tier: Tier, refs: Sequence[ChunkRef]) -> _Held:
         return [None] * len(refs)
 
 
-def _near(tier: Tier, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
+def _near(tier: Tier, trails: Sequence[bytes]) -> list[tuple[bytes, ...] | None]:
     try:
-        return tier.nearest(trails)
+        return list(tier.nearest(trails))
     except (TierError, ClosedError):  # the circuit breaker has logged it; or the peer was just closed
-        return [()] * len(trails)
+        return [None] * len(trails)
+
+
+def _named(answers: Iterable[tuple[bytes, ...] | None]) -> tuple[bytes, ...] | None:
+    """What several tiers named together."""
+    answers = list(answers)
+    named = tuple(dict.fromkeys(chain(*filter(None, answers))))
+    return None if None in answers and not named else named
 
 
 def _either(one: bool | None, other: bool | None) -> bool | None:

@@ -11,11 +11,13 @@ from support.gate import HANG_GUARD_S, Gate
 from support.redis_server import wait_for
 from support.rig import FakeTier
 
+from kvstore.catalog.remote_view import RemoteView
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError, TierTimeoutError
 from kvstore.keys import Namespace
 from kvstore.testing.harness import EVEN, MINE, OTHER, make_buffer, make_payload, make_ref, make_transfer
 from kvstore.tiers.base import Tier, Transfer
+from kvstore.tiers.directory import RemoteDirectory
 from kvstore.tiers.guards import CircuitBreaker, GuardOptions, find, guarded
 from kvstore.tiers.peers import PeersTier, at_rank
 
@@ -76,6 +78,10 @@ def tier(world: World, own: Storage) -> Iterator[PeersTier]:
     made = world.tier(own, ONE, TWO)
     yield made
     made.close()
+
+
+def failing(_: object) -> object:
+    raise TierError("it is away")
 
 
 def get(tier: Tier, *numbers: int) -> list[Outcome]:
@@ -388,6 +394,32 @@ def test_a_question_about_trails_that_never_began_ends_with_the_tier(
     monkeypatch.setattr(tier, "_submit", lambda *_: never)
     with pytest.raises(ClosedError):
         tier.nearest([bytes(16)])
+
+
+def test_what_a_peer_that_failed_might_have_named_is_asked_again(
+    tier: PeersTier, world: World, own: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for as long as an answer counts: it may be back at once."""
+    trail, named = bytes(16), bytes(32)
+    monkeypatch.setattr(world.engines[ONE], "nearest", failing)
+    assert (tier.look_near([trail]), tier.nearest([trail])) == ([None], [()])
+    directory, view = RemoteDirectory([tier]), RemoteView(60.0)
+    view.note([trail], directory.answer([trail]), 0.0)
+    assert view.unknown([trail], 0.0) == [trail]
+    monkeypatch.setattr(own, "nearest", lambda _: [(named,)])
+    assert directory.answer([trail]) == [(named,)]
+    monkeypatch.undo()
+    view.note([trail], directory.answer([trail]), 0.0)
+    assert view.unknown([trail], 0.0) == []
+    directory.close()
+
+
+def test_a_source_that_fails_says_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = PeersTier(None, [], world.open_peer, MINE, EVEN, sources=[ONE])
+    assert tier.nearest_at(ONE, [bytes(16)]) == [()]
+    monkeypatch.setattr(world.engines[ONE], "nearest", failing)
+    assert tier.nearest_at(ONE, [bytes(16)]) == tier.nearest_at(TWO, [bytes(16)]) == [None]
+    tier.close()
 
 
 @pytest.mark.parametrize(
