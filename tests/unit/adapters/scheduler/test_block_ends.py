@@ -100,3 +100,21 @@ def test_a_part_that_is_computed_faster_is_not_read(build: Build, tmp_path: Path
     vllm.ask("one block", [*FIRST[: CHUNK + BLOCK], *range(200, 200 + CHUNK)])
     assert vllm.loaded_tokens["most of it"] == 2 * CHUNK - BLOCK
     assert vllm.loaded_tokens["one block"] == (CHUNK if only_if_faster else CHUNK + BLOCK)
+
+
+def test_a_part_that_was_computed_instead_is_in_memory_from_then_on(build: Build, tmp_path: Path) -> None:
+    """Or it would be computed whenever somebody asks: the chunk that has it stays on disk."""
+    build(folder=tmp_path).ask("first", FIRST)
+    vllm = build(folder=tmp_path)
+    choice = vllm.scheduler._connected.choice  # type: ignore[union-attr]
+    for _ in range(3):
+        choice.loaded({Place.DISK: 256}, 0.1)
+        choice.computed(256, 0.2)
+    written = vllm.index.disk_used_bytes
+    for number in range(5):
+        vllm.forget_local()
+        vllm.ask(f"request {number}", FIRST[: CHUNK + BLOCK + 1])
+        vllm.settle()
+    assert [vllm.loaded_tokens[f"request {number}"] for number in range(5)] == [CHUNK, *[CHUNK + BLOCK] * 4]
+    assert vllm.index.disk_used_bytes == written, "not once more where the chunk is"
+    vllm.assert_nothing_leaked()
