@@ -19,7 +19,7 @@ from kvstore.keys import PREFIX_KEY_BYTES, PrefixHasher, PrefixKey
 
 _ROUNDS, _CHECKPOINT_ROUNDS = 3, 4  # of questions
 _MAX_NAMED = 8  # chunks by a remote tier that a lookup asks about
-_MAX_PROBES = 64  # of chunks that share as many blocks, while those before cannot be read
+_MAX_PROBES = 64  # of chunks in memory, and on disk, while those that share more cannot be read
 _MEMORY, _DISK = Place.MEMORY, Place.DISK  # by name for speed, as the states of an entry
 
 
@@ -159,7 +159,8 @@ class Lookup:
     ) -> tuple[Entry | None, int]:
         """``_last`` among the chunks whose trails are known, the longer ones included.
 
-        A chunk that another request is loading is left out: who wants a part of it would wait for all of it.
+        A chunk that another request is loading is left out: who wants a part of it would wait for all of it. Without
+        ``reads_parts`` so are all on disk: those that are read as a whole are found by their keys.
         """
         best, most_blocks = None, 0
         for known in (self._chunks.near, self._chunks.far) if reads_parts else (self._chunks.near,):
