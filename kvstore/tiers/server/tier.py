@@ -199,7 +199,7 @@ class ServerTier(Tier):
         outcome = messages.outcome_of(grant.outcome)
         if grant.lease:
             is_whole = self._mover.write(link, transfer.buffer, grant)
-            calls.describe(link, grant.lease, transfer)
+            calls.describe(link, grant.lease, transfer.ref, transfer.trail)
             (outcome,) = calls.commit(link, [grant.lease], is_whole=is_whole)
         return outcome
 
