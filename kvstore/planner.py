@@ -207,8 +207,10 @@ class Planner:
         """Take in that a write to a slower tier has ended. From any thread."""
         size_bytes = self._tiers.size_on_disk(ref) if stored and target is Place.DISK else None
         with self.lock:
+            self._note_tiers()
             self.index.complete_write(ref.prefix_key, target, stored=stored, size_bytes=size_bytes)
             self._remove_from_disk()
+            self._remove(Place.REMOTE, self.index.take_recalls())
 
     def forget(self, hasher: PrefixHasher) -> int:
         """Forget the chunks of a sequence, and those that hold its end, in every tier. Returns how many were here."""
@@ -240,8 +242,13 @@ class Planner:
         """Bring the index up to date. Needs the lock."""
         self.check_open()
         self.index.advance(time.monotonic())
-        self.index.set_disk_answers(answers=self._tiers.disk_answers)
-        self.index.set_remote_answers(answers=self._tiers.remote_answers)
+        self._note_tiers()
+
+    def _note_tiers(self) -> None:
+        """Tell the index how the tiers are. Needs the lock."""
+        tiers = self._tiers
+        self.index.set_disk_answers(answers=tiers.disk_answers)
+        self.index.set_remote_answers(answers=tiers.remote_answers, keeps_trails=tiers.remote_keeps_trails)
 
     def _remove_from_disk(self) -> None:
         """Take evicted chunks off the disk. Needs the lock, so that removals keep the index's order there."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import islice
 
+from kvstore.catalog.diskwrites import DiskWrites
 from kvstore.catalog.entries import GATHERING, NO_SLOT, READY, STORED, UNREAD, WRITING, Entries, Entry
 from kvstore.catalog.plans import Place, StoreStep
+from kvstore.catalog.remotesends import RemoteSends
 from kvstore.catalog.slots import Slots
 from kvstore.catalog.uses import Uses
-from kvstore.catalog.writebehind import DiskWrites, RemoteSends
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixKey
 
@@ -48,37 +49,34 @@ class Stores:
     # -- tails that a longer chunk holds -----------------------------------------------------------------------------
 
     def holders(
-        self, refs: Iterable[ChunkRef], made: Mapping[PrefixKey, bytes], until_s: float | None
+        self, refs: Iterable[ChunkRef], made: Mapping[PrefixKey, bytes], until_s: float | None, now_s: float
     ) -> dict[PrefixKey, Entry]:
         """The longer chunks that stand in for those of the tails that need no bytes of their own, by the tails' keys.
 
-        A tail that is here goes, if nothing speaks for it. Where a tail would be sent to a remote tier it is stored:
-        there it is found by its key only.
+        A tail that is here goes, if nothing speaks for it. Where it would be sent to a remote tier, the longer chunk is
+        there, or comes, and all who look for the tail are led to it.
         """
         found: dict[PrefixKey, Entry] = {}
-        if self.remote.is_sent_to and until_s is None:
-            return found
+        is_sent = self.remote.is_sent_to and until_s is None
         for ref in [ref for ref in refs if ref.num_blocks < self.chunks.whole_blocks]:
             tail = self.chunks.get(ref.prefix_key)
-            holder = self._holder(made.get(ref.prefix_key) or (tail.trail if tail is not None else b""), until_s)
+            trail = made.get(ref.prefix_key) or (tail.trail if tail is not None else b"")
+            fit = (chunk for chunk in self._fit(trail, until_s) if not is_sent or self.remote.leads_to(chunk, now_s))
+            holder = _in_memory_if_any(fit)
             if holder is not None and (tail is None or tail.forgotten or self.uses.take_in(holder, tail)):
                 found[ref.prefix_key] = holder
         return found
 
-    def _holder(self, trail: bytes, until_s: float | None) -> Entry | None:
-        """A chunk that holds all blocks of a tail, and is kept at least as long; one in memory if there are several.
+    def _fit(self, trail: bytes, until_s: float | None) -> Iterator[Entry]:
+        """Chunks that hold all blocks of a tail, and are kept at least as long.
 
-        It is not kept longer for the tail's sake: whoever stored its other blocks was promised their end.
+        None is kept longer for the tail's sake: whoever stored its other blocks was promised their end.
         """
-        best = None
         for key in islice(self.chunks.trails.within(trail), _MAX_HOLDERS):
             chunk = self.chunks.get(key)
             if chunk is None or chunk.forgotten or not chunk.lasts_until(until_s) or not self._is_sure(chunk):
                 continue
-            if chunk.memory is not NO_SLOT:
-                return chunk
-            best = best or chunk
-        return best
+            yield chunk
 
     def _is_sure(self, chunk: Entry) -> bool:
         """Whether a chunk will be found as surely as one that is stored now. A load may fail and leave nothing."""
@@ -194,3 +192,12 @@ class Stores:
                 self.chunks.note_change(chunk)
             self.uses.end(chunk)
             self.uses.supersede(chunk)
+
+
+def _in_memory_if_any(chunks: Iterable[Entry]) -> Entry | None:
+    best = None
+    for chunk in chunks:
+        if chunk.memory is not NO_SLOT:
+            return chunk
+        best = best or chunk
+    return best

@@ -15,6 +15,7 @@ from typing import Final
 
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 
+TRAIL_SHARE: Final = 4  # a server keeps one that takes at most this part of its chunk's bytes; usually a thousandth
 _NONE: Final[list[bytes]] = []
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvstore.catalog.departed import Departed
 from kvstore.catalog.plans import MissReason
+from kvstore.catalog.trails import TRAIL_SHARE
 from kvstore.chunks import ChunkRef, Outcome, is_trail_of
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
@@ -26,7 +27,6 @@ from kvstore.server.spaces import NO_QUOTA, Chunk, Space
 from kvstore.tiers.base import MAX_NEAREST
 
 MAX_SPACES = 4096
-_TRAIL_SHARE = 4  # a trail takes at most this part of its chunk's bytes; of common models a thousandth
 ANY_SPACE = "*"  # in quotas: those not named
 
 
@@ -138,7 +138,7 @@ class Stock:
 
     def describe(self, chunk: Chunk, trail: bytes) -> None:
         """Take in the trail of a chunk that is being written, unless it would take much of the room of its bytes."""
-        if is_trail_of(trail, chunk.ref) and len(trail) <= chunk.num_bytes // _TRAIL_SHARE:
+        if is_trail_of(trail, chunk.ref) and len(trail) <= chunk.num_bytes // TRAIL_SHARE:
             chunk.trail = trail
 
     def touch(self, space: Space, refs: Sequence[ChunkRef]) -> None:
