@@ -83,8 +83,8 @@ def rig() -> Rig:
     return Rig()
 
 
-def refs_of(rig: Rig, prompt: list[int]) -> set[ChunkRef]:
-    return set(chunk_refs(hash_tokens(rig.layout, prompt, NO_EXTRAS), with_tail=True))
+def refs_of(rig: Rig, prompt: list[int]) -> list[ChunkRef]:
+    return chunk_refs(hash_tokens(rig.layout, prompt, NO_EXTRAS), with_tail=True)
 
 
 @pytest.mark.parametrize("moves", [False, True], ids=["one engine", "another each turn"])
@@ -98,7 +98,7 @@ def test_a_conversation_leaves_its_chunks_and_one_tail(rig: Rig, place: Place, t
             rig.retrieve(engine, prompt)
             rig.store(engine, prompt)
             assert engine.flush(FLUSH_S)
-            assert place.held() == refs_of(rig, prompt)
+            assert place.held() == set(refs_of(rig, prompt))
             if moves:
                 engine.close()
                 engine = place.open(rig)
@@ -106,7 +106,7 @@ def test_a_conversation_leaves_its_chunks_and_one_tail(rig: Rig, place: Place, t
             assert engine.lookup(prompt[:end]) == end
             rig.store(engine, prompt[:end])
         assert engine.flush(FLUSH_S)
-        assert place.held() == refs_of(rig, prompt)
+        assert place.held() == set(refs_of(rig, prompt))
     finally:
         engine.close()
     with place.open(rig) as other:
@@ -145,4 +145,23 @@ def test_a_chunk_whose_send_failed_is_sent_in_its_tails_stead(rig: Rig, place: P
         assert len(place.held()) == 1
         assert rig.store(engine, prompt[: CHUNK + BLOCK]) == 0
         assert engine.flush(FLUSH_S)
-    assert place.held() == refs_of(rig, prompt)
+    assert place.held() == set(refs_of(rig, prompt))
+
+
+@pytest.mark.parametrize("end", [2 * BLOCK, CHUNK + 2 * BLOCK])
+def test_a_prefix_that_is_cleared_is_found_in_no_chunk_of_others(rig: Rig, place: Place, end: int) -> None:
+    """The tier names a few at a time; what shares less than all blocks with the prefix stays."""
+    place.clear()
+    head = tokens_of(1, end)
+    others = [[*head, *tokens_of(10 + number, CHUNK)] for number in range(11)]
+    sibling = [*head[:-BLOCK], *tokens_of(30, CHUNK)]
+    with place.open(rig) as engine:
+        for prompt in (*others, sibling):
+            rig.store(engine, prompt)
+        assert engine.flush(FLUSH_S)
+    with place.open(rig) as engine:
+        engine.clear(head)
+        assert engine.lookup(head) == (BLOCK if end < CHUNK else 0)
+    held, number = place.held(), end // CHUNK
+    assert not any(held & set(refs_of(rig, prompt)[: number + 1]) for prompt in others)
+    assert refs_of(rig, sibling)[number] in held
