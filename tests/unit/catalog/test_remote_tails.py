@@ -61,9 +61,10 @@ def test_a_tail_that_a_chunk_there_holds_is_not_sent(longer: int) -> None:
     assert known_tokens(index, TAIL) == TAIL
 
 
-def test_a_tail_is_sent_where_only_its_key_leads_to_it() -> None:
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_tail_is_sent_where_only_its_key_leads_to_it(stored: bool) -> None:
     index = make(keeps_trails=False)
-    send(index, WHOLE)
+    send(index, WHOLE, stored=stored)
     assert keys(offer(index, TAIL)) == {ref(TAIL).prefix_key}
 
 
