@@ -40,9 +40,8 @@ class Place:
         self.held = held
         self.clear = clear
 
-    def open(self, rig: Rig, **others: int) -> CacheEngine:
-        options = {"timeout_s": 30.0}
-        remote = RemoteOptions(self.url, options, lookup_timeout_s=30.0, hold_s=0.2, **{"max_queue": 64, **others})
+    def open(self, rig: Rig, max_queue: int = 64) -> CacheEngine:
+        remote = RemoteOptions(self.url, {"timeout_s": 30.0}, lookup_timeout_s=30.0, hold_s=0.2, max_queue=max_queue)
         return rig.open(slots=64, remote=remote)
 
 

@@ -30,6 +30,7 @@ class IndexModel(RuleBasedStateMachine):
     stored: set[PrefixKey]
     keeps: bool
     disk_answers: bool
+    now_s: float
 
     def hasher(self, family: int, length: int) -> PrefixHasher:
         return hasher_of(family, length)
