@@ -112,6 +112,11 @@ class OpenTiers:
         """Whether chunks can be read from the remote tier, or there is none."""
         return self.remote is None or self.remote.answers
 
+    @property
+    def remote_keeps_trails(self) -> bool:
+        """Whether the remote tier keeps the trails of what is written there, as far as is known."""
+        return self.remote is not None and self.remote.keeps_trails
+
 
 def open_tiers(
     paged: PagedKV, namespace: Namespace, options: EngineOptions, problems: list[str] | None = None

@@ -189,6 +189,7 @@ class StepReport:
     Attributes:
         computed: the step that this report comes with, if it computed something.
         load_times: of steps whose loads have ended, by their numbers.
+        remote_keeps_trails: the remote tier keeps the trails of what is sent there, as far as is known.
         settled: what became of chunks that were handed over.
         senders: what other engines have on its way here, by ranks and the engines' names; of the ranks where that has
             changed.
@@ -199,6 +200,7 @@ class StepReport:
     writes: list[Written] = field(default_factory=list)
     disk_answers: bool = True
     remote_answers: bool = True
+    remote_keeps_trails: bool = False
     tally: Tally = field(default_factory=Tally)
     computed: int | None = None
     load_times: dict[int, LoadTime] = field(default_factory=dict)
@@ -223,6 +225,7 @@ class StepReport:
         self.writes += other.writes
         self.disk_answers &= other.disk_answers
         self.remote_answers &= other.remote_answers
+        self.remote_keeps_trails &= other.remote_keeps_trails
         self.tally.add(other.tally)
         self.settled.merge(other.settled)
         self.senders |= other.senders

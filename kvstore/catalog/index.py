@@ -21,16 +21,17 @@ from itertools import takewhile
 from types import MappingProxyType
 
 from kvstore.catalog import invariants
+from kvstore.catalog.diskwrites import DiskWrites
 from kvstore.catalog.entries import LOADING, NO_SLOT, Entries, Entry
 from kvstore.catalog.leases import Leases, LeaseView
 from kvstore.catalog.loads import Loads
 from kvstore.catalog.lookup import Lookup
 from kvstore.catalog.plans import LoadStep, Place, StoreStep
 from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView, Told
+from kvstore.catalog.remotesends import RemoteSends
 from kvstore.catalog.slots import Slots
 from kvstore.catalog.stores import Stores
 from kvstore.catalog.uses import Uses
-from kvstore.catalog.writebehind import DiskWrites, RemoteSends
 from kvstore.checkpoints.parts import Checkpoints
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixHasher, PrefixKey
@@ -202,7 +203,7 @@ class ChunkIndex(Lookup):
         holders: dict[PrefixKey, Entry] = {}
         if hasher is not None:
             self._chunks.whole_blocks = hasher.blocks_per_chunk
-            holders = self._stores.holders(refs, made, until_s)
+            holders = self._stores.holders(refs, made, until_s, self._now_s)
         chain = [*prefix, *(key for ref in refs for key in self._stores.used(ref, holders))]
         own = [chunk for key in chain if (chunk := self._chunks.get(key)) is not None]
         for chunk in own:
@@ -301,9 +302,12 @@ class ChunkIndex(Lookup):
         """
         self._disk.answers = answers
 
-    def set_remote_answers(self, *, answers: bool) -> None:
-        """While the remote tier does not answer, it is not asked, and nothing is loaded from it; writes go on."""
-        self._remote.answers = answers
+    def set_remote_answers(self, *, answers: bool, keeps_trails: bool = False) -> None:
+        """While the remote tier does not answer, it is not asked, and nothing is loaded from it; writes go on.
+
+        If it ``keeps_trails``, tails are not sent that a longer chunk there holds.
+        """
+        self._remote.answers, self._remote.keeps_trails = answers, keeps_trails
 
     # -- removal -----------------------------------------------------------------------------------------------------
 
@@ -315,8 +319,9 @@ class ChunkIndex(Lookup):
         return len(chunks)
 
     def condemn(self, refs: Sequence[ChunkRef]) -> None:
-        """Forget chunks whose bytes are wrong, wherever they are; the caller removes them from the remote tier."""
+        """Forget chunks whose bytes are wrong, wherever they are; from the remote tier they are recalled."""
         self.remove(ref.prefix_key for ref in refs)
+        self._remote.recalls += refs
         if self._remote.view is not None:
             self._remote.view.deny(refs, self._now_s)
 
@@ -332,6 +337,7 @@ class ChunkIndex(Lookup):
         count = self.remove_all()
         if self._remote.view is not None:
             self._remote.view.clear()
+        self._remote.clear()
         return count
 
     def take_removals(self) -> list[ChunkRef]:
@@ -341,6 +347,11 @@ class ChunkIndex(Lookup):
         """
         removals, self._disk.removals = self._disk.removals, []
         return removals
+
+    def take_recalls(self) -> list[ChunkRef]:
+        """Chunks that must leave the remote tier."""
+        recalls, self._remote.recalls = self._remote.recalls, []
+        return recalls
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from kvstore.catalog.entries import NO_FILE, READY, SENT, STORED, UNREAD, Entries, Entry
+from kvstore.catalog.entries import NO_FILE, READY, SENT, STORED, THERE, UNREAD, Entries, Entry
 from kvstore.catalog.plans import LoadStep, MissReason, Place
+from kvstore.catalog.remotesends import RemoteSends
 from kvstore.catalog.slots import Slots
 from kvstore.catalog.uses import Uses
-from kvstore.catalog.writebehind import RemoteSends
 from kvstore.keys import PrefixKey
 
 
@@ -39,8 +39,8 @@ class Loads:
                 chunk.memory = READY
                 if chunk.disk is UNREAD:
                     chunk.disk = STORED
-                if step.source is Place.REMOTE:
-                    chunk.remote = SENT
+                if step.source is Place.REMOTE and chunk.remote is not SENT:
+                    chunk.remote = THERE
                 self.chunks.note_change(chunk)
                 self.uses.supersede(chunk)
             self.uses.end(chunk)

@@ -248,6 +248,14 @@ class Tier(ABC):
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """For each chunk, whether ``get`` would find it."""
 
+    @property
+    def keeps_trails(self) -> bool:
+        """Whether ``put`` keeps the trails it is told, for all who ask ``nearest``; False while that is not known.
+
+        Where True, tails are not stored that a longer chunk there holds.
+        """
+        return False
+
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         """For each trail, the trails of up to ``MAX_NEAREST`` chunks that share leading blocks with it.
 

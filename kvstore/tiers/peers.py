@@ -137,6 +137,11 @@ class PeersTier(Tier):
         peer = self._source(source)
         return self._ask(peer, refs) if peer is not None else [None] * len(refs)
 
+    @property
+    def keeps_trails(self) -> bool:
+        """Whether the own tier does."""
+        return self.own is not None and self.own.keeps_trails
+
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         """Of all of them together; a tier that fails counts as empty. The own tier's come first, then the peers'."""
         return [near or () for near in self.look_near(trails)]

@@ -226,7 +226,7 @@ class Lane:
         source = self._cpu.read(write.slot, write.ref)
         if source is None or write.is_unwanted or self._is_over(write):
             return [Outcome.FAILED]
-        if self._asks_before_write is not None and self._asks_before_write.contains([write.ref]) == [True]:
+        if self._asks_before_write is not None and _is_there(self._asks_before_write, write):
             return [Outcome.STORED]
         if self._is_over(write):  # once more: asking took time
             return [Outcome.FAILED]
@@ -282,3 +282,10 @@ class Lane:
     def _log(self, message: str, error: TierError) -> None:
         """Warn at most once a minute: a broken tier fails every chunk in the same way."""
         self._throttle.log("any", message, self._tier.name, error)
+
+
+def _is_there(tier: Tier, write: _Write) -> bool:
+    """Whether a tier has a chunk, and leads to it whoever looks for a part: an older engine has told no trail."""
+    if tier.contains([write.ref]) != [True]:
+        return False
+    return not (write.trail and tier.keeps_trails) or write.trail in tier.nearest([write.trail])[0]

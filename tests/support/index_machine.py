@@ -95,6 +95,7 @@ class IndexMachine(IndexModel):
         self.extend([ref.prefix_key for ref in refs[first:]], ttl_s)
         until_s = None if ttl_s is None else self.now_s + ttl_s
         held = {ref for ref in refs[first:] if self.is_held(ref, until_s)}
+        self.check_sent_longer(held if ttl_s is None else set())
         steps = self.index.prepare_store(refs[first:], hasher.chunk_keys()[:first], hasher=hasher, ttl_s=ttl_s)
         self.check_leases(leased)
         kept = self.index._chunks
@@ -203,11 +204,14 @@ class IndexMachine(IndexModel):
         self.world.doomed.discard(write)
         if stored:
             (self.world.disk if target is Place.DISK else self.world.remote).add(ref)
+            if target is Place.REMOTE and self.index._remote.keeps_trails:
+                self.world.told.add(ref)
             if target is Place.DISK:
                 self.world.sizes[ref] = size_bytes or stored_bytes(ref.num_blocks)
         leased = self.leased()
         self.index.complete_write(ref.prefix_key, target, stored=stored, size_bytes=size_bytes)
         self.check_leases(leased)
+        self.carry_out_recalls()
         if stored and target is Place.DISK and self.index.in_memory(ref.prefix_key):
             self.check_superseded([ref.prefix_key])
         self.carry_out_removals()
@@ -251,15 +255,18 @@ class IndexMachine(IndexModel):
         self.index.release(name)
         self.leases.pop(name, None)
 
-    @rule(answers=st.booleans())
-    def remote_goes_or_comes_back(self, answers: bool) -> None:
-        self.index.set_remote_answers(answers=answers)
+    @rule(answers=st.booleans(), keeps_trails=st.booleans())
+    def remote_goes_or_comes_back(self, answers: bool, keeps_trails: bool) -> None:
+        self.index.set_remote_answers(answers=answers, keeps_trails=keeps_trails)
 
-    @rule(family=st.integers(0, len(FAMILIES) - 1), length=st.integers(0, 36), stored=st.booleans())
-    def others_use_the_remote(self, family: int, length: int, stored: bool) -> None:
+    @rule(
+        family=st.integers(0, len(FAMILIES) - 1), length=st.integers(0, 36), stored=st.booleans(), tells=st.booleans()
+    )
+    def others_use_the_remote(self, family: int, length: int, stored: bool, tells: bool) -> None:
         refs = chunk_refs(self.hasher(family, length), with_tail=True)
         if stored:
             self.world.remote.update(refs)
+            self.world.told.update(refs if tells else ())
         else:
             self.world.remote.difference_update(refs)
 
@@ -289,7 +296,9 @@ class IndexMachine(IndexModel):
                 break
             there += 1
         trail = b"".join(hasher.block_keys(there))
-        shared = max((shared_blocks(trail, all_trails()[ref]) for ref in self.world.remote), default=0)
+        found = {ref: shared_blocks(trail, all_trails()[ref]) for ref in self.world.remote}
+        by_key = {ref: shared for ref, shared in found.items() if shared == ref.num_blocks or ref in self.world.told}
+        shared = max(by_key.values(), default=0)
         is_free = remote.isdisjoint(self.index._chunks) and self.index._room().slots > there
         if self.index._remote.answers and is_free:
             assert match.num_tokens >= there * CHUNK + shared * BLOCK, "a longer prefix is there"
@@ -389,6 +398,8 @@ class IndexMachine(IndexModel):
         self.index.take_removals()
         self.world.disk.clear()
         self.world.remote.clear()
+        self.world.told.clear()
+        self.index.take_recalls()
         self.world.doomed.update(self.world.writes)
         self.stored.clear()
 

@@ -71,6 +71,11 @@ class TierWrapper(BoundedTier):
         """Forward."""
         return self._call("contains", lambda: self.inner.contains(refs))
 
+    @property
+    def keeps_trails(self) -> bool:
+        """Forward."""
+        return self.inner.keeps_trails
+
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         """Forward."""
         return self._call("nearest", lambda: self.inner.nearest(trails))

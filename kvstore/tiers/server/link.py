@@ -37,6 +37,11 @@ _POOL_SOCKET = "pool"
 _SINCE = {messages.Sending: 2, messages.Describe: 2, messages.Nearest: 2}  # versions of the protocol
 
 
+def is_known(kind: type[messages.Request], version: int) -> bool:
+    """Whether a kind of request is part of a version of the protocol."""
+    return version >= _SINCE.get(kind, messages.OLDEST_VERSION)
+
+
 class NoSessionError(TierError):
     """The server was restarted, or has forgotten this connection: a new connection will do."""
 
@@ -97,7 +102,7 @@ class Link:
 
     def knows(self, kind: type[messages.Request]) -> bool:
         """Whether the server understands a kind of request; one that it does not would end the connection."""
-        return self.version >= _SINCE.get(kind, messages.OLDEST_VERSION)
+        return is_known(kind, self.version)
 
     def hello(self, namespace: Namespace, geometry: messages.Geometry, capacity_bytes: int) -> messages.Welcome:
         """Introduce this client, and the namespace that its requests are about.

@@ -18,10 +18,10 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from kvstore.catalog.trails import is_trail
+from kvstore.catalog.trails import TRAIL_SHARE, is_trail
 from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import InvalidCallError, TierError
-from kvstore.keys import Namespace
+from kvstore.keys import PREFIX_KEY_BYTES, Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
 from kvstore.tiers.base import (
@@ -93,6 +93,14 @@ class ServerTier(Tier):
         """
         self._links.require_open()
         return self._links.use(partial(calls.lookup, refs=refs)) if refs else []
+
+    @property
+    def keeps_trails(self) -> bool:
+        """See ``Tier``: as far as the server understands them, and keeps them for chunks of this size."""
+        blocks_per_chunk = self._layout.blocks_per_chunk
+        trail_bytes = blocks_per_chunk * PREFIX_KEY_BYTES
+        most_bytes = min(messages.MAX_TRAIL_BYTES, self._layout.payload_bytes(blocks_per_chunk) // TRAIL_SHARE)
+        return trail_bytes <= most_bytes and self._links.know(messages.Describe)
 
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         """For each trail, the trails of chunks that share blocks with it, the one that shares most first.
@@ -199,7 +207,7 @@ class ServerTier(Tier):
         outcome = messages.outcome_of(grant.outcome)
         if grant.lease:
             is_whole = self._mover.write(link, transfer.buffer, grant)
-            calls.describe(link, grant.lease, transfer)
+            calls.describe(link, grant.lease, transfer.ref, transfer.trail)
             (outcome,) = calls.commit(link, [grant.lease], is_whole=is_whole)
         return outcome
 

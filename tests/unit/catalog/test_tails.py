@@ -146,7 +146,7 @@ def test_a_chunk_that_goes_sooner_does_not_stand_in(ttl_s: float | None, stored:
 
 
 def test_where_a_remote_tier_is_written_to_tails_are_stored() -> None:
-    """It finds them by their keys only."""
+    """As long as it is not known to find more than keys."""
     for max_sends in (0, 4):
         index = ChunkIndex(4, remote=RemoteView(9), max_sends=max_sends)
         index.complete_store(offer(index, 16), set())
