@@ -33,6 +33,8 @@ class Lookup:
         disk: DiskWrites,
         remote: RemoteSends,
         checkpoints: Checkpoints | None = None,
+        *,
+        reads_fronts: bool = False,
     ) -> None:
         self.counters = chunks.counters
         self._chunks = chunks
@@ -40,6 +42,7 @@ class Lookup:
         self._disk = disk
         self._remote = remote
         self.checkpoints = checkpoints
+        self._reads_fronts = reads_fronts
         self._now_s = 0.0
 
     @property
@@ -365,6 +368,19 @@ class Lookup:
                 return None
             return _DISK if chunk.memory is NO_SLOT else _MEMORY
         return Place.REMOTE if self._is_remote(ref, told) else None
+
+    def front(self, ref: ChunkRef, num_blocks: int) -> bytes:
+        """The trail of the tail that a chunk's leading blocks are, if a load from the remote tier brings only these.
+
+        Empty if it brings the whole chunk: where more than half of it is wanted, to leave the rest saves too little.
+        """
+        view = self._remote.view
+        if not self._reads_fronts or view is None or 2 * num_blocks > ref.num_blocks:
+            return b""
+        chunk = self._chunks.get(ref.prefix_key)
+        trail = (chunk.trail if chunk is not None else b"") or view.heard.trail_of(ref)
+        front = trail[: num_blocks * PREFIX_KEY_BYTES]
+        return b"" if front[-PREFIX_KEY_BYTES:] in self._chunks else front
 
     def _find(self, key: PrefixKey, num_blocks: int, room: _StagingRoom, told: Told) -> ChunkRef | None:
         """A chunk that could be loaded, counted into ``room``."""
