@@ -78,37 +78,38 @@ class Payload:
         if lease is None or lease.is_write:
             return _done(request, Outcome.FAILED)
         if isinstance(request, messages.Front):
-            self._add_up(session, request, lease, self._front_parts(lease, request))
+            self._add_up(session, request, lease, self._front(lease, request))
             return None
         parts = self._parts(lease, request.offset_bytes, request.num_bytes)
         known = lease.chunk.sums.get((request.offset_bytes, request.num_bytes))
         if known is not None:
             self._send(session, request, known, parts)
         else:
-            self._add_up(session, request, lease, parts)
+            self._add_up(session, request, lease, lambda: parts)
         return None
 
     def _add_up(
-        self, session: Session, request: messages.Fetch | messages.Front, lease: Lease, parts: Sequence[ByteArray]
+        self,
+        session: Session,
+        request: messages.Fetch | messages.Front,
+        lease: Lease,
+        find: Callable[[], Sequence[ByteArray]],
     ) -> None:
-        """Start to compute the checksum of parts of a chunk, and send them behind it.
+        """Start to find what is asked for, and to compute its checksum; then send it behind that."""
 
-        The many short parts of leading blocks are joined: that takes less time than sending each as a frame.
-        """
-
-        def summed(added_up: bytes, sent: Sequence[ByteArray]) -> None:
+        def summed(added_up: bytes, parts: Sequence[ByteArray]) -> None:
             if lease.is_over:
                 self._core.send(session.peer, _done(request, Outcome.FAILED), ())
             else:
                 if isinstance(request, messages.Fetch):
                     self._note(lease.chunk, (request.offset_bytes, request.num_bytes), added_up)
-                self._send(session, request, added_up, sent)
+                self._send(session, request, added_up, parts)
             self._end(session, lease, is_sound=True)
 
         def add_up() -> None:
-            sent = [np.concatenate(parts)] if isinstance(request, messages.Front) else parts
-            added_up = checksum(part.data for part in sent)
-            self._core.report(lambda: summed(added_up, sent))
+            parts = find()
+            added_up = checksum(part.data for part in parts)
+            self._core.report(lambda: summed(added_up, parts))
 
         def give_up() -> None:
             self._end(session, lease, is_sound=False)
@@ -157,15 +158,25 @@ class Payload:
             raise ProtocolError("a part of a chunk lies behind its end")
         return self._core.pool.parts(lease.chunk.runs, offset_bytes, num_bytes)
 
-    def _front_parts(self, lease: Lease, request: messages.Front) -> list[ByteArray]:
-        """Views of a part of what a chunk's leading blocks are as a chunk of their own."""
-        layout, ref = lease.chunk.space.layout, lease.chunk.ref
+    def _front(self, lease: Lease, request: messages.Front) -> Callable[[], Sequence[ByteArray]]:
+        """Brings a part of what a chunk's leading blocks are as a chunk of their own. On any thread.
+
+        Its many short ranges are joined: that takes less time than to send each as a frame.
+
+        Raises:
+            ProtocolError: it is not inside that, or these are all blocks of the chunk.
+        """
+        layout, ref, runs = lease.chunk.space.layout, lease.chunk.ref, lease.chunk.runs
         begin, end = request.offset_bytes, request.offset_bytes + request.num_bytes
         if request.front_blocks >= ref.num_blocks or end > layout.payload_bytes(request.front_blocks):
             raise ProtocolError("a part of a chunk's leading blocks lies behind their end")
-        ranges = layout.front_ranges(ref.num_blocks, request.front_blocks)
-        found = (self._parts(lease, first, size_bytes) for first, size_bytes in _between(ranges, begin, end))
-        return [part for parts in found for part in parts]
+
+        def join() -> Sequence[ByteArray]:
+            ranges = _between(layout.front_ranges(ref.num_blocks, request.front_blocks), begin, end)
+            found = (self._core.pool.parts(runs, first, size_bytes) for first, size_bytes in ranges)
+            return [np.concatenate([part for parts in found for part in parts])]
+
+        return join
 
 
 def _between(ranges: Iterable[tuple[int, int]], begin: int, end: int) -> Iterator[tuple[int, int]]:

@@ -302,6 +302,14 @@ class IndexMachine(IndexModel):
         self.disk_answers = answers
         self.index.set_disk_answers(answers=answers)
 
+    @precondition(lambda self: self.view is not None)
+    @rule(family=st.integers(0, len(FAMILIES) - 1), length=st.integers(0, 36))
+    def load_what_others_stored(self, family: int, length: int) -> None:
+        """All of the longest sequence that is there, or what begins with it."""
+        self.others_use_the_remote(family, 36, stored=True)
+        self.ask_the_remote(family, length, 0)
+        self.prepare_load(family, length, 0)
+
     @rule(family=st.integers(0, len(FAMILIES) - 1), length=st.integers(0, 36), skip_blocks=st.integers(0, 9))
     def prepare_load(self, family: int, length: int, skip_blocks: int) -> None:
         skip_tokens = skip_blocks * BLOCK
@@ -312,6 +320,7 @@ class IndexMachine(IndexModel):
         self.check_longest(family, length, match)
         for ref in match.refs:
             is_remote = self.view is not None and bool(self.view.holds(ref, self.now_s))
+            is_remote = is_remote or self.index.is_loading(ref.prefix_key)
             assert is_remote or ref.prefix_key in self.stored, "found what was never stored, or was removed"
         busy = self.world.busy_slots()
         held = self.held()

@@ -173,8 +173,9 @@ class LoadPlanner:
         """The tokens that are carried for the wanted blocks of a chunk."""
         if source is Place.MEMORY:
             return (part.stop - part.start) * self._rules.block_tokens
-        is_front = source is Place.REMOTE and part.front_blocks and self._index.front(part.ref, part.front_blocks)
-        return (part.front_blocks if is_front else part.ref.num_blocks) * self._rules.block_tokens
+        can_cut = source is Place.REMOTE and part.front_blocks and not self._rows.is_grouped
+        is_cut = can_cut and self._index.front(part.ref, part.front_blocks)
+        return (part.front_blocks if is_cut else part.ref.num_blocks) * self._rules.block_tokens
 
     def blocks_of(
         self, tracker: RequestTracker, spec: LoadSpec, num_external_tokens: int
