@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import islice, takewhile
 from operator import itemgetter
 
@@ -11,7 +10,7 @@ from kvstore.catalog.entries import GATHERING, LOADING, NO_SLOT, READY, Entries,
 from kvstore.catalog.plans import NO_MATCH, Match, MissReason, Place
 from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView, Told
 from kvstore.catalog.sequence import all_refs, ends, tail_refs, trails
-from kvstore.catalog.slots import Slots
+from kvstore.catalog.slots import Slots, StagingRoom
 from kvstore.catalog.writebehind import DiskWrites, RemoteSends
 from kvstore.checkpoints.parts import Checkpoints, End
 from kvstore.chunks import Asked, ChunkRef
@@ -121,7 +120,7 @@ class Lookup:
         return Match(tuple(found), num_tokens, first_chunk) if num_tokens > skip_tokens else NO_MATCH
 
     def _last(
-        self, hasher: PrefixHasher, chunk: int, room: _StagingRoom, told: Told, *, reads_parts: bool
+        self, hasher: PrefixHasher, chunk: int, room: StagingRoom, told: Told, *, reads_parts: bool
     ) -> tuple[ChunkRef | None, int]:
         """What holds most of the blocks of chunk number ``chunk``, and how many; one in memory if several do."""
         keys = hasher.block_keys(chunk)
@@ -157,9 +156,7 @@ class Lookup:
         )
         return list(islice(found, _MAX_NAMED))
 
-    def _holder_of_most(
-        self, trail: bytes, room: _StagingRoom, *, reads_parts: bool = True
-    ) -> tuple[Entry | None, int]:
+    def _holder_of_most(self, trail: bytes, room: StagingRoom, *, reads_parts: bool = True) -> tuple[Entry | None, int]:
         """``_last`` among the chunks whose trails are known, the longer ones included.
 
         A chunk that another request is loading is left out: who wants a part of it would wait for all of it. Without
@@ -200,7 +197,7 @@ class Lookup:
         holders = (*self._chunks.near.within(trail), *self._chunks.far.within(trail))
         return [chunk.ref for key in dict.fromkeys(holders) if (chunk := self._chunks.get(key)) is not None]
 
-    def _whole(self, hasher: PrefixHasher, first_chunk: int, room: _StagingRoom, told: Told) -> list[ChunkRef]:
+    def _whole(self, hasher: PrefixHasher, first_chunk: int, room: StagingRoom, told: Told) -> list[ChunkRef]:
         """The whole chunks that could be loaded, in order, from the first of them on."""
         blocks_per_chunk = hasher.blocks_per_chunk
         found: list[ChunkRef] = []
@@ -250,8 +247,8 @@ class Lookup:
                 return Match(tuple(refs), num_tokens, first_chunk, parts, reach_tokens)
         return NO_MATCH._replace(chunk_tokens=reach_tokens)
 
-    def _room(self) -> _StagingRoom:
-        return _StagingRoom(len(self._slots.free) + self._slots.num_idle)
+    def _room(self) -> StagingRoom:
+        return StagingRoom(len(self._slots.free) + self._slots.num_idle)
 
     def _fits(self, refs: Iterable[ChunkRef]) -> bool:
         """Whether one load has slots for all of these, which can be found."""
@@ -382,7 +379,7 @@ class Lookup:
         front = trail[: num_blocks * PREFIX_KEY_BYTES]
         return b"" if front[-PREFIX_KEY_BYTES:] in self._chunks else front
 
-    def _find(self, key: PrefixKey, num_blocks: int, room: _StagingRoom, told: Told) -> ChunkRef | None:
+    def _find(self, key: PrefixKey, num_blocks: int, room: StagingRoom, told: Told) -> ChunkRef | None:
         """A chunk that could be loaded, counted into ``room``."""
         chunk = self._chunks.get(key)
         if chunk is not None and self._is_readable(chunk):
@@ -430,26 +427,3 @@ def _asked_ends(hasher: PrefixHasher, match: Match) -> list[End]:
     last = max(0, hasher.num_tokens - 1) // hasher.chunk_tokens  # whole, perhaps, but no hit takes the last token
     tails = {chunk: tail_refs(hasher, chunk) for chunk in (match.chunk_tokens // hasher.chunk_tokens, last)}
     return ends(hasher, match.num_tokens, hasher.num_tokens, tails)
-
-
-@dataclass(slots=True)
-class _StagingRoom:
-    """Slots that a load could take, less those that hold the load's own chunks."""
-
-    slots: int
-    staged: int = 0
-
-    def copy(self) -> _StagingRoom:
-        """To ask what could be taken."""
-        return _StagingRoom(self.slots, self.staged)
-
-    def takes(self, chunk: Entry | None) -> bool:
-        """Count in a chunk, None for one that is not here, unless the load would then run out of slots."""
-        if chunk is not None and chunk.memory is not NO_SLOT:
-            slots, staged = self.slots - (chunk.uses == 0), self.staged
-        else:
-            slots, staged = self.slots, self.staged + 1
-        if staged > slots:
-            return False
-        self.slots, self.staged = slots, staged
-        return True
