@@ -16,6 +16,8 @@ from support.remote import FakeServer
 
 from kvstore.adapters.vllm.telemetry.announcer import Stored
 from kvstore.catalog.plans import Place
+from kvstore.chunks import ChunkRef
+from kvstore.keys import PrefixHasher
 
 FIRST = list(range(2 * CHUNK + 1))
 
@@ -81,7 +83,10 @@ def test_leading_blocks_that_are_gone_are_computed(build: Build, way: dict[str, 
     """Their chunk was evicted after the answer, and is not asked for again at once."""
     server = filled(build, **way)
     vllm = build(server=server, saves=False, **way)
-    second = [ref for ref in server.all_chunks() if ref.num_blocks == CHUNK // BLOCK][1]
+    hasher = PrefixHasher(CHUNK, BLOCK)
+    hasher.update(FIRST)
+    second = ChunkRef(hasher.chunk_keys()[1], CHUNK // BLOCK)
+    assert second in server.all_chunks()
     server.before_get = lambda: server.lose([second])
     vllm.ask("other", parting(CHUNK + BLOCK))
     assert (second, 1) in server.reads
