@@ -108,6 +108,11 @@ class OpenTiers:
         return self.disk is None or self.disk.answers
 
     @property
+    def reads_fronts(self) -> bool:
+        """As of ``ChunkIndex``."""
+        return self.remote is not None and self.remote.reads_fronts
+
+    @property
     def remote_answers(self) -> bool:
         """Whether chunks can be read from the remote tier, or there is none."""
         return self.remote is None or self.remote.answers

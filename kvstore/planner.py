@@ -69,6 +69,7 @@ class Planner:
             cache_policy=options.cache_policy,
             disk_policy=options.disk_policy,
             slots_take_turns=tiers.slots_take_turns,
+            reads_fronts=tiers.reads_fronts,
         )
         self.index.adopt(tiers.survivors, tiers.trails)
         self.view = view
@@ -151,7 +152,8 @@ class Planner:
         with self.lock:
             self._begin()
             match = self.index.lookup(request.hasher, request.begin, request.told)
-            steps = self.index.prepare_load(match.refs, request.told, hasher=request.hasher)
+            front_blocks = match.front_blocks(self._layout.block_tokens, blocks_per_chunk)
+            steps = self.index.prepare_load(match.refs, request.told, hasher=request.hasher, front_blocks=front_blocks)
         jobs, end_block = [], match.num_tokens // self._layout.block_tokens - skip_blocks
         begin = match.first_chunk * blocks_per_chunk
         for step in steps:

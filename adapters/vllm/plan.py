@@ -249,6 +249,7 @@ class WorkerFacts:
         remote_problem: why its remote tier cannot be used now; None if it can, or there is none.
         slots_take_turns: as of ``ChunkIndex``.
         gpu_bytes: of its GPU tier; 0 without one.
+        reads_fronts: as of ``ChunkIndex``.
     """
 
     num_slots: int
@@ -264,6 +265,7 @@ class WorkerFacts:
     slots_take_turns: bool = False
     gpu_bytes: int = 0
     trails: Mapping[PrefixKey, bytes] = field(default_factory=dict)
+    reads_fronts: bool = False
 
 
 def shards_of(facts: Sequence[WorkerFacts], remote: RemoteOptions) -> list[Shard]:

@@ -137,6 +137,8 @@ class IndexModel(RuleBasedStateMachine):
         shared = [0]
         for chunk in self.index._chunks.values():
             if self.index._is_readable(chunk):
-                trail = list(keys_of(chunk.trail)) or [chunk.ref.prefix_key]
+                is_coming = chunk.memory is LOADING  # as a whole: nobody waits for a part of it
+                trail = [] if is_coming else list(keys_of(chunk.trail))
+                trail = trail or [chunk.ref.prefix_key]
                 shared += [number for number, key in enumerate(keys, 1) if key in trail]
         assert match.num_tokens == begin * CHUNK + max(shared) * BLOCK, "a longer prefix is there"

@@ -10,6 +10,7 @@ from kvstore.chunks import ChunkRef, Outcome
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
+from kvstore.protocol.outcomes import outcome_of
 from kvstore.protocol.pieces import checksum
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server.core import Core
@@ -115,7 +116,7 @@ class Desk:
         self.ask(messages.Piece(3, lease, offset, checksum_of(payload)), payload)
 
     def commit(self, lease: int) -> Outcome:
-        return messages.outcome_of(self.ask(messages.Commit(4, [lease], True)).outcomes[0])
+        return outcome_of(self.ask(messages.Commit(4, [lease], True)).outcomes[0])
 
     def store(self, ref: ChunkRef) -> None:
         lease = self.lease(messages.Reserve, ref)

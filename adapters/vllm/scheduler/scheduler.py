@@ -17,7 +17,7 @@ from kvstore.adapters.vllm.scheduler.canary import Canary
 from kvstore.adapters.vllm.scheduler.choice import StepClock
 from kvstore.adapters.vllm.scheduler.connected import Connected
 from kvstore.adapters.vllm.scheduler.handovers import Handovers
-from kvstore.adapters.vllm.scheduler.loads import TablesOf, overlapping
+from kvstore.adapters.vllm.scheduler.loads import TablesOf
 from kvstore.adapters.vllm.scheduler.lookup import find_tokens
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.steps import Step, Steps
@@ -214,8 +214,7 @@ class StoreScheduler:
         self._handovers.admitted(tracker, connected.index, spec if num_external_tokens else None)
         if spec is not None and num_external_tokens:
             self._last_hit = (request_id, connected.loads.plan(tracker, spec, tables, num_external_tokens))
-            parts = overlapping(spec.match, self._rules, spec.num_local_tokens, num_external_tokens)
-            self._describe(connected.index, tracker, ((part.ref, part.known) for part in parts))
+            self._describe(connected.index, tracker, connected.loads.blocks_of(tracker, spec, num_external_tokens))
         connected.remote.end(request_id)
         self._accounts.admitted(tracker.account, self._last_hit[1], connected.index, tracker.hasher)
 

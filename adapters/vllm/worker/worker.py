@@ -163,6 +163,7 @@ class StoreWorker:
             groups=self._groups,
             remote_problem=self._remote_problem,
             slots_take_turns=self._tiers.slots_take_turns,
+            reads_fronts=self._tiers.reads_fronts,
             gpu_bytes=self._tiers.hot.size_bytes if self._tiers.hot else 0,
         )
 

@@ -94,6 +94,11 @@ class TierWrapper(BoundedTier):
         return self._call("get_layers", lambda: self.inner.get_layers(transfers, layers))
 
     @property
+    def reads_fronts(self) -> bool:
+        """Forward."""
+        return self.inner.reads_fronts
+
+    @property
     def lends(self) -> bool:
         """Forward."""
         return self.inner.lends

@@ -12,6 +12,7 @@ from kvstore.chunks import ChunkRef, Outcome, is_trail_of
 from kvstore.errors import TierError
 from kvstore.keys import PREFIX_KEY_BYTES
 from kvstore.protocol import messages
+from kvstore.protocol.outcomes import outcome_of
 from kvstore.tiers.base import MAX_NEAREST
 from kvstore.tiers.server.link import Link
 
@@ -63,7 +64,7 @@ def commit(link: Link, leases: Sequence[int], *, is_whole: bool) -> list[Outcome
     outcomes: list[Outcome] = []
     for part in _parts(leases, messages.MAX_MOVES):
         answer = link.ask(messages.Commit(link.new_serial(), list(part), is_whole), messages.Done)
-        outcomes += map(messages.outcome_of, _complete(answer.outcomes, part))
+        outcomes += map(outcome_of, _complete(answer.outcomes, part))
     return outcomes
 
 

@@ -34,7 +34,7 @@ SomeAnswer = TypeVar("SomeAnswer", bound=messages.Answer)
 _CONNECT_TIMEOUT_S = 2.0
 _SEND_QUEUE = 64
 _POOL_SOCKET = "pool"
-_SINCE = {messages.Sending: 2, messages.Describe: 2, messages.Nearest: 2}  # versions of the protocol
+_SINCE = {messages.Sending: 2, messages.Describe: 2, messages.Nearest: 2, messages.Front: 2}  # versions of the protocol
 
 
 def is_known(kind: type[messages.Request], version: int) -> bool:

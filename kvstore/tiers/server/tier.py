@@ -24,6 +24,7 @@ from kvstore.errors import InvalidCallError, TierError
 from kvstore.keys import PREFIX_KEY_BYTES, Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
+from kvstore.protocol.outcomes import outcome_of
 from kvstore.tiers.base import (
     MAX_LENT,
     Loan,
@@ -115,7 +116,12 @@ class ServerTier(Tier):
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read chunks into their buffers, one after the other; call from several threads to overlap them."""
-        return self._each(transfers, self._get)
+        return self._each(transfers, self._get, reads_fronts=True)
+
+    @property
+    def reads_fronts(self) -> bool:
+        """Yes: any range of a chunk's pages can be copied, or asked for in messages with checksums of their own."""
+        return True
 
     @property
     def lends(self) -> bool:
@@ -174,24 +180,34 @@ class ServerTier(Tier):
         self._links.close()
         self._mover.close()
 
-    def _each(self, transfers: Sequence[Transfer], move: Callable[[Link, Transfer], Outcome]) -> list[Outcome]:
+    def _each(
+        self, transfers: Sequence[Transfer], move: Callable[[Link, Transfer], Outcome], *, reads_fronts: bool = False
+    ) -> list[Outcome]:
         """Check all transfers, then move one after the other."""
 
         def moved(transfer: Transfer) -> Outcome:
             outcome = self._links.use(lambda link: move(link, transfer))
             return self.counters.count(outcome, len(transfer.buffer))
 
-        checked = [transfer._replace(buffer=payload_view(self._layout, transfer)) for transfer in transfers]
+        views = [payload_view(self._layout, transfer, reads_fronts=reads_fronts) for transfer in transfers]
+        checked = [transfer._replace(buffer=view) for transfer, view in zip(transfers, views, strict=True)]
         self._links.require_open()
         return [moved(transfer) for transfer in checked]
 
     def _get(self, link: Link, transfer: Transfer) -> Outcome:
         (grant,) = calls.grants(link, messages.Acquire, [transfer.ref])
-        outcome = messages.outcome_of(grant.outcome)
+        outcome = outcome_of(grant.outcome)
         if grant.lease:
-            outcome = Outcome.HIT if self._mover.read(link, transfer.buffer, grant) else Outcome.FAILED
+            is_whole = self._read(link, transfer, grant)
+            outcome = Outcome.HIT if is_whole else Outcome.FAILED
             link.send(messages.Release(link.new_serial(), [grant.lease]))
         return outcome
+
+    def _read(self, link: Link, transfer: Transfer, grant: messages.Grant) -> bool:
+        if not transfer.front_blocks:
+            return self._mover.read(link, transfer.buffer, grant)
+        ranges = self._layout.front_ranges(transfer.ref.num_blocks, transfer.front_blocks)
+        return self._mover.read_front(link, transfer.buffer, grant, transfer.front_blocks, ranges)
 
     def _put(self, link: Link, transfer: Transfer) -> Outcome:
         if not transfer.belongs_to(link.namespace.id):
@@ -204,7 +220,7 @@ class ServerTier(Tier):
 
     def _store(self, link: Link, transfer: Transfer) -> Outcome:
         (grant,) = calls.grants(link, messages.Reserve, [transfer.ref])
-        outcome = messages.outcome_of(grant.outcome)
+        outcome = outcome_of(grant.outcome)
         if grant.lease:
             is_whole = self._mover.write(link, transfer.buffer, grant)
             calls.describe(link, grant.lease, transfer.ref, transfer.trail)
@@ -214,7 +230,7 @@ class ServerTier(Tier):
     def _lend(self, link: Link, refs: Sequence[ChunkRef]) -> tuple[list[Outcome], list[ByteArray | None], list[int]]:
         assert isinstance(self._mover, Mapped), "others do not lend"
         granted = calls.grants(link, messages.Acquire, refs)
-        outcomes = [messages.outcome_of(grant.outcome) for grant in granted]
+        outcomes = [outcome_of(grant.outcome) for grant in granted]
         payloads = [
             self._mover.lend(link, grant, self._layout.payload_bytes(ref.num_blocks)) if grant.lease else None
             for grant, ref in zip(granted, refs, strict=True)
