@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -61,7 +62,7 @@ class Waits:
         self.timeouts = 0
         self.num_ranks = 1
         self._waits: dict[str, _Wait] = {}
-        self._senders: dict[int, Mapping[str, Progress]] = {}  # by the rank that they send to
+        self._senders: defaultdict[int, dict[str, Progress]] = defaultdict(dict)  # by the rank that they send to
         self._throttle = Throttle(logger)
 
     def __len__(self) -> int:
@@ -90,9 +91,14 @@ class Waits:
         """A request is gone."""
         self._waits.pop(request_id, None)
 
-    def note_senders(self, senders: Mapping[int, Mapping[str, Progress]]) -> None:
-        """Take in what is on its way here, to the ranks for which that has changed."""
-        self._senders.update(senders)
+    def note_senders(self, senders: Mapping[int, Mapping[str, Progress | None]]) -> None:
+        """Take in what has changed of what is on its way here, to which rank; None for a sender that has gone."""
+        for rank, changed in senders.items():
+            known = self._senders[rank]
+            known.update({sender: progress for sender, progress in changed.items() if progress is not None})
+            for sender in changed:
+                if changed[sender] is None:
+                    known.pop(sender, None)
         for wait in self._waits.values() if senders else ():
             wait.ask_s = 0.0
 
@@ -123,19 +129,21 @@ class Waits:
         return wait is not None and time.monotonic() < wait.ask_s
 
     def _coming_tokens(self, wait: _Wait, now_s: float) -> int:
-        """Up to which token KV may still come: what one rank lacks is of no use on the others."""
+        """Up to which token KV may still come, to any rank: what one lacks for good is of no use on the others."""
         spec = wait.spec
         if spec is None or spec.sender is None or spec.handover is None:
             return ALL_TOKENS
-        told = [self._senders.get(rank, {}).get(spec.sender) for rank in range(self.num_ranks)]
+        told = [self._senders[rank].get(spec.sender) for rank in range(self.num_ranks)]
         if None not in told:
             wait.absent_s = None
         elif wait.absent_s is None:
             wait.absent_s = now_s
         if wait.absent_s is not None and now_s - wait.absent_s >= ABSENT_S:
             return 0  # gone from one rank, whatever it still says to the others
-        ends = [ALL_TOKENS if progress is None else progress.end_tokens(spec.handover) for progress in told]
-        return min(filter(None, ends), default=0)
+        known = [progress for progress in told if progress is not None]
+        is_coming = len(known) < len(told) or any(progress.end_tokens(spec.handover) for progress in known)
+        limits = (progress.limit_tokens(spec.handover) for progress in known)
+        return min(limits, default=ALL_TOKENS) if is_coming else 0
 
     def _end_in_vain(self, wait: _Wait, missing_tokens: int, *, is_over: bool) -> None:
         if is_over:
