@@ -38,6 +38,8 @@ class _Wait:
         absent_s: since when the sender is unknown to a rank.
         is_last: nothing more comes, and what has come was asked for once more.
         source: who has what does not come; empty if nobody is known.
+        grace_s: how long what does not come is asked for elsewhere: whoever keeps it may still be writing it.
+        over_s: since when nothing more comes.
     """
 
     num_tokens: int
@@ -48,6 +50,8 @@ class _Wait:
     absent_s: float | None = None
     is_last: bool = False
     source: str = ""
+    grace_s: float = 0.0
+    over_s: float | None = None
 
 
 class Waits:
@@ -74,10 +78,10 @@ class Waits:
         if num_tokens and (known is None or known.num_tokens < num_tokens):
             self._waits[request_id] = _Wait(num_tokens, wait_s, spec)
 
-    def name_source(self, request_id: str, url: str) -> None:
-        """Who has what does not come."""
+    def name_source(self, request_id: str, grace_s: float, url: str = "") -> None:
+        """What does not come is kept elsewhere, after so long at the latest; ``url`` is to be asked, too."""
         if request_id in self._waits:
-            self._waits[request_id].source = url
+            self._waits[request_id].source, self._waits[request_id].grace_s = url, grace_s
 
     def take_source(self, request_id: str) -> str:
         """Whom to ask, too, from now on, as not all has come; empty for nobody, and for a sender that has gone."""
@@ -114,7 +118,7 @@ class Waits:
             del self._waits[request_id]
             return False
         is_over = num_tokens >= self._coming_tokens(wait, now_s)
-        if now_s < wait.deadline_s and not (is_over and wait.is_last):
+        if now_s < wait.deadline_s and not (is_over and wait.is_last and self._has_no_grace(wait, now_s)):
             waited_s = 0.0 if is_over else now_s - (wait.deadline_s - wait.wait_s)
             wait.ask_s = now_s + max(_ASK_INTERVAL_S, _ASK_SHARE * waited_s)
             wait.is_last = is_over
@@ -127,6 +131,12 @@ class Waits:
         """Whether it is too early to ask again whether more has arrived."""
         wait = self._waits.get(request_id)
         return wait is not None and time.monotonic() < wait.ask_s
+
+    def _has_no_grace(self, wait: _Wait, now_s: float) -> bool:
+        """Whether what does not come will not be found elsewhere either. A sender that has gone writes no more."""
+        if wait.over_s is None:
+            wait.over_s = now_s
+        return wait.absent_s is not None or now_s - wait.over_s >= wait.grace_s
 
     def _coming_tokens(self, wait: _Wait, now_s: float) -> int:
         """Up to which token KV may still come, to any rank: what one lacks for good is of no use on the others."""
