@@ -128,11 +128,6 @@ class Ledger:
             self._end_if_over(handover, entry)
             return entry.receiver
 
-    def is_sending(self, receiver: Receiver) -> bool:
-        """Whether hand-overs to a receiver are under way."""
-        with self._lock:
-            return any(entry.receiver == receiver for entry in self._entries.values())
-
     def progress(self, receiver: Receiver) -> Progress:
         """What a receiver is to know now."""
         with self._lock:

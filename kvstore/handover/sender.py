@@ -191,7 +191,7 @@ class Sender:
 
     def _is_over(self) -> bool:
         """Wait for something to do or to say; True if there is nothing, and never will be."""
-        timeout_s = BEAT_S if self._transport is not None and self._ledger.is_sending(self.receiver) else None
+        timeout_s = BEAT_S if self._transport is not None else None
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopped or self._has_news or bool(self._waiting), timeout_s)
             return self._is_stopped and not self._waiting

@@ -62,8 +62,7 @@ class TcpTransport(Transport):
         progress = self._progress
         if progress is None or not progress.sender or not link.knows(messages.Sending):
             return
-        is_due = bool(progress.open) and time.monotonic() >= self._told_s + BEAT_S
-        if (link, progress) == self._told and not is_due:
+        if (link, progress) == self._told and time.monotonic() < self._told_s + BEAT_S:
             return
         open_, lost = list(progress.open.items()), list(progress.lost.items())
         beat_ms = int(BEAT_S * 1000)

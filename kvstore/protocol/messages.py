@@ -202,7 +202,7 @@ class Sending(Request, tag=21, frozen=True):
     following: _Count
     open: _Tokens
     lost: _Tokens = []
-    beat_ms: _Count = 0  # it comes again within so long while any is under way; 0 promises nothing
+    beat_ms: _Count = 0  # it comes again within so long; 0 promises nothing
 
 
 class Ping(Request, tag=12, frozen=True):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 ALL_TOKENS: Final = 1 << 30
-BEAT_S: Final = 1.0  # how often a sender says so at least while hand-overs are under way
+BEAT_S: Final = 1.0  # how often a sender says it at least, although nothing has changed
 SILENT_BEATS: Final = 5  # missed, after which nobody waits for it: it hangs, or its host is gone
 _NONE: Final[Mapping[int, int]] = {}
 

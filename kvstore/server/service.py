@@ -116,12 +116,15 @@ class Service:
         """End silent clients and expired pins, and forget empty namespaces."""
         for session in self._core.sessions.expire(self._core.now()):
             self.end(session)
-        for session in self._core.sessions.silent(self._core.now()):
-            self._note_progress(session, None)
         self._core.stock.pins.expire(self._core.now())
         self._core.stock.holds.expire(self._core.now())
         self._core.stock.forget_empty()
         self._core.sweep()
+
+    def forget_silent(self) -> None:
+        """Let nobody wait for what silent clients hand over."""
+        for session in self._core.sessions.silent(self._core.now()):
+            self._note_progress(session, None)
 
     def enter(self, namespace: Namespace) -> None:
         """The owner has moved to another namespace: clear all others, and end the clients that use them."""

@@ -90,7 +90,7 @@ class Session:
         is_over: it has ended.
         fd: of its connection, where that is known; otherwise -1.
         progress: what it says of the hand-overs that it sends; None if it says nothing, or no longer.
-        beat_s: how often it has promised to say so while any is under way; 0 without such a promise.
+        beat_s: how often it has promised to say so at least; 0 without such a promise.
     """
 
     peer: Peer
@@ -212,12 +212,11 @@ class Sessions:
         ]
 
     def silent(self, now_s: float) -> list[Session]:
-        """Clients that have hand-overs under way, and have long not said so: they hang, or their host is gone."""
+        """Clients that hand over, and have long said nothing: they hang, or their host is gone."""
         return [
             session
             for session in self.by_peer.values()
             if session.progress is not None
-            and session.progress.open
             and session.beat_s
             and now_s - session.heard_s > SILENT_BEATS * session.beat_s
         ]

@@ -121,6 +121,8 @@ class Waits:
         if now_s < wait.deadline_s and not (is_over and wait.is_last and self._has_no_grace(wait, now_s)):
             waited_s = 0.0 if is_over else now_s - (wait.deadline_s - wait.wait_s)
             wait.ask_s = now_s + max(_ASK_INTERVAL_S, _ASK_SHARE * waited_s)
+            if wait.absent_s is not None:
+                wait.ask_s = min(wait.ask_s, max(now_s + _ASK_INTERVAL_S, wait.absent_s + ABSENT_S))
             wait.is_last = is_over
             return True
         del self._waits[request_id]

@@ -85,9 +85,7 @@ def test_what_lacks_chunks_is_told_after_its_end(ledger: Ledger, monkeypatch: py
         ledger.begin(HERE, [job(number), job(number, 16)])
         ledger.settle(job(number), has_arrived=True)
         ledger.settle(job(number, 16), has_arrived=number == 1)
-        assert ledger.is_sending(HERE)
         ledger.complete(number)
-        assert not ledger.is_sending(HERE)
     assert ledger.progress(HERE) == Progress("me", 4, {}, {2: 16, 3: 16}), "of the last ones"
     assert ledger.progress(HERE).limit_tokens(3) == 16
     assert ledger.progress(HERE).limit_tokens(1) == ALL_TOKENS
