@@ -200,7 +200,8 @@ def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--only", nargs="*")
+    given = parser.parse_args()
     foreign = EmbeddedServer(Namespace({"model": "another"}), EVEN, EmbeddedOptions(1 << 20, "127.0.0.1", 0))
     with tempfile.TemporaryDirectory() as folder, closing(foreign), opened(Path(folder)) as trial:
         trial.settle()
@@ -212,9 +213,9 @@ def main() -> None:
             "dying": lambda: dying(trial),
         }
         print(f"{'receiver':10} {'wait':>8} {'beyond':>8} {'most':>8}   leases left", flush=True)
-        for name, measure in faults.items():
-            found = []
-            for _ in range(rounds):
+        for name in given.only or faults:
+            measure, found = faults[name], []
+            for _ in range(given.rounds):
                 found.append(measure())
                 trial.settle()
             wait_s = statistics.median(one.wait_s for one in found)
