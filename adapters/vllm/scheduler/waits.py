@@ -20,7 +20,7 @@ from kvstore.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
-ABSENT_S: Final = 0.15  # how long a sender may be without a connection to a rank before nothing more comes from it
+ABSENT_S: Final = 0.1  # how long a sender may be without a connection to a rank before nothing more comes from it
 _ASK_INTERVAL_S: Final = 0.005
 _ASK_SHARE: Final = 0.02  # of the time waited so far, between two questions: they cost the scheduler time
 
