@@ -64,7 +64,8 @@ def _merged(sender: str, told: list[Progress]) -> Progress:
     if len(told) == 1:
         return told[0]
     following = max(said.following for said in told)
-    open_, lost = {}, {}
+    open_: dict[int, int] = {}
+    lost: dict[int, int] = {}
     for said in told:
         open_.update(said.open)
         lost.update(said.lost)
