@@ -126,7 +126,9 @@ def test_who_hangs_is_given_up_and_waited_for_again_when_it_is_back(monkeypatch:
         assert second.loaded_tokens["two"] == 2 * CHUNK
 
 
-def test_a_receiver_that_is_gone_between_two_steps(pusher: Pusher, listener: Listener) -> None:
+def test_a_receiver_that_is_gone_between_two_steps(
+    pusher: Pusher, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is said in vain does not end the sender."""
     pusher.begin([(HERE, [job()])]).finish(trusted=True)
     assert pusher.flush(10)
@@ -134,7 +136,7 @@ def test_a_receiver_that_is_gone_between_two_steps(pusher: Pusher, listener: Lis
     def gone(_: Progress) -> None:
         raise TierError("gone")
 
-    listener.tell = gone  # type: ignore[method-assign]
+    monkeypatch.setattr(listener, "tell", gone)
     sender = pusher._senders[HERE]
     wait_for("the sender has noticed", lambda: not sender.answers)
     assert sender.is_alive

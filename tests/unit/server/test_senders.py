@@ -45,14 +45,15 @@ def test_what_clients_say_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_view_is_what_all_of_them_say_together() -> None:
     choose = random.Random(5)
-    senders, said = Senders(), dict.fromkeys(range(6))
+    senders = Senders()
+    said: dict[int, Progress | None] = dict.fromkeys(range(6))
     for _ in range(500):
         number = choose.choice(list(said))
         open_ = {choose.randrange(9): choose.randrange(4) for _ in range(choose.randrange(3))}
         now = Progress(choose.choice("ab"), choose.randrange(9), open_) if choose.random() < 0.7 else None
         before = senders.view
-        senders.note(number, said[number], now)  # type: ignore[arg-type]
-        said[number] = now  # type: ignore[assignment]
+        senders.note(number, said[number], now)
+        said[number] = now
         assert senders.view is not before
         told = [progress for progress in said.values() if progress is not None]
         assert senders.view.keys() == {progress.sender for progress in told}
