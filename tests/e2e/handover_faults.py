@@ -80,13 +80,15 @@ class Trial:
         """Chunks that have come there so far."""
         return sum(int(space["counters"]["stored_chunks"]) for space in self.server()["namespaces"])
 
-    def wait_of(self, num_tokens: int, meanwhile: Callable[[], float]) -> Measured:
+    def wait_of(self, num_tokens: int, meanwhile: Callable[[], float], *, hands_over: bool = True) -> Measured:
         """Hand a prompt over, and let the decode engine go on; ``meanwhile`` returns when it could have known."""
         self._seed += 1
         prompt = random_tokens(num_tokens, vocab=TINY.vocab, seed=self._seed)
         to = {"req_id": "r", "receiver_host": "127.0.0.1", "receiver_init_port": self.relay.port}
         told = self._ask(self.running.prefill.url, prompt, {"disagg_spec": {**to, "receiver_alloc_port": 1}})
         said = (told.get("kv_transfer_params") or {}).get("disagg_spec")
+        if not hands_over:
+            said = None
         if said is not None:  # as the engine is called where nothing fails
             said = {**said, "receiver_init_port": self.port}
         before_s, count = self._queued()
@@ -130,6 +132,11 @@ class Trial:
         """Hang up."""
         self._link.close()
         self._context.destroy(linger=0)
+
+
+def alone(trial: Trial) -> Measured:
+    """Nothing was promised: what a request waits for on this machine in any case."""
+    return trial.wait_of(SHORT, time.monotonic, hands_over=False)
 
 
 def slow(trial: Trial) -> Measured:
@@ -206,6 +213,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, closing(foreign), opened(Path(folder)) as trial:
         trial.settle()
         faults: dict[str, Callable[[], Measured]] = {
+            "alone": lambda: alone(trial),
             "full": lambda: full(trial),
             "slow": lambda: slow(trial),
             "refusing": lambda: refusing(trial, foreign),
