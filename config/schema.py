@@ -12,11 +12,12 @@ from pydantic_core import PydanticCustomError
 
 from kvstore.config.keys.handover import PD_ROLES, HandoverKeys, accepts_kv
 from kvstore.config.keys.operation import OperationKeys
-from kvstore.config.keys.remote import RemoteKeys, has_tier
+from kvstore.config.keys.remote import RemoteKeys
 from kvstore.config.keys.requests import REQUEST_FIELDS, RequestKeys
 from kvstore.config.keys.server import ServerKeys
 from kvstore.config.keys.storage import StorageKeys
 from kvstore.protocol.loopback import is_loopback
+from kvstore.tiers import READ_ONLY, tier_behind
 
 __all__ = ["PD_ROLES", "REQUEST_FIELDS", "StoreConfig"]
 
@@ -35,6 +36,18 @@ class StoreConfig(HandoverKeys, ServerKeys, OperationKeys, RemoteKeys, RequestKe
     def host_memory_bytes(self) -> int:
         """What each worker reserves in host memory."""
         return self.max_local_cpu_bytes + (self.pd_buffer_size if self.listens else 0)
+
+    @property
+    def shared_name(self) -> str | None:
+        """The shared tier as engines name it to each other, without a login; None if nothing is written to it."""
+        url = self.shared_url
+        if url is None or tier_behind(url) in READ_ONLY:
+            return None
+        scheme, _, rest = url.partition("://")
+        login, _, place = rest.rpartition("@")
+        if "?" in login:  # of a password behind it a part would be shown
+            return None
+        return f"{scheme}://{place.partition('?')[0].lower()}"
 
     @property
     def has_remote(self) -> bool:
@@ -57,9 +70,6 @@ class StoreConfig(HandoverKeys, ServerKeys, OperationKeys, RemoteKeys, RequestKe
         given = info.data
         if value is None or not accepts_kv(*(given.get(key) for key in ("enable_pd", "pd_role", "pd_bidirectional"))):
             return value
-        if has_tier(given.get("remote_url")):
-            message = "cannot be set together with remote_url: chunks go to this engine's own server; leave one out"
-            raise PydanticCustomError("port", message)
         host = given.get("pd_peer_host", "127.0.0.1")
         has_keys = given.get("server_key_file") and given.get("server_clients")
         if not is_loopback(host) and not has_keys:

@@ -234,7 +234,8 @@ def open_remote(
     own = None
     with ExitStack() as opened:
         if options.url is not None:
-            own = guarded(_open_own(namespace, layout, options.url, options, problems, check=not asks_only), guard)
+            setup = TierSetup(namespace, layout, UNBOUNDED_BYTES, {**options.settings, "url": options.url})
+            own = guarded(_open_own(setup, options, problems, check=not asks_only), guard)
             opened.callback(own.close)
         if options.peers is None:
             if own is None:
@@ -244,23 +245,17 @@ def open_remote(
             open_peer = partial(_open_peer, layout, options, replace(guard, failures=1))
             for url in options.sources:  # checked now, and opened when a request names them
                 at_rank(url, options.rank)
-            tier = Statistics(PeersTier(own, options.peers, open_peer, namespace, layout, sources=options.sources))
+            if options.shared is not None and not asks_only:
+                _open_own(_shared_setup(layout, options, namespace), options, problems, check=True).close()
+            peers = (*((options.shared,) if options.shared is not None else ()), *options.peers)
+            tier = Statistics(PeersTier(own, peers, open_peer, namespace, layout, sources=options.sources))
         opened.pop_all()
     return tier
 
 
-def _open_own(
-    namespace: Namespace,
-    layout: KVLayout,
-    url: str,
-    options: RemoteOptions,
-    problems: list[str] | None,
-    *,
-    check: bool,
-) -> Tier:
-    settings = {**options.settings, "url": url}
+def _open_own(setup: TierSetup, options: RemoteOptions, problems: list[str] | None, *, check: bool) -> Tier:
     with ExitStack() as opened:
-        tier = open_tier(tier_behind(url), TierSetup(namespace, layout, UNBOUNDED_BYTES, settings))
+        tier = _open_at(setup)
         opened.callback(tier.close)
         try:
             if check:
@@ -279,13 +274,25 @@ def _open_own(
 
 
 def _open_peer(layout: KVLayout, options: RemoteOptions, guard: GuardOptions, url: str, namespace: Namespace) -> Tier:
-    """The server of another engine's worker of the same rank. Does not connect."""
+    """The server of another engine's worker of the same rank, or the shared tier. Does not connect."""
+    if url == options.shared:
+        return guarded(_open_at(_shared_setup(layout, options, namespace)), guard)
     address = at_rank(url, options.rank)
     settings = {**options.peer_settings, "url": address}
     tier = open_tier(tier_behind(address), TierSetup(namespace, layout, UNBOUNDED_BYTES, settings))
     where = urlsplit(address)
     tier.name = f"peer-{where.hostname}:{where.port}"  # log lines must tell which peer
     return guarded(tier, guard)
+
+
+def _shared_setup(layout: KVLayout, options: RemoteOptions, namespace: Namespace) -> TierSetup:
+    """How to open the tier that is shared and only read."""
+    return TierSetup(namespace, layout, UNBOUNDED_BYTES, {**options.shared_settings, "url": options.shared})
+
+
+def _open_at(setup: TierSetup) -> Tier:
+    """The tier behind a URL."""
+    return open_tier(tier_behind(str(setup.options["url"])), setup)
 
 
 def open_directory(shards: Iterable[Shard]) -> RemoteDirectory:

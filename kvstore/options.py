@@ -17,8 +17,10 @@ class RemoteOptions:
     """A tier that several engines share.
 
     Attributes:
-        url: its address; the scheme names the kind of tier. None for chunks from peers only.
+        url: its address; the scheme names the kind of tier. None for chunks from others only.
         settings: options of this kind of tier.
+        shared: another one, which is only read, as a peer is; None for none. Needs ``peers``, which may be empty.
+        shared_settings: options of that one.
         required: refuse to start if it cannot be used. Otherwise warn, and try again later.
         io_threads: reads in flight at once.
         lookup_timeout_s: deadline of a lookup, after which it counts as holding nothing.
@@ -33,6 +35,8 @@ class RemoteOptions:
 
     url: str | None
     settings: Mapping[str, object] = field(default_factory=dict)
+    shared: str | None = None
+    shared_settings: Mapping[str, object] = field(default_factory=dict)
     required: bool = False
     io_threads: int = 4
     lookup_timeout_s: float = 1.0

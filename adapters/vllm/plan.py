@@ -191,8 +191,8 @@ class StepReport:
         load_times: of steps whose loads have ended, by their numbers.
         remote_keeps_trails: the remote tier keeps the trails of what is sent there, as far as is known.
         settled: what became of chunks that were handed over.
-        senders: what other engines have on its way here, by ranks and the engines' names; of the ranks where that has
-            changed.
+        senders: what has changed of what other engines have on its way here, by ranks and the engines' names; None for
+            one that has gone.
     """
 
     steps: dict[int, StepResult] = field(default_factory=dict)
@@ -205,7 +205,7 @@ class StepReport:
     computed: int | None = None
     load_times: dict[int, LoadTime] = field(default_factory=dict)
     settled: Settled = field(default_factory=Settled)
-    senders: dict[int, Mapping[str, Progress]] = field(default_factory=dict)
+    senders: dict[int, dict[str, Progress | None]] = field(default_factory=dict)
 
     @property
     def has_news(self) -> bool:
@@ -228,7 +228,8 @@ class StepReport:
         self.remote_keeps_trails &= other.remote_keeps_trails
         self.tally.add(other.tally)
         self.settled.merge(other.settled)
-        self.senders |= other.senders
+        for rank, changed in other.senders.items():
+            self.senders.setdefault(rank, {}).update(changed)
 
 
 @dataclass(frozen=True)

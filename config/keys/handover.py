@@ -84,7 +84,8 @@ class HandoverKeys(Keys):
     """Address at which this engine's workers listen and others reach them."""
     pd_peer_init_port: _Ports = None
     """Port of this engine's first worker, for other engines to send to it and read from it. Worker n adds n; a list
-    gives each worker its port. Needs `enable_pd`, and replaces `remote_url`. If null, the engine does not listen."""
+    gives each worker its port. Needs `enable_pd`; a `remote_url` is then only read. If null, the engine does not
+    listen."""
     pd_allowed_hosts: _Hosts = None
     """Hosts to which requests may have KV sent: a list, or text with commas. If null, loopback, `pd_peer_host` and the
     hosts in `peers`. With `pd_bidirectional`, an entry `host:port` is also an engine that a request may name as a

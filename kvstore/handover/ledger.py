@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvstore.chunks import ChunkRef
 from kvstore.handover.transport import Receiver
 from kvstore.paged.base import BlockIds
 from kvstore.protocol.messages import MAX_OPEN
 from kvstore.protocol.progress import ALL_TOKENS, Progress
+
+_MAX_LOST: Final = 256  # hand-overs without all their chunks of which receivers are told after their end
 
 
 class PushJob(NamedTuple):
@@ -70,6 +72,10 @@ class _Entry:
     is_complete: bool = False  # no more chunks will come
 
     @property
+    def has_lost(self) -> bool:
+        return self.end_tokens < ALL_TOKENS
+
+    @property
     def is_over(self) -> bool:
         return self.is_complete and not self.num_left
 
@@ -86,6 +92,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._next = 0
         self._entries: dict[int, _Entry] = {}
+        self._lost: OrderedDict[int, _Entry] = OrderedDict()  # over, the longest ago first
         self._settled = Settled()
 
     def begin(self, receiver: Receiver, jobs: Iterable[PushJob]) -> None:
@@ -105,8 +112,7 @@ class Ledger:
             elif job.is_needed:
                 entry.end_tokens = min(entry.end_tokens, job.begin_tokens)
                 self._settled.lose(job.handover, job.begin_tokens)
-            if entry.is_over:
-                del self._entries[job.handover]
+            self._end_if_over(job.handover, entry)
 
     def wants(self, job: PushJob) -> bool:
         """Whether a chunk is of use, as nothing before it is lost."""
@@ -121,8 +127,7 @@ class Ledger:
             if entry is None:
                 return None
             entry.is_complete = True
-            if entry.is_over:
-                del self._entries[handover]
+            self._end_if_over(handover, entry)
             return entry.receiver
 
     def progress(self, receiver: Receiver) -> Progress:
@@ -131,10 +136,20 @@ class Ledger:
             numbers = sorted(number for number, entry in self._entries.items() if entry.receiver == receiver)
             following = numbers[MAX_OPEN] if len(numbers) > MAX_OPEN else self._next
             open_ = {number: self._entries[number].end_tokens for number in numbers[:MAX_OPEN]}
-            return Progress(self.sender, following, open_)
+            lost = {number: entry.end_tokens for number, entry in self._lost.items() if entry.receiver == receiver}
+            return Progress(self.sender, following, open_, lost)
 
     def take_settled(self) -> Settled:
         """What was settled since the last call."""
         with self._lock:
             settled, self._settled = self._settled, Settled()
             return settled
+
+    def _end_if_over(self, handover: int, entry: _Entry) -> None:
+        if not entry.is_over:
+            return
+        del self._entries[handover]
+        if entry.has_lost:  # a receiver of several ranks must not wait for the others' parts
+            self._lost[handover] = entry
+            if len(self._lost) > _MAX_LOST:
+                self._lost.popitem(last=False)

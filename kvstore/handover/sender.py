@@ -13,6 +13,7 @@ from kvstore.handover.ledger import Ledger, PushJob
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.paged.base import PagedKV
 from kvstore.paged.streams import Moment
+from kvstore.protocol.progress import BEAT_S
 
 PROBE_INTERVAL_S = 10.0  # how long a receiver that failed is left alone
 
@@ -53,31 +54,40 @@ class Delivery:
             self._ended_s = time.monotonic()
             self._changed.notify_all()
 
-    def ready(self) -> Iterator[range]:
-        """The layers as they are gathered; the last one only when the step is known to be right."""
+    def ready(self, beat: Callable[[], object]) -> Iterator[range]:
+        """The layers as they are gathered; the last one only when the step is known to be right.
+
+        While there are none ``beat`` is called now and then.
+        """
         sent_layers = 0
         while sent_layers < self._num_layers:
-            usable_layers, moment = self._wait_beyond(sent_layers)
+            usable_layers, moment = self._wait_beyond(sent_layers, beat)
             if self._trusted is False:
                 return
             self._reach(moment)
             yield range(sent_layers, usable_layers)
             sent_layers = usable_layers
 
-    def wait(self) -> None:
-        """Wait until the step has ended, and nothing is gathered any more."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._trusted is not None)
+    def wait(self, beat: Callable[[], object]) -> None:
+        """Wait until the step has ended, and nothing is gathered any more; ``beat`` as in ``ready``."""
+        while not self._waited(lambda: self._trusted is not None):
+            beat()
         self._reach(self._moment)
 
     def seconds_behind(self) -> float:
         """How long ago its step ended."""
         return time.monotonic() - self._ended_s
 
-    def _wait_beyond(self, sent_layers: int) -> tuple[int, Moment]:
+    def _wait_beyond(self, sent_layers: int, beat: Callable[[], object]) -> tuple[int, Moment]:
+        while not self._waited(lambda: self._trusted is not None or self._usable_layers() > sent_layers):
+            beat()
         with self._changed:
-            self._changed.wait_for(lambda: self._trusted is not None or self._usable_layers() > sent_layers)
             return self._usable_layers(), self._moment
+
+    def _waited(self, has_come: Callable[[], bool]) -> bool:
+        """Wait for something until it is time to be heard again; False if it has not come."""
+        with self._changed:
+            return self._changed.wait_for(has_come, BEAT_S)
 
     def _usable_layers(self) -> int:
         return self._done_layers if self._trusted else min(self._done_layers, self._num_layers - 1)
@@ -180,9 +190,10 @@ class Sender:
         self._hang_up()
 
     def _is_over(self) -> bool:
-        """Wait for something to do; True if there is nothing, and never will be."""
+        """Wait for something to do or to say; True if there is nothing, and never will be."""
+        timeout_s = BEAT_S if self._transport is not None else None
         with self._changed:
-            self._changed.wait_for(lambda: self._is_stopped or self._has_news or bool(self._waiting))
+            self._changed.wait_for(lambda: self._is_stopped or self._has_news or bool(self._waiting), timeout_s)
             return self._is_stopped and not self._waiting
 
     def _next(self) -> Delivery | None:
@@ -201,7 +212,7 @@ class Sender:
         except KVStoreError as problem:
             error = problem
             self._fail()
-        delivery.wait()
+        delivery.wait(self._tell)
         self._note(delivery, outcomes, error)
 
     def _deliver(self, delivery: Delivery) -> list[Outcome]:
@@ -212,7 +223,7 @@ class Sender:
 
     def _ready(self, transport: Transport, delivery: Delivery) -> Iterator[range]:
         """The layers as they are gathered; between them, what has become of other hand-overs is told."""
-        for layers in delivery.ready():
+        for layers in delivery.ready(lambda: transport.tell(self._ledger.progress(self.receiver))):
             transport.tell(self._ledger.progress(self.receiver))
             yield layers
 

@@ -6,6 +6,7 @@ chunk be found once it is told that all layers are right. Chunks that a connecti
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
@@ -15,7 +16,7 @@ from kvstore.handover.transport import Parcel, Transport
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
-from kvstore.protocol.progress import Progress
+from kvstore.protocol.progress import BEAT_S, Progress
 from kvstore.tiers.server import calls
 from kvstore.tiers.server.link import Link, NoSessionError
 from kvstore.tiers.server.links import Links
@@ -38,6 +39,7 @@ class TcpTransport(Transport):
         self._link: Link | None = None  # in the middle of a delivery
         self._progress: Progress | None = None
         self._told: tuple[Link, Progress] | None = None
+        self._told_s = 0.0
 
     def deliver(self, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
         """See ``Transport``."""
@@ -56,13 +58,16 @@ class TcpTransport(Transport):
         self._links.close()
 
     def _say(self, link: Link) -> None:
-        """Say what is new, if the server understands it."""
-        told, progress = (link, self._progress), self._progress
-        if progress is None or not progress.sender or not link.knows(messages.Sending) or told == self._told:
+        """Say what is new, or long said, if the server understands it."""
+        progress = self._progress
+        if progress is None or not progress.sender or not link.knows(messages.Sending):
             return
-        message = messages.Sending(link.new_serial(), progress.sender, progress.following, list(progress.open.items()))
-        if link.tell(message):
-            self._told = (link, progress)
+        if (link, progress) == self._told and time.monotonic() < self._told_s + BEAT_S:
+            return
+        open_, lost = list(progress.open.items()), list(progress.lost.items())
+        beat_ms = int(BEAT_S * 1000)
+        if link.tell(messages.Sending(link.new_serial(), progress.sender, progress.following, open_, lost, beat_ms)):
+            self._told, self._told_s = (link, progress), time.monotonic()
 
     def _deliver(self, link: Link, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
         """Deliver over a connection, over which nothing was said before if it is a new one."""

@@ -78,7 +78,8 @@ class Transport(ABC):
     def tell(self, progress: Progress) -> None:
         """Tell the receiver what is on its way, at once if it is connected; from ``ready``, too, within ``deliver``.
 
-        A receiver that is not told, or does not understand it, waits for what it lacks until its deadline.
+        It comes every ``BEAT_S`` at least, changed or not, and is passed on as often: a receiver that hears nothing for
+        some seconds waits no longer. One that is not told, or does not understand it, waits until its deadline.
 
         Raises:
             TierError: as ``deliver``.

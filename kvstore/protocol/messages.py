@@ -54,6 +54,7 @@ _Short: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
 _Refs: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=REF_BYTES * MAX_REFS)]
 _Moves: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=REF_BYTES * MAX_MOVES)]
 _Leases: TypeAlias = Annotated[list[_Count], msgspec.Meta(max_length=MAX_MOVES)]
+_Tokens: TypeAlias = Annotated[list[tuple[_Count, _Count]], msgspec.Meta(max_length=MAX_OPEN)]
 _Trail: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=PREFIX_KEY_BYTES, max_length=MAX_TRAIL_BYTES)]
 _Fields: TypeAlias = Annotated[dict[_Short, _Short | int], msgspec.Meta(max_length=64)]
 _Axis: TypeAlias = Annotated[int, msgspec.Meta(gt=0, le=1 << 20)]
@@ -208,7 +209,9 @@ class Sending(Request, tag=21, frozen=True):
 
     sender: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     following: _Count
-    open: Annotated[list[tuple[_Count, _Count]], msgspec.Meta(max_length=MAX_OPEN)]
+    open: _Tokens
+    lost: _Tokens = []
+    beat_ms: _Count = 0  # it comes again within so long; 0 promises nothing
 
 
 class Ping(Request, tag=12, frozen=True):
@@ -429,8 +432,3 @@ def unpack_pairs(data: bytes) -> Sequence[ChunkRef]:
         raise ProtocolError(f"{len(data)} bytes are not a multiple of the {REF_BYTES} that name a chunk")
     pairs: list[Any] = list(_REF.iter_unpack(data))
     return pairs
-
-
-def fields_bytes(fields: dict[str, str | int]) -> int:
-    """The length of a namespace's fields in a message."""
-    return len(_encoder.encode(fields))

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 ALL_TOKENS: Final = 1 << 30
+BEAT_S: Final = 1.0  # how often a sender says it at least, although nothing has changed
+SILENT_BEATS: Final = 5  # missed, after which nobody waits for it: it hangs, or its host is gone
+_NONE: Final[Mapping[int, int]] = {}
 
 
 class Progress(NamedTuple):
@@ -19,12 +22,18 @@ class Progress(NamedTuple):
         sender: its name; another one each time it starts.
         following: the number after the highest so far, whoever receives it.
         open: for each number under way, up to which token of the prompt chunks may still come.
+        lost: of the last ones that are over, those that lack chunks, with the token at which the first of them begins.
     """
 
     sender: str
     following: int
     open: Mapping[int, int]
+    lost: Mapping[int, int] = _NONE
 
     def end_tokens(self, handover: int) -> int:
         """Up to which token chunks of a hand-over may still come; 0 if it is over."""
         return self.open.get(handover, 0) if handover < self.following else ALL_TOKENS
+
+    def limit_tokens(self, handover: int) -> int:
+        """The token from which on chunks of a hand-over neither have come nor will."""
+        return self.open.get(handover, self.lost.get(handover, ALL_TOKENS))

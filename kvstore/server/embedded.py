@@ -102,7 +102,7 @@ class EmbeddedServer:
     @property
     def senders(self) -> Mapping[str, Progress]:
         """What is on its way here, by the senders' names. Another object whenever it changes."""
-        return self._owner.senders
+        return self._owner.senders.view
 
     def enter(self, namespace: Namespace) -> None:
         """The owner's weights were changed: drop the chunks of the old ones, and refuse engines that have those."""

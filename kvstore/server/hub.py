@@ -259,6 +259,7 @@ class Hub:
         if self._watch and now_s - self._looked_s > max(LOOK_S, _LOOK_EACH_S * len(self._watch)):
             self._looked_s = now_s
             self._cut_endless(self._watch.look(self._by_fd))
+            self.service.forget_silent()
         if now_s - self._expired_s > _TICK_S:
             self._expired_s = now_s
             self.service.expire()

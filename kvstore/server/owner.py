@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
 from typing import Final
 
 from kvstore.keys import EPOCH_FIELD, Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
-from kvstore.protocol.progress import Progress
+from kvstore.server.senders import Senders
 from kvstore.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
-_MAX_SENDERS: Final = 1024  # that the owner is told of, and their hand-overs
-_MAX_OPEN: Final = 1 << 16
 _LAYOUT: Final = "layout"  # also the name of the namespace's field
 
 
 class Owner:
-    """Belongs to the thread that decides, but for ``senders``.
+    """Belongs to the thread that decides.
 
     Args:
         namespace: of the owner's chunks.
@@ -28,28 +25,15 @@ class Owner:
         hold_s: how long chunks that others have sent stay at most until they are read; 0 as long as there is room.
 
     Attributes:
-        senders: what is on its way, by the senders' names. Another object whenever it changes, for any thread.
+        senders: what is on its way.
     """
 
     def __init__(self, namespace: Namespace, layout: KVLayout, hold_s: float = 0.0) -> None:
         self.namespace = namespace
         self.hold_s = hold_s
-        self.senders: Mapping[str, Progress] = {}
+        self.senders = Senders()
         self._geometry = messages.Geometry.of(layout)
         self._throttle = Throttle(logger)
-
-    def note_progress(self, told: Iterable[Progress]) -> None:
-        """Take in what the connected senders say; one that has two connections has said it in either."""
-        senders: dict[str, Progress] = {}
-        num_open = 0
-        for progress in told:
-            num_open += len(progress.open)
-            if len(senders) >= _MAX_SENDERS or num_open > _MAX_OPEN:
-                break  # what the others send is not waited for
-            known = senders.get(progress.sender, progress)
-            following = max(known.following, progress.following)
-            senders[progress.sender] = Progress(progress.sender, following, {**known.open, **progress.open})
-        self.senders = senders
 
     def objection(self, hello: messages.Hello) -> str:
         """Why a client is refused: the names of the fields in which its KV differs; empty if it is welcome.

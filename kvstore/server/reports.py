@@ -11,9 +11,8 @@ from operator import attrgetter
 from typing import Any, Final
 
 import kvstore
-from kvstore.protocol.messages import fields_bytes
 from kvstore.server.core import Core
-from kvstore.server.spaces import NO_QUOTA, Space
+from kvstore.server.spaces import NO_QUOTA, Space, fields_bytes
 
 _MAX_SPACES: Final = 256
 _MAX_FIELDS_BYTES: Final = 256 << 10  # of all of them
@@ -22,7 +21,7 @@ _MAX_FIELDS_BYTES: Final = 256 << 10  # of all of them
 def stats(core: Core, uptime_s: float, num_unwritten: int) -> dict[str, Any]:
     """The server, its tiers, and the namespaces that hold most: a report must not keep clients waiting."""
     spaces = nlargest(_MAX_SPACES, core.stock.spaces.values(), key=attrgetter("used_bytes"))
-    sizes = accumulate(fields_bytes(dict(space.namespace.fields)) for space in spaces)
+    sizes = accumulate(fields_bytes(space.namespace) for space in spaces)
     listed = [_space(space) for space, size in zip(spaces, sizes, strict=True) if size <= _MAX_FIELDS_BYTES]
     return {
         "version": kvstore.__version__,

@@ -20,7 +20,7 @@ from kvstore.server.orders import Orders, report
 from kvstore.server.owner import Owner
 from kvstore.server.payload import Payload
 from kvstore.server.sessions import MAX_SESSIONS, Peer, Session
-from kvstore.server.spaces import NO_QUOTA, Chunk, Space
+from kvstore.server.spaces import NO_QUOTA, Chunk, Space, fields_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -110,8 +110,7 @@ class Service:
     def end(self, session: Session) -> None:
         """A client is gone."""
         self._core.sessions.end(session)
-        if session.progress is not None:
-            self._tell_owner()
+        self._note_progress(session, None)
         self._core.sweep()
 
     def expire(self) -> None:
@@ -122,6 +121,11 @@ class Service:
         self._core.stock.holds.expire(self._core.now())
         self._core.stock.forget_empty()
         self._core.sweep()
+
+    def forget_silent(self) -> None:
+        """Let nobody wait for what silent clients hand over."""
+        for session in self._core.sessions.silent(self._core.now()):
+            self._note_progress(session, None)
 
     def enter(self, namespace: Namespace) -> None:
         """The owner has moved to another namespace: clear all others, and end the clients that use them."""
@@ -182,8 +186,9 @@ class Service:
                 self._describe(session, request)
                 return None
             case messages.Sending():
-                session.progress = Progress(request.sender, request.following, dict(request.open))
-                self._tell_owner()
+                session.beat_s = request.beat_ms / 1000
+                told = Progress(request.sender, request.following, dict(request.open), dict(request.lost))
+                self._note_progress(session, told)
                 return None
             case messages.Piece():
                 return self._payload.take(session, request, payload[0])
@@ -222,7 +227,7 @@ class Service:
             raise ProtocolError("hello was said already")
         if len(sessions.by_peer) >= MAX_SESSIONS:
             return refused(Refusal.LIMIT, f"there are {MAX_SESSIONS} clients already")
-        if messages.fields_bytes(request.fields) > messages.MAX_FIELDS_BYTES:
+        if fields_bytes(Namespace(dict(request.fields))) > messages.MAX_FIELDS_BYTES:
             return refused(Refusal.LIMIT, f"the fields of a namespace have at most {messages.MAX_FIELDS_BYTES} bytes")
         layout = request.geometry.layout()
         if layout.payload_bytes(layout.blocks_per_chunk) > pool_bytes:
@@ -311,11 +316,11 @@ class Service:
             for chunk in chunks:
                 self._core.stock.holds.hold(chunk, end_s)
 
-    def _tell_owner(self) -> None:
-        """Let the owner know what is on its way."""
-        if self._owner is not None:
-            sessions = self._core.sessions.by_peer.values()
-            self._owner.note_progress(session.progress for session in sessions if session.progress is not None)
+    def _note_progress(self, session: Session, now: Progress | None) -> None:
+        """Let the owner know what is on its way from a client, if that has changed."""
+        before, session.progress = session.progress, now
+        if self._owner is not None and now != before:
+            self._owner.senders.note(session.peer, before, now)
 
     def _scan(self, session: Session, request: messages.Scan) -> messages.Answer:
         chunks = session.space.chunks

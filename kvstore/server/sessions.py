@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvstore.chunks import Outcome
-from kvstore.protocol.progress import Progress
+from kvstore.protocol.progress import SILENT_BEATS, Progress
 from kvstore.server.spaces import Chunk, Space
 from kvstore.server.stock import Stock
 
@@ -89,7 +89,8 @@ class Session:
         num_late: its requests for grants that are to be answered later.
         is_over: it has ended.
         fd: of its connection, where that is known; otherwise -1.
-        progress: what it says of the hand-overs that it sends; None if it says nothing.
+        progress: what it says of the hand-overs that it sends; None if it says nothing, or no longer.
+        beat_s: how often it has promised to say so at least; 0 without such a promise.
     """
 
     peer: Peer
@@ -104,6 +105,7 @@ class Session:
     is_over: bool = False
     fd: int = -1
     progress: Progress | None = None
+    beat_s: float = 0.0
 
 
 class Peer(NamedTuple):
@@ -207,4 +209,14 @@ class Sessions:
             session
             for session in self.by_peer.values()
             if not session.token and now_s - session.heard_s > (SILENCE_S if session.leases else FORGET_S)
+        ]
+
+    def silent(self, now_s: float) -> list[Session]:
+        """Clients that hand over, and have long said nothing: they hang, or their host is gone."""
+        return [
+            session
+            for session in self.by_peer.values()
+            if session.progress is not None
+            and session.beat_s
+            and now_s - session.heard_s > SILENT_BEATS * session.beat_s
         ]

@@ -284,6 +284,22 @@ def test_an_engine_that_listens_has_its_own_server_for_a_remote_tier() -> None:
     assert options.peer_settings["timeout_s"] == options.settings["timeout_s"] == 10.0
 
 
+def test_an_engine_that_listens_reads_the_shared_tier_beside_its_own_server() -> None:
+    """Under its own login, and without a bound: nothing is sent there."""
+    store = StoreConfig(enable_pd=True, pd_peer_init_port=7300, remote_url="redis://h", remote_password="p")
+    options = remote_options(store)
+    assert options is not None
+    assert (options.url, options.shared, options.peers, options.max_queue) == (None, "redis://h", (), None)
+    assert options.shared_settings["password"] == "p"
+    assert "password" not in options.settings
+    config = configured(KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_consumer"))
+    config.parallel_config = worker_config().parallel_config
+    config.parallel_config.data_parallel_rank = 0
+    transfer = scheduler_options(config, cache_config(), store).handover
+    assert transfer is not None
+    assert (transfer.own, transfer.shared) == (("127.0.0.1", 7300), "redis://h")
+
+
 def test_peers_beside_redis_and_without() -> None:
     alone = remote_options(StoreConfig(peers=("kvs://a:1",)))
     assert alone is not None

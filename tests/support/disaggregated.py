@@ -86,15 +86,15 @@ class EngineServer(VllmServer):
     """``vllm serve`` on one core of its own, so that two of them do not take each other's time.
 
     Attributes:
-        core: which.
+        cores: which; with several ranks that of each, with ``|`` between them.
         arguments: more of vLLM's command line.
     """
 
-    core: int = 0
+    cores: str = "0"
     arguments: tuple[str, ...] = ()
 
     def command(self) -> list[str]:
-        bound = ["env", f"VLLM_CPU_OMP_THREADS_BIND={self.core}", "taskset", "-c", str(self.core)]
+        bound = ["env", f"VLLM_CPU_OMP_THREADS_BIND={self.cores}", "taskset", "-c", self.cores.replace("|", ",")]
         return [*bound, *super().command(), *self.arguments]
 
     def start(self) -> None:
@@ -145,7 +145,9 @@ class Disaggregation:
             config = folder / f"{name}.yaml"
             config.write_text(lines, encoding="utf-8")
             log = folder / f"{name}.log"
-            engine = EngineServer(model, config, log, drains=False, role=role, core=core, arguments=tuple(arguments))
+            engine = EngineServer(
+                model, config, log, drains=False, role=role, cores=str(core), arguments=tuple(arguments)
+            )
             engines.append(engine)
         self.prefill, self.decode = engines
         self.proxy = ProxyProcess([self.prefill.url], [self.decode.url], folder / "proxy.log", options)

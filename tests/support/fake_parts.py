@@ -204,6 +204,7 @@ class Setup(CommonSetup):
     server_bytes: int = SERVER_BYTES
     peers: tuple[str, ...] | None = None  # other engines, over real sockets
     sources: tuple[str, ...] = ()  # other engines that requests may name
+    shared: str | None = None  # a cache server, over real sockets, that engines with a port only read
     lookup_timeout_s: float = 5.0
     hold_s: float | None = None  # how long answers of the remote tier count, if not for long
     hot_slots: int = 0  # copies on the device
@@ -217,8 +218,16 @@ def remote_of(setup: Setup) -> RemoteOptions | None:
         num_sends = 0 if setup.port is None else 64
         peers, timeout_s = setup.peers or (), setup.lookup_timeout_s
         return RemoteOptions(
-            None, lookup_timeout_s=timeout_s, hold_s=0.2, max_queue=num_sends, peers=peers, sources=setup.sources
+            None,
+            shared=setup.shared,
+            lookup_timeout_s=timeout_s,
+            hold_s=0.2,
+            max_queue=num_sends,
+            peers=peers,
+            sources=setup.sources,
         )
+    if setup.shared is not None:
+        return RemoteOptions(setup.shared, lookup_timeout_s=setup.lookup_timeout_s, hold_s=0.2, max_queue=64)
     if setup.server is None:
         return None
     hold_s = REMOTE.hold_s if setup.hold_s is None else setup.hold_s

@@ -68,7 +68,11 @@ def consumer(*, timeout_s: float = NEVER_S, source: FakeVllm | None = None, **ho
     port = free_port()
     allows = None if source is None else (HOST, source.setup.port)
     options = HandoverOptions(
-        receives=True, own=(HOST, port), timeout_s=timeout_s, allows_source=lambda host, port: (host, port) == allows
+        receives=True,
+        own=(HOST, port),
+        timeout_s=timeout_s,
+        allows_source=lambda host, port: (host, port) == allows,
+        shared=how.get("shared"),
     )
     if source is not None:
         how["sources"] = (f"kvs://{HOST}:{source.setup.port}",)
@@ -79,7 +83,7 @@ def producer(wire: Wire, *, keeps: bool = False, **how: Any) -> FakeVllm:
     """An engine that computes for others, and may let them read what it keeps."""
     port = free_port() if keeps else None
     own = (HOST, port) if port is not None else None
-    options = HandoverOptions(sends=True, own=own, allows_host=HOST.__eq__)
+    options = HandoverOptions(sends=True, own=own, allows_host=HOST.__eq__, shared=how.get("shared"))
     return FakeVllm(Setup(handover=options, receiver=wire, port=port, **how))  # type: ignore[arg-type]
 
 

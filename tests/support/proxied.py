@@ -28,7 +28,8 @@ class ProxyThread(HttpThread):
     def __init__(self, options: ProxyOptions) -> None:
         options.check()
         self.proxy = Proxy(options)
-        super().__init__(self.proxy.app, loop="uvloop", http=entrance(options.max_connections), proxy_headers=False)
+        protocol = entrance(options.max_connections, options.timeout_s)
+        super().__init__(self.proxy.app, loop="uvloop", http=protocol, proxy_headers=False)
 
     def __enter__(self) -> httpx.Client:
         self.start()

@@ -28,6 +28,8 @@ class Relay:
     def __init__(self, port: int) -> None:
         self.mood = Mood.FAST
         self.num_bytes = 0  # passed on, both ways
+        self.passed_s = 0.0  # when the last ones were
+        self.slow_s = _SLOW_S
         self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._is_closed = threading.Event()
@@ -73,9 +75,10 @@ class Relay:
                 if self.mood is Mood.CUT:
                     break
                 if self.mood is Mood.SLOW:
-                    time.sleep(_SLOW_S)
+                    time.sleep(self.slow_s)
                 sink.sendall(piece)
                 self.num_bytes += len(piece)
+                self.passed_s = time.monotonic()
         except OSError:
             pass
         for one in (source, sink):

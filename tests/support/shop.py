@@ -67,6 +67,7 @@ class Desk:
         self.pool = Pool(8 * CHUNK_BYTES)
         self.stock = Stock(self.pool.num_bytes, self.pool.free)
         self.sessions = Sessions(self.stock, self.pool.num_bytes)
+        self.now_s = 0.0
         self.sent: list[messages.Answer] = []
         self.reports: list[Callable[[], None]] = []
         self.reported = threading.Semaphore(0)
@@ -81,7 +82,7 @@ class Desk:
             is_open=self._is_open,
             stats=dict,
             may_order=lambda _peer: True,
-            now=lambda: 0.0,
+            now=lambda: self.now_s,
         )
         self.service = Service(core, max_writes=1, pin_max_s=LATER_S, owner=owner)
         self.peer = Peer(0, b"one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -12,8 +13,11 @@ _HEAD_TIMEOUT_S: Final = 30.0
 _MAX_WAITING: Final = 8
 
 
-def entrance(max_connections: int) -> type[HttpToolsProtocol]:
-    """The protocol for at most so many connections; one more is closed at once."""
+def entrance(max_connections: int, patience_s: float) -> type[HttpToolsProtocol]:
+    """The protocol for at most so many connections; one more is closed at once.
+
+    A client may leave the end of an answer unread for ``patience_s``: until then all of it is in memory.
+    """
 
     class Entrance(HttpToolsProtocol):
         """One connection of a client. One whose next head is too large, or does not come in time, is closed.
@@ -26,6 +30,7 @@ def entrance(max_connections: int) -> type[HttpToolsProtocol]:
             self._head_bytes = 0
             self._in_head = True
             self._head_timer: asyncio.TimerHandle | None = None
+            self._reader_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -37,6 +42,8 @@ def entrance(max_connections: int) -> type[HttpToolsProtocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
             self._stop_timer()
+            if self._reader_timer is not None:
+                self._reader_timer.cancel()
 
         def data_received(self, data: bytes) -> None:
             if self._in_head:
@@ -68,6 +75,25 @@ def entrance(max_connections: int) -> type[HttpToolsProtocol]:
                 self.transport.abort()
                 return
             super().on_headers_complete()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self._reader_timer is None:
+                self._look_at_reader(math.inf)
+
+        def _look_at_reader(self, before_bytes: float) -> None:
+            """Cut a client off that has read nothing of an answer's end: uvicorn would keep that for ever.
+
+            While the next answer is sent, who sends it has an eye on the client.
+            """
+            left_bytes = self.transport.get_write_buffer_size()
+            is_at_rest = self.cycle.response_complete
+            self._reader_timer = None
+            if is_at_rest and left_bytes >= max(1, before_bytes):
+                self.transport.abort()
+            elif left_bytes:
+                left = left_bytes if is_at_rest else math.inf
+                self._reader_timer = self.loop.call_later(patience_s, self._look_at_reader, left)
 
         def _start_timer(self) -> None:
             """Once for each head, however slowly it comes."""

@@ -151,11 +151,12 @@ def engine_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, conf
 def remote_options(config: StoreConfig) -> RemoteOptions | None:
     """Where KV of other engines comes from: a tier that they share, or each engine's own; None without any.
 
-    An engine that listens has its own server in the place of a shared tier; each worker names its own.
+    An engine that listens has its own server in the place of a shared tier, which it reads beside it; each worker names
+    its own.
     """
     if not config.has_remote:
         return None
-    url = config.shared_url
+    url, shared = (None, config.shared_url) if config.listens else (config.shared_url, None)
     of_servers = {"connections": config.remote_connections, "timeout_s": config.blocking_timeout_secs}
     settings = of_servers | {
         **_keys(config),
@@ -168,6 +169,8 @@ def remote_options(config: StoreConfig) -> RemoteOptions | None:
     return RemoteOptions(
         url,
         _given(of_servers if config.listens else settings),
+        shared=shared,
+        shared_settings=_given(settings) if shared is not None else {},
         required=config.remote_required,
         io_threads=config.remote_io_threads,
         lookup_timeout_s=config.lookup_timeout_ms / 1000,
@@ -196,6 +199,7 @@ def _handover_options(vllm_config: VllmConfig, config: StoreConfig) -> HandoverO
         allows_source=lambda host, port: (host.lower(), port) in sources,
         timeout_s=config.pd_timeout_ms / 1000,
         answers=config.pd_bidirectional and transfer.is_kv_consumer,
+        shared=config.shared_name,
     )
 
 

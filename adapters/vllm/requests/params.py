@@ -163,6 +163,7 @@ class DisaggSpec:
         handover: the number by which it is told.
         kept_host: where what does not arrive can be read; None if nowhere.
         kept_port: rank 0's port there.
+        kept_url: the tier where what does not arrive can be read; None if in none.
     """
 
     req_id: _Text
@@ -176,6 +177,7 @@ class DisaggSpec:
     handover: _NumberOrNone = None
     kept_host: _TextOrNone = None
     kept_port: _PortOrNone = None
+    kept_url: _TextOrNone = None
 
     @property
     def kept(self) -> Source | None:

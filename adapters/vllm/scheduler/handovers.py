@@ -15,7 +15,7 @@ from kvstore.adapters.vllm.plan import StepPlan, StepReport
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover, Source
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
 from kvstore.adapters.vllm.scheduler.loads import overlapping
-from kvstore.adapters.vllm.scheduler.sendings import Sendings, hit_tokens
+from kvstore.adapters.vllm.scheduler.sendings import NOWHERE, Kept, Sendings, hit_tokens
 from kvstore.adapters.vllm.scheduler.waits import Waits
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place
@@ -40,6 +40,7 @@ class HandoverOptions:
         allows_source: whether a request may name the engine at a host and port as one that has its KV.
         timeout_s: how long a request waits at most for what is on its way.
         answers: answers say where their KV is, so that the next turn can load it.
+        shared: the name of a tier where those who do not take KV themselves store what they compute, and all read.
     """
 
     sends: bool = False
@@ -49,6 +50,7 @@ class HandoverOptions:
     allows_source: Callable[[str, int], bool] = lambda _host, _port: False
     timeout_s: float = 10.0
     answers: bool = False
+    shared: str | None = None
 
 
 class Handovers:
@@ -85,7 +87,9 @@ class Handovers:
             self._wait_for(tracker, num_tokens, self._options.timeout_s, spec if is_told else None)
             kept = spec.kept
             if kept is not None and self._options.allows_source(kept.remote_host, kept.remote_port):
-                self.waits.name_source(request.request_id, kept.url)
+                self.waits.name_source(request.request_id, SOURCE_GRACE_S, kept.url)
+            elif spec.kept_url is not None and spec.kept_url == self._options.shared:
+                self.waits.name_source(request.request_id, SOURCE_GRACE_S)  # which is asked anyway
         elif spec is not None and self._options.sends and self._is_allowed(spec.receiver_host):
             self.sendings.begin(tracker, spec, wants_first_token=handover.wants_first_token)
         if source is None or not self._is_allowed_source(source):
@@ -121,7 +125,7 @@ class Handovers:
     def answer(self, tracker: RequestTracker, *, first_token: int | None) -> dict[str, object] | None:
         """``kv_transfer_params`` of a request's answer: what was handed over, or where its KV is, for the next turn."""
         request, options = tracker.request, self._options
-        kept = options.own if tracker.saves else None  # what is saved here can be read here
+        kept = Kept(options.own, options.shared) if tracker.saves else NOWHERE
         sent = self.sendings.answer(tracker, kept, first_token=first_token)
         if sent is not None or not options.answers or options.own is None:
             return sent

@@ -6,6 +6,7 @@ import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
 
 from kvstore.adapters.vllm.plan import ReqMeta, StepPlan
 from kvstore.adapters.vllm.requests.params import DisaggSpec
@@ -49,6 +50,16 @@ class _Sending:
         if self.checkpoints is None:
             return num_tokens
         return max((end for end in self.checkpoints if end <= num_tokens), default=0)
+
+
+class Kept(NamedTuple):
+    """Where what an engine saves can be read: at itself, or else in a tier that others share with it."""
+
+    own: tuple[str, int] | None = None
+    shared: str | None = None
+
+
+NOWHERE: Final = Kept()
 
 
 class Sendings:
@@ -174,12 +185,10 @@ class Sendings:
             if not sending.is_complete:
                 self._ended.append(sending.number)
 
-    def answer(
-        self, tracker: RequestTracker, kept: tuple[str, int] | None, *, first_token: int | None
-    ) -> dict[str, object] | None:
+    def answer(self, tracker: RequestTracker, kept: Kept, *, first_token: int | None) -> dict[str, object] | None:
         """``kv_transfer_params`` of a request's answer; None if it is not handed over.
 
-        What does not arrive can be read at ``kept``, if that is a place.
+        What does not arrive can be read where it is ``kept``.
         """
         request = tracker.request
         sending = self._sendings.get(request.request_id)
@@ -188,15 +197,16 @@ class Sendings:
         computed_tokens = min(request.num_computed_tokens, request.num_prompt_tokens) if sending.is_complete else 0
         useful_tokens = min(computed_tokens, sending.useful_tokens)
         arriving_tokens = min(useful_tokens, sending.lost_tokens)
-        coming_tokens = useful_tokens if kept is not None else arriving_tokens
+        coming_tokens = useful_tokens if any(kept) else arriving_tokens
         coming_tokens = sending.usable(coming_tokens - coming_tokens % self._rules.block_tokens)
         awaited_tokens = min((begin for begin, ranks in sending.awaited.items() if ranks > 0), default=ALL_TOKENS)
         spec = replace(
             sending.spec,
             num_transferred_tokens=sending.usable(min(coming_tokens, arriving_tokens, awaited_tokens)),
             num_coming_tokens=coming_tokens,
-            kept_host=kept[0] if kept is not None else None,
-            kept_port=kept[1] if kept is not None else None,
+            kept_host=kept.own[0] if kept.own is not None else None,
+            kept_port=kept.own[1] if kept.own is not None else None,
+            kept_url=kept.shared if kept.own is None else None,
             is_last_prefill=sending.is_complete,
         )
         answer: dict[str, object] = {"disagg_spec": spec.as_params()} if coming_tokens else {}

@@ -84,10 +84,11 @@ def _places(loaded: LoadedConfig, facts: Sequence[WorkerFacts], num_chunks: int)
         yield f"disk {', '.join(config.local_disk_folders)}: {bound}, {num_chunks:,} chunks found"
     problems = problems_of(facts)
     state = f"NOT USED: {'; '.join(problems)}; tried again by itself" if problems else "answers"
-    if config.shared_url is not None:
-        yield f"remote tier {shown['remote_url']}: {state}"
-    elif config.listens:
+    if config.listens:
         yield f"remote tier: the server that each worker opens for other engines{', ' + state if problems else ''}"
+    if config.shared_url is not None:
+        only_read = ", which is only read" if config.listens else ""
+        yield f"remote tier {shown['remote_url']}{only_read}: {state}"
     if config.peers:
         yield f"peers, which are only read: {', '.join(str(url) for url in _listed(shown['peers']))}"
 

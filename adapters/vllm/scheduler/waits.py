@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -19,7 +20,7 @@ from kvstore.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
-ABSENT_S: Final = 0.15  # how long a sender may be without a connection to a rank before nothing more comes from it
+ABSENT_S: Final = 0.1  # how long a sender may be without a connection to a rank before nothing more comes from it
 _ASK_INTERVAL_S: Final = 0.005
 _ASK_SHARE: Final = 0.02  # of the time waited so far, between two questions: they cost the scheduler time
 
@@ -37,6 +38,8 @@ class _Wait:
         absent_s: since when the sender is unknown to a rank.
         is_last: nothing more comes, and what has come was asked for once more.
         source: who has what does not come; empty if nobody is known.
+        grace_s: how long what does not come is asked for elsewhere: whoever keeps it may still be writing it.
+        over_s: since when nothing more comes.
     """
 
     num_tokens: int
@@ -47,6 +50,8 @@ class _Wait:
     absent_s: float | None = None
     is_last: bool = False
     source: str = ""
+    grace_s: float = 0.0
+    over_s: float | None = None
 
 
 class Waits:
@@ -61,7 +66,7 @@ class Waits:
         self.timeouts = 0
         self.num_ranks = 1
         self._waits: dict[str, _Wait] = {}
-        self._senders: dict[int, Mapping[str, Progress]] = {}  # by the rank that they send to
+        self._senders: defaultdict[int, dict[str, Progress]] = defaultdict(dict)  # by the rank that they send to
         self._throttle = Throttle(logger)
 
     def __len__(self) -> int:
@@ -73,10 +78,10 @@ class Waits:
         if num_tokens and (known is None or known.num_tokens < num_tokens):
             self._waits[request_id] = _Wait(num_tokens, wait_s, spec)
 
-    def name_source(self, request_id: str, url: str) -> None:
-        """Who has what does not come."""
+    def name_source(self, request_id: str, grace_s: float, url: str = "") -> None:
+        """What does not come is kept elsewhere, after so long at the latest; ``url`` is to be asked, too."""
         if request_id in self._waits:
-            self._waits[request_id].source = url
+            self._waits[request_id].source, self._waits[request_id].grace_s = url, grace_s
 
     def take_source(self, request_id: str) -> str:
         """Whom to ask, too, from now on, as not all has come; empty for nobody, and for a sender that has gone."""
@@ -90,9 +95,14 @@ class Waits:
         """A request is gone."""
         self._waits.pop(request_id, None)
 
-    def note_senders(self, senders: Mapping[int, Mapping[str, Progress]]) -> None:
-        """Take in what is on its way here, to the ranks for which that has changed."""
-        self._senders.update(senders)
+    def note_senders(self, senders: Mapping[int, Mapping[str, Progress | None]]) -> None:
+        """Take in what has changed of what is on its way here, to which rank; None for a sender that has gone."""
+        for rank, changed in senders.items():
+            known = self._senders[rank]
+            known.update({sender: progress for sender, progress in changed.items() if progress is not None})
+            for sender in changed:
+                if changed[sender] is None:
+                    known.pop(sender, None)
         for wait in self._waits.values() if senders else ():
             wait.ask_s = 0.0
 
@@ -108,9 +118,11 @@ class Waits:
             del self._waits[request_id]
             return False
         is_over = num_tokens >= self._coming_tokens(wait, now_s)
-        if now_s < wait.deadline_s and not (is_over and wait.is_last):
+        if now_s < wait.deadline_s and not (is_over and wait.is_last and self._has_no_grace(wait, now_s)):
             waited_s = 0.0 if is_over else now_s - (wait.deadline_s - wait.wait_s)
             wait.ask_s = now_s + max(_ASK_INTERVAL_S, _ASK_SHARE * waited_s)
+            if wait.absent_s is not None:
+                wait.ask_s = min(wait.ask_s, max(now_s + _ASK_INTERVAL_S, wait.absent_s + ABSENT_S))
             wait.is_last = is_over
             return True
         del self._waits[request_id]
@@ -122,20 +134,28 @@ class Waits:
         wait = self._waits.get(request_id)
         return wait is not None and time.monotonic() < wait.ask_s
 
+    def _has_no_grace(self, wait: _Wait, now_s: float) -> bool:
+        """Whether what does not come will not be found elsewhere either. A sender that has gone writes no more."""
+        if wait.over_s is None:
+            wait.over_s = now_s
+        return wait.absent_s is not None or now_s - wait.over_s >= wait.grace_s
+
     def _coming_tokens(self, wait: _Wait, now_s: float) -> int:
-        """Up to which token KV may still come: what one rank lacks is of no use on the others."""
+        """Up to which token KV may still come, to any rank: what one lacks for good is of no use on the others."""
         spec = wait.spec
         if spec is None or spec.sender is None or spec.handover is None:
             return ALL_TOKENS
-        told = [self._senders.get(rank, {}).get(spec.sender) for rank in range(self.num_ranks)]
+        told = [self._senders[rank].get(spec.sender) for rank in range(self.num_ranks)]
         if None not in told:
             wait.absent_s = None
         elif wait.absent_s is None:
             wait.absent_s = now_s
         if wait.absent_s is not None and now_s - wait.absent_s >= ABSENT_S:
             return 0  # gone from one rank, whatever it still says to the others
-        ends = [ALL_TOKENS if progress is None else progress.end_tokens(spec.handover) for progress in told]
-        return min(filter(None, ends), default=0)
+        known = [progress for progress in told if progress is not None]
+        is_coming = len(known) < len(told) or any(progress.end_tokens(spec.handover) for progress in known)
+        limits = (progress.limit_tokens(spec.handover) for progress in known)
+        return min(limits, default=ALL_TOKENS) if is_coming else 0
 
     def _end_in_vain(self, wait: _Wait, missing_tokens: int, *, is_over: bool) -> None:
         if is_over:

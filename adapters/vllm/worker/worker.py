@@ -295,9 +295,10 @@ class StoreWorker:
     def _read_senders(self) -> None:
         """Report what other engines have on its way here, if that has changed."""
         if self._server is not None and (senders := self._server.senders) is not self._said_senders:
-            self._said_senders = senders
+            said, self._said_senders = self._said_senders, senders
             rank = self._engine.remote.rank if self._engine.remote is not None else 0
-            self._report.senders[rank] = senders
+            changed = {name: progress for name, progress in senders.items() if progress is not said.get(name)}
+            self._report.senders[rank] = {**changed, **dict.fromkeys(said.keys() - senders.keys())}
 
     def store(self) -> None:
         """Carry out the stores of the step, or begin them, and end it."""

@@ -10,6 +10,7 @@ from http.client import HTTPResponse
 
 import httpx
 import pytest
+from support.fake_engine import FakeEngine
 from support.proxied import PATH, counted
 from support.redis_server import wait_for
 
@@ -115,3 +116,45 @@ def test_too_many_connections(serve: Serve) -> None:
                 return not is_closed(another)
 
         wait_for("one has left, so one may come in", comes_in)
+
+
+def is_served(client: httpx.Client) -> bool:
+    """Whether there is room for its connection."""
+    try:
+        return client.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+LARGE = 16 << 20  # more than the kernel keeps
+LARGE_ASKED = b"Content-Length: 15\r\n\r\n" + b'{"prompt": "x"}'
+
+
+def begun(connection: socket.socket) -> bool:
+    """Whether an answer has begun, without taking it."""
+    return connection.recv(12, socket.MSG_PEEK) == b"HTTP/1.1 200"
+
+
+@pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"], ids=["kept", "to be closed"])
+def test_an_answer_that_nobody_reads_is_not_kept(serve: Serve, decode: FakeEngine, more: bytes) -> None:
+    """It was written at once: the proxy's part in it is over."""
+    decode.script.answer = {"text": "x" * LARGE}
+    client = serve(timeout_s=3.0, max_connections=1)
+    with connected(client) as connection:
+        connection.sendall(HEAD + more + LARGE_ASKED)
+        assert begun(connection)
+        wait_for("its place is free", lambda: is_served(client))
+
+
+def test_who_reads_slowly_gets_the_whole_answer(serve: Serve, decode: FakeEngine) -> None:
+    decode.script.answer = {"text": "x" * LARGE}
+    client = serve(timeout_s=3.0)
+    with connected(client) as connection:
+        connection.sendall(HEAD + LARGE_ASKED)
+        assert begun(connection)
+        size, pauses = 0, iter([0.9] * 6)
+        while size < LARGE:
+            piece = connection.recv(2 << 20, socket.MSG_WAITALL)
+            assert piece
+            size += len(piece)
+            time.sleep(next(pauses, 0))

@@ -115,7 +115,6 @@ class TestRefusals:
             ({"peers": "host:7300"}, "kvs://10.0.0.5:7300"),
             ({"peers": "kvs+ipc:///run/kvstore"}, "kvs://10.0.0.5:7300"),
             ({"peers": ["kvs://host:x"]}, "kvs://10.0.0.5:7300"),
-            ({"enable_pd": True, "pd_peer_init_port": 1, "remote_url": "redis://h"}, "together with remote_url"),
         ],
     )
     def test_values(self, values: dict[str, object], words: str) -> None:
@@ -131,6 +130,21 @@ class TestRefusals:
             load(**values, server_key_file="/k/server.key")
         assert load(**values, **KEYS_GIVEN).listens
         assert not load(enable_pd=True, pd_peer_host=host).listens, "it does not listen"
+
+    @pytest.mark.parametrize(
+        ("url", "name"),
+        [
+            ("redis://Cache:6379/2", "redis://cache:6379/2"),
+            ("redis://me:se/cr@t@cache:6379?password=secret", "redis://cache:6379"),
+            ("redis://cache?password=sec@ret", None),
+            ("kvs+ipc:///run/kvstore", "kvs+ipc:///run/kvstore"),
+            ("pack:///where/nothing/is/written", None),
+            ("lm://host:1", None),
+        ],
+    )
+    def test_a_shared_tier_has_a_name_without_a_login(self, url: str, name: str | None) -> None:
+        for port in (None, 7300):
+            assert load(enable_pd=True, pd_peer_init_port=port, remote_url=url).shared_name == name
 
     def test_a_tier_of_lmcaches_is_no_remote_tier(self) -> None:
         assert load(enable_pd=True, pd_peer_init_port=7300, remote_url="lm://host:1").listens

@@ -76,3 +76,17 @@ def test_of_too_many_the_newest_count_as_not_begun(ledger: Ledger, monkeypatch: 
     progress = ledger.progress(HERE)
     assert progress == Progress("me", 2, {0: ALL_TOKENS, 1: ALL_TOKENS})
     assert all(progress.end_tokens(number) for number in range(4))
+
+
+def test_what_lacks_chunks_is_told_after_its_end(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A receiver of several ranks would wait for what the others still send."""
+    monkeypatch.setattr(ledger_module, "_MAX_LOST", 2)
+    for number in range(4):
+        ledger.begin(HERE, [job(number), job(number, 16)])
+        ledger.settle(job(number), has_arrived=True)
+        ledger.settle(job(number, 16), has_arrived=number == 1)
+        ledger.complete(number)
+    assert ledger.progress(HERE) == Progress("me", 4, {}, {2: 16, 3: 16}), "of the last ones"
+    assert ledger.progress(HERE).limit_tokens(3) == 16
+    assert ledger.progress(HERE).limit_tokens(1) == ALL_TOKENS
+    assert not ledger.progress(THERE).lost

@@ -297,9 +297,9 @@ def test_the_buffer_is_not_used_again_while_it_is_gathered_into(
     real_wait, real_note = Delivery.wait, pusher._note
     noted: list[bool] = []
 
-    def wait(delivery: Delivery) -> None:
+    def wait(delivery: Delivery, beat: Callable[[], object]) -> None:
         settled.set()
-        real_wait(delivery)
+        real_wait(delivery, beat)
 
     def note(*arguments: Any) -> None:
         noted.append(finished.is_set())

@@ -25,7 +25,8 @@ def test_golden_bytes() -> None:
     assert messages.encode(messages.Lookup(5, messages.pack_refs([REF]))) == data
     assert messages.decode_request(data) == messages.Lookup(5, messages.pack_refs([REF]))
     sending = messages.Sending(7, "me", 9, [(8, 32)])
-    assert messages.encode(sending).hex() == "951507a26d650991920820"
+    assert messages.encode(sending).hex() == "971507a26d6509919208209000"
+    assert messages.decode_request(bytes.fromhex("951507a26d650991920820")) == sending, "an older sender's"
     assert messages.decode_request(messages.encode(sending)) == sending
     hello = messages.Hello(1, messages.OLDEST_VERSION, {"m": "x"}, messages.Geometry.of(LAYOUT), 0, b"")
     assert messages.encode(hello).hex() == "97010101" "81a16da178" "97" "920408" "01" "02" "04" "a66f7061717565" "a66f7061717565" "c0" "00" "c400"  # fmt: skip # noqa: E501

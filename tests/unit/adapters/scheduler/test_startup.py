@@ -72,6 +72,13 @@ def test_a_remote_tier_with_its_state_and_without_its_password(tmp_path: Path, p
     assert "secret" not in "".join(lines)
 
 
+def test_a_tier_that_is_only_read(tmp_path: Path) -> None:
+    text = "enable_pd: true\npd_role: receiver\npd_peer_init_port: 7000\nremote_url: redis://me:secret@cache"
+    lines = block(text, tmp_path)
+    assert "remote tier: the server that each worker opens for other engines" in lines
+    assert "remote tier redis://***@cache, which is only read: answers" in lines
+
+
 def test_other_engines(tmp_path: Path) -> None:
     text = "enable_pd: true\npd_role: receiver\npd_peer_init_port: 7000\npeers: [kvs://me:secret@other:7000]"
     lines = block(text, tmp_path)

@@ -1,0 +1,49 @@
+"""Two real vLLMs and a cache server that both share: what the decode engine has no room for is read there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.cache_server import serving_tcp
+from support.disaggregated import Disaggregation, Work, unshared
+from support.vllm_engine import Engine, Prompt
+
+from kvstore.tools.demo.client import read_counter
+from kvstore.tools.models import TINY, random_tokens
+from kvstore.tools.processes import free_port
+
+pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
+
+OUTPUT_TOKENS = 24
+CHUNK_TOKENS = 64
+NUM_CHUNKS = 8
+TOKEN_BYTES = 4 * 2 * 2 * 64 * 4  # layers, K and V, heads, head size, float32
+PROMPTS = [random_tokens(length, vocab=TINY.vocab, seed=length) for length in (300, 1100, 1500)]
+LINES = f"""
+enable_pd: true
+pd_timeout_ms: 600000
+max_local_cpu_size: 0.25
+load_only_if_faster: false
+chunk_size: {CHUNK_TOKENS}
+"""
+
+
+def test_a_decode_engine_that_is_full_reads_the_rest_where_both_share(tiny_model: Path, tmp_path: Path) -> None:
+    """Who waits for the deadline, ten minutes, does not end this test."""
+    with Engine(tiny_model) as engine:
+        expected = engine.generate(PROMPTS, max_tokens=OUTPUT_TOKENS, logprobs=2)
+    port = free_port()
+    with serving_tcp() as server:
+        shared = f"{LINES}remote_url: {server.url}\n"
+        room = f"pd_peer_init_port: {port}\npd_buffer_size: {NUM_CHUNKS * CHUNK_TOKENS * TOKEN_BYTES}\n"
+        options = ["--decode-kv", f"kvs://127.0.0.1:{port}"]
+        with Disaggregation(tiny_model, tmp_path, prefill=shared, decode=f"{shared}{room}", options=options) as running:
+            work = Work(running.decode)
+            for prompt, plain in zip(PROMPTS, expected, strict=True):
+                asked = {"prompt": prompt, "max_tokens": OUTPUT_TOKENS, "return_token_ids": True}
+                told: Prompt = running.ask("/v1/completions", asked)["choices"][0]["token_ids"]
+                assert told[: plain.tie_at] == plain.token_ids[: plain.tie_at]
+                assert work.of(prompt) <= unshared(prompt)
+            assert read_counter(running.prefill.url, "vllm:kvstore_pushed_chunks_total", {"result": "refused"}) > 0
+            assert read_counter(running.decode.url, "vllm:kvstore_handover_timeouts_total") == 0

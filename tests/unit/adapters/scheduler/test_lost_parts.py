@@ -1,0 +1,58 @@
+"""One rank of a consumer has lost its part, and the other one waits for its own. Over real sockets."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import closing
+
+import pytest
+from support.fake_parts import CHUNK
+from support.gate import HANG_GUARD_S
+from support.handed_over import Wire, answered, consumer, flush, producer, to
+from support.redis_server import wait_for
+
+from kvstore.chunks import ChunkRef
+from kvstore.handover import tcp
+from kvstore.server.spaces import Chunk, Space
+from kvstore.server.stock import Stock
+
+PROMPT = list(range(2 * CHUNK + 1))
+
+
+def test_what_one_rank_has_refused_is_not_waited_for_on_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other's sender hangs in its layers, and stays connected; silence would not be noticed."""
+    monkeypatch.setattr(tcp, "BEAT_S", 3600.0)
+    real, hangs, may_go, wire = Stock.reserve, threading.Event(), threading.Event(), Wire()
+    with closing(consumer(ranks=2)) as second, closing(producer(wire, ranks=2)) as first:
+        server = second.workers[0]._server
+        assert server is not None
+        full = server._hub.stock
+
+        def reserve(stock: Stock, space: Space, ref: ChunkRef, capacity_bytes: int) -> Chunk | None:
+            return None if stock is full else real(stock, space, ref, capacity_bytes)
+
+        def hang() -> None:
+            if threading.get_ident() == slow_sender():
+                hangs.set()
+                assert may_go.wait(HANG_GUARD_S)
+
+        def slow_sender() -> int:
+            pusher = first.workers[1]._pushes._pusher
+            assert pusher is not None
+            (sender,) = pusher._senders.values()
+            return sender._thread.ident or 0
+
+        monkeypatch.setattr(Stock, "reserve", reserve)
+        wire.before_layers = hang
+        asked = first.add("one", PROMPT, handover=to(second))
+        first.run()
+        assert hangs.wait(HANG_GUARD_S)
+        request = second.add("one", PROMPT, handover=answered(asked))
+        second.run()
+        assert request.state == "finished"
+        assert second.loaded_tokens["one"] == 0
+        assert second.scheduler._handovers.waits.timeouts == 0
+        may_go.set()
+        flush(first)
+        first.settle()
+        wait_for("nothing is leased", lambda: not server._hub.sessions.num_leases)
