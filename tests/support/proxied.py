@@ -28,7 +28,12 @@ class ProxyThread(HttpThread):
     def __init__(self, options: ProxyOptions) -> None:
         options.check()
         self.proxy = Proxy(options)
-        super().__init__(self.proxy.app, loop="uvloop", http=entrance(options.max_connections), proxy_headers=False)
+        super().__init__(
+            self.proxy.app,
+            loop="uvloop",
+            http=entrance(options.max_connections, options.timeout_s),
+            proxy_headers=False,
+        )
 
     def __enter__(self) -> httpx.Client:
         self.start()

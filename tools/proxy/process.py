@@ -187,7 +187,7 @@ class _Server(uvicorn.Server):
 def _uvicorn_config(proxy: Proxy, options: ProxyOptions, context: ssl.SSLContext | None) -> uvicorn.Config:
     config = uvicorn.Config(
         proxy.app,
-        http=entrance(options.max_connections),
+        http=entrance(options.max_connections, options.timeout_s),
         ws="none",
         loop="none",
         log_config=None,  # the command has set up logging
