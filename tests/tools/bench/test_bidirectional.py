@@ -113,9 +113,9 @@ def test_a_longer_answer_for_which_it_does_not_pay_ends_the_threshold() -> None:
 
 class TestCommand:
     @pytest.fixture(autouse=True)
-    def engines(self, monkeypatch: pytest.MonkeyPatch) -> list[Exception | Engines]:
+    def engines(self, monkeypatch: pytest.MonkeyPatch) -> list[BaseException | Engines]:
         """What comes up for each model in turn."""
-        waiting: list[Exception | Engines] = [Engines(), Engines()]
+        waiting: list[BaseException | Engines] = [Engines(), Engines()]
 
         @contextmanager
         def started(_shape: LlamaShape, _folder: Path) -> Iterator[Engines]:
@@ -144,13 +144,13 @@ class TestCommand:
         assert tree.keys() == bidirectional.MODELS.keys()
         assert all(len(case["samples"]) == ROUNDS for cases in tree.values() for case in cases)
 
-    def test_an_engine_that_does_not_start(self, engines: list[Exception | Engines]) -> None:
+    def test_an_engine_that_does_not_start(self, engines: list[BaseException | Engines]) -> None:
         engines[0] = DemoError("vLLM ended while starting")
         code, output = self.run()
         assert code != 0
         assert "vLLM ended while starting" in output
 
-    def test_interrupted_shows_what_was_measured(self, engines: list[Exception | Engines]) -> None:
+    def test_interrupted_shows_what_was_measured(self, engines: list[BaseException | Engines]) -> None:
         engines[1] = Interruption()
         code, output = self.run()
         assert code == INTERRUPTED
