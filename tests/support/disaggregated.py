@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from kvstore.tools.demo import client, pair
-from kvstore.tools.demo.pair import BoundServer, ProxyServer
+from kvstore.tools.demo.pair import EngineServer, ProxyServer
 from support.vllm_engine import Prompt, whole_blocks
 
 STOP_WAIT_S = 60.0
@@ -52,7 +52,7 @@ class Disaggregation(pair.Disaggregation):
 class Work(client.Work):
     """What an engine computes of prompts, from now on."""
 
-    def __init__(self, engine: BoundServer) -> None:
+    def __init__(self, engine: EngineServer) -> None:
         super().__init__(engine.url)
 
 

@@ -72,7 +72,7 @@ class ProxyServer:
 
 
 @dataclass
-class BoundServer(VllmServer):
+class EngineServer(VllmServer):
     """``vllm serve`` on one core of its own, so that two of them do not take each other's time.
 
     Attributes:
@@ -133,7 +133,7 @@ class Disaggregation:
             config = folder / f"{name}.yaml"
             config.write_text(lines, encoding="utf-8")
             log = folder / f"{name}.log"
-            engine = BoundServer(
+            engine = EngineServer(
                 *(model, config, log),
                 drains=False,
                 role=role,
