@@ -7,11 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
-from support.disaggregated import Disaggregation, EngineServer, Work
+from support.disaggregated import Disaggregation, Work
 from support.redis_server import wait_for
 from support.vllm_engine import BLOCK_TOKENS, CHUNK_TOKENS, Engine, Prompt
 
 from kvstore.tools.demo.client import read_counter
+from kvstore.tools.demo.pair import EngineServer
 from kvstore.tools.models import TINY, random_tokens
 from kvstore.tools.processes import free_port
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 from support.cache_server import ServerProcess, short_folder
-from support.disaggregated import Disaggregation
+from support.disaggregated import Disaggregation, Work, unshared
 from support.redis_server import wait_for
-from support.vllm_engine import BLOCK_TOKENS, Engine, Prompt, whole_blocks
+from support.vllm_engine import BLOCK_TOKENS, Engine, Prompt
 from typer.testing import CliRunner
 
 from kvstore.tools.cli import app
@@ -101,7 +101,7 @@ def send_ahead(engines: Disaggregation, server: ServerProcess, prompt: Prompt) -
 
 @pytest.mark.soak
 def test_answers_are_those_of_one_vllm(engines: Disaggregation, server: ServerProcess, plain: list[list[str]]) -> None:
-    given = computed = num_handed_over = 0
+    num_handed_over, work = 0, Work(engines.decode)
     for number, (prompt, words) in enumerate(zip(PROMPTS, plain, strict=False)):
         is_sent_ahead = number % 2 == 1  # else the chunks and the decode engine's question run a race
         if is_sent_ahead:
@@ -112,10 +112,9 @@ def test_answers_are_those_of_one_vllm(engines: Disaggregation, server: ServerPr
             answer = engines.ask("/v1/completions", {"prompt": prompt, "max_tokens": OUTPUT_TOKENS})
             text = answer["choices"][0]["text"]
         assert text.split()[: len(words)] == words, f"prompt {number} differs from plain vLLM"
-        given += len(prompt)
-        before, computed = computed, engines.decode.computed_of(given)
-        is_handed_over = computed - before == len(prompt) - whole_blocks(len(prompt))
-        assert is_handed_over or not is_sent_ahead, f"decode computed {computed - before} tokens of prompt {number}"
+        computed = work.of(prompt)
+        is_handed_over = computed == unshared(prompt)
+        assert is_handed_over or not is_sent_ahead, f"decode computed {computed} tokens of prompt {number}"
         num_handed_over += is_handed_over
     assert num_handed_over > len(PROMPTS) // 2, "none of those that were not sent ahead"
 
@@ -189,6 +188,7 @@ def test_streams_that_begin_with_the_prefill_engines_token(
     options = ("--decode-kv", f"kvs://127.0.0.1:{port}", "--first-token")
     decode = f"{HANDED_OVER}pd_peer_init_port: {port}\n"
     with Disaggregation(tiny_model, tmp_path, prefill=HANDED_OVER, decode=decode, options=options) as running:
+        work = Work(running.decode)
         for number, (prompt, words) in enumerate(zip(PROMPTS, plain, strict=False)):
             text, usage = streamed(running, as_text(prompt) if number % 2 else prompt)
             assert text.split()[: len(words)] == words, f"prompt {number} differs from plain vLLM"
@@ -196,9 +196,8 @@ def test_streams_that_begin_with_the_prefill_engines_token(
             assert usage["completion_tokens"] == OUTPUT_TOKENS
         begun = read_counter(running.proxy.url, "kvstore_proxy_first_tokens_total")
         assert begun > len(PROMPTS) // 2
-        given = sum(map(len, PROMPTS)) + begun
-        ends = sum(len(prompt) - whole_blocks(len(prompt)) for prompt in PROMPTS) + begun
-        assert running.decode.computed_of(given) <= ends + BLOCK_TOKENS * len(PROMPTS)
+        asked = [*PROMPTS, [0] * begun]  # decode goes on behind a first token
+        assert work.of(*asked) <= sum(map(unshared, PROMPTS)) + begun + BLOCK_TOKENS * len(PROMPTS)
 
 
 def streamed(engines: Disaggregation, prompt: Prompt | str) -> tuple[str, dict[str, int]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
+from kvstore.tools.bench.bidirectional import MODELS, bidirectional_table, measure_bidirectional, to_json
 from kvstore.tools.bench.codecs import CodecLine, codec_table, measure_codecs
 from kvstore.tools.bench.compare import compare, read_fractions
 from kvstore.tools.bench.geometry import Geometry
@@ -72,6 +73,23 @@ def converse_and_print(connectors: str, rounds: int, folder: Path, redis_server:
     else:
         Console(width=None if sys.stdout.isatty() else _WIDTH).print(turns_table(found))
     return 0 if len(found) == len({*wanted}) else INTERRUPTED
+
+
+def measure_both_ways_and_print(rounds: int, folder: Path, *, as_json: bool) -> int:
+    """Measure chats over a prefill and a decode engine and print their tables, or one JSON object; the exit code.
+
+    Raises:
+        ConfigError: no vLLM.
+        BenchError: an engine or the proxy did not start, or failed.
+    """
+    with interruptible(_ENDING, at_once=True):
+        found = measure_bidirectional(rounds, folder)
+    if as_json:
+        print(json.dumps({"bidirectional": to_json(found)}))
+    else:
+        tables = [bidirectional_table(name, cases) for name, cases in found.items()]
+        Console(width=None if sys.stdout.isatty() else _WIDTH).print(*tables)
+    return 0 if len(found) == len(MODELS) else INTERRUPTED
 
 
 def count_and_print(shares: str, geometry: Geometry, *, as_json: bool) -> None:

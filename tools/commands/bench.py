@@ -50,6 +50,13 @@ def bench(
         str | None,
         typer.Option(help="Run conversations over real vLLM instead: all, or example,memory,disk,redis,server."),
     ] = None,
+    bidirectional: Annotated[
+        bool,
+        typer.Option(
+            "--bidirectional",
+            help="Run chats over a prefill and a decode engine instead: real vLLM.",
+        ),
+    ] = False,
     users: Annotated[
         str | None,
         typer.Option(
@@ -64,13 +71,20 @@ def bench(
     Exits with 1 if a fraction is below its recorded floor, or if a path lost a byte; with 130 if interrupted, after
     showing what was measured.
     """
-    from kvstore.tools.bench.command import converse_and_print, count_and_print, measure_and_print  # noqa: PLC0415
+    from kvstore.tools.bench.command import (  # noqa: PLC0415
+        converse_and_print,
+        count_and_print,
+        measure_and_print,
+        measure_both_ways_and_print,
+    )
     from kvstore.tools.bench.geometry import parse_geometry  # noqa: PLC0415
     from kvstore.tools.bench.run import MIB, BenchOptions  # noqa: PLC0415
 
     if users is not None:
         count_and_print(users, parse_geometry(geometry), as_json=as_json)
         return
+    if bidirectional:
+        raise typer.Exit(measure_both_ways_and_print(rounds, folder, as_json=as_json))
     program = shutil.which("redis-server") if parts.redis else None
     redis_server = Path(program) if program else None
     if turns is not None:

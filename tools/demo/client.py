@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvstore.tools.processes import wait_until
+
 REQUEST_TIMEOUT_S = 300.0
+COUNT_TIMEOUT_S = 30.0
 TOKENS_LOADED = "vllm:external_prefix_cache_hits_total"
 """vLLM's own count of the prompt tokens that a connector loaded."""
 
@@ -77,3 +80,29 @@ def read_counter(url: str, name: str, labels: Mapping[str, str] | None = None) -
         text = client.get(f"{url}/metrics").raise_for_status().text
     samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
     return int(sum(sample.value for sample in samples if sample.name == name and wanted <= sample.labels.items()))
+
+
+class Work:
+    """What a vLLM computes of prompts, from now on; for callers whose requests are the only ones."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._asked_tokens, self._cached_tokens = self._read()
+
+    def of(self, *prompts: Sequence[int]) -> int:
+        """The tokens computed of prompts that have just been answered; vLLM counts a little later.
+
+        Raises:
+            TimeoutError: it was asked for more, or for less.
+        """
+        prompt_tokens = sum(map(len, prompts))
+        asked_tokens, cached_tokens = self._asked_tokens + prompt_tokens, self._cached_tokens
+        if not wait_until(lambda: self._read()[0] == asked_tokens, COUNT_TIMEOUT_S, every_s=0.01):
+            raise TimeoutError(f"vLLM has not counted {asked_tokens} tokens of prompts within {COUNT_TIMEOUT_S:.0f} s")
+        self._asked_tokens, self._cached_tokens = self._read()
+        return prompt_tokens - (self._cached_tokens - cached_tokens)
+
+    def _read(self) -> tuple[int, int]:
+        """The tokens of prompts so far, and those of them that were not computed."""
+        asked, cached = (read_counter(self._url, f"vllm:prompt_tokens{name}_total") for name in ("", "_cached"))
+        return asked, cached

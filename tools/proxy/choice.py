@@ -100,16 +100,20 @@ class Rota(Generic[E]):
 
     def candidates(self, beginnings: Sequence[Beginning] = ()) -> list[E]:
         """The healthy engines, in the order to try them; the first one is remembered as having these beginnings."""
-        well = sorted((engine for engine in self.engines if engine.is_well), key=_relative_load)
+        well = [engine for engine in self.engines if engine.is_well]
         if not well:
             return well
+        well.sort(key=_relative_load)
         first = self._knowing(beginnings, _relative_load(well[0])) or _next_in_turn(well)
         for beginning in beginnings:
             self._known[beginning.key] = first
             self._known.move_to_end(beginning.key)
         while len(self._known) > _MAX_BEGINNINGS:
             self._known.popitem(last=False)
-        return [first, *(engine for engine in well if engine is not first)]
+        if first is not well[0]:
+            well.remove(first)
+            well.insert(0, first)
+        return well
 
     def _knowing(self, beginnings: Sequence[Beginning], least: float) -> E | None:
         """The engine that had the longest beginning, unless it has too many more requests than the least loaded."""
@@ -127,6 +131,8 @@ def _relative_load(engine: Choosable) -> float:
 
 def _next_in_turn(well: Sequence[E]) -> E:
     """Of the least loaded, which come first, the one whose turn it is: smooth weighted turns."""
+    if len(well) == 1:
+        return well[0]
     equal = [engine for engine in well if _relative_load(engine) == _relative_load(well[0])]
     for engine in equal:
         engine.credit += engine.weight

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Final
 
 from kvstore.tools.proxy.listing import Listed
@@ -62,14 +61,9 @@ class Engine:
             log("%s engine %s %s", self.role, self.url, "answers" if is_well else f"is left out: {why}")
         self.is_well = self._noted = is_well
 
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Count a request as its load."""
-        self.load += 1
-        try:
-            yield
-        finally:
-            self.load -= 1
+    def taken(self) -> _Taken:
+        """Count a request as its load, until the end of the block."""
+        return _Taken(self)
 
     def asked(self, method: str, path: str, headers: Mapping[str, str], content: Parts) -> Asked:
         """A request, to be entered for its answer."""
@@ -90,6 +84,19 @@ class Engine:
     def close(self) -> None:
         """Close its connections, each when its request has ended."""
         self._pool.close()
+
+
+class _Taken:
+    """A request that an engine has. A class, as this takes a third of the time of a generator."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        self._engine.load += 1
+
+    def __exit__(self, *_error: object) -> None:
+        self._engine.load -= 1
 
 
 class Asked:

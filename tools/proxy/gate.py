@@ -6,15 +6,15 @@ import asyncio
 import hmac
 import re
 import secrets
-from collections.abc import Callable, Container, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Coroutine, Mapping
 from http import HTTPStatus
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstore.protocol.loopback import is_from_here
+from kvstore.tools.proxy.entrance import HANG_UP
 from kvstore.tools.proxy.meters import ProxyMeters
 from kvstore.tools.proxy.options import ProxyOptions
 from kvstore.tools.proxy.reply import AnswerError, ClientGoneError, Reason, Reply
@@ -83,7 +83,7 @@ class Doorkeeper:
             await self._app(scope, receive, counted)
         else:
             self._meters.errors.labels(refusal.reason.label).inc()
-            await Reply(counted, request_id_of(headers), _BODY_TIMEOUT_S).error(refusal)
+            await Reply(counted, request_id_of(headers)).error(refusal)
 
     def _refusal(self, path: str, headers: Headers) -> AnswerError | None:
         if self._expected is None:
@@ -96,21 +96,35 @@ class Doorkeeper:
 
 
 class _Running:
-    """A request under way, and what ends it before it is answered. Belongs to the task that creates it."""
+    """A request under way, and what ends it before it is answered. A context manager of the task that enters it.
 
-    def __init__(self, reply: Reply) -> None:
+    ``halt``, its client or a timer may end it: its cancellation becomes the reason for it.
+    """
+
+    def __init__(self, reply: Reply, all_: set[_Running]) -> None:
+        self.why: ClientGoneError | AnswerError | None = None
+        self._is_over = False
+        self._all = all_
+        self._reply = reply
+
+    def __enter__(self) -> Self:
         task = asyncio.current_task()
         assert task is not None
-        self.why: ClientGoneError | AnswerError | None = None
-        self.is_over = False
-        self.task = task
-        self._reply = reply
+        self._task = task
+        self._all.add(self)
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self._is_over = True
+        self._all.discard(self)
+        if isinstance(error, asyncio.CancelledError) and self.why is not None and self._task.uncancel() == 0:
+            raise self.why from None
 
     def end(self, why: ClientGoneError | AnswerError) -> None:
         """Cancel it, unless it is answered: then only the engine's connection remains to be released."""
-        if self.why is None and not self.is_over and not self._reply.has_ended:
+        if self.why is None and not self._is_over and not self._reply.has_ended:
             self.why = why
-            self.task.cancel()
+            self._task.cancel()
 
 
 class Gate:
@@ -136,7 +150,7 @@ class Gate:
     async def carry_out(self, answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, whatever happens."""
         headers = headers_of(scope)
-        reply = Reply(send, request_id_of(headers), self._options.timeout_s)
+        reply = Reply(send, request_id_of(headers))
         self._in_flight += 1
         self._meters.in_flight.inc()
         try:
@@ -157,41 +171,24 @@ class Gate:
         if self._in_flight > self._options.max_requests:
             message = f"{self._options.max_requests} requests are under way: try again soon"
             raise AnswerError(Reason.BUSY, message, {"retry-after": "1"})
-        with self._ended_by_others(reply) as running:
+        with _Running(reply, self._running) as running:
+            if self._is_halted:
+                running.end(_ending())
             content = await self._body(headers, receive, running)
             told = self._told(headers, reply.request_id)
             call = Call(scope["method"], scope["path"], content, told, reply.request_id)
-            watch = asyncio.ensure_future(_gone(receive))
-            watch.add_done_callback(lambda _: running.end(ClientGoneError("the client hung up")))
+            unwatch = scope["state"][HANG_UP](lambda: running.end(ClientGoneError("the client hung up")))
             try:
                 await answer(call, reply)
             finally:
-                watch.cancel()
-
-    @contextmanager
-    def _ended_by_others(self, reply: Reply) -> Iterator[_Running]:
-        """A request that ``halt``, its client or a timer may end: its cancellation becomes the reason for it."""
-        running = _Running(reply)
-        self._running.add(running)
-        if self._is_halted:
-            running.end(_ending())
-        try:
-            yield running
-        except asyncio.CancelledError:
-            if running.why is None or running.task.uncancel() > 0:
-                raise
-            raise running.why from None
-        finally:
-            running.is_over = True
-            self._running.discard(running)
+                unwatch()
 
     async def _body(self, headers: Headers, receive: Receive, running: _Running) -> bytearray:
         most = int(self._options.max_body_mb * (1 << 20))
         declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > most:
             raise AnswerError(Reason.TOO_LARGE, f"the body has more than {most} bytes")
-        late = AnswerError(Reason.SLOW_BODY, f"the body did not come within {_BODY_TIMEOUT_S:.0f} s")
-        timer = asyncio.get_running_loop().call_later(_BODY_TIMEOUT_S, running.end, late)
+        timer = asyncio.get_running_loop().call_later(_BODY_TIMEOUT_S, lambda: running.end(_late()))
         content = bytearray()
         try:
             while True:
@@ -251,11 +248,9 @@ def request_id_of(headers: Headers) -> str:
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
 
 
+def _late() -> AnswerError:
+    return AnswerError(Reason.SLOW_BODY, f"the body did not come within {_BODY_TIMEOUT_S:.0f} s")
+
+
 def _ending() -> AnswerError:
     return AnswerError(Reason.ENDING, "the proxy is shutting down")
-
-
-async def _gone(receive: Receive) -> None:
-    """Return when the client has hung up."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -22,6 +22,7 @@ Parts = Sequence[Part]
 """Bytes to be sent one after the other."""
 MAX_MEMBERS: Final = 1024  # of an object that is parsed; no request has as many
 
+_LARGE_BYTES: Final = 16 << 10
 _OBJECT: Final = msgspec.json.Decoder(dict[str, Raw])
 _OF_TEXTS_OR_LISTS: Final = re.compile(rb"\[\s*[\"\[]")
 
@@ -58,7 +59,9 @@ def members_of(content: bytes | bytearray | Raw) -> dict[str, Raw]:
 
 
 def written(members: Members) -> Parts:
-    """The object with these members, in parts, so that large members are not copied."""
+    """The object with these members; one with large members in parts, so that these are not copied."""
+    if not any(map(_is_large, members.values())):
+        return [msgspec.json.encode(members)]
     parts: list[Part] = []
     for name, value in members.items():
         parts += [b"," if parts else b"{", msgspec.json.encode(name), b":"]
@@ -67,6 +70,11 @@ def written(members: Members) -> Parts:
         else:
             parts.append(value if isinstance(value, Raw) else msgspec.json.encode(value))
     return [*parts, b"}"] if parts else [b"{}"]
+
+
+def _is_large(value: object) -> bool:
+    """Whether it is written as it is, and not copied."""
+    return isinstance(value, Spliced) or (isinstance(value, Raw) and len(value) > _LARGE_BYTES)
 
 
 def says(value: Raw | None, literal: bytes) -> bool:

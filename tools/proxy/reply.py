@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping
 from enum import Enum
@@ -75,22 +74,21 @@ class Reply:
     Args:
         send: ASGI's.
         request_id: for the header ``X-Request-Id``.
-        patience_s: how long a client may leave a piece unread.
     """
 
-    def __init__(self, send: Send, request_id: str, patience_s: float) -> None:
+    def __init__(self, send: Send, request_id: str) -> None:
         self.status: int | None = None
         self.failure: str | None = None
-        self._send_now = send
+        self._send = send
         self.request_id = request_id
-        self._patience_s = patience_s
         self.has_ended = False
 
     async def whole(self, status: int, content: bytes, headers: Mapping[str, str]) -> None:
         """Send the whole answer."""
         head = self._head(status, {**headers, "content-length": str(len(content))})
         self.has_ended = True
-        await self._send(head, {"type": "http.response.body", "body": content})
+        await self._send(head)
+        await self._send({"type": "http.response.body", "body": content})
 
     async def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """Send the head of an answer."""
@@ -123,11 +121,3 @@ class Reply:
         named = {**headers, "x-request-id": self.request_id}
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
         return {"type": "http.response.start", "status": status, "headers": raw}
-
-    async def _send(self, *messages: Message) -> None:
-        try:
-            async with asyncio.timeout(self._patience_s):
-                for message in messages:
-                    await self._send_now(message)
-        except OSError as error:  # a TimeoutError is one, too
-            raise ClientGoneError("the client does not read its answer") from error

@@ -62,7 +62,7 @@ class Pool:
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if is_tls else 80)
         self._context = context if is_tls else None
-        self._named = b"Host: " + parts.netloc.encode() + b"\r\n"
+        self._named = f"Host: {parts.netloc}"
         self._times = times
         self._idle: deque[_Connection] = deque()
         self._is_closed = False
@@ -107,12 +107,11 @@ class Pool:
             connection.end()
 
     def _head(self, method: str, path: str, headers: Mapping[str, str], content: Parts) -> bytes:
-        lines = [f"{method} {path} HTTP/1.1\r\n".encode(), self._named]
-        lines += [f"{name}: {value}\r\n".encode("ascii") for name, value in headers.items()]
+        lines = [f"{method} {path} HTTP/1.1", self._named, *(f"{name}: {value}" for name, value in headers.items())]
         length = sum(map(len, content))
         if length:
-            lines.append(b"Content-Length: %d\r\n" % length)
-        return b"".join([*lines, b"\r\n"])
+            lines.append(f"Content-Length: {length}")
+        return "\r\n".join([*lines, "\r\n"]).encode("ascii")
 
     def _kept(self) -> _Connection | None:
         """The connection that was used last, if that was not long ago."""
@@ -264,7 +263,6 @@ class _Connection(asyncio.Protocol):
     def rest(self) -> None:
         """Forget the answer, and wait for the next request."""
         self.idle_since_s = self._loop.time()
-        self._stop_timer()
         self._go_on_reading()
 
     def end(self) -> None:

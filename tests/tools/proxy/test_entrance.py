@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
+from functools import partial
 from http.client import HTTPResponse
+from typing import Any, cast
+from unittest.mock import Mock, call
 
 import httpx
 import pytest
+import uvicorn
 from support.fake_engine import FakeEngine
 from support.proxied import PATH, counted
 from support.redis_server import wait_for
+from uvicorn.server import ServerState
 
 from kvstore.tools.proxy import entrance
 
@@ -158,3 +164,83 @@ def test_who_reads_slowly_gets_the_whole_answer(serve: Serve, decode: FakeEngine
             assert piece
             size += len(piece)
             time.sleep(next(pauses, 0))
+
+
+class Connection(asyncio.Transport):
+    """One whose client reads when it is told to, on a loop whose timers end when they are told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unread_bytes = 0
+        self.num_aborts = self.num_pauses = 0
+        self.timers: list[asyncio.TimerHandle] = []
+        loop = Mock(call_later=self._call_later, create_task=self._create_task)
+        config = uvicorn.Config(Mock(), lifespan="off", log_config=None)
+        self.protocol = entrance.entrance(1, 5.0)(config, ServerState(), {}, loop)
+        self.protocol.connection_made(self)
+
+    def _call_later(self, _delay_s: float, at_end: Callable[..., None], *args: object) -> asyncio.TimerHandle:
+        self.timers.append(Mock(when=partial(at_end, *args)))
+        return self.timers[-1]
+
+    @staticmethod
+    def _create_task(coroutine: Coroutine[Any, Any, None]) -> Mock:
+        coroutine.close()
+        return Mock()
+
+    def pause_reading(self) -> None:
+        self.num_pauses += 1
+
+    def resume_reading(self) -> None:
+        self.num_pauses -= 1
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread_bytes
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+
+    def write_more(self, num_bytes: int) -> None:
+        self.unread_bytes += num_bytes
+        self.protocol.pause_writing()
+
+    def wait(self) -> None:
+        """Until the last timer ends."""
+        self.timers[-1].when()
+
+
+def test_who_hangs_up_behind_a_large_body_is_noticed() -> None:
+    """Uvicorn stops reading there, and whoever does not read sees no connection end."""
+    connection, calls = Connection(), Mock()
+    connection.protocol.data_received(HEAD + b"Content-Length: 100000\r\n\r\n" + b"x" * 100_000)
+    assert connection.num_pauses == 1
+    watch = connection.protocol.scope["state"][entrance.HANG_UP]
+    watch(calls.ended)()
+    watch(calls.under_way)
+    assert connection.num_pauses == 0
+    connection.protocol.connection_lost(OSError())
+    assert calls.mock_calls == [call.under_way()]
+
+
+def test_who_reads_slowly_stays_and_who_stops_is_cut_off() -> None:
+    connection = Connection()
+    connection.write_more(1_000_000)
+    for _ in range(5):
+        connection.unread_bytes -= 1
+        connection.wait()
+    assert connection.num_aborts == 0
+    connection.wait()
+    assert connection.num_aborts == 1
+
+
+def test_who_has_read_all_has_time_again() -> None:
+    connection = Connection()
+    connection.write_more(1_000)
+    timer = connection.timers[-1]
+    connection.protocol.resume_writing()
+    assert cast("Mock", timer.cancel).called
+    connection.unread_bytes = 0
+    connection.write_more(1_000)
+    assert connection.timers[-1] is not timer
+    connection.protocol.connection_lost(OSError())
+    assert cast("Mock", connection.timers[-1].cancel).called

@@ -1,0 +1,115 @@
+"""Chats over two real vLLMs, where the prefill engine takes the KV of each answer from the decode engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from support.disaggregated import Disaggregation, Work
+from support.vllm_engine import BLOCK_TOKENS, Engine, Prompt
+
+from kvstore.tools.demo.client import stream
+from kvstore.tools.models import TINY, random_tokens
+from kvstore.tools.processes import free_port
+
+pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
+
+ANSWER_TOKENS = 100
+SAID_TOKENS = (300, 45, 70)  # turn by turn
+LINES = "enable_pd: true\npd_bidirectional: true\nmax_local_cpu_size: 0.25\nload_only_if_faster: false\n"
+
+
+class Turn(NamedTuple):
+    """A prompt, and what plain vLLM answers."""
+
+    prompt: Prompt
+    answer: Prompt
+
+
+@pytest.fixture(scope="module")
+def chats(tiny_model: Path) -> list[list[Turn]]:
+    """Two chats without a tie, in which another answer would be as right."""
+    found: list[list[Turn]] = []
+    with Engine(tiny_model) as engine:
+        for seed in range(10):
+            turns = played(engine, seed)
+            if turns:
+                found.append(turns)
+    assert len(found) >= 2
+    return found[:2]
+
+
+def played(engine: Engine, seed: int) -> list[Turn]:
+    """The turns of a chat, each prompt beginning with the one before and its answer; none if there is a tie."""
+    turns: list[Turn] = []
+    prompt: Prompt = []
+    for number, num_tokens in enumerate(SAID_TOKENS):
+        prompt = [*prompt, *random_tokens(num_tokens, vocab=TINY.vocab, seed=100 * seed + number)]
+        (output,) = engine.generate([prompt], max_tokens=ANSWER_TOKENS, logprobs=2)
+        if output.tie_at is not None:
+            return []
+        turns.append(Turn(prompt, output.token_ids))
+        prompt = [*prompt, *output.token_ids]
+    return turns
+
+
+@contextmanager
+def engines(model: Path, folder: Path, *, prefill: str) -> Iterator[Disaggregation]:
+    """Both, with a line more for the prefill engine, where PORT is the decode engine's."""
+    port = free_port()
+    with Disaggregation(
+        *(model, folder),
+        prefill=f"{LINES}{prefill.replace('PORT', str(port))}\n",
+        decode=f"{LINES}pd_peer_init_port: {port}\npd_buffer_size: {256 << 20}\n",
+        options=("--decode-kv", f"kvs://127.0.0.1:{port}", "--bidirectional"),
+    ) as running:
+        yield running
+
+
+def ask(running: Disaggregation, prompt: Prompt, said: dict[str, Any] | None) -> tuple[Prompt, dict[str, Any]]:
+    """The tokens of a streamed answer, and what it says of its KV."""
+    request = {"model": running.model, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "return_token_ids": True}
+    tokens: Prompt = []
+    params: dict[str, Any] = {}
+    for _, event in stream(running.proxy.url, request | ({"kv_transfer_params": said} if said else {})):
+        params = event.get("kv_transfer_params") or params
+        for choice in event["choices"]:
+            tokens += choice.get("token_ids") or []
+    return tokens, params
+
+
+def computed_by_prefill(running: Disaggregation, chat: Sequence[Turn], *, says: bool) -> list[int]:
+    """The tokens that the prefill engine computes, turn by turn. The client ``says`` where the last answer's KV is."""
+    work, computed = Work(running.prefill), []
+    said: dict[str, Any] = {}
+    for turn in chat:
+        tokens, said = ask(running, turn.prompt, said if says else None)
+        assert tokens == turn.answer
+        computed.append(work.of(turn.prompt))
+    return computed
+
+
+def new_tokens(chat: Sequence[Turn], *, with_answer: bool) -> list[int]:
+    """The tokens of each turn that nobody has computed; ``with_answer``, those which the prefill engine has not."""
+    known = [0]
+    for turn in chat[:-1]:
+        num_tokens = len(turn.prompt) + (0 if with_answer else len(turn.answer) - 1)  # the last one has no KV
+        known.append(num_tokens - num_tokens % BLOCK_TOKENS)
+    return [len(turn.prompt) - num_known for turn, num_known in zip(chat, known, strict=True)]
+
+
+def test_a_client_says_where_the_kv_of_an_answer_is(tiny_model: Path, tmp_path: Path, chats: list[list[Turn]]) -> None:
+    """One that does not say so has the answers computed again."""
+    told, untold = chats
+    with engines(tiny_model, tmp_path, prefill="pd_allowed_hosts: 127.0.0.1:PORT") as running:
+        assert computed_by_prefill(running, told, says=True) == new_tokens(told, with_answer=False)
+        assert computed_by_prefill(running, untold, says=False) == new_tokens(untold, with_answer=True)
+
+
+def test_with_peers_clients_need_not_say_anything(tiny_model: Path, tmp_path: Path, chats: list[list[Turn]]) -> None:
+    chat = chats[0]
+    with engines(tiny_model, tmp_path, prefill="peers: kvs://127.0.0.1:PORT") as running:
+        assert computed_by_prefill(running, chat, says=False) == new_tokens(chat, with_answer=False)

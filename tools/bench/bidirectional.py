@@ -1,0 +1,255 @@
+"""What a prefill engine gains by reading the KV of answers from the decode engine: ``kvstore bench --bidirectional``.
+
+A chat of three turns over a real prefill engine, a real decode engine and the proxy. The prompt of each turn is the one
+before, the answer, and what the user says next; only the decode engine has the answer's KV. The later turns are asked
+in pairs, one right after the other: *one way*, where the prefill engine computes what it lacks, and *both ways*, where
+it is told that the decode engine has it. TTFT is the time to an answer of one token through the proxy.
+
+The prefill engine either has the prompt before in vLLM's prefix cache, so that it lacks the answer alone; or that cache
+was emptied, as other requests would do. The lengths of answers stand for a threshold, ``min_remote_tokens``: answers
+shorter than that go one way, all others both ways.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol
+
+import httpx
+from rich.table import Table
+
+from kvstore.tools.bench.samples import BenchError
+from kvstore.tools.bench.vllm import require_vllm
+from kvstore.tools.console import numbers
+from kvstore.tools.demo.client import REQUEST_TIMEOUT_S, Work
+from kvstore.tools.demo.pair import Disaggregation
+from kvstore.tools.demo.server import DemoError
+from kvstore.tools.interrupts import Interruption
+from kvstore.tools.models import DEMO, TINY, LlamaShape, build_llama, count_words
+from kvstore.tools.processes import free_port
+
+MODELS: Final = {"12 layers, 1,024 wide": DEMO, "4 layers, 256 wide": TINY}
+ANSWER_TOKENS: Final = (32, 64, 128, 256, 512)  # whole blocks
+FIRST_TOKENS: Final = 609  # one more than whole blocks: the last token of an answer has no KV
+SAID_TOKENS: Final = 32
+TURNS: Final = (2, 3)
+_LINES: Final = "enable_pd: true\npd_bidirectional: true\nload_only_if_faster: false\n"
+_BUFFER_BYTES: Final = 1 << 30
+_HAS: Final = {True: "the prompt before", False: "nothing"}
+
+Said = dict[str, Any] | None
+"""``kv_transfer_params`` of an answer: where its KV is."""
+
+
+class Case(NamedTuple):
+    """What is asked the same way in every round.
+
+    Attributes:
+        has_prompt: whether the prefill engine has the prompt before in its prefix cache.
+        answer_tokens: of each answer in the chat.
+        turn: from 1 on.
+    """
+
+    has_prompt: bool
+    answer_tokens: int
+    turn: int
+
+
+class Sample(NamedTuple):
+    """The seconds to a first token, and the tokens that the prefill engine computed for it, by both ways."""
+
+    one_way_s: float
+    both_ways_s: float
+    one_way_tokens: int
+    both_ways_tokens: int
+
+
+class Engines(Protocol):
+    """A prefill and a decode engine, and what can be asked of them."""
+
+    def answer(self, prompt: Sequence[int], said: Said, num_tokens: int) -> tuple[list[int], Said]:
+        """The tokens of an answer, and where its KV is."""
+
+    def forget(self) -> None:
+        """Empty the prefill engine's prefix cache."""
+
+    def prepare(self, prompt: Sequence[int], said: Said) -> None:
+        """Have a prompt in the prefill engine's prefix cache."""
+
+    def first_token(self, prompt: Sequence[int], said: Said) -> tuple[float, int]:
+        """The seconds to a first token, and the tokens that the prefill engine computed for it."""
+
+
+Found = dict[Case, list[Sample]]
+
+
+def measure_bidirectional(rounds: int, folder: Path) -> dict[str, Found]:
+    """Samples by model; if interrupted, of those before.
+
+    Raises:
+        ConfigError: vLLM is not installed.
+        BenchError: an engine or the proxy did not start, or said no more.
+    """
+    require_vllm()
+    found: dict[str, Found] = {}
+    with tempfile.TemporaryDirectory(prefix="kvstore-bidirectional-", dir=folder) as made:
+        for number, (name, shape) in enumerate(MODELS.items()):
+            place = Path(made, str(number))
+            try:
+                with _started(shape, place) as engines:
+                    found[name] = converse(engines, rounds, count_words(shape.vocab))
+            except Interruption:
+                break
+            except (DemoError, httpx.HTTPError, TimeoutError) as error:
+                raise BenchError(f"the engines for {name}: {error}") from error
+    return found
+
+
+def converse(engines: Engines, rounds: int, num_words: int) -> Found:
+    """Play one chat for each length of answers, and ask each of its later turns in all ways, in every round."""
+    chooser = random.Random(0)  # noqa: S311 - the same prompts in every run
+
+    def words(count: int) -> list[int]:
+        return chooser.choices(range(num_words), k=count)
+
+    found: Found = {}
+    for answer_tokens in ANSWER_TOKENS:
+        prompt = words(FIRST_TOKENS)
+        for turn in TURNS:
+            answer, said = engines.answer(prompt, None, answer_tokens)
+            context = [*prompt, *answer]
+            for number, has_prompt in product(range(rounds + 1), (True, False)):
+                pair = {}
+                for is_told in (False, True) if number % 2 else (True, False):
+                    engines.forget()
+                    if has_prompt:
+                        engines.prepare(prompt, said)
+                    pair[is_told] = engines.first_token([*context, *words(SAID_TOKENS)], said if is_told else None)
+                if number:  # the first round warms up
+                    one_way, both_ways = pair[False], pair[True]
+                    sample = Sample(one_way[0], both_ways[0], one_way[1], both_ways[1])
+                    found.setdefault(Case(has_prompt, answer_tokens, turn), []).append(sample)
+            prompt = [*context, *words(SAID_TOKENS)]
+    return found
+
+
+def pays_from(found: Found, *, has_prompt: bool) -> int | None:
+    """The shortest answer from which on reading is faster than computing; None if it is not for the longest."""
+    shortest = None
+    for answer_tokens in reversed(ANSWER_TOKENS):
+        if _ratio([one for turn in TURNS for one in found[Case(has_prompt, answer_tokens, turn)]]) >= 1:
+            break
+        shortest = answer_tokens
+    return shortest
+
+
+def bidirectional_table(name: str, found: Found) -> Table:
+    """Medians of one model by what prefill has and by length, and below them from which length on reading pays."""
+    figures = [figure for turn in TURNS for figure in (f"turn {turn}: TTFT one way", "both ways", "ratio")]
+    title = f"a random Llama of {name}: chats of three turns, the first of {FIRST_TOKENS} tokens"
+    verdicts = [f"{_HAS[has_prompt]}: {_verdict(pays_from(found, has_prompt=has_prompt))}" for has_prompt in _HAS]
+    threshold = pays_from(found, has_prompt=True)
+    if threshold is not None and threshold > ANSWER_TOKENS[0]:
+        verdicts.append(f"where load_only_if_faster is false: min_remote_tokens: {threshold}")
+    columns = numbers("tokens of an answer", "computed one way", "both ways", *figures)
+    table = Table("prefill has", *columns, title=title, caption="\n".join(verdicts))
+    for has_prompt, answer_tokens in product(_HAS, ANSWER_TOKENS):
+        is_first = answer_tokens == ANSWER_TOKENS[0]
+        if is_first:
+            table.add_section()
+        turns = [found[Case(has_prompt, answer_tokens, turn)] for turn in TURNS]
+        computed = [statistics.median(column) for column in list(zip(*turns[-1], strict=True))[2:]]
+        table.add_row(
+            _HAS[has_prompt] if is_first else "",
+            f"{answer_tokens}",
+            *(f"{tokens:.0f}" for tokens in computed),
+            *(cell for samples in turns for cell in _times(samples)),
+        )
+    return table
+
+
+def to_json(found: Mapping[str, Found]) -> dict[str, list[dict[str, object]]]:
+    """Every sample of every case, by model."""
+    return {
+        name: [{**case._asdict(), "samples": [one._asdict() for one in samples]} for case, samples in cases.items()]
+        for name, cases in found.items()
+    }
+
+
+def _times(samples: Sequence[Sample]) -> tuple[str, str, str]:
+    one_way_s = statistics.median(one.one_way_s for one in samples)
+    both_ways_s = statistics.median(one.both_ways_s for one in samples)
+    return f"{one_way_s * 1e3:.0f} ms", f"{both_ways_s * 1e3:.0f} ms", f"{_ratio(samples):.2f}"
+
+
+def _ratio(samples: Sequence[Sample]) -> float:
+    """The median over the pairs."""
+    return statistics.median(one.both_ways_s / one.one_way_s for one in samples)
+
+
+def _verdict(shortest: int | None) -> str:
+    if shortest is None:
+        return f"to compute answers of up to {ANSWER_TOKENS[-1]} tokens is as fast as to read them"
+    return f"to read pays from answers of {shortest} tokens on"
+
+
+@contextmanager
+def _started(shape: LlamaShape, folder: Path) -> Iterator[Engines]:
+    """Real engines, a core for each, until the end of the block."""
+    folder.mkdir()
+    model = build_llama(folder / "model", shape)
+    port = free_port()
+    pair = Disaggregation(
+        *(model, folder),
+        # Nothing is kept in the prefill engine but vLLM's prefix cache, which can be emptied.
+        prefill=f"{_LINES}local_cpu: false\nmax_local_cpu_size: 0.25\npd_allowed_hosts: 127.0.0.1:{port}\n",
+        decode=f"{_LINES}max_local_cpu_size: 0.5\npd_peer_init_port: {port}\npd_buffer_size: {_BUFFER_BYTES}\n",
+        options=("--decode-kv", f"kvs://127.0.0.1:{port}"),
+        environment={"VLLM_SERVER_DEV_MODE": "1"},  # to empty the prefix cache
+    )
+    with pair, httpx.Client(trust_env=False, timeout=REQUEST_TIMEOUT_S) as client:
+        yield _Live(pair, client)
+
+
+class _Live:
+    """Real engines."""
+
+    def __init__(self, pair: Disaggregation, client: httpx.Client) -> None:
+        self._pair = pair
+        self._client = client
+        self._work = Work(pair.prefill.url)
+
+    def answer(self, prompt: Sequence[int], said: Said, num_tokens: int) -> tuple[list[int], Said]:
+        """The tokens of an answer, and where its KV is."""
+        tree = self._ask(self._pair.proxy.url, prompt, said, num_tokens)
+        self._work.of(prompt)
+        return tree["choices"][0]["token_ids"], tree["kv_transfer_params"]
+
+    def forget(self) -> None:
+        """Empty the prefill engine's prefix cache."""
+        self._client.post(f"{self._pair.prefill.url}/reset_prefix_cache").raise_for_status()
+
+    def prepare(self, prompt: Sequence[int], said: Said) -> None:
+        """Have a prompt in the prefill engine's prefix cache."""
+        self._ask(self._pair.prefill.url, prompt, said, 1)
+        self._work.of(prompt)
+
+    def first_token(self, prompt: Sequence[int], said: Said) -> tuple[float, int]:
+        """The seconds to a first token, and the tokens that the prefill engine computed for it."""
+        begin_s = time.perf_counter()
+        self._ask(self._pair.proxy.url, prompt, said, 1)
+        return time.perf_counter() - begin_s, self._work.of(prompt)
+
+    def _ask(self, url: str, prompt: Sequence[int], said: Said, num_tokens: int) -> dict[str, Any]:
+        body = {"model": self._pair.model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
+        more = {"ignore_eos": True, "return_token_ids": True, **({"kv_transfer_params": said} if said else {})}
+        answer = self._client.post(f"{url}/v1/completions", json=body | more).raise_for_status()
+        tree: dict[str, Any] = answer.json()
+        return tree

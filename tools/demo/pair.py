@@ -1,0 +1,162 @@
+"""A prefill engine, a decode engine and the proxy in front of them, as processes of this machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from kvstore.tools.demo.server import DemoError, VllmServer
+from kvstore.tools.processes import free_port
+
+
+class ProxyServer:
+    """``kvstore proxy``, from ``start`` to ``kill``.
+
+    Args:
+        prefill: where prefill engines answer.
+        decode: where decode engines do.
+        log: the file for its standard error.
+        options: more of its command line.
+        scheme: ``https`` if these have a certificate.
+    """
+
+    def __init__(
+        self,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        log: Path,
+        options: Sequence[str] = (),
+        *,
+        scheme: str = "http",
+    ) -> None:
+        self.log = log
+        self.port = free_port()
+        self.url = f"{scheme}://127.0.0.1:{self.port}"
+        engines = [word for url in prefill for word in ("--prefill", url)]
+        engines += [word for url in decode for word in ("--decode", url)]
+        command = [sys.executable, "-m", "kvstore.tools.cli", "proxy", *engines, "--port", str(self.port), "--json"]
+        self._command = [*command, *options]
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> Self:
+        """Returns when it says that it answers.
+
+        Raises:
+            DemoError: it ended.
+        """
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(  # noqa: S603 - our own command
+                self._command, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise DemoError("the proxy ended while starting", self.log)
+        report = json.loads(line)
+        assert (report["url"], report["status"]) == (self.url, "ready")
+        return self
+
+    def kill(self) -> None:
+        """End it at once, if it runs."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+@dataclass
+class EngineServer(VllmServer):
+    """``vllm serve`` on one core of its own, so that two of them do not take each other's time.
+
+    Attributes:
+        cores: which; with several ranks that of each, with ``|`` between them.
+        arguments: more of vLLM's command line.
+        environment: more variables.
+    """
+
+    cores: str = "0"
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def command(self) -> list[str]:
+        """The command line."""
+        variables = {"VLLM_CPU_OMP_THREADS_BIND": self.cores, **self.environment}
+        bound = ["env", *(f"{name}={value}" for name, value in variables.items())]
+        bound += ["taskset", "-c", self.cores.replace("|", ",")]
+        return [*bound, *super().command(), *self.arguments]
+
+    def start(self) -> None:
+        """Start it again, after ``kill``."""
+        self.__enter__()
+
+    def kill(self) -> None:
+        """End all of its processes at once."""
+        assert self._process is not None
+        self._kill_group(self._process)
+
+
+class Disaggregation:
+    """A prefill engine, a decode engine, and the proxy in front of them. A context manager.
+
+    Args:
+        model: folder of the model.
+        folder: for configurations and logs.
+        prefill: the YAML of the prefill engine's connector.
+        decode: that of the decode engine's.
+        arguments: more of vLLM's command line, for both.
+        options: more of the proxy's.
+        environment: more variables for both engines.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        *,
+        prefill: str,
+        decode: str,
+        arguments: Sequence[str] = (),
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.model = str(model)
+        engines = []
+        for core, (name, role, lines) in enumerate(
+            (("prefill", "kv_producer", prefill), ("decode", "kv_consumer", decode))
+        ):
+            config = folder / f"{name}.yaml"
+            config.write_text(lines, encoding="utf-8")
+            log = folder / f"{name}.log"
+            engine = EngineServer(
+                *(model, config, log),
+                drains=False,
+                role=role,
+                cores=str(core),
+                arguments=tuple(arguments),
+                environment=environment or {},
+            )
+            engines.append(engine)
+        self.prefill, self.decode = engines
+        self.proxy = ProxyServer([self.prefill.url], [self.decode.url], folder / "proxy.log", options)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            for engine in (self.prefill, self.decode):
+                stack.push(engine)  # ended also if the other one did not start
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(VllmServer.__enter__, (self.prefill, self.decode)))
+            stack.callback(self.proxy.kill)
+            self.proxy.start()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._stack.close()
