@@ -19,7 +19,6 @@ from kvstore.catalog.remote_view import RemoteView
 from kvstore.catalog.sequence import chunk_refs, trails
 from kvstore.keys import PrefixKey
 from kvstore.policies import POLICIES
-from support.catalog import shared_blocks
 from support.index_model import IndexModel
 from support.index_world import BLOCK, CHUNK, FAMILIES, World, all_trails, stored_bytes
 from support.uses import uses_of
@@ -292,30 +291,23 @@ class IndexMachine(IndexModel):
         assert self.view is not None
         self.view.clear()
         self.ask_the_remote(family, length, 0)
-        match, hasher, there = self.index.lookup(self.hasher(family, length)), self.hasher(family, length), 0
-        remote = {ref.prefix_key for ref in self.world.remote}
-        for key in hasher.chunk_keys():
-            if key not in remote:
-                break
-            there += 1
-        trail = b"".join(hasher.block_keys(there))
-        found = {ref: shared_blocks(trail, all_trails()[ref]) for ref in self.world.remote}
-        by_key = {ref: shared for ref, shared in found.items() if shared == ref.num_blocks or ref in self.world.told}
-        shared = max(by_key.values(), default=0)
-        is_free = remote.isdisjoint(self.index._chunks) and self.index._room().slots > there
+        hasher, remote = self.hasher(family, length), {ref.prefix_key for ref in self.world.remote}
+        whole, blocks = self.longest_there(hasher)
+        is_free = remote.isdisjoint(self.index._chunks) and self.index._room().slots > whole
         if self.index._remote.answers and is_free:
-            assert match.num_tokens >= there * CHUNK + shared * BLOCK, "a longer prefix is there"
+            longest = whole * CHUNK + blocks * BLOCK
+            assert self.index.lookup(hasher).num_tokens >= longest, "a longer prefix is there"
 
     @rule(answers=st.booleans())
     def disk_goes_or_comes_back(self, answers: bool) -> None:
         self.disk_answers = answers
         self.index.set_disk_answers(answers=answers)
 
-    @precondition(lambda self: self.view is not None)
+    @precondition(lambda self: self.view is not None and self.checkpoints is None)
     @rule(family=st.integers(0, len(FAMILIES) - 1), length=st.integers(0, 36))
     def load_what_others_stored(self, family: int, length: int) -> None:
         """All of the longest sequence that is there, or what begins with it."""
-        self.others_use_the_remote(family, 36, stored=True)
+        self.others_use_the_remote(family, 36, stored=True, tells=True)
         self.ask_the_remote(family, length, 0)
         self.prepare_load(family, length, 0)
 

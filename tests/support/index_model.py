@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from hypothesis.stateful import RuleBasedStateMachine
@@ -9,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 from kvstore.catalog.entries import LOADING, NO_FILE, NO_SLOT, SENDING, STORED, UNSENT
 from kvstore.catalog.plans import Match, Place
 from kvstore.catalog.trails import keys_of
+from support.catalog import shared_blocks
 from support.index_world import BLOCK, CHUNK, World, all_trails, hasher_of
 
 if TYPE_CHECKING:
@@ -107,6 +109,15 @@ class IndexModel(RuleBasedStateMachine):
         if not fit or (self.keeps and fit[0].memory is NO_SLOT):  # it is kept in memory beside one on disk
             return False
         return tail is None or self.takes_in(fit[0], tail)
+
+    def longest_there(self, hasher: PrefixHasher) -> tuple[int, int]:
+        """What the remote tier has of a sequence: whole chunks, and blocks behind them that can be found there."""
+        remote = {ref.prefix_key for ref in self.world.remote}
+        whole = sum(1 for _ in takewhile(remote.__contains__, hasher.chunk_keys()))
+        trail = b"".join(hasher.block_keys(whole))
+        shared = {ref: shared_blocks(trail, all_trails()[ref]) for ref in self.world.remote}
+        found = (blocks for ref, blocks in shared.items() if blocks == ref.num_blocks or ref in self.world.told)
+        return whole, max(found, default=0)
 
     def is_sure(self, chunk: Entry) -> bool:
         return (chunk.in_memory and self.keeps) or (chunk.disk is STORED and self.disk_answers)
