@@ -8,10 +8,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from kvstore.catalog.plans import Place
 from kvstore.chunks import ChunkRef
+from kvstore.elsewhere import Elsewhere
 from kvstore.errors import ConfigError, TierError
 from kvstore.keys import Namespace, PrefixKey
 from kvstore.layout import KVLayout
@@ -236,15 +236,16 @@ def open_remote(
         if options.url is not None:
             own = guarded(_open_own(namespace, layout, options.url, options, problems, check=not asks_only), guard)
             opened.callback(own.close)
-        if options.peers is None:
+        if options.peers is None and not options.divisions:
             if own is None:
                 raise ConfigError("a remote tier needs an address, or peers")
             tier = own
         else:
-            open_peer = partial(_open_peer, layout, options, replace(guard, failures=1))
+            others = Elsewhere(options, layout, replace(guard, failures=1))
             for url in options.sources:  # checked now, and opened when a request names them
                 at_rank(url, options.rank)
-            tier = Statistics(PeersTier(own, options.peers, open_peer, namespace, layout, sources=options.sources))
+            peers = PeersTier(own, others.places, others.open, namespace, layout, sources=options.sources)
+            tier = Statistics(peers)
         opened.pop_all()
     return tier
 
@@ -276,16 +277,6 @@ def _open_own(
                 problems.append(str(error))
         opened.pop_all()
     return tier
-
-
-def _open_peer(layout: KVLayout, options: RemoteOptions, guard: GuardOptions, url: str, namespace: Namespace) -> Tier:
-    """The server of another engine's worker of the same rank. Does not connect."""
-    address = at_rank(url, options.rank)
-    settings = {**options.peer_settings, "url": address}
-    tier = open_tier(tier_behind(address), TierSetup(namespace, layout, UNBOUNDED_BYTES, settings))
-    where = urlsplit(address)
-    tier.name = f"peer-{where.hostname}:{where.port}"  # log lines must tell which peer
-    return guarded(tier, guard)
 
 
 def open_directory(shards: Iterable[Shard]) -> RemoteDirectory:
