@@ -67,12 +67,17 @@ class Worker:
         slot_bytes = self.paged.layout.slot_bytes
         divisions = tuple(self.division(size, folder) for size in sizes)
         servers = tuple(options.pop("servers", ()))
-        how = {"hold_s": 0.0, "is_own": bool(servers), "servers": servers, "rank": self.shard}
-        remote = RemoteOptions(url, divisions=divisions, **how) if url or sizes else None
+        remote = RemoteOptions(
+            url, hold_s=0.0, rank=self.shard, divisions=divisions, is_own=bool(servers), servers=servers
+        )
         if folder is not None:
             own = folder_of(folder, self.shard, self.size)
             options |= {"local_disk": own, "max_local_disk_bytes": 64 * (slot_bytes + 8192)}
-        return CacheEngine(self.paged, self.namespace, EngineOptions(SLOTS * slot_bytes, remote=remote, **options))
+        return CacheEngine(
+            self.paged,
+            self.namespace,
+            EngineOptions(SLOTS * slot_bytes, remote=remote if url or sizes else None, **options),
+        )
 
     def fill(self, seed: int) -> None:
         """The KV that a model computes, in all blocks: of each head the same on whichever worker."""
