@@ -104,7 +104,10 @@ def handing_over(port: int) -> tuple[StoreSetup, StoreSetup]:
         "kvstore.pd_timeout_ms": 60_000,
     }
     receives = {"kvstore.pd_peer_init_port": port, "kvstore.reshard_from": [1, 2], **PATIENT}
-    return StoreSetup(role="kv_producer", extra=both), StoreSetup(role="kv_consumer", extra=both | receives)
+    return (
+        StoreSetup(cpu_gib=0.1, role="kv_producer", extra=both),
+        StoreSetup(cpu_gib=0.1, role="kv_consumer", extra=both | receives),
+    )
 
 
 def handed_over_to(*ports: int) -> dict[str, Any]:
