@@ -154,6 +154,8 @@ def _useless(config: StoreConfig, origins: Mapping[str, str]) -> list[str]:
         warn("remote_serde", f"there is no {codec!r} here: 'none' is used, so chunks are stored as they are")
     if config.pd_peer_init_port is not None and not config.enable_pd and origins["enable_pd"] == "default":
         warn("pd_peer_init_port", "ignored: enable_pd is not set, so this engine does not listen")
+    if config.reshard_from and not config.has_remote:
+        warn("reshard_from", "ignored: without local_disk, remote_url and peers there is nothing to read from")
     if config.local_disk is None and not config.has_remote and not config.local_cpu:
         warn("local_cpu", "false without local_disk and remote_url: nothing will be kept")
     return lines

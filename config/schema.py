@@ -51,8 +51,10 @@ class StoreConfig(HandoverKeys, ServerKeys, OperationKeys, RemoteKeys, RequestKe
 
     @property
     def has_remote(self) -> bool:
-        """Whether chunks may come from other engines: through a shared tier, from peers, or sent by them."""
-        return self.shared_url is not None or self.enable_pd or bool(self.peers)
+        """Whether chunks may come from other engines: through a shared tier, from peers or folders, or sent by them."""
+        return (
+            self.shared_url is not None or self.enable_pd or bool(self.peers or (self.reshard_from and self.local_disk))
+        )
 
     def shown(self) -> dict[str, object]:
         """All values for people to see, without passwords."""

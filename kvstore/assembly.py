@@ -8,10 +8,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from kvstore.catalog.plans import Place
 from kvstore.chunks import ChunkRef
+from kvstore.elsewhere import Elsewhere, shared_setup
 from kvstore.errors import ConfigError, TierError
 from kvstore.keys import Namespace, PrefixKey
 from kvstore.layout import KVLayout
@@ -237,25 +237,25 @@ def open_remote(
             setup = TierSetup(namespace, layout, UNBOUNDED_BYTES, {**options.settings, "url": options.url})
             own = guarded(_open_own(setup, options, problems, check=not asks_only), guard)
             opened.callback(own.close)
-        if options.peers is None:
+        if options.peers is None and not options.divisions:
             if own is None:
                 raise ConfigError("a remote tier needs an address, or peers")
             tier = own
         else:
-            open_peer = partial(_open_peer, layout, options, replace(guard, failures=1))
+            others = Elsewhere(options, layout, replace(guard, failures=1))
             for url in options.sources:  # checked now, and opened when a request names them
                 at_rank(url, options.rank)
             if options.shared is not None and not asks_only:
-                _open_own(_shared_setup(layout, options, namespace), options, problems, check=True).close()
-            peers = (*((options.shared,) if options.shared is not None else ()), *options.peers)
-            tier = Statistics(PeersTier(own, peers, open_peer, namespace, layout, sources=options.sources))
+                _open_own(shared_setup(options, namespace, layout), options, problems, check=True).close()
+            peers = PeersTier(own, others.places, others.open, namespace, layout, sources=options.sources)
+            tier = Statistics(peers)
         opened.pop_all()
     return tier
 
 
 def _open_own(setup: TierSetup, options: RemoteOptions, problems: list[str] | None, *, check: bool) -> Tier:
     with ExitStack() as opened:
-        tier = _open_at(setup)
+        tier = open_tier(tier_behind(str(setup.options["url"])), setup)
         opened.callback(tier.close)
         try:
             if check:
@@ -271,28 +271,6 @@ def _open_own(setup: TierSetup, options: RemoteOptions, problems: list[str] | No
                 problems.append(str(error))
         opened.pop_all()
     return tier
-
-
-def _open_peer(layout: KVLayout, options: RemoteOptions, guard: GuardOptions, url: str, namespace: Namespace) -> Tier:
-    """The server of another engine's worker of the same rank, or the shared tier. Does not connect."""
-    if url == options.shared:
-        return guarded(_open_at(_shared_setup(layout, options, namespace)), guard)
-    address = at_rank(url, options.rank)
-    settings = {**options.peer_settings, "url": address}
-    tier = open_tier(tier_behind(address), TierSetup(namespace, layout, UNBOUNDED_BYTES, settings))
-    where = urlsplit(address)
-    tier.name = f"peer-{where.hostname}:{where.port}"  # log lines must tell which peer
-    return guarded(tier, guard)
-
-
-def _shared_setup(layout: KVLayout, options: RemoteOptions, namespace: Namespace) -> TierSetup:
-    """How to open the tier that is shared and only read."""
-    return TierSetup(namespace, layout, UNBOUNDED_BYTES, {**options.shared_settings, "url": options.shared})
-
-
-def _open_at(setup: TierSetup) -> Tier:
-    """The tier behind a URL."""
-    return open_tier(tier_behind(str(setup.options["url"])), setup)
 
 
 def open_directory(shards: Iterable[Shard]) -> RemoteDirectory:

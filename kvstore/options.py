@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from kvstore.heads import Division
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.policies import Adaptive
@@ -31,6 +32,10 @@ class RemoteOptions:
         sources: the same, but each is read only for requests that name it.
         peer_settings: options of a tier at a peer.
         rank: of this worker, which is added to the ports of peers.
+        divisions: how engines of other tensor-parallel sizes divide what this worker holds; what they have stored, in
+            the tier, at peers or in folders, is read.
+        is_own: whether the tier is a server of this worker's own, for what others send.
+        servers: then those of all of this engine's workers, by rank.
     """
 
     url: str | None
@@ -47,6 +52,9 @@ class RemoteOptions:
     sources: tuple[str, ...] = ()
     peer_settings: Mapping[str, object] = field(default_factory=dict)
     rank: int = 0
+    divisions: tuple[Division, ...] = ()
+    is_own: bool = False
+    servers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -186,10 +186,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         how = replace(worker_options(config, kv_cache_config, self._config), groups=groups_of(paged, kv_cache_config))
         namespace = namespace_of(config, kv_cache_config, self._config, paged)
         with ExitStack() as opened:
-            server = embedded_server(config, namespace, paged.layout, self._config)
+            store = engine_options(config, kv_cache_config, self._config, (kv_caches, paged))
+            server = embedded_server(config, namespace, paged.layout, self._config, store.remote)
             if server is not None:
                 opened.callback(server.close)
-            store = engine_options(config, kv_cache_config, self._config)
             self._worker = StoreWorker(paged, namespace, store, how, server)
             opened.pop_all()
 

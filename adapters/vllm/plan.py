@@ -11,6 +11,7 @@ from kvstore.catalog.plans import Place
 from kvstore.checkpoints.groups import Groups
 from kvstore.chunks import ChunkRef
 from kvstore.handover.ledger import PushJob, Settled
+from kvstore.heads import Division
 from kvstore.keys import Namespace, PrefixKey
 from kvstore.layout import KVLayout
 from kvstore.ops.metrics import Tally
@@ -251,6 +252,7 @@ class WorkerFacts:
         slots_take_turns: as of ``ChunkIndex``.
         gpu_bytes: of its GPU tier; 0 without one.
         reads_fronts: as of ``ChunkIndex``.
+        divisions: as of ``RemoteOptions``.
     """
 
     num_slots: int
@@ -267,6 +269,7 @@ class WorkerFacts:
     gpu_bytes: int = 0
     trails: Mapping[PrefixKey, bytes] = field(default_factory=dict)
     reads_fronts: bool = False
+    divisions: tuple[Division, ...] = ()
 
 
 def shards_of(facts: Sequence[WorkerFacts], remote: RemoteOptions) -> list[Shard]:
@@ -275,8 +278,10 @@ def shards_of(facts: Sequence[WorkerFacts], remote: RemoteOptions) -> list[Shard
     Workers that hold the same KV share their part at a remote tier, unless each has a server, or peers, of its own.
     """
     shards = {}
+    servers = tuple(worker.server_url for worker in facts if worker.server_url is not None)
     for rank, worker in enumerate(facts):
-        options = replace(remote, url=worker.server_url or remote.url, rank=rank)
+        where = replace(remote, url=worker.server_url, is_own=True, servers=servers) if worker.server_url else remote
+        options = replace(where, rank=rank, divisions=worker.divisions)
         name = worker.namespace.id, options.url, rank if options.peers is not None else 0
         shards[name] = Shard(worker.namespace, worker.layout, options)
     return list(shards.values())

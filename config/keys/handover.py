@@ -15,6 +15,7 @@ from kvstore.protocol.loopback import is_loopback
 PD_ROLES: Final = {"sender": "kv_producer", "receiver": "kv_consumer", "both": "kv_both"}
 """LMCache's ``pd_role``, and vLLM's ``kv_role`` that goes with it."""
 
+_MAX_SIZE: Final = 1024  # of tensor parallelism
 _MIN_BUFFER_BYTES: Final = 4096  # no chunk is smaller
 
 
@@ -27,6 +28,19 @@ def _check_ports(value: int | tuple[int, ...] | None) -> int | tuple[int, ...] |
     if ports is not None and (not ports or not all(0 < port < END_PORT for port in ports)):
         raise PydanticCustomError("port", "must be a port, or a list with a port for each worker")
     return value
+
+
+def _as_sizes(value: object) -> object:
+    values = as_tuple((value,) if isinstance(value, int) else value)
+    if not isinstance(values, tuple):
+        return values
+    return tuple(int(size) if isinstance(size, str) and size.isdecimal() else size for size in values)
+
+
+def _check_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    if not all(0 < size <= _MAX_SIZE for size in sizes) or len(set(sizes)) < len(sizes):
+        raise PydanticCustomError("sizes", "must be tensor-parallel sizes, each once, such as [1, 4]")
+    return sizes
 
 
 def _check_bytes(value: int) -> int:
@@ -65,6 +79,7 @@ _Peers = Annotated[
     BeforeValidator(as_tuple),
     _each(ListedPlace.of_url, "must name engines by host and port: kvs://10.0.0.5:7300"),
 ]
+_Sizes = Annotated[tuple[int, ...], BeforeValidator(_as_sizes), AfterValidator(_check_sizes)]
 
 
 class HandoverKeys(Keys):
@@ -95,6 +110,9 @@ class HandoverKeys(Keys):
     peers: _Peers = ()
     """Other engines whose KV is read: `kvs://host:port` of their first worker, a list or text with commas. Nothing is
     sent to them."""
+    reshard_from: _Sizes = ()
+    """[Other tensor-parallel sizes](parallelism.md#another-size): what engines of these sizes have stored is read, too.
+    A list, or text with commas."""
     min_remote_tokens: Tokens = 0
     """If the remote tier or peers would add fewer tokens to a hit, these are computed."""
 

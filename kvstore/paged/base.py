@@ -193,8 +193,17 @@ def find_planes(name: str, cache: LayerCache, num_blocks: int) -> list[PlaneRows
     Raises:
         LayoutError: any other layout; the message has the shape and the strides.
     """
+    return [plane_rows(name, plane, num_blocks) for plane in planes_of(name, cache, num_blocks)]
+
+
+def planes_of(name: str, cache: LayerCache, num_blocks: int) -> list[torch.Tensor]:
+    """The tensors of layer ``name`` that have blocks in dimension 0, one for each plane.
+
+    Raises:
+        LayoutError: see ``find_planes``.
+    """
     if not isinstance(cache, torch.Tensor):
-        return [plane for part in cache for plane in find_planes(name, part, num_blocks)]
+        return [plane for part in cache for plane in planes_of(name, part, num_blocks)]
     if cache.dim() < 2:
         raise LayoutError(f"layer {name}: a KV cache of shape {tuple(cache.shape)} has no blocks")
     kv_first = cache.dim() == 5 and cache.shape[0] == 2 and cache.shape[1] % num_blocks == 0
@@ -202,17 +211,21 @@ def find_planes(name: str, cache: LayerCache, num_blocks: int) -> list[PlaneRows
     if kv_first and cache.shape[0] == num_blocks:
         raise LayoutError(f"layer {name}: with {num_blocks} blocks, shape {tuple(cache.shape)} can be read in two ways")
     if kv_first:
-        return [_rows(name, cache[0], num_blocks), _rows(name, cache[1], num_blocks)]
+        return [cache[0], cache[1]]
     if block_first:
-        return [_rows(name, cache, num_blocks)]
+        return [cache]
     raise LayoutError(
         f"layer {name}: cannot find {num_blocks} blocks in a KV cache of shape {tuple(cache.shape)} and strides "
         f"{cache.stride()}: this layout is not supported"
     )
 
 
-def _rows(name: str, plane: torch.Tensor, num_blocks: int) -> PlaneRows:
-    """View a tensor with blocks in dimension 0 as rows of integers, one row a block."""
+def plane_rows(name: str, plane: torch.Tensor, num_blocks: int) -> PlaneRows:
+    """View a tensor with blocks in dimension 0 as rows of integers, one row a block.
+
+    Raises:
+        LayoutError: a block is not one dense region.
+    """
     if plane.numel() == 0:
         raise LayoutError(f"layer {name}: a KV cache of shape {tuple(plane.shape)} holds nothing")
     order = sorted((d for d in range(1, plane.dim()) if plane.shape[d] > 1), key=plane.stride)

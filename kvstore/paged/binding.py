@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from kvstore.errors import LayoutError
 from kvstore.layout import KVLayout
-from kvstore.paged.base import HostPagedKV, LayerCache, PagedKV, find_planes
+from kvstore.paged.base import HostPagedKV, LayerCache, PagedKV, PlaneRows, find_planes
 from kvstore.paged.device import DevicePagedKV
 from kvstore.paged.grouped import GroupedPagedKV
 
@@ -47,28 +47,45 @@ def bind_paged_kv(
     layers = [find_planes(name, cache, num_blocks) for name, cache in kv_caches.items()]
     if not layers:
         raise LayoutError("there is no layer with a KV cache: nothing to store")
+    device = layers[0][0].rows.device
+    layout = layout_of(layers, device.type, block_tokens, chunk_tokens, packing, has_channels=has_channels)
+    if device.type == "cpu":
+        return HostPagedKV(layers, layout, num_blocks, reserved_blocks)
+    assert beside is None or isinstance(beside, DevicePagedKV), "all groups are on one device"
+    return DevicePagedKV(layers, layout, num_blocks, reserved_blocks, piece_bytes=piece_bytes, beside=beside)
+
+
+def layout_of(
+    layers: Sequence[Sequence[PlaneRows]],
+    device_type: str,
+    block_tokens: int,
+    chunk_tokens: int,
+    packing: str,
+    *,
+    has_channels: bool,
+) -> KVLayout:
+    """The geometry of chunks of these layers, given the planes of each; the rest as for ``bind_paged_kv``.
+
+    Raises:
+        LayoutError: layers differ in a way a payload cannot hold.
+    """
     planes = {len(found) for found in layers}
     sizes = [{plane.page_bytes for plane in found} for found in layers]
     devices = {plane.rows.device for found in layers for plane in found}
     if len(planes) != 1 or any(len(size) != 1 for size in sizes) or len(devices) != 1:
         raise LayoutError(f"layers differ in planes {planes}, or K and V in size {sizes}, or devices {devices}")
-    device = devices.pop()
     elements = {plane.element for found in layers for plane in found}
     axes = {plane.axes(block_tokens) for found in layers for plane in found} if has_channels and not packing else {None}
     physical = sorted({plane.physical for found in layers for plane in found})
-    layout = KVLayout(
+    return KVLayout(
         page_bytes=tuple(size.pop() for size in sizes),
         planes=planes.pop(),
         block_tokens=block_tokens,
         chunk_tokens=chunk_tokens,
-        physical=f"{device.type} {packing} {' '.join(physical)}",
+        physical=f"{device_type} {packing} {' '.join(physical)}",
         element=elements.pop() if len(elements) == 1 else "opaque",
         page_axes=axes.pop() if len(axes) == 1 else None,
     )
-    if device.type == "cpu":
-        return HostPagedKV(layers, layout, num_blocks, reserved_blocks)
-    assert beside is None or isinstance(beside, DevicePagedKV), "all groups are on one device"
-    return DevicePagedKV(layers, layout, num_blocks, reserved_blocks, piece_bytes=piece_bytes, beside=beside)
 
 
 def bind_groups(

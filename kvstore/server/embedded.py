@@ -17,6 +17,7 @@ from typing import Final
 
 from kvstore.chunks import ChunkRef
 from kvstore.errors import ConfigError
+from kvstore.heads import Part
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol.keyfiles import KeyPair
@@ -45,6 +46,7 @@ class EmbeddedOptions:
         keys: the server's own; None for no encryption, which only loopback may have.
         listed: the public keys of the clients that may connect, and their names.
         hold_s: how long what others have sent stays at most until the owner has read it.
+        parts: of the owner's chunks, which engines of other tensor-parallel sizes send here.
     """
 
     pool_bytes: int
@@ -53,12 +55,13 @@ class EmbeddedOptions:
     keys: KeyPair | None = None
     listed: Mapping[bytes, str] = field(default_factory=dict)
     hold_s: float = 0.0
+    parts: tuple[Part, ...] = ()
 
 
 class EmbeddedServer:
     """Serves one engine's chunks from the moment it is made until ``close``. No disk, no signals, nothing printed.
 
-    Only clients whose namespace and geometry are the owner's are let in, see ``Owner``. Thread-safe.
+    Only clients whose namespace and geometry are the owner's, or of its parts, are let in, see ``Owner``. Thread-safe.
 
     Args:
         namespace: of the owner's chunks.
@@ -79,7 +82,7 @@ class EmbeddedServer:
             _sweep()
             self._folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))  # of mode 0700
             opened.callback(shutil.rmtree, self._folder, ignore_errors=True)
-            self._owner = Owner(namespace, layout, options.hold_s)
+            self._owner = Owner(namespace, layout, options.hold_s, options.parts)
             self._hub = Hub(_server_options(options, self._folder), self._owner)
             opened.callback(_end_unserved, self._hub)
             self._thread = threading.Thread(target=self._hub.run, name="kvstore-server", daemon=True)

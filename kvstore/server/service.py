@@ -132,10 +132,10 @@ class Service:
         assert self._owner is not None
         self._owner.namespace = namespace
         for session in list(self._core.sessions.by_peer.values()):
-            if not session.token and session.space.namespace.id != namespace.id:
+            if not session.token and not self._is_owners(session.space):
                 self.end(session)
         for space in self._core.stock.spaces.values():
-            if space.namespace.id != namespace.id:
+            if not self._is_owners(space):
                 self._core.stock.clear(space)
         self._core.sweep()
 
@@ -147,7 +147,7 @@ class Service:
                     self._core.stock.holds.drop(chunk)
 
     def _is_owners(self, space: Space) -> bool:
-        return self._owner is not None and space.namespace.id == self._owner.namespace.id
+        return self._owner is not None and self._owner.owns(space.namespace)
 
     def close(self) -> None:
         """End the threads."""

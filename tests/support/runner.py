@@ -2,7 +2,8 @@
 
     {"model": "...", "two_processes": true, "max_tokens": 12,
      "engines": [{"store": {"disk": "..."} | null, "rounds": ["cold", "again"], "prompts": [[1, 2], ...],
-                  "overrides": {...}, "unlink": {"1": ["files that disappear before round 1", ...]}}]}
+                  "overrides": {...}, "unlink": {"1": ["files that disappear before round 1", ...]},
+                  "asks": {fields of kv_transfer_params}, "begins_after": "a file that must be there"}]}
 
 A round other than the first begins with vLLM's own prefix cache emptied. With ``"stays": true`` an engine is closed
 only when standard input ends, and the results come before. ``"ends_steps_at_states": true`` is for models of Mamba2.
@@ -14,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,12 +106,15 @@ def main() -> None:
             store = StoreSetup(**{**setup, "disk": Path(setup["disk"]) if setup.get("disk") else None})
         rounds = []
         with Engine(Path(job["model"]), store, **part.get("overrides", {})) as engine:
+            while "begins_after" in part and not Path(part["begins_after"]).exists():
+                time.sleep(0.1)
             for number, _ in enumerate(part["rounds"]):
                 for path in part.get("unlink", {}).get(str(number), ()):
                     Path(path).unlink()
                 if number:
                     engine.forget_local()
-                rounds.append(engine.generate(part["prompts"], max_tokens=job["max_tokens"]))
+                asks = part.get("asks")
+                rounds.append(engine.generate(part["prompts"], max_tokens=job["max_tokens"], asks=asks))
             if part.get("stays"):
                 engine.settle()
                 print(_MARK + json.dumps([rounds]), flush=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import vllm
-from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from kvstore.adapters.vllm.glue.groups import block_tokens_of, is_grouped, kind_of, model_groups, stored_groups
 from kvstore.adapters.vllm.requests.blocks import NULL_BLOCK
@@ -15,6 +15,7 @@ from kvstore.checkpoints.groups import Kind
 from kvstore.errors import LayoutError
 from kvstore.paged.binding import bind_groups, bind_paged_kv
 from kvstore.paged.grouped import GroupedPagedKV
+from kvstore.paged.headed import HeadedPages, find_heads
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -68,6 +69,26 @@ def _piece_bytes(kv_cache_config: KVCacheConfig, full: Sequence[int], chunk_size
     blocks = [chunk_size // int(group.kv_cache_spec.block_size) for group in groups]
     in_chunk = sum(block_bytes[number] * blocks[number] for number in full)
     return in_chunk or max(block_bytes) * (chunk_size // block_tokens_of(kv_cache_config))
+
+
+def page_heads_of(
+    kv_caches: Mapping[str, LayerCache], kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, chunk_size: int
+) -> HeadedPages:
+    """Where the KV heads lie in the pages of a model of one group.
+
+    Raises:
+        LayoutError: the shapes do not tell.
+    """
+    (group,) = stored_groups(kv_cache_config)
+    specs = {name: _spec_of(group, name) for name in group.layer_names}
+    return find_heads(
+        {name: kv_caches[name] for name in specs},
+        max(int(spec.num_kv_heads) for spec in specs.values() if isinstance(spec, AttentionSpec)),
+        num_blocks=kv_cache_config.num_blocks,
+        block_tokens=int(group.kv_cache_spec.block_size),
+        chunk_tokens=chunk_size,
+        packing=_packing(vllm_config, kv_cache_config),
+    )
 
 
 def groups_of(paged: PagedKV, kv_cache_config: KVCacheConfig) -> Groups | None:

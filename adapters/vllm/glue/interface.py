@@ -103,7 +103,16 @@ USES: Final = (
     Use(
         "vllm.config",
         "ModelConfig",
-        ("model", "dtype", "hf_config", "quantization", "enable_sleep_mode", "get_head_size", "use_mla"),
+        (
+            "model",
+            "dtype",
+            "hf_config",
+            "quantization",
+            "enable_sleep_mode",
+            "get_head_size",
+            "get_total_num_kv_heads",
+            "use_mla",
+        ),
     ),
     Use("vllm.config", "CacheConfig", ("cache_dtype",)),
     Use(
@@ -138,7 +147,7 @@ USES: Final = (
     Use("vllm.config", "KVEventsConfig", ("enable_kv_cache_events",)),
     Use("vllm.v1.kv_cache_interface", "KVCacheConfig", ("kv_cache_groups", "num_blocks")),
     Use("vllm.v1.kv_cache_interface", "KVCacheGroupSpec", ("layer_names", "kv_cache_spec")),
-    Use("vllm.v1.kv_cache_interface", "AttentionSpec", ("block_size", "unpadded_page_size_bytes")),
+    Use("vllm.v1.kv_cache_interface", "AttentionSpec", ("block_size", "num_kv_heads", "unpadded_page_size_bytes")),
     Use("vllm.v1.kv_cache_interface", "FullAttentionSpec"),
     Use("vllm.v1.kv_cache_interface", "SlidingWindowSpec", ("sliding_window", "extra_retained_tokens")),
     Use("vllm.v1.kv_cache_interface", "ChunkedLocalAttentionSpec", ("attention_chunk_size",)),

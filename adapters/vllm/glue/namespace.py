@@ -12,6 +12,7 @@ from kvstore.adapters.vllm.glue.parallel import shard_of
 from kvstore.adapters.vllm.identity import fingerprint_folder
 from kvstore.errors import ConfigError
 from kvstore.format.chunkfile import FORMAT_VERSION
+from kvstore.heads import LAYOUT_FIELD, SHARD_FIELD
 from kvstore.keys import Namespace
 
 if TYPE_CHECKING:
@@ -42,9 +43,9 @@ def namespace_of(
             "kv_cache_dtype": str(cache.cache_dtype),
             "draft": _draft_identity(speculative.model) if speculative else "none",
             "layers": _digest(_layer_names(kv_cache_config)),
-            "shard": shard_of(vllm_config, kv_cache_config).name,
+            SHARD_FIELD: shard_of(vllm_config, kv_cache_config).name,
             "chunk_tokens": config.chunk_size,
-            "layout": paged.layout.fingerprint,
+            LAYOUT_FIELD: paged.layout.fingerprint,
         }
     )
 

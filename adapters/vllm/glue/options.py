@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import vllm
 
+from kvstore.adapters.vllm.glue.division import divisions_of
 from kvstore.adapters.vllm.glue.groups import (
     announced_group,
     block_tokens_of,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvstore.config import StoreConfig
+    from kvstore.paged.base import LayerCache, PagedKV
 
 logger = logging.getLogger(__name__)
 
@@ -122,15 +124,23 @@ def worker_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, conf
     )
 
 
-def engine_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> EngineOptions:
+def engine_options(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    config: StoreConfig,
+    caches: tuple[Mapping[str, LayerCache], PagedKV] | None = None,
+) -> EngineOptions:
     """Where a worker keeps KV; every worker has a folder of its own.
 
     Of workers that hold the same KV, as all ranks do with MLA, one sends it to a shared tier; each to its own server.
+    ``caches``, as registered and as blocks, tell how engines of other tensor-parallel sizes divide what it holds.
     """
     remote = remote_options(config)
     if remote is not None:
         sends = config.listens or shard_of(vllm_config, kv_cache_config).replica == 0
-        remote = replace(remote, sends=sends, rank=rank_of(vllm_config))
+        divisions = divisions_of(vllm_config, kv_cache_config, config, *caches) if caches else ()
+        servers = tuple(_servers(vllm_config, config)) if config.listens and divisions else ()
+        remote = replace(remote, sends=sends, rank=rank_of(vllm_config), divisions=divisions, servers=servers)
     return EngineOptions(
         max_local_cpu_bytes=config.max_local_cpu_bytes,
         local_cpu=config.local_cpu,
@@ -146,6 +156,17 @@ def engine_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, conf
         max_local_gpu_bytes=config.max_local_gpu_bytes,
         pin_in_background=config.pin_in_background,
     )
+
+
+def _servers(vllm_config: VllmConfig, config: StoreConfig) -> Iterator[str]:
+    """Where the workers of this engine listen, by rank.
+
+    Raises:
+        ConfigError: no port is configured for one of them.
+    """
+    parallel = vllm_config.parallel_config
+    for rank in range(int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size)):
+        yield server_url(config.pd_peer_host, port_of(vllm_config, config, rank))
 
 
 def remote_options(config: StoreConfig) -> RemoteOptions | None:
@@ -176,7 +197,7 @@ def remote_options(config: StoreConfig) -> RemoteOptions | None:
         lookup_timeout_s=config.lookup_timeout_ms / 1000,
         hold_s=config.remote_lookup_cache_secs,
         max_queue=0 if is_read_only else config.max_remote_queue,
-        peers=config.peers if config.peers or config.enable_pd else None,
+        peers=config.peers if config.peers or config.enable_pd or config.reshard_from else None,
         peer_settings=_given(of_servers | _keys(config)),
         sources=_sources(config),
     )

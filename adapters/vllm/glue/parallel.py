@@ -29,7 +29,12 @@ def shard_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Shard:
     pp_rank, tp_rank = divmod(rank_of(vllm_config), tp_size)
     replicas = kv_replicas(kv_cache_config)
     shard, replica = divmod(tp_rank, replicas)
-    return Shard(f"pp {pp_rank}/{pp_size} tp {shard}/{tp_size // replicas}", replica)
+    return Shard(shard_name(pp_rank, pp_size, shard, tp_size // replicas), replica)
+
+
+def shard_name(pp_rank: int, pp_size: int, shard: int, num_shards: int) -> str:
+    """The name of a shard of those of one pipeline stage."""
+    return f"pp {pp_rank}/{pp_size} tp {shard}/{num_shards}"
 
 
 def rank_of(vllm_config: VllmConfig) -> int:
@@ -38,13 +43,14 @@ def rank_of(vllm_config: VllmConfig) -> int:
     return int(parallel.rank % (parallel.tensor_parallel_size * parallel.pipeline_parallel_size))
 
 
-def folder_of(vllm_config: VllmConfig, folder: Path) -> Path:
-    """The part of a disk's folder that belongs to this worker."""
+def folder_of(vllm_config: VllmConfig, folder: Path, rank: int | None = None, world_size: int | None = None) -> Path:
+    """The part of a disk's folder that belongs to this worker; or to that of another rank, were there so many."""
     parallel = vllm_config.parallel_config
+    rank, world_size = (parallel.rank, parallel.world_size) if world_size is None else (rank, world_size)
     if parallel.data_parallel_size > 1:
         folder /= f"replica-{parallel.data_parallel_rank}"
-    if parallel.world_size > 1:
-        folder /= f"rank-{parallel.rank}-of-{parallel.world_size}"
+    if world_size > 1:
+        folder /= f"rank-{rank}-of-{world_size}"
     return folder
 
 

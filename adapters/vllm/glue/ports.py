@@ -14,11 +14,15 @@ from kvstore.errors import ConfigError
 from kvstore.ops.admin_http import AdminServer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from vllm.config import VllmConfig
 
     from kvstore.config import StoreConfig
+    from kvstore.heads import Part
     from kvstore.keys import Namespace
     from kvstore.layout import KVLayout
+    from kvstore.options import RemoteOptions
     from kvstore.server.embedded import EmbeddedServer
 
 
@@ -37,9 +41,9 @@ def admin_server(vllm_config: VllmConfig, config: StoreConfig, scheduler: StoreS
 
 
 def embedded_server(
-    vllm_config: VllmConfig, namespace: Namespace, layout: KVLayout, config: StoreConfig
+    vllm_config: VllmConfig, namespace: Namespace, layout: KVLayout, config: StoreConfig, remote: RemoteOptions | None
 ) -> EmbeddedServer | None:
-    """The server of this worker, for other engines; None if it does not listen.
+    """The server of this worker, for other engines; None if it does not listen. ``remote`` says whose KV it can use.
 
     Raises:
         ConfigError: it cannot be opened as configured.
@@ -58,5 +62,11 @@ def embedded_server(
         keys=read_pair(Path(config.server_key_file)) if config.server_key_file else None,
         listed=read_list(Path(config.server_clients)) if config.server_clients else {},
         hold_s=config.pd_timeout_ms / 1000,
+        parts=tuple(_parts_sent_here(remote)) if remote is not None else (),
     )
     return EmbeddedServer(namespace, layout, options)
+
+
+def _parts_sent_here(remote: RemoteOptions) -> Iterator[Part]:
+    parts = (part for division in remote.divisions for part in division.parts)
+    return (part for part in parts if part.sends_to == remote.rank)

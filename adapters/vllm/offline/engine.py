@@ -55,6 +55,7 @@ _NOT_WARMING: Mapping[str, object] = {
     "kvstore.record_trace": None,
     "kvstore.enable_pd": False,
     "kvstore.peers": [],
+    "kvstore.reshard_from": [],
 }
 
 _NO_TRAILS: Mapping[ChunkRef, bytes] = MappingProxyType({})

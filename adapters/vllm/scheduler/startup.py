@@ -91,6 +91,9 @@ def _places(loaded: LoadedConfig, facts: Sequence[WorkerFacts], num_chunks: int)
         yield f"remote tier {shown['remote_url']}{only_read}: {state}"
     if config.peers:
         yield f"peers, which are only read: {', '.join(str(url) for url in _listed(shown['peers']))}"
+    if facts[0].divisions:
+        sizes = " and ".join(str(division.size) for division in facts[0].divisions)
+        yield f"also read: what engines of tensor-parallel size {sizes} have stored"
 
 
 def _listed(value: object) -> Sequence[object]:

@@ -92,7 +92,7 @@ class StoreWorker:
                 else.
         """
         if server is not None and engine.remote is not None:
-            engine = replace(engine, remote=replace(engine.remote, url=server.url))
+            engine = replace(engine, remote=replace(engine.remote, url=server.url, is_own=True))
         self._namespace = namespace
         self._engine = engine
         self._server = server
@@ -165,6 +165,7 @@ class StoreWorker:
             slots_take_turns=self._tiers.slots_take_turns,
             reads_fronts=self._tiers.reads_fronts,
             gpu_bytes=self._tiers.hot.size_bytes if self._tiers.hot else 0,
+            divisions=self._engine.remote.divisions if self._engine.remote else (),
         )
 
     def prepare(self, plan: StepPlan) -> None:

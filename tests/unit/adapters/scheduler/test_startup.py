@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.divided import Worker
 
 from kvstore import __version__
 from kvstore.adapters.vllm.plan import WorkerFacts
@@ -88,3 +89,11 @@ def test_other_engines(tmp_path: Path) -> None:
     )
     assert any(line.startswith("peers") and "other:7000" in line for line in lines)
     assert "secret" not in "".join(lines)
+
+
+def test_other_sizes_are_named_if_they_are_read(tmp_path: Path) -> None:
+    worker = Worker(0, 2)
+    ranks = [replace(FACTS, divisions=(worker.division(1), worker.division(4)))]
+    assert "also read: what engines of tensor-parallel size 1 and 4 have stored" in block("", tmp_path, *ranks)
+    refused = block("reshard_from: [1]\nlocal_disk: /d\nmax_local_disk_size: 1", tmp_path)
+    assert not any(line.startswith("also read") for line in refused)

@@ -1,0 +1,163 @@
+"""Chunks in folders of the disk tier that somebody else owns, or that nobody owns any more: only read.
+
+An owner may be using a folder meanwhile: files appear, vanish and are recycled while they are read, so a file that
+looks damaged is read again before it counts as such.
+"""
+
+from __future__ import annotations
+
+import logging
+import stat
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+from kvstore.catalog.trails import Trails
+from kvstore.chunks import ChunkRef, Outcome
+from kvstore.errors import ClosedError, TierError
+from kvstore.format.codecs import open_codec
+from kvstore.keys import Namespace
+from kvstore.layout import KVLayout
+from kvstore.throttle import Throttle
+from kvstore.tiers.base import MAX_NEAREST, Tier, TierCounters, Transfer
+from kvstore.tiers.disk import folder as _folder
+from kvstore.tiers.disk.chunkio import Body, ChunkIO
+from kvstore.tiers.disk.codedio import CodedIO
+from kvstore.tiers.disk.survey import names
+from kvstore.tiers.disk.trails import TrailNote
+
+logger = logging.getLogger(__name__)
+
+_LOOKS: Final = 2  # at a file that looks damaged
+
+
+class FolderReader(Tier):
+    """The chunks of one namespace in one folder or several, each chunk in any of them. Thread-safe.
+
+    Locks nothing, and changes nothing but the time of a chunk's last use. The folders need not exist. The trails are
+    those noted when it is first asked for some.
+
+    Args:
+        folders: of disk tiers.
+        namespace: of the chunks.
+        layout: of the chunks.
+        codec: that the chunks may be encoded with; those without one are read in any case.
+
+    Raises:
+        ConfigError: the codec cannot be used on this layout.
+    """
+
+    name = "folder"
+
+    def __init__(self, folders: Sequence[Path], namespace: Namespace, layout: KVLayout, *, codec: str = "none") -> None:
+        self.counters = TierCounters()
+        self._homes = [folder.absolute() / namespace.id.hex() for folder in folders]
+        self._layout = layout
+        self._io = ChunkIO(layout) if codec == "none" else CodedIO(layout, open_codec(codec, layout))
+        self._io.namespace_id = namespace.id
+        self._throttle = Throttle(logger)
+        self._lock = threading.Lock()  # of the trails
+        self._trails: Trails | None = None
+        self._is_closed = False
+
+    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+        """For each chunk, whether there is a file of it.
+
+        Raises:
+            TierError: a folder cannot be looked into.
+        """
+        self._check_open()
+        return [any(_is_file(home / _folder.chunk_name(ref)) for home in self._homes) for ref in refs]
+
+    def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
+        """See ``Tier``: of those noted when it was first asked."""
+        self._check_open()
+        with self._lock:
+            if self._trails is None:
+                self._trails = self._read_trails()
+            return [self._trails.closest(trail, MAX_NEAREST) for trail in trails]
+
+    def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Read chunks into their buffers, one after the other; callers on several threads overlap."""
+        bodies = [self._io.check(transfer) for transfer in transfers]
+        self._check_open()
+        return [self.counters.count(self._get(body), self._io.file_bytes[body.ref.num_blocks]) for body in bodies]
+
+    def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Answer ``FAILED``."""
+        for transfer in transfers:
+            self._io.check(transfer)
+        self._check_open()
+        return [self.counters.count(Outcome.FAILED, 0) for _ in transfers]
+
+    def remove(self, refs: Iterable[ChunkRef]) -> None:
+        """Do nothing: they are others'."""
+
+    def clear(self) -> None:
+        """Do nothing: they are others'."""
+
+    def reset(self, namespace: Namespace) -> None:
+        """Do nothing: opened anew for another namespace, it finds what others have of that."""
+
+    def close(self) -> None:
+        """Let no further call begin."""
+        self._is_closed = True
+        self._io.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the reader of folders was closed")
+
+    def _get(self, body: Body) -> Outcome:
+        outcome = Outcome.MISS
+        for home in self._homes:
+            for _ in range(_LOOKS):
+                found = self._read(home / _folder.chunk_name(body.ref), body)
+                if found is not Outcome.CORRUPT:
+                    break
+            if found is Outcome.HIT:
+                return found
+            outcome = outcome if found is Outcome.MISS else found
+        return outcome
+
+    def _read(self, path: Path, body: Body) -> Outcome:
+        try:
+            damage = self._io.read(path, body, time.time_ns())
+        except (FileNotFoundError, NotADirectoryError):
+            return Outcome.MISS
+        except OSError as error:
+            self._complain("read", f"a chunk cannot be read: {_folder.reason(error)}")
+            return Outcome.FAILED
+        if damage is None:
+            return Outcome.HIT
+        self._complain(damage.name, f"a chunk is damaged: {damage.value}")
+        return Outcome.CORRUPT
+
+    def _read_trails(self) -> Trails:
+        found: set[bytes] = set()
+        for home in self._homes:
+            try:
+                held = {ref.prefix_key for _, ref in names(home) if ref is not None}
+                found.update(TrailNote(self._layout).read(home, held).values())
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                self._complain("trails", f"the note of trails cannot be read: {_folder.reason(error)}")
+        trails = Trails()
+        trails.add_all(found)
+        return trails
+
+    def _complain(self, cause: str, what: str) -> None:
+        self._throttle.log(cause, "in the disk folder of another number of workers %s", what)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        folder = path.parents[2]  # above those of the namespace and of the key's first digits
+        raise TierError(f"the disk folder {folder} cannot be looked into: {_folder.reason(error)}") from error

@@ -1,0 +1,104 @@
+"""What engines of another tensor-parallel size have stored, cut and joined by KV head into ours: read-only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.errors import ClosedError
+from kvstore.heads import Division
+from kvstore.keys import Namespace
+from kvstore.layout import ALIGNMENT_BYTES, round_up
+from kvstore.memory.scratch import Scratch
+from kvstore.tiers.base import Tier, TierCounters, Transfer, payload_view, start_closing
+
+
+class ReshardedTier(Tier):
+    """Reads a chunk of ours from the parts that hold its heads, one after the other. Thread-safe.
+
+    A chunk is there if all parts are. Nothing is stored or removed: whoever reads it remembers what it does not want.
+
+    Args:
+        division: how that engine divides what we hold.
+        tiers: one for each part, opened for its namespace. ``close`` closes them.
+        timeout_s: how long a read waits for a buffer; there are few, each as long as the longest part.
+    """
+
+    name = "resharded"
+
+    def __init__(self, division: Division, tiers: Sequence[Tier], timeout_s: float) -> None:
+        self.counters = TierCounters()
+        self._division = division
+        self._parts = tuple(zip(division.parts, tiers, strict=True))
+        self._scratch = Scratch(division.part_bytes, timeout_s)
+        self._is_closed = False
+
+    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+        """For each chunk, whether all parts hold theirs. Each is asked about what those before it hold.
+
+        Raises:
+            TierError: a part's storage failed.
+        """
+        self._check_open()
+        held = list(refs)
+        for _, tier in self._parts:
+            if held:
+                held = [ref for ref, is_there in zip(held, tier.contains(held), strict=True) if is_there]
+        found = set(held)
+        return [ref in found for ref in refs]
+
+    def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
+        """Those that the first part names; the others need not have them, which ``contains`` tells.
+
+        Raises:
+            TierError: its storage failed.
+        """
+        self._check_open()
+        return self._parts[0][1].nearest(trails)
+
+    def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Read chunks into their buffers, one after the other; call from several threads to overlap them.
+
+        Raises:
+            TierError: a part's storage failed, or all buffers were in use for too long.
+        """
+        payloads = [payload_view(self._division.layout, transfer) for transfer in transfers]
+        self._check_open()
+        pairs = zip(transfers, payloads, strict=True)
+        return [self.counters.count(self._get(transfer.ref, payload), len(payload)) for transfer, payload in pairs]
+
+    def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Answer ``FAILED``: chunks of ours have a namespace of their own."""
+        for transfer in transfers:
+            payload_view(self._division.layout, transfer)
+        self._check_open()
+        return [self.counters.count(Outcome.FAILED, 0) for _ in transfers]
+
+    def remove(self, refs: Iterable[ChunkRef]) -> None:
+        """Do nothing: they are others'."""
+
+    def clear(self) -> None:
+        """Do nothing: they are others'."""
+
+    def reset(self, namespace: Namespace) -> None:
+        """Do nothing: opened anew for another namespace, it finds what others have of that."""
+
+    def close(self) -> None:
+        """Close the tiers of all parts; waits for the slowest."""
+        self._is_closed = True
+        for closing in start_closing([tier for _, tier in self._parts]):
+            closing.join()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the resharded tier was closed")
+
+    def _get(self, ref: ChunkRef, payload: ByteArray) -> Outcome:
+        for part, tier in self._parts:
+            with self._scratch.borrowed() as scratch:
+                need_bytes = round_up(part.layout.payload_bytes(ref.num_blocks), ALIGNMENT_BYTES)
+                (outcome,) = tier.get([Transfer(ref, scratch[:need_bytes])])
+                if outcome is not Outcome.HIT:
+                    return outcome
+                self._division.take(part, scratch, payload, ref.num_blocks)
+        return Outcome.HIT
