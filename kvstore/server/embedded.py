@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvstore.chunks import ChunkRef
 from kvstore.errors import ConfigError
@@ -45,6 +45,7 @@ class EmbeddedOptions:
         keys: the server's own; None for no encryption, which only loopback may have.
         listed: the public keys of the clients that may connect, and their names.
         hold_s: how long what others have sent stays at most until the owner has read it.
+        channel: through which senders' memory is read; None for none.
     """
 
     pool_bytes: int
@@ -53,6 +54,7 @@ class EmbeddedOptions:
     keys: KeyPair | None = None
     listed: Mapping[bytes, str] = field(default_factory=dict)
     hold_s: float = 0.0
+    channel: str | None = None
 
 
 class EmbeddedServer:
@@ -104,6 +106,14 @@ class EmbeddedServer:
         """What is on its way here, by the senders' names. Another object whenever it changes."""
         return self._owner.senders
 
+    def stats(self, timeout_s: float) -> dict[str, Any]:
+        """All counters, as ``kvstore stats`` shows them.
+
+        Raises:
+            TimeoutError: the server does not answer in time.
+        """
+        return self._hub.snapshot(timeout_s)
+
     def enter(self, namespace: Namespace) -> None:
         """The owner's weights were changed: drop the chunks of the old ones, and refuse engines that have those."""
         self._hub.enter(namespace)
@@ -151,6 +161,7 @@ def _server_options(options: EmbeddedOptions, folder: Path) -> ServerOptions:
         listed=options.listed,
         policy=_POLICY,
         drain_s=0.0,
+        channel=options.channel,
     )
     server.check()
     try:

@@ -9,6 +9,7 @@ from typing import Final
 from kvstore.keys import EPOCH_FIELD, Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
+from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.progress import Progress
 from kvstore.throttle import Throttle
 
@@ -35,7 +36,7 @@ class Owner:
         self.namespace = namespace
         self.hold_s = hold_s
         self.senders: Mapping[str, Progress] = {}
-        self._geometry = messages.Geometry.of(layout)
+        self._geometry = Geometry.of(layout)
         self._throttle = Throttle(logger)
 
     def note_progress(self, told: Iterable[Progress]) -> None:

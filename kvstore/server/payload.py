@@ -44,23 +44,23 @@ class Payload:
         """
         lease = session.leases.get(request.lease)
         if lease is None or not lease.is_write:
-            return _done(request, Outcome.FAILED)
+            return done(request, Outcome.FAILED)
         source = memoryview(frame)
-        parts = self._parts(lease, request.offset_bytes, len(source))
+        parts = self.parts(lease, request.offset_bytes, len(source))
 
         def copied(*, is_sound: bool) -> None:
             is_sound = is_sound and lease.note_arrived(request.offset_bytes, request.offset_bytes + len(source))
             if is_sound:
                 self._note(lease.chunk, (request.offset_bytes, len(source)), request.checksum)
-            self._end(session, lease, is_sound=is_sound)
-            self._core.send(session.peer, _done(request, Outcome.STORED if is_sound else Outcome.FAILED), ())
+            self.end(session, lease, is_sound=is_sound)
+            self._core.send(session.peer, done(request, Outcome.STORED if is_sound else Outcome.FAILED), ())
 
         def copy() -> None:
             is_sound = _place(source, parts) == request.checksum
             self._core.report(lambda: copied(is_sound=is_sound))
 
-        self._begin(session, lease)
-        self._start(copy, lambda: copied(is_sound=False))
+        self.begin(session, lease)
+        self.start(copy, lambda: copied(is_sound=False))
         return None
 
     def hand_out(self, session: Session, request: messages.Fetch) -> messages.Answer | None:
@@ -71,8 +71,8 @@ class Payload:
         """
         lease = session.leases.get(request.lease)
         if lease is None or lease.is_write:
-            return _done(request, Outcome.FAILED)
-        parts = self._parts(lease, request.offset_bytes, request.num_bytes)
+            return done(request, Outcome.FAILED)
+        parts = self.parts(lease, request.offset_bytes, request.num_bytes)
         sums, part_of_chunk = lease.chunk.sums, (request.offset_bytes, request.num_bytes)
 
         def send(added_up: bytes) -> None:
@@ -84,29 +84,29 @@ class Payload:
 
         def summed(added_up: bytes) -> None:
             if lease.is_over:
-                self._core.send(session.peer, _done(request, Outcome.FAILED), ())
+                self._core.send(session.peer, done(request, Outcome.FAILED), ())
             else:
                 self._note(lease.chunk, part_of_chunk, added_up)
                 send(added_up)
-            self._end(session, lease, is_sound=True)
+            self.end(session, lease, is_sound=True)
 
         def add_up() -> None:
             added_up = checksum(part.data for part in parts)
             self._core.report(lambda: summed(added_up))
 
         def give_up() -> None:
-            self._end(session, lease, is_sound=False)
-            self._core.send(session.peer, _done(request, Outcome.FAILED), ())
+            self.end(session, lease, is_sound=False)
+            self._core.send(session.peer, done(request, Outcome.FAILED), ())
 
-        self._begin(session, lease)
-        self._start(add_up, give_up)
+        self.begin(session, lease)
+        self.start(add_up, give_up)
         return None
 
     def close(self) -> None:
         """End the threads."""
         self._copiers.shutdown(wait=True, cancel_futures=True)
 
-    def _start(self, action: Callable[[], None], give_up: Callable[[], None]) -> None:
+    def start(self, action: Callable[[], None], give_up: Callable[[], None]) -> None:
         """Run an action on a thread; call ``give_up`` if it raises, or its pages would stay in use for ever."""
 
         def look(future: Future[None]) -> None:
@@ -117,7 +117,12 @@ class Payload:
 
         self._copiers.submit(action).add_done_callback(look)
 
-    def _begin(self, session: Session, lease: Lease) -> None:
+    def begin(self, session: Session, lease: Lease) -> None:
+        """Keep the pages of a lease until ``end``.
+
+        Raises:
+            ProtocolError: too many pieces of this client are under way.
+        """
         if session.num_pieces >= MAX_PIECES:
             raise ProtocolError(f"more than {MAX_PIECES} pieces at once")
         session.num_pieces += 1
@@ -129,12 +134,17 @@ class Payload:
         if part in chunk.sums or len(chunk.sums) < _MAX_SUMS:
             chunk.sums[part] = added_up
 
-    def _end(self, session: Session, lease: Lease, *, is_sound: bool) -> None:
+    def end(self, session: Session, lease: Lease, *, is_sound: bool) -> None:
+        """A piece is there, or nothing of it will be written any more."""
         session.num_pieces -= 1
         self._core.sessions.copied(lease, is_sound=is_sound)
 
-    def _parts(self, lease: Lease, offset_bytes: int, num_bytes: int) -> list[ByteArray]:
-        """Views of a part of a chunk's payload."""
+    def parts(self, lease: Lease, offset_bytes: int, num_bytes: int) -> list[ByteArray]:
+        """Views of a part of a chunk's payload.
+
+        Raises:
+            ProtocolError: it is not inside its chunk.
+        """
         if offset_bytes + num_bytes > lease.chunk.num_bytes:
             raise ProtocolError("a part of a chunk lies behind its end")
         return self._core.pool.parts(lease.chunk.runs, offset_bytes, num_bytes)
@@ -145,7 +155,8 @@ def _copy_threads() -> int:
     return max(1, min(_MAX_COPY_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 
-def _done(request: messages.Request, outcome: Outcome) -> messages.Done:
+def done(request: messages.Request, outcome: Outcome) -> messages.Done:
+    """The answer to a request about one piece."""
     return messages.Done(request.serial, messages.pack_outcomes([outcome]), messages.NO_USAGE)
 
 

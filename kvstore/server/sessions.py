@@ -89,6 +89,7 @@ class Session:
         num_late: its requests for grants that are to be answered later.
         is_over: it has ended.
         fd: of its connection, where that is known; otherwise -1.
+        attached: how it describes the memory that is read here; empty if none is.
         progress: what it says of the hand-overs that it sends; None if it says nothing.
     """
 
@@ -104,6 +105,7 @@ class Session:
     is_over: bool = False
     fd: int = -1
     progress: Progress | None = None
+    attached: bytes = b""
 
 
 class Peer(NamedTuple):

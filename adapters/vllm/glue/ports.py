@@ -58,5 +58,6 @@ def embedded_server(
         keys=read_pair(Path(config.server_key_file)) if config.server_key_file else None,
         listed=read_list(Path(config.server_clients)) if config.server_clients else {},
         hold_s=config.pd_timeout_ms / 1000,
+        channel=config.transfer_channel,
     )
     return EmbeddedServer(namespace, layout, options)
