@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -46,9 +47,10 @@ class ChannelConformance(TransportConformance):
             yield channel
 
     @pytest.fixture(scope="class")
-    def there(self) -> Iterator[Exposing]:
+    @classmethod
+    def there(cls) -> Iterator[Exposing]:
         """Another process, whose memory holds ``random_bytes(_MEMORY_BYTES, _SEED)``."""
-        with self.exposing() as other:
+        with cls.exposing() as other:
             yield other
 
     def open_channel(self) -> Channel:
@@ -56,13 +58,16 @@ class ChannelConformance(TransportConformance):
         assert self.channel is not None
         return self.channel()
 
+    @classmethod
     @contextmanager
-    def exposing(self) -> Iterator[Exposing]:
+    def exposing(cls) -> Iterator[Exposing]:
         """Another process."""
-        assert self.channel is not None
-        where = (self.channel.__module__, self.channel.__qualname__, str(_MEMORY_BYTES), str(_SEED))
+        assert cls.channel is not None
+        where = (cls.channel.__module__, cls.channel.__qualname__, str(_MEMORY_BYTES), str(_SEED))
         command = [sys.executable, "-m", "kvstore.testing.exposing", *where]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=path) as process:
             assert process.stdout is not None
             try:
                 lines = (line.strip() for line in process.stdout)

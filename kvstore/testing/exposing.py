@@ -28,7 +28,8 @@ def main() -> None:
     memory = random_bytes(int(num_bytes), int(seed))
     channel.register(memory)
     with channel.serving():
-        print(channel.describe().hex(), flush=True)
+        sys.stdout.write(f"{channel.describe().hex()}\n")
+        sys.stdout.flush()
         sys.stdin.read()
     channel.close()
 
