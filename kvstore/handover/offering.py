@@ -27,7 +27,8 @@ from kvstore.tiers.server.url import ServerTarget, parse_server
 logger = logging.getLogger(__name__)
 
 _LEAST_BYTES: Final = 1 << 20  # layers are offered together until they have so many
-_MOST_BYTES: Final = 2 << 20  # of one offer: while one is read, the one before is verified
+_MOST_BYTES: Final = messages.OFFER_BYTES  # while one is read, the one before is verified
+_WINDOW: Final = 12  # offers under way at once: a server takes 16 pieces of a client
 _throttle = Throttle(logger)
 
 
@@ -105,7 +106,7 @@ class OfferSender(PieceSender):
     """
 
     def __init__(self, link: Link, exposed: Exposed, give_up: Callable[[Link], None]) -> None:
-        super().__init__(link)
+        super().__init__(link, _WINDOW)
         self._exposed = exposed
         self._give_up = give_up
         self._offered_bytes = 0

@@ -132,7 +132,7 @@ class TestMalformed:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         link = Link(context, parse_server(server.url, {}))
         hello = messages.Hello(1, 99, {}, Geometry.of(EVEN), 0, link.token)
-        with pytest.raises(TierError, match="versions 1 to 2 of the protocol, not 99"):
+        with pytest.raises(TierError, match="versions 1 to 3 of the protocol, not 99"):
             link.ask(hello, messages.Welcome)
         with pytest.raises(NoSessionError):
             link.ask(messages.Lookup(2, b""), messages.Held)

@@ -143,12 +143,17 @@ class Framed:
 class PieceSender:
     """Sends payload in pieces, a few of them before the first is confirmed.
 
+    Args:
+        link: to the server.
+        window: how many.
+
     Raises:
         TierError: from each method, if the server fails.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, window: int = messages.WINDOW) -> None:
         self._link = link
+        self._window = window
         self._under_way: dict[int, int] = {}  # the numbers of payloads, by serials
         self._failed: set[int] = set()
 
@@ -161,7 +166,7 @@ class PieceSender:
 
     def _begin(self, number: int) -> int:
         """Wait until another request may be under way; its serial."""
-        if len(self._under_way) >= messages.WINDOW:
+        if len(self._under_way) >= self._window:
             self._confirm()
         serial = self._link.new_serial()
         self._under_way[serial] = number
