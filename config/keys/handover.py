@@ -42,7 +42,9 @@ def _check_role(value: str | None) -> str | None:
 
 
 def _check_channel(value: str | None) -> str | None:
-    return value if value is None else require_one_of(value, known_channels())
+    if value is None or value in {"tcp", "py_socket"}:  # the second is LMCache's
+        return None
+    return require_one_of(value, known_channels())
 
 
 def _each(read: Callable[[str], ListedPlace], demand: LiteralString) -> AfterValidator:

@@ -130,7 +130,9 @@ class NixlChannel(Channel):
 
     def look(self, reading: Reading) -> State:
         """See ``Channel``."""
-        handle = self._readings[reading]
+        handle = self._readings.get(reading)
+        if handle is None:  # ``close`` has ended it
+            return State.FAILED
         try:
             with self._working(_bindings.nixlRemoteDisconnectError) as agent:
                 found = agent.check_xfer_state(handle)
@@ -140,7 +142,7 @@ class NixlChannel(Channel):
             return State.PENDING
         if found == "PROC":
             return State.PENDING
-        del self._readings[reading]
+        self._readings.pop(reading, None)
         with suppress(ChannelError), self._working() as agent:
             agent.release_xfer_handle(handle)
         return State.DONE if found == "DONE" else State.FAILED

@@ -7,6 +7,7 @@ that does not read through this channel gets payload in messages, which is said 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
@@ -45,6 +46,12 @@ class Exposed:
         self.channel = channel
         self.memory = memory
         self.read_bytes = 0
+        self._lock = threading.Lock()
+
+    def count(self, num_bytes: int) -> None:
+        """Note that a receiver has read so much."""
+        with self._lock:
+            self.read_bytes += num_bytes
 
     def offset_of(self, payload: ByteArray) -> int | None:
         """Where some bytes lie in it; None if they do not."""
@@ -134,7 +141,7 @@ class OfferSender(PieceSender):
         if failed:
             self._give_up(self._link)
         else:
-            self._exposed.read_bytes += self._offered_bytes
+            self._exposed.count(self._offered_bytes)
         return failed
 
     def _offer(self, number: int, lease: int, payload: ByteArray, part: range) -> None:

@@ -1,0 +1,114 @@
+"""Two real vLLMs: the decode engine reads KV out of the prefill engine's buffer, and either of them dies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import pytest
+from support.disaggregated import Disaggregation, EngineServer, Work, unshared
+from support.redis_server import wait_for
+from support.vllm_engine import Engine, Prompt
+
+from kvstore.tools.demo.client import read_counter
+from kvstore.tools.models import TINY, random_tokens
+from kvstore.tools.processes import free_port
+
+pytest.importorskip("kvstore.channels.nixl", reason="needs NIXL: the extra `nixl`", exc_type=ImportError)
+pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
+
+OUTPUT_TOKENS = 12
+LENGTHS = (700, 1500, 257, 900, 1100)
+LINES = f"""
+enable_pd: true
+transfer_channel: nixl
+pd_buffer_size: {128 << 20}
+pd_timeout_ms: 60000
+blocking_timeout_secs: 30
+max_local_cpu_size: 0.25
+load_only_if_faster: false
+"""
+
+
+class Turn(NamedTuple):
+    """A prompt, and the words that plain vLLM answers, up to the first tie."""
+
+    prompt: Prompt
+    words: list[str]
+
+
+@pytest.fixture(scope="module")
+def turns(tiny_model: Path) -> list[Turn]:
+    prompts = [random_tokens(length, vocab=TINY.vocab, seed=length) for length in LENGTHS]
+    with Engine(tiny_model) as engine:
+        outputs = engine.generate(prompts, max_tokens=OUTPUT_TOKENS, logprobs=2)
+        decode = engine.llm.get_tokenizer().decode
+        words = [decode(output.token_ids[: output.tie_at]).split() for output in outputs]
+    return list(map(Turn, prompts, words))
+
+
+@pytest.fixture
+def running(tiny_model: Path, tmp_path: Path) -> Iterator[Disaggregation]:
+    port = free_port()
+    place = f"127.0.0.1:{port}"
+    with Disaggregation(
+        tiny_model,
+        tmp_path,
+        prefill=f"{LINES}pd_allowed_hosts: {place}\n",
+        decode=f"{LINES}pd_peer_init_port: {port}\n",
+        options=["--decode-kv", f"kvs://{place}"],
+    ) as running:
+        yield running
+
+
+def ask(running: Disaggregation, turn: Turn) -> None:
+    answer = running.ask("/v1/completions", {"prompt": turn.prompt, "max_tokens": OUTPUT_TOKENS})
+    assert answer["choices"][0]["text"].split()[: len(turn.words)] == turn.words
+
+
+def read_bytes(prefill: EngineServer) -> int:
+    """What was read out of its buffer since its start; all that it has handed over."""
+    found = read_counter(prefill.url, "vllm:kvstore_channel_bytes_total")
+    wait_for(
+        "both are counted",
+        lambda: (
+            read_counter(prefill.url, "vllm:kvstore_pushed_bytes_total")
+            == read_counter(prefill.url, "vllm:kvstore_channel_bytes_total")
+        ),
+    )
+    return max(found, read_counter(prefill.url, "vllm:kvstore_channel_bytes_total"))
+
+
+def hand_over(running: Disaggregation, turn: Turn) -> None:
+    """All of the prompt goes by NIXL, and none of it is computed twice."""
+    before, decode = read_bytes(running.prefill), Work(running.decode)
+    ask(running, turn)
+    assert decode.of(turn.prompt) <= unshared(turn.prompt)
+    wait_for("it went by NIXL", lambda: read_bytes(running.prefill) > before)
+
+
+def test_nixl_between_two_engines_that_die(running: Disaggregation, turns: list[Turn]) -> None:
+    first, second, third, fourth, fifth = turns
+    hand_over(running, first)
+    hand_over(running, second)
+
+    running.prefill.kill()
+    ask(running, third)  # computed by the decode engine
+    running.prefill.start()
+    settle(running)
+    hand_over(running, fourth)
+
+    running.decode.kill()
+    running.decode.start()
+    settle(running)
+    hand_over(running, fifth)
+
+
+def settle(running: Disaggregation) -> None:
+    """Let the proxy and the prefill engine find out that somebody is back."""
+    time.sleep(11)
+    with httpx.Client(trust_env=False, timeout=30) as client:
+        assert client.get(f"{running.proxy.url}/health").status_code == 200
