@@ -39,6 +39,7 @@ _CLOSE_WAIT_S: Final = 1.0
 _FAILURES: Final[tuple[type[Exception], ...]] = tuple(  # which have no class in common
     kind for kind in vars(_bindings).values() if isinstance(kind, type) and issubclass(kind, Exception)
 )
+_NO_AGENT: Final[tuple[type[Exception], ...]] = (*_FAILURES, RuntimeError)
 
 
 class _Memory(NamedTuple):
@@ -69,7 +70,7 @@ class NixlChannel(Channel):
         try:
             config = nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND])
             self._agent: Any = nixl_agent(uuid.uuid4().hex, config)
-        except (*_FAILURES, RuntimeError) as error:
+        except _NO_AGENT as error:
             raise ChannelError(f"NIXL makes no agent here: {error}") from error
         if _BACKEND not in self._agent.backends:
             raise ChannelError(f"this NIXL has no {_BACKEND}: {', '.join(self._agent.plugin_list)}")

@@ -8,7 +8,7 @@ import os
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kvstore.channels.base import Channel, Peer, Reading, State
 from kvstore.chunks import ByteArray
@@ -65,7 +65,7 @@ class ProcChannel(Channel):
         pid, address, _ = self._peers[peer]
         try:
             with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
-                num_bytes = os.preadv(memory.fileno(), parts, address + offset_bytes)
+                num_bytes = os.preadv(memory.fileno(), [part.data for part in parts], address + offset_bytes)
         except OSError:
             return State.FAILED
         return State.DONE if num_bytes == sum(map(len, parts)) else State.FAILED
@@ -83,7 +83,7 @@ class HeldChannel(ProcChannel):
     name: ClassVar[str] = "held"
     made: ClassVar[list[HeldChannel]] = []
     holds: ClassVar[bool] = False
-    damage: ClassVar[Callable[[ByteArray], None] | None] = None
+    damage: ClassVar[Any] = None  # a function of the first part, or none
 
     def __init__(self) -> None:
         super().__init__()

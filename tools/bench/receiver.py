@@ -60,7 +60,7 @@ class BareReader:
 
 def _take(listening: socket.socket, target: ByteArray) -> None:
     connection, _ = listening.accept()
-    view = memoryview(target)
+    view = target.data
     while True:
         done = 0
         while done < len(view):
