@@ -34,7 +34,7 @@ _MEMORY: Final = "DRAM"
 _HEADER: Final = struct.Struct("<8s8sQQ")  # of a description: magic, checksum, and address and length of the memory
 _NUMBERS: Final = struct.Struct("<QQ")
 _MAGIC: Final = b"kvnixl\0\1"
-_TURN_S: Final = 5e-4  # between two turns of the thread: some percent of a core
+_TURN_S: Final = 2e-3  # between two turns of the thread: a few percent of a core
 _CLOSE_WAIT_S: Final = 1.0
 _FAILURES: Final[tuple[type[Exception], ...]] = tuple(  # which have no class in common
     kind for kind in vars(_bindings).values() if isinstance(kind, type) and issubclass(kind, Exception)
