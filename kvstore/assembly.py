@@ -108,9 +108,19 @@ class OpenTiers:
         return self.disk is None or self.disk.answers
 
     @property
+    def reads_fronts(self) -> bool:
+        """As of ``ChunkIndex``."""
+        return self.remote is not None and self.remote.reads_fronts
+
+    @property
     def remote_answers(self) -> bool:
         """Whether chunks can be read from the remote tier, or there is none."""
         return self.remote is None or self.remote.answers
+
+    @property
+    def remote_keeps_trails(self) -> bool:
+        """Whether the remote tier keeps the trails of what is written there, as far as is known."""
+        return self.remote is not None and self.remote.keeps_trails
 
 
 def open_tiers(

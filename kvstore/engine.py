@@ -332,6 +332,8 @@ class CacheEngine:
                     count = index.clear()
                     self._mover.clear(index.take_removals())
         self._settle()
+        if hasher is not None:
+            self._planner.forget_longer(hasher, self._settle)
         return count
 
     def reset_cache(self) -> None:

@@ -112,6 +112,18 @@ class KVLayout:
         """``layer_range`` of every layer."""
         return [self.layer_range(layer, num_blocks) for layer in range(self.num_layers)]
 
+    def front_ranges(self, num_blocks: int, front_blocks: int) -> list[tuple[int, int]]:
+        """Begin and end of what the payload of a chunk has of its leading blocks, for each plane of each layer.
+
+        One after the other, these bytes are the payload of a chunk of ``front_blocks`` blocks.
+        """
+        ranges = []
+        for layer, page_bytes in enumerate(self.page_bytes):
+            first, end = self.layer_range(layer, num_blocks)
+            begins = range(first, end, page_bytes * num_blocks)
+            ranges += [(begin, begin + page_bytes * front_blocks) for begin in begins]
+        return ranges
+
     def layer_groups(self, least_bytes: int) -> list[range]:
         """The layers in groups, in order; of a full chunk each group but the last has at least ``least_bytes``."""
         groups, first = [], 0

@@ -9,14 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from kvstore.assembly import OpenTiers, open_directory
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import NO_MATCH, LoadStep, Match, Place
 from kvstore.catalog.remote_view import RemoteView, Told
 from kvstore.catalog.sequence import all_refs, chunk_refs
-from kvstore.chunks import ChunkRef
+from kvstore.chunks import ChunkRef, chunk_of
 from kvstore.errors import ClosedError
 from kvstore.keys import Namespace, PrefixHasher, PrefixKey
 from kvstore.layout import KVLayout
@@ -25,6 +25,10 @@ from kvstore.requests import Request
 from kvstore.transfer.mover import LoadJob, LoadResult, StoreJob
 
 Result = TypeVar("Result")
+
+_MAX_LONGER: Final = 1024  # chunks of others that one ``clear`` removes, and
+_MAX_IN_VAIN: Final = 8  # questions in a row that named only what it has removed,
+_MAX_ASKED: Final = 64  # the last of which are asked about
 
 
 class Planner:
@@ -65,6 +69,7 @@ class Planner:
             cache_policy=options.cache_policy,
             disk_policy=options.disk_policy,
             slots_take_turns=tiers.slots_take_turns,
+            reads_fronts=tiers.reads_fronts,
         )
         self.index.adopt(tiers.survivors, tiers.trails)
         self.view = view
@@ -147,7 +152,8 @@ class Planner:
         with self.lock:
             self._begin()
             match = self.index.lookup(request.hasher, request.begin, request.told)
-            steps = self.index.prepare_load(match.refs, request.told, hasher=request.hasher)
+            front_blocks = match.front_blocks(self._layout.block_tokens, blocks_per_chunk)
+            steps = self.index.prepare_load(match.refs, request.told, hasher=request.hasher, front_blocks=front_blocks)
         jobs, end_block = [], match.num_tokens // self._layout.block_tokens - skip_blocks
         begin = match.first_chunk * blocks_per_chunk
         for step in steps:
@@ -207,8 +213,10 @@ class Planner:
         """Take in that a write to a slower tier has ended. From any thread."""
         size_bytes = self._tiers.size_on_disk(ref) if stored and target is Place.DISK else None
         with self.lock:
+            self._note_tiers()
             self.index.complete_write(ref.prefix_key, target, stored=stored, size_bytes=size_bytes)
             self._remove_from_disk()
+            self._remove(Place.REMOTE, self.index.take_recalls())
 
     def forget(self, hasher: PrefixHasher) -> int:
         """Forget the chunks of a sequence, and those that hold its end, in every tier. Returns how many were here."""
@@ -221,6 +229,32 @@ class Planner:
             if self.view is not None:
                 self.view.forget(refs)
         return count
+
+    def forget_longer(self, hasher: PrefixHasher, settle: Callable[[], None]) -> None:
+        """Forget the chunks of others at the remote tier that hold a sequence's end: the tier names a few at a time.
+
+        ``settle`` waits until what was named so far is removed.
+        """
+        trail = b"".join(hasher.block_keys(len(hasher.chunk_keys())))
+        seen: dict[ChunkRef, None] = {}
+        num_in_vain = 0
+        while self.directory is not None and trail and num_in_vain < _MAX_IN_VAIN and len(seen) < _MAX_LONGER:
+            # What is gone is asked about as well, or a tier may go on naming it.
+            named = self.directory.answer([trail, *list(seen)[-_MAX_ASKED:]])[0]
+            longer = [chunk_of(other) for other in named if other.startswith(trail)] if isinstance(named, tuple) else []
+            if not longer:
+                return  # the sequence's own last chunk, if anybody still names it, was removed before
+            fresh = [ref for ref in longer if ref not in seen]
+            num_in_vain = 0 if fresh else num_in_vain + 1
+            seen |= dict.fromkeys(fresh)
+            if fresh:
+                with self.lock:
+                    self.index.remove(ref.prefix_key for ref in fresh)
+                    self._remove_from_disk()
+                    self._remove(Place.REMOTE, fresh)
+                    if self.view is not None:
+                        self.view.forget(fresh)
+                settle()
 
     def reset_directory(self, namespace: Namespace) -> None:
         """Ask the remote tier about another namespace from now on."""
@@ -240,8 +274,13 @@ class Planner:
         """Bring the index up to date. Needs the lock."""
         self.check_open()
         self.index.advance(time.monotonic())
-        self.index.set_disk_answers(answers=self._tiers.disk_answers)
-        self.index.set_remote_answers(answers=self._tiers.remote_answers)
+        self._note_tiers()
+
+    def _note_tiers(self) -> None:
+        """Tell the index how the tiers are. Needs the lock."""
+        tiers = self._tiers
+        self.index.set_disk_answers(answers=tiers.disk_answers)
+        self.index.set_remote_answers(answers=tiers.remote_answers, keeps_trails=tiers.remote_keeps_trails)
 
     def _remove_from_disk(self) -> None:
         """Take evicted chunks off the disk. Needs the lock, so that removals keep the index's order there."""

@@ -73,11 +73,8 @@ class Ends:
 
     def _leading(self, payload: ByteArray, num_blocks: int, wanted_blocks: int) -> ByteArray:
         """The payload of a chunk's first blocks."""
-        planes = self._layout.planes
-        layers = (
-            payload[begin:end].reshape(planes, num_blocks, -1) for begin, end in self._layout.layer_ranges(num_blocks)
-        )
-        return np.concatenate([layer[:, :wanted_blocks].ravel() for layer in layers])
+        ranges = self._layout.front_ranges(num_blocks, wanted_blocks)
+        return np.concatenate([payload[begin:end] for begin, end in ranges])
 
     def _image(self, shelf: Shelf, ref: ChunkRef, payload: ByteArray) -> ByteArray:
         """The file of a chunk."""

@@ -189,6 +189,7 @@ class StepReport:
     Attributes:
         computed: the step that this report comes with, if it computed something.
         load_times: of steps whose loads have ended, by their numbers.
+        remote_keeps_trails: the remote tier keeps the trails of what is sent there, as far as is known.
         settled: what became of chunks that were handed over.
         senders: what other engines have on its way here, by ranks and the engines' names; of the ranks where that has
             changed.
@@ -199,6 +200,7 @@ class StepReport:
     writes: list[Written] = field(default_factory=list)
     disk_answers: bool = True
     remote_answers: bool = True
+    remote_keeps_trails: bool = False
     tally: Tally = field(default_factory=Tally)
     computed: int | None = None
     load_times: dict[int, LoadTime] = field(default_factory=dict)
@@ -223,6 +225,7 @@ class StepReport:
         self.writes += other.writes
         self.disk_answers &= other.disk_answers
         self.remote_answers &= other.remote_answers
+        self.remote_keeps_trails &= other.remote_keeps_trails
         self.tally.add(other.tally)
         self.settled.merge(other.settled)
         self.senders |= other.senders
@@ -246,6 +249,7 @@ class WorkerFacts:
         remote_problem: why its remote tier cannot be used now; None if it can, or there is none.
         slots_take_turns: as of ``ChunkIndex``.
         gpu_bytes: of its GPU tier; 0 without one.
+        reads_fronts: as of ``ChunkIndex``.
     """
 
     num_slots: int
@@ -261,6 +265,7 @@ class WorkerFacts:
     slots_take_turns: bool = False
     gpu_bytes: int = 0
     trails: Mapping[PrefixKey, bytes] = field(default_factory=dict)
+    reads_fronts: bool = False
 
 
 def shards_of(facts: Sequence[WorkerFacts], remote: RemoteOptions) -> list[Shard]:

@@ -37,13 +37,14 @@ class AtRemote(Enum):
 
     UNSENT = auto()
     SENDING = auto()
-    SENT = auto()  # or loaded from there
+    SENT = auto()  # with its trail
+    THERE = auto()  # found by its key: another engine's, loaded from there, or sent without its trail
 
 
 # By name, since Python 3.11 takes 50 times as long to find a member in its class, and lookups do so for every key.
 NO_SLOT, GATHERING, LOADING, READY = InMemory
 NO_FILE, WRITING, STORED, UNREAD = OnDisk
-UNSENT, SENDING, SENT = AtRemote
+UNSENT, SENDING, SENT, THERE = AtRemote
 
 
 @dataclass(slots=True)
@@ -169,7 +170,7 @@ class Entries(dict[PrefixKey, Entry]):
             self._trails_of(chunk).discard(chunk.trail)
         self.expiries.withdraw(chunk.ref.prefix_key)
         siblings = self._siblings.pop(chunk.ref.prefix_key, ())
-        if chunk.remote is not SENT:
+        if chunk.remote not in {SENT, THERE}:
             self._broken.update(dict.fromkeys(siblings))
 
     def note_checkpoint(self, refs: Iterable[ChunkRef]) -> None:

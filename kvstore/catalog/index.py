@@ -21,18 +21,19 @@ from itertools import takewhile
 from types import MappingProxyType
 
 from kvstore.catalog import invariants
+from kvstore.catalog.diskwrites import DiskWrites
 from kvstore.catalog.entries import LOADING, NO_SLOT, Entries, Entry
 from kvstore.catalog.leases import Leases, LeaseView
 from kvstore.catalog.loads import Loads
 from kvstore.catalog.lookup import Lookup
 from kvstore.catalog.plans import LoadStep, Place, StoreStep
 from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView, Told
+from kvstore.catalog.remotesends import RemoteSends
 from kvstore.catalog.slots import Slots
 from kvstore.catalog.stores import Stores
 from kvstore.catalog.uses import Uses
-from kvstore.catalog.writebehind import DiskWrites, RemoteSends
 from kvstore.checkpoints.parts import Checkpoints
-from kvstore.chunks import ChunkRef
+from kvstore.chunks import ChunkRef, chunk_of
 from kvstore.keys import PrefixHasher, PrefixKey
 from kvstore.policies import Adaptive, open_policy
 
@@ -55,6 +56,7 @@ class ChunkIndex(Lookup):
         tracks_changes: bool = False,
         checkpoints: Checkpoints | None = None,
         slots_take_turns: bool = False,
+        reads_fronts: bool = False,
     ) -> None:
         """Start empty.
 
@@ -71,6 +73,8 @@ class ChunkIndex(Lookup):
             tracks_changes: remember what changed for ``take_changes``.
             checkpoints: what the model needs besides chunks; None if nothing.
             slots_take_turns: as of ``Slots``, for a device.
+            reads_fronts: the remote tier brings leading blocks of a chunk alone. A mere passage does not ask for them:
+                there, what is lent takes no copy.
 
         Raises:
             ConfigError: no policy has this name.
@@ -88,6 +92,7 @@ class ChunkIndex(Lookup):
             DiskWrites(chunks, disk_order, stored_bytes, max_writes),
             RemoteSends(chunks, remote, max_sends),
             checkpoints,
+            reads_fronts=reads_fronts and keep_in_memory,
         )
         self._leases = Leases(num_slots)
         self._orders = [memory_order, disk_order] if disk_capacity_bytes else [memory_order]
@@ -120,34 +125,41 @@ class ChunkIndex(Lookup):
         told: Told = NOTHING_TOLD,
         checkpoint: Sequence[ChunkRef] = (),
         hasher: PrefixHasher | None = None,
+        front_blocks: int = 0,
     ) -> list[LoadStep]:
         """Plan to load a prefix's chunks, in order; ends before the first one that is no longer possible.
+
+        Of the last chunk only ``front_blocks`` leading blocks are wanted, or 0 for all: where these come alone, the
+        step is of a tail that has no others.
 
         A chunk that the caller was ``told`` a remote tier holds counts. Every step holds its chunk until
         ``complete_load``. ``checkpoint`` are those of the refs that are parts of one: they go together. With the
         ``hasher`` of the sequence, what comes from a remote tier is found by its block ends from then on.
         """
         made = self._new_trails(hasher, refs)
-        planned: list[tuple[Entry, Place]] = []
-        for ref in refs:
+        planned: list[tuple[Entry, Place, ChunkRef | None]] = []
+        for position, ref in enumerate(refs, 1):
             source = self.source(ref, told)
             if source is None:
                 break
-            trail = made.get(ref.prefix_key, b"")
-            chunk = self._chunks.get(ref.prefix_key) or self._chunks.enter(Entry(ref))
+            is_cut = source is Place.REMOTE and front_blocks and position == len(refs)
+            front = self.front(ref, front_blocks) if is_cut else b""
+            wanted = chunk_of(front) if front else ref
+            trail = front or made.get(ref.prefix_key, b"")
+            chunk = self._chunks.get(wanted.prefix_key) or self._chunks.enter(Entry(wanted))
             self._chunks.learn(chunk, trail)
             self._uses.begin(chunk)  # before slots are taken for others: this one must not be given away
-            planned.append((chunk, source))
+            planned.append((chunk, source, ref if front else None))
         steps: list[LoadStep] = []
-        for position, (chunk, source) in enumerate(planned):
+        for position, (chunk, source, holder) in enumerate(planned):
             if chunk.memory is NO_SLOT:
                 slot = self._slots.take()
                 if slot is None:
-                    for unreachable, _ in planned[position:]:
+                    for unreachable, _, _ in planned[position:]:
                         self._uses.end(unreachable)
                     break
                 self._slots.fill(chunk, slot, LOADING)
-            steps.append(LoadStep(chunk.ref, chunk.slot, source))
+            steps.append(LoadStep(chunk.ref, chunk.slot, source, holder))
         self._touch([step.ref.prefix_key for step in steps], leaves={ref.prefix_key for ref in checkpoint})
         if steps and len(steps) == len(refs):
             self._chunks.note_checkpoint(checkpoint)
@@ -202,7 +214,7 @@ class ChunkIndex(Lookup):
         holders: dict[PrefixKey, Entry] = {}
         if hasher is not None:
             self._chunks.whole_blocks = hasher.blocks_per_chunk
-            holders = self._stores.holders(refs, made, until_s)
+            holders = self._stores.holders(refs, made, until_s, self._now_s)
         chain = [*prefix, *(key for ref in refs for key in self._stores.used(ref, holders))]
         own = [chunk for key in chain if (chunk := self._chunks.get(key)) is not None]
         for chunk in own:
@@ -301,9 +313,12 @@ class ChunkIndex(Lookup):
         """
         self._disk.answers = answers
 
-    def set_remote_answers(self, *, answers: bool) -> None:
-        """While the remote tier does not answer, it is not asked, and nothing is loaded from it; writes go on."""
-        self._remote.answers = answers
+    def set_remote_answers(self, *, answers: bool, keeps_trails: bool = False) -> None:
+        """While the remote tier does not answer, it is not asked, and nothing is loaded from it; writes go on.
+
+        If it ``keeps_trails``, tails are not sent that a longer chunk there holds.
+        """
+        self._remote.answers, self._remote.keeps_trails = answers, keeps_trails
 
     # -- removal -----------------------------------------------------------------------------------------------------
 
@@ -315,8 +330,9 @@ class ChunkIndex(Lookup):
         return len(chunks)
 
     def condemn(self, refs: Sequence[ChunkRef]) -> None:
-        """Forget chunks whose bytes are wrong, wherever they are; the caller removes them from the remote tier."""
+        """Forget chunks whose bytes are wrong, wherever they are; from the remote tier they are recalled."""
         self.remove(ref.prefix_key for ref in refs)
+        self._remote.recalls += refs
         if self._remote.view is not None:
             self._remote.view.deny(refs, self._now_s)
 
@@ -332,6 +348,7 @@ class ChunkIndex(Lookup):
         count = self.remove_all()
         if self._remote.view is not None:
             self._remote.view.clear()
+        self._remote.clear()
         return count
 
     def take_removals(self) -> list[ChunkRef]:
@@ -341,6 +358,11 @@ class ChunkIndex(Lookup):
         """
         removals, self._disk.removals = self._disk.removals, []
         return removals
+
+    def take_recalls(self) -> list[ChunkRef]:
+        """Chunks that must leave the remote tier."""
+        recalls, self._remote.recalls = self._remote.recalls, []
+        return recalls
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Mapping
 
 from kvstore.catalog.deadlines import _SLACK, Deadlines, Name
+from kvstore.catalog.diskwrites import DiskWrites
 from kvstore.catalog.entries import GATHERING, LOADING, NO_FILE, NO_SLOT, SENDING, WRITING, Entries
 from kvstore.catalog.leases import Leases
+from kvstore.catalog.remotesends import RemoteSends
 from kvstore.catalog.slots import Slots
 from kvstore.catalog.uses import Uses
-from kvstore.catalog.writebehind import DiskWrites, RemoteSends
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 
 

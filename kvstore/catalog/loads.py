@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from kvstore.catalog.entries import NO_FILE, READY, SENT, STORED, UNREAD, Entries, Entry
+from kvstore.catalog.entries import NO_FILE, READY, SENT, STORED, THERE, UNREAD, Entries, Entry
 from kvstore.catalog.plans import LoadStep, MissReason, Place
+from kvstore.catalog.remotesends import RemoteSends
 from kvstore.catalog.slots import Slots
 from kvstore.catalog.uses import Uses
-from kvstore.catalog.writebehind import RemoteSends
 from kvstore.keys import PrefixKey
 
 
@@ -39,8 +39,8 @@ class Loads:
                 chunk.memory = READY
                 if chunk.disk is UNREAD:
                     chunk.disk = STORED
-                if step.source is Place.REMOTE:
-                    chunk.remote = SENT
+                if step.source is Place.REMOTE and step.holder is None and chunk.remote is not SENT:
+                    chunk.remote = THERE
                 self.chunks.note_change(chunk)
                 self.uses.supersede(chunk)
             self.uses.end(chunk)
@@ -48,7 +48,7 @@ class Loads:
     def _fail(self, chunk: Entry, step: LoadStep, now_s: float, *, is_lost: bool) -> None:
         self.chunks.counters.failed_loads += 1
         if step.source is Place.REMOTE:
-            self._fail_remote(chunk, now_s)
+            self._fail_remote(chunk, step, now_s)
             return
         # A slot without its chunk's bytes. One that has changed since only waited for a read that failed.
         is_mislabelled = step.source is Place.MEMORY and chunk.in_memory and chunk.slot == step.slot
@@ -60,10 +60,10 @@ class Loads:
             chunk.disk = UNREAD
             self.slots.drop(chunk)
 
-    def _fail_remote(self, chunk: Entry, now_s: float) -> None:
+    def _fail_remote(self, chunk: Entry, step: LoadStep, now_s: float) -> None:
         """Missing there, or not to be asked for again so soon. What a disk out of reach holds is still there."""
         if self.remote.view is not None:
-            self.remote.view.deny([chunk.ref], now_s)
+            self.remote.view.deny([step.read], now_s)
         if chunk.forgotten:
             return
         if chunk.disk is NO_FILE:

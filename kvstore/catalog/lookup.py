@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import islice, takewhile
 from operator import itemgetter
 
+from kvstore.catalog.diskwrites import DiskWrites
 from kvstore.catalog.entries import GATHERING, LOADING, NO_SLOT, READY, Entries, Entry
 from kvstore.catalog.plans import NO_MATCH, Match, MissReason, Place
 from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView, Told
+from kvstore.catalog.remotesends import RemoteSends
 from kvstore.catalog.sequence import all_refs, ends, tail_refs, trails
-from kvstore.catalog.slots import Slots
-from kvstore.catalog.writebehind import DiskWrites, RemoteSends
+from kvstore.catalog.slots import Slots, StagingRoom
 from kvstore.checkpoints.parts import Checkpoints, End
 from kvstore.chunks import Asked, ChunkRef
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixHasher, PrefixKey
@@ -33,6 +33,8 @@ class Lookup:
         disk: DiskWrites,
         remote: RemoteSends,
         checkpoints: Checkpoints | None = None,
+        *,
+        reads_fronts: bool = False,
     ) -> None:
         self.counters = chunks.counters
         self._chunks = chunks
@@ -40,6 +42,7 @@ class Lookup:
         self._disk = disk
         self._remote = remote
         self.checkpoints = checkpoints
+        self._reads_fronts = reads_fronts
         self._now_s = 0.0
 
     @property
@@ -118,7 +121,7 @@ class Lookup:
         return Match(tuple(found), num_tokens, first_chunk) if num_tokens > skip_tokens else NO_MATCH
 
     def _last(
-        self, hasher: PrefixHasher, chunk: int, room: _StagingRoom, told: Told, *, reads_parts: bool
+        self, hasher: PrefixHasher, chunk: int, room: StagingRoom, told: Told, *, reads_parts: bool
     ) -> tuple[ChunkRef | None, int]:
         """What holds most of the blocks of chunk number ``chunk``, and how many; one in memory if several do."""
         keys = hasher.block_keys(chunk)
@@ -154,9 +157,7 @@ class Lookup:
         )
         return list(islice(found, _MAX_NAMED))
 
-    def _holder_of_most(
-        self, trail: bytes, room: _StagingRoom, *, reads_parts: bool = True
-    ) -> tuple[Entry | None, int]:
+    def _holder_of_most(self, trail: bytes, room: StagingRoom, *, reads_parts: bool = True) -> tuple[Entry | None, int]:
         """``_last`` among the chunks whose trails are known, the longer ones included.
 
         A chunk that another request is loading is left out: who wants a part of it would wait for all of it. Without
@@ -197,7 +198,7 @@ class Lookup:
         holders = (*self._chunks.near.within(trail), *self._chunks.far.within(trail))
         return [chunk.ref for key in dict.fromkeys(holders) if (chunk := self._chunks.get(key)) is not None]
 
-    def _whole(self, hasher: PrefixHasher, first_chunk: int, room: _StagingRoom, told: Told) -> list[ChunkRef]:
+    def _whole(self, hasher: PrefixHasher, first_chunk: int, room: StagingRoom, told: Told) -> list[ChunkRef]:
         """The whole chunks that could be loaded, in order, from the first of them on."""
         blocks_per_chunk = hasher.blocks_per_chunk
         found: list[ChunkRef] = []
@@ -247,8 +248,8 @@ class Lookup:
                 return Match(tuple(refs), num_tokens, first_chunk, parts, reach_tokens)
         return NO_MATCH._replace(chunk_tokens=reach_tokens)
 
-    def _room(self) -> _StagingRoom:
-        return _StagingRoom(len(self._slots.free) + self._slots.num_idle)
+    def _room(self) -> StagingRoom:
+        return StagingRoom(len(self._slots.free) + self._slots.num_idle)
 
     def _fits(self, refs: Iterable[ChunkRef]) -> bool:
         """Whether one load has slots for all of these, which can be found."""
@@ -366,7 +367,20 @@ class Lookup:
             return _DISK if chunk.memory is NO_SLOT else _MEMORY
         return Place.REMOTE if self._is_remote(ref, told) else None
 
-    def _find(self, key: PrefixKey, num_blocks: int, room: _StagingRoom, told: Told) -> ChunkRef | None:
+    def front(self, ref: ChunkRef, num_blocks: int) -> bytes:
+        """The trail of the tail that a chunk's leading blocks are, if a load from the remote tier brings only these.
+
+        Empty if it brings the whole chunk: where more than half of it is wanted, to leave the rest saves too little.
+        """
+        view = self._remote.view
+        if not self._reads_fronts or view is None or 2 * num_blocks > ref.num_blocks:
+            return b""
+        chunk = self._chunks.get(ref.prefix_key)
+        trail = (chunk.trail if chunk is not None else b"") or view.heard.trail_of(ref)
+        front = trail[: num_blocks * PREFIX_KEY_BYTES]
+        return b"" if front[-PREFIX_KEY_BYTES:] in self._chunks else front
+
+    def _find(self, key: PrefixKey, num_blocks: int, room: StagingRoom, told: Told) -> ChunkRef | None:
         """A chunk that could be loaded, counted into ``room``."""
         chunk = self._chunks.get(key)
         if chunk is not None and self._is_readable(chunk):
@@ -414,26 +428,3 @@ def _asked_ends(hasher: PrefixHasher, match: Match) -> list[End]:
     last = max(0, hasher.num_tokens - 1) // hasher.chunk_tokens  # whole, perhaps, but no hit takes the last token
     tails = {chunk: tail_refs(hasher, chunk) for chunk in (match.chunk_tokens // hasher.chunk_tokens, last)}
     return ends(hasher, match.num_tokens, hasher.num_tokens, tails)
-
-
-@dataclass(slots=True)
-class _StagingRoom:
-    """Slots that a load could take, less those that hold the load's own chunks."""
-
-    slots: int
-    staged: int = 0
-
-    def copy(self) -> _StagingRoom:
-        """To ask what could be taken."""
-        return _StagingRoom(self.slots, self.staged)
-
-    def takes(self, chunk: Entry | None) -> bool:
-        """Count in a chunk, None for one that is not here, unless the load would then run out of slots."""
-        if chunk is not None and chunk.memory is not NO_SLOT:
-            slots, staged = self.slots - (chunk.uses == 0), self.staged
-        else:
-            slots, staged = self.slots, self.staged + 1
-        if staged > slots:
-            return False
-        self.slots, self.staged = slots, staged
-        return True

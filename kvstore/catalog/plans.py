@@ -26,6 +26,12 @@ class Match(NamedTuple):
     checkpoint: tuple[ChunkRef, ...] = ()
     chunk_tokens: int = 0
 
+    def front_blocks(self, block_tokens: int, blocks_per_chunk: int) -> int:
+        """How many leading blocks of the last chunk it has; 0 if all of them."""
+        before = self.first_chunk * blocks_per_chunk + sum(ref.num_blocks for ref in self.refs[:-1])
+        num_blocks = self.num_tokens // block_tokens - before
+        return num_blocks if self.refs and num_blocks < self.refs[-1].num_blocks else 0
+
 
 NO_MATCH = Match((), 0)
 
@@ -57,11 +63,21 @@ class MissReason(Enum):
 
 
 class LoadStep(NamedTuple):
-    """Load one chunk from its slot, or from a slower tier through that slot, into the paged cache."""
+    """Load one chunk from its slot, or from a slower tier through that slot, into the paged cache.
+
+    Attributes:
+        holder: the longer chunk whose leading blocks it is, if these are read there; None if it is read itself.
+    """
 
     ref: ChunkRef
     slot: int
     source: Place
+    holder: ChunkRef | None = None
+
+    @property
+    def read(self) -> ChunkRef:
+        """The chunk that is asked of the source."""
+        return self.holder or self.ref
 
 
 class StoreStep(NamedTuple):

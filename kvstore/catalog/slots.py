@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 from kvstore.catalog.entries import LOADING, NO_FILE, NO_SLOT, Entries, Entry, InMemory
 from kvstore.keys import PrefixKey
@@ -71,3 +72,26 @@ class Slots:
             chunk.memory = NO_SLOT
         else:
             self._chunks.move(chunk, NO_SLOT)
+
+
+@dataclass(slots=True)
+class StagingRoom:
+    """Slots that a load could take, less those that hold the load's own chunks."""
+
+    slots: int
+    staged: int = 0
+
+    def copy(self) -> StagingRoom:
+        """To ask what could be taken."""
+        return StagingRoom(self.slots, self.staged)
+
+    def takes(self, chunk: Entry | None) -> bool:
+        """Count in a chunk, None for one that is not here, unless the load would then run out of slots."""
+        if chunk is not None and chunk.memory is not NO_SLOT:
+            slots, staged = self.slots - (chunk.uses == 0), self.staged
+        else:
+            slots, staged = self.slots, self.staged + 1
+        if staged > slots:
+            return False
+        self.slots, self.staged = slots, staged
+        return True

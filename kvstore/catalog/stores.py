@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import islice
 
+from kvstore.catalog.diskwrites import DiskWrites
 from kvstore.catalog.entries import GATHERING, NO_SLOT, READY, STORED, UNREAD, Entries, Entry
 from kvstore.catalog.plans import Place, StoreStep
+from kvstore.catalog.remotesends import RemoteSends
 from kvstore.catalog.slots import Slots
 from kvstore.catalog.uses import Uses
-from kvstore.catalog.writebehind import DiskWrites, RemoteSends
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 
@@ -48,19 +49,20 @@ class Stores:
     # -- tails that a longer chunk holds -----------------------------------------------------------------------------
 
     def holders(
-        self, refs: Iterable[ChunkRef], made: Mapping[PrefixKey, bytes], until_s: float | None
+        self, refs: Iterable[ChunkRef], made: Mapping[PrefixKey, bytes], until_s: float | None, now_s: float
     ) -> dict[PrefixKey, Entry]:
         """The longer chunks that hold tails, by the tails' keys.
 
-        A tail that is here goes, if nothing speaks for it. Where a tail would be sent to a remote tier it is stored:
-        there it is found by its key only.
+        A tail that is here goes, if nothing speaks for it. Where it would be sent to a remote tier, the longer chunk is
+        there, or comes, and all who look for the tail are led to it.
         """
         found: dict[PrefixKey, Entry] = {}
-        if self.remote.is_sent_to and until_s is None:
-            return found
+        is_sent = self.remote.is_sent_to and until_s is None
         for ref in [ref for ref in refs if ref.num_blocks < self.chunks.whole_blocks]:
             tail = self.chunks.get(ref.prefix_key)
-            holder = self._holder(made.get(ref.prefix_key) or (tail.trail if tail is not None else b""), until_s)
+            trail = made.get(ref.prefix_key) or (tail.trail if tail is not None else b"")
+            fit = (chunk for chunk in self._fit(trail, until_s) if not is_sent or self.remote.leads_to(chunk, now_s))
+            holder = next(fit, None)
             if holder is None:
                 continue
             if tail is None or tail.forgotten or self.uses.take_in(holder, tail) or not self.stands_in(holder):
@@ -82,17 +84,16 @@ class Stores:
             return (ref.prefix_key,)
         return (holder.ref.prefix_key,) if self.stands_in(holder) else (holder.ref.prefix_key, ref.prefix_key)
 
-    def _holder(self, trail: bytes, until_s: float | None) -> Entry | None:
-        """A chunk that holds all blocks of a tail, and is kept at least as long; one in memory if there are several.
+    def _fit(self, trail: bytes, until_s: float | None) -> Iterator[Entry]:
+        """Chunks that hold all blocks of a tail, and are kept at least as long; those in memory first.
 
-        It is not kept longer for the tail's sake: whoever stored its other blocks was promised their end.
+        None is kept longer for the tail's sake: whoever stored its other blocks was promised their end.
         """
         for trails in (self.chunks.near, self.chunks.far):
             for key in islice(trails.within(trail), _MAX_HOLDERS):
                 chunk = self.chunks.get(key)
                 if chunk is not None and not chunk.forgotten and chunk.lasts_until(until_s) and self._is_sure(chunk):
-                    return chunk
-        return None
+                    yield chunk
 
     def _is_sure(self, chunk: Entry) -> bool:
         """Whether a chunk can be found, and stays. What is under way may fail, and a tail would be lost with it."""
@@ -160,7 +161,7 @@ class Stores:
         chunk = Entry(ref, uses=1, expires_s=until_s)
         slot = self.slots.take(ref.prefix_key)
         has_way = slot is not None or self.slots.num_idle > 0
-        targets = self._reserve_targets(chunk, now_s) if is_written and has_way else ()
+        targets = self._reserve_targets(chunk, trail, now_s) if is_written and has_way else ()
         if slot is None and targets:  # worth its room in a slower tier only, and a slot is the way there
             slot = self.slots.take()
         if slot is None:
@@ -177,16 +178,16 @@ class Stores:
 
     def _plan_known(self, chunk: Entry, now_s: float) -> StoreStep | None:
         """Write a chunk from memory to where it is missing, if there is room for it now."""
-        if not chunk.in_memory or not (targets := self._reserve_targets(chunk, now_s)):
+        if not chunk.in_memory or not (targets := self._reserve_targets(chunk, chunk.trail, now_s)):
             return None
         self.chunks.counters.writes_retried += 1
         self.uses.begin(chunk, 1 + len(targets))  # until complete_store, and until complete_write for each target
         return StoreStep(chunk.ref, chunk.slot, targets, gather=False, trail=chunk.trail)
 
-    def _reserve_targets(self, chunk: Entry, now_s: float) -> tuple[Place, ...]:
+    def _reserve_targets(self, chunk: Entry, trail: bytes, now_s: float) -> tuple[Place, ...]:
         """Where a chunk is to be written, with the room for it taken."""
         disk = (Place.DISK,) if self.disk.reserve(chunk) else ()
-        return (*disk, Place.REMOTE) if self.remote.reserve(chunk, now_s) else disk
+        return (*disk, Place.REMOTE) if self.remote.reserve(chunk, trail, now_s) else disk
 
     def _has_room(self, refs: Sequence[ChunkRef]) -> bool:
         """Whether all of these could be stored that are new, if only for the way to a slower tier."""

@@ -11,8 +11,11 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from typing import Final
 
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
+
+TRAIL_SHARE: Final = 4  # a server keeps one that takes at most this part of its chunk's bytes; usually a thousandth
 
 
 class Trails:

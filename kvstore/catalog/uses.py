@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvstore.catalog.diskwrites import DiskWrites
 from kvstore.catalog.entries import LOADING, NO_FILE, NO_SLOT, READY, STORED, Entries, Entry
 from kvstore.catalog.leases import Leases
 from kvstore.catalog.plans import MissReason
 from kvstore.catalog.slots import Slots
 from kvstore.catalog.trails import keys_of
-from kvstore.catalog.writebehind import DiskWrites
 from kvstore.keys import PREFIX_KEY_BYTES
 from kvstore.policies import Policy
 

@@ -24,6 +24,7 @@ class PushJob(NamedTuple):
         handover: the number of the hand-over that it belongs to.
         begin_tokens: where in the prompt it begins.
         is_needed: without it, what comes after it is of no use.
+        trail: the keys at the ends of its blocks; empty if nobody needs them.
     """
 
     ref: ChunkRef
@@ -31,6 +32,7 @@ class PushJob(NamedTuple):
     handover: int = 0
     begin_tokens: int = 0
     is_needed: bool = True
+    trail: bytes = b""
 
 
 @dataclass

@@ -19,6 +19,7 @@ from kvstore.handover.transport import Parcel
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
+from kvstore.protocol.outcomes import number_of
 from kvstore.protocol.pieces import checksum
 from kvstore.throttle import Throttle
 from kvstore.tiers.server.link import Link
@@ -88,7 +89,7 @@ class OfferingTransport(TcpTransport):
             self._say_no(str(error))
             return False
         answer = link.ask(messages.Attach(link.new_serial(), name, description), messages.Done)
-        if answer.outcomes != bytes([messages.number_of(Outcome.STORED)]):
+        if answer.outcomes != bytes([number_of(Outcome.STORED)]):
             self._say_no("it does not read through it: set transfer_channel there, too, and look into its log")
             return False
         return True

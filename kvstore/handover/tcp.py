@@ -102,7 +102,7 @@ class TcpTransport(Transport):
         done_layers = 0
         for layers in ready:
             for number, lease in leases.items():
-                ref, payload = parcels[number]
+                ref, payload, _ = parcels[number]
                 begin = self._layout.layer_range(layers.start, ref.num_blocks)[0]
                 end = self._layout.layer_range(layers.stop - 1, ref.num_blocks)[1]
                 sender.send(number, lease, payload, range(begin, end))
@@ -124,9 +124,12 @@ class TcpTransport(Transport):
 
 
 def _reserve(link: Link, parcels: Sequence[Parcel], numbers: Sequence[int]) -> dict[int, int]:
-    """Leases to write, by the numbers of the parcels that got one."""
+    """Leases to write, by the numbers of the parcels that got one. The trails of those are told."""
     granted = calls.grants(link, messages.Reserve, [parcels[number].ref for number in numbers])
-    return {number: grant.lease for number, grant in zip(numbers, granted, strict=True) if grant.lease}
+    leases = {number: grant.lease for number, grant in zip(numbers, granted, strict=True) if grant.lease}
+    for number, lease in leases.items():
+        calls.describe(link, lease, parcels[number].ref, parcels[number].trail)
+    return leases
 
 
 def open_transport(url: str, namespace: Namespace, layout: KVLayout, settings: Mapping[str, object]) -> TcpTransport:

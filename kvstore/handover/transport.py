@@ -45,10 +45,12 @@ class Parcel(NamedTuple):
     Attributes:
         ref: its key and length.
         payload: uint8 ``[layout.payload_bytes(ref.num_blocks)]``, in the order of the layout, in host memory.
+        trail: the keys at the ends of its blocks, by which the receiver finds its parts; empty if they are not told.
     """
 
     ref: ChunkRef
     payload: ByteArray
+    trail: bytes = b""
 
 
 class Transport(ABC):

@@ -14,7 +14,7 @@ from kvstore.errors import LayoutError, ProtocolError
 from kvstore.layout import KVLayout
 
 _MAX_LAYERS: Final = 1024
-_MAX_CHUNK_PARTS: Final = 1 << 18  # blocks of a chunk times layers: the length of tables for storing it
+MAX_CHUNK_PARTS: Final = 1 << 18  # blocks of a chunk times layers: the length of tables for storing it
 _Short: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
 _Axis: TypeAlias = Annotated[int, msgspec.Meta(gt=0, le=1 << 20)]
 _encoder = msgspec.msgpack.Encoder()
@@ -48,7 +48,7 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
             layout = KVLayout(**msgspec.structs.asdict(self))
         except LayoutError as error:
             raise ProtocolError(str(error)) from error
-        if layout.blocks_per_chunk * layout.num_layers > _MAX_CHUNK_PARTS:
+        if layout.blocks_per_chunk * layout.num_layers > MAX_CHUNK_PARTS:
             raise ProtocolError(f"chunks of {layout.blocks_per_chunk} blocks of {layout.num_layers} layers")
         return layout
 

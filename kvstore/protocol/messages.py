@@ -22,10 +22,10 @@ try:
 except ImportError as error:
     raise ImportError("the cache server and its clients need msgspec: pip install 'vllm-kvstore[server]'") from error
 
-from kvstore.chunks import ChunkRef, Outcome
+from kvstore.chunks import ChunkRef
 from kvstore.errors import ProtocolError
 from kvstore.keys import PREFIX_KEY_BYTES
-from kvstore.protocol.geometry import Geometry
+from kvstore.protocol.geometry import MAX_CHUNK_PARTS, Geometry
 from kvstore.protocol.runs import Run
 
 Decoded = TypeVar("Decoded")
@@ -135,7 +135,7 @@ class Piece(Request, tag=7, frozen=True):
     checksum: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
 
 
-class Attach(Request, tag=22, frozen=True):
+class Attach(Request, tag=23, frozen=True):
     """Describes the client's registered memory, for the channel of that name. Since version 3.
 
     ``Done``: STORED if it can be read here, FAILED if not.
@@ -145,7 +145,7 @@ class Attach(Request, tag=22, frozen=True):
     description: Annotated[bytes, msgspec.Meta(max_length=MAX_DESCRIPTION_BYTES)]
 
 
-class Offer(Request, tag=23, frozen=True):
+class Offer(Request, tag=24, frozen=True):
     """Stores a part of a payload, which the server reads from the memory that was attached. As ``Piece``. Since 3."""
 
     lease: _Count
@@ -159,6 +159,15 @@ class Fetch(Request, tag=8, frozen=True):
     """Reads a part of a payload. ``Data``."""
 
     lease: _Count
+    offset_bytes: _Count
+    num_bytes: Annotated[int, msgspec.Meta(gt=0, le=PIECE_BYTES)]
+
+
+class Front(Request, tag=22, frozen=True):
+    """Reads a part of what a chunk's leading blocks are as a chunk of their own. ``Data``. Since version 2."""
+
+    lease: _Count
+    front_blocks: Annotated[int, msgspec.Meta(gt=0, le=MAX_CHUNK_PARTS)]
     offset_bytes: _Count
     num_bytes: Annotated[int, msgspec.Meta(gt=0, le=PIECE_BYTES)]
 
@@ -298,7 +307,7 @@ class Done(_Answer, tag=4, frozen=True):
 
 
 class Data(_Answer, tag=5, frozen=True):
-    """To ``Fetch``: the frames that follow, together, are the payload."""
+    """To ``Fetch`` and ``Front``: the frames that follow, together, are the payload."""
 
     checksum: bytes
 
@@ -332,8 +341,6 @@ class Named(_Answer, tag=9, frozen=True):
 
 Answer: TypeAlias = Welcome | Held | Granted | Done | Data | Listing | Refused | Report | Named
 
-_OUTCOMES: Final = tuple(Outcome)
-_NUMBERS: Final = {outcome: number for number, outcome in enumerate(_OUTCOMES)}
 _encoder = msgspec.msgpack.Encoder()
 _requests: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(reduce(or_, Request.__subclasses__()))
 _answers: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
@@ -402,27 +409,6 @@ def unpack_pairs(data: bytes) -> Sequence[ChunkRef]:
         raise ProtocolError(f"{len(data)} bytes are not a multiple of the {REF_BYTES} that name a chunk")
     pairs: list[Any] = list(_REF.iter_unpack(data))
     return pairs
-
-
-def pack_outcomes(outcomes: Sequence[Outcome]) -> bytes:
-    """Outcomes as bytes, one each: their place in the order of ``Outcome``."""
-    return bytes([_NUMBERS[outcome] for outcome in outcomes])
-
-
-def outcome_of(number: int) -> Outcome:
-    """The reverse of ``number_of``.
-
-    Raises:
-        ProtocolError: no outcome has this number.
-    """
-    if not 0 <= number < len(_OUTCOMES):
-        raise ProtocolError(f"no outcome has the number {number}")
-    return _OUTCOMES[number]
-
-
-def number_of(outcome: Outcome) -> int:
-    """An outcome as a number."""
-    return _NUMBERS[outcome]
 
 
 def fields_bytes(fields: dict[str, str | int]) -> int:

@@ -10,6 +10,7 @@ from typing import Final
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ProtocolError
 from kvstore.protocol import messages
+from kvstore.protocol.outcomes import number_of
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server.core import Core
 from kvstore.server.pool import pages_of
@@ -167,8 +168,8 @@ class Grants:
             self._core.stock.note_read(chunk)
             if session.token:  # the owner's; others read what they like
                 self._core.stock.holds.drop(chunk)
-        return messages.Grant(messages.number_of(outcome), lease.number, chunk.runs)
+        return messages.Grant(number_of(outcome), lease.number, chunk.runs)
 
 
 def _no_grant(outcome: Outcome) -> messages.Grant:
-    return messages.Grant(messages.number_of(outcome))
+    return messages.Grant(number_of(outcome))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
+from kvstore.chunks import ChunkRef
 from kvstore.protocol import messages
 from kvstore.protocol.messages import Refusal
 from kvstore.server.core import Core
@@ -44,13 +45,22 @@ class Orders:
             return messages.Refused(order.serial, Refusal.UNKNOWN, "there is no such namespace")
         refs = messages.unpack_refs(order.refs)
         if isinstance(order, messages.Explain):
-            return report(order, {"chunks": [self._stock.why(space, ref) for ref in refs]})
+            return report(order, self._explain(space, refs))
         if order.is_wanted:
             seconds = min(order.seconds or self._pin_max_s, self._pin_max_s)
             count = self._stock.pin(space, refs, self._core.now() + seconds)
         else:
             count = self._stock.unpin([space.chunks[ref] for ref in refs if ref in space.chunks])
         return report(order, {"chunks": count})
+
+    def _explain(self, space: Space, refs: Sequence[ChunkRef]) -> dict[str, object]:
+        """Where each chunk is; of the ends of one chunk's blocks, what holds most of these."""
+        tree: dict[str, object] = {"chunks": [self._stock.why(space, ref) for ref in refs]}
+        holder = self._stock.holder_of(space, refs)
+        if holder is not None:
+            ref, shared_blocks = holder
+            tree["nearest"] = [ref.prefix_key.hex(), ref.num_blocks, shared_blocks, self._stock.why(space, ref)]
+        return tree
 
     def _spaces(self, namespace_id: bytes) -> list[Space]:
         return [space for space in self._stock.spaces.values() if namespace_id in {b"", space.namespace.id}]

@@ -13,6 +13,7 @@ from kvstore.errors import ProtocolError
 from kvstore.keys import Namespace
 from kvstore.protocol import messages
 from kvstore.protocol.messages import Refusal
+from kvstore.protocol.outcomes import pack_outcomes
 from kvstore.protocol.progress import Progress
 from kvstore.server.core import Core
 from kvstore.server.grants import Grants
@@ -203,7 +204,7 @@ class Service:
                 return None
             case messages.Piece():
                 return self._payload.take(session, request, payload[0])
-            case messages.Fetch() | messages.Attach() | messages.Offer():
+            case messages.Fetch() | messages.Front() | messages.Attach() | messages.Offer():
                 return self._move(session, request)
             case messages.Clear():
                 return self._clear(session, request)
@@ -214,14 +215,14 @@ class Service:
         return self._done(session, request)
 
     def _move(
-        self, session: Session, request: messages.Fetch | messages.Attach | messages.Offer
+        self, session: Session, request: messages.Fetch | messages.Front | messages.Attach | messages.Offer
     ) -> messages.Answer | None:
-        if isinstance(request, messages.Fetch):
+        if isinstance(request, messages.Fetch | messages.Front):
             return self._payload.hand_out(session, request)
         return self.offers.answer(session, request)
 
     def _done(self, session: Session, request: messages.Request, outcomes: Sequence[Outcome] = ()) -> messages.Done:
-        return messages.Done(request.serial, messages.pack_outcomes(outcomes), self._core.usage(session.space))
+        return messages.Done(request.serial, pack_outcomes(outcomes), self._core.usage(session.space))
 
     # -- without a session -------------------------------------------------------------------------------------------
 

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvstore.catalog.departed import Departed
 from kvstore.catalog.plans import MissReason
-from kvstore.chunks import ChunkRef, Outcome, is_trail_of
+from kvstore.catalog.trails import TRAIL_SHARE
+from kvstore.chunks import ChunkRef, Outcome, chunk_of, is_trail_of
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.policies import Policy, open_policy
@@ -26,7 +27,6 @@ from kvstore.server.spaces import NO_QUOTA, Chunk, Space
 from kvstore.tiers.base import MAX_NEAREST
 
 MAX_SPACES = 4096
-_TRAIL_SHARE = 4  # a trail takes at most this part of its chunk's bytes; of common models a thousandth
 ANY_SPACE = "*"  # in quotas: those not named
 
 
@@ -136,9 +136,17 @@ class Stock:
         """The trails of chunks that share blocks with a trail, the one that shares most first."""
         return list(space.trails.closest(trail, MAX_NEAREST))
 
+    @staticmethod
+    def holder_of(space: Space, ends: Sequence[ChunkRef]) -> tuple[ChunkRef, int] | None:
+        """The chunk that holds most of a chunk's first blocks, given as the tails that end with each, and how many."""
+        if [ref.num_blocks for ref in ends] != list(range(1, len(ends) + 1)):
+            return None
+        trail, shared = next(space.trails.neighbours(b"".join(ref.prefix_key for ref in ends)), (b"", 0))
+        return (chunk_of(trail), shared) if shared else None
+
     def describe(self, chunk: Chunk, trail: bytes) -> None:
         """Take in the trail of a chunk that is being written, unless it would take much of the room of its bytes."""
-        if is_trail_of(trail, chunk.ref) and len(trail) <= chunk.num_bytes // _TRAIL_SHARE:
+        if is_trail_of(trail, chunk.ref) and len(trail) <= chunk.num_bytes // TRAIL_SHARE:
             chunk.trail = trail
 
     def touch(self, space: Space, refs: Sequence[ChunkRef]) -> None:
@@ -311,8 +319,21 @@ class Stock:
         """Forget chunks; how many were there."""
         found = [chunk for ref in dict.fromkeys(refs) if (chunk := space.chunks.get(ref)) is not None]
         for chunk in found:
+            if chunk.is_pinned:
+                self._move_pin(chunk)
             self._drop(chunk, MissReason.REMOVED)
         return len(found)
+
+    def _move_pin(self, tail: Chunk) -> None:
+        """A pinned chunk goes. If a longer one holds its blocks, pin that, as far as the bound for pins allows."""
+        space, num_blocks = tail.space, tail.ref.num_blocks
+        refs = (chunk_of(trail) for trail, shared in space.trails.neighbours(tail.trail) if shared == num_blocks)
+        longer = next((space.chunks[ref] for ref in refs if ref != tail.ref), None)
+        if longer is None or longer.pin_end_s >= tail.pin_end_s:
+            return
+        pinned_bytes = self.pins.used_bytes - tail.size_bytes + (0 if longer.is_pinned else longer.size_bytes)
+        if pinned_bytes <= self._max_pinned_bytes:
+            self.pins.set(longer, tail.pin_end_s)
 
     def clear(self, space: Space) -> int:
         """Forget all chunks of a namespace, and those just being written; how many there were."""

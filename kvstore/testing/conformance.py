@@ -7,6 +7,7 @@ from kvstore.testing.buffers import BufferTests
 from kvstore.testing.contents import ContentTests
 from kvstore.testing.damage import DamageTests
 from kvstore.testing.ending import EndingTests
+from kvstore.testing.fronts import FrontTests
 from kvstore.testing.layers import LayerTests
 from kvstore.testing.lending import LendsOrSaysSo
 from kvstore.testing.machine import MachineTests
@@ -18,6 +19,7 @@ class TierConformance(
     ContentTests,
     BufferTests,
     LayerTests,
+    FrontTests,
     LendsOrSaysSo,
     EndingTests,
     DamageTests,

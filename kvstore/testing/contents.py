@@ -55,6 +55,7 @@ class ContentTests(TierHarness):
         assert far == ()
         assert near == ((told[B], told[C], told[A]) if self.keeps_trails else ())
         assert tier.nearest([]) == []
+        assert tier.keeps_trails is self.keeps_trails
         tier.remove([B])
         tier.contains([B])
         (near,) = tier.nearest([_trail(make_ref(9), 8, 7, 6)])

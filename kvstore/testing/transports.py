@@ -142,14 +142,15 @@ class TransportConformance:
         transport = self.start()
         sent = [self.parcel(1, 0, 1), self.parcel(2, 1, 3)]
         assert transport.deliver(sent, self.all_layers()) == [STORED] * 2
-        for (ref, payload), found in zip(sent, self.found([parcel.ref for parcel in sent]), strict=True):
+        for parcel, found in zip(sent, self.found([parcel.ref for parcel in sent]), strict=True):
             assert found is not None
-            assert np.array_equal(found, payload), ref
+            assert np.array_equal(found, parcel.payload), parcel.ref
 
     @pytest.mark.parametrize("name", ["odd", "small", "big"])
     def test_a_layer_is_not_read_before_it_is_named(self, name: str) -> None:
         transport = self.start(LAYOUTS[name])
-        ref, payload = parcel = self.parcel(1, 0)
+        parcel = self.parcel(1, 0)
+        ref, payload = parcel.ref, parcel.payload
         wanted = payload.copy()
         payload[:] = 0
 

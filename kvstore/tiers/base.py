@@ -52,12 +52,16 @@ class Transfer(NamedTuple):
     ``reset`` in between, answers ``FAILED`` and stores nothing. None means the namespace that the tier is in.
 
     ``trail``, for ``put`` too, is the keys at the ends of the chunk's blocks; empty if they are not known.
+
+    ``front_blocks`` is for ``get`` at a tier that ``reads_fronts``: bring only so many of the chunk's leading blocks,
+    as the payload of a chunk that has no others. 0 for all of them.
     """
 
     ref: ChunkRef
     buffer: ByteArray
     namespace_id: bytes | None = None
     trail: bytes = b""
+    front_blocks: int = 0
 
     def belongs_to(self, namespace_id: bytes | None) -> bool:
         """Whether a tier in this namespace may store it. Ask while holding the lock under which ``reset`` moves."""
@@ -172,19 +176,23 @@ class TierSetup:
             )
 
 
-def payload_view(layout: KVLayout, transfer: Transfer) -> ByteArray:
-    """The part of a transfer's buffer that is the payload.
+def payload_view(layout: KVLayout, transfer: Transfer, *, reads_fronts: bool = False) -> ByteArray:
+    """The part of a transfer's buffer that is the payload, of the leading blocks only if the call ``reads_fronts``.
 
     Raises:
-        InvalidCallError: the chunk has no such key or length, or the buffer does not hold it.
+        InvalidCallError: the chunk has no such key or length, or no such leading blocks, or the buffer does not hold
+            them.
     """
-    ref, buffer = transfer.ref, transfer.buffer
+    ref, buffer, front_blocks = transfer.ref, transfer.buffer, transfer.front_blocks
     check_ref(layout, ref)
-    payload_bytes = layout.payload_bytes(ref.num_blocks)
+    if front_blocks and not (reads_fronts and 0 < front_blocks < ref.num_blocks):
+        raise InvalidCallError(f"{front_blocks} leading blocks of {ref.num_blocks} cannot be moved alone by this call")
+    num_blocks = front_blocks or ref.num_blocks
+    payload_bytes = layout.payload_bytes(num_blocks)
     need_bytes = round_up(payload_bytes, ALIGNMENT_BYTES)
     if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous or len(buffer) < need_bytes:
         raise InvalidCallError(
-            f"a buffer for {ref.num_blocks} blocks is a contiguous row of at least {need_bytes} uint8, "
+            f"a buffer for {num_blocks} blocks is a contiguous row of at least {need_bytes} uint8, "
             f"not {buffer.dtype}{list(buffer.shape)}"
         )
     return buffer[:payload_bytes]
@@ -248,6 +256,14 @@ class Tier(ABC):
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """For each chunk, whether ``get`` would find it."""
 
+    @property
+    def keeps_trails(self) -> bool:
+        """Whether ``put`` keeps the trails it is told, for all who ask ``nearest``; False while that is not known.
+
+        Where True, tails are not stored that a longer chunk there holds.
+        """
+        return False
+
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         """For each trail, the trails of up to ``MAX_NEAREST`` chunks that share leading blocks with it.
 
@@ -286,6 +302,11 @@ class Tier(ABC):
             TierError: the tier as a whole is broken.
         """
         return self.get(transfers)
+
+    @property
+    def reads_fronts(self) -> bool:
+        """Whether ``get`` brings leading blocks of a chunk alone, verified, and moves little more than their bytes."""
+        return False
 
     @property
     def lends(self) -> bool:

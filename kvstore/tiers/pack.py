@@ -79,6 +79,11 @@ class PackTier(Tier):
         self._check_open()
         return [ref in self._chunks for ref in refs]
 
+    @property
+    def keeps_trails(self) -> bool:
+        """It does."""
+        return True
+
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         """The trails of chunks that share leading blocks with each. Answers from memory."""
         self._check_open()

@@ -137,6 +137,11 @@ class PeersTier(Tier):
         peer = self._source(source)
         return self._ask(peer, refs) if peer is not None else [None] * len(refs)
 
+    @property
+    def keeps_trails(self) -> bool:
+        """Whether the own tier does."""
+        return self.own is not None and self.own.keeps_trails
+
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         """Of all of them together; a tier that fails counts as empty. The own tier's come first, then the peers'."""
         return [near or () for near in self.look_near(trails)]
@@ -167,9 +172,15 @@ class PeersTier(Tier):
         Raises:
             TierTimeoutError: one of them did not answer in time, and may still use its chunk's buffer.
         """
-        sizes = [len(payload_view(self._layout, transfer)) for transfer in transfers]
+        fronts = self.reads_fronts
+        sizes = [len(payload_view(self._layout, transfer, reads_fronts=fronts)) for transfer in transfers]
         self._check_open()
         return [self.counters.count(self._get(item), size) for item, size in zip(transfers, sizes, strict=True)]
+
+    @property
+    def reads_fronts(self) -> bool:
+        """Whether all of them do; a source that does not has none of them."""
+        return all(tier.reads_fronts for tier in (*((self.own,) if self.own else ()), *self._peers().values()))
 
     @property
     def lends(self) -> bool:
@@ -324,11 +335,13 @@ def at_rank(url: str, rank: int) -> str:
 
 
 def _read(tier: Tier, transfer: Transfer) -> Outcome:
-    """Read a chunk from one tier; FAILED if that is broken.
+    """Read a chunk from one tier; FAILED if that is broken, and MISS if it cannot bring the leading blocks alone.
 
     Raises:
         TierTimeoutError: it did not answer in time, and may still use the buffer.
     """
+    if transfer.front_blocks and not tier.reads_fronts:
+        return Outcome.MISS
     try:
         (outcome,) = tier.get([transfer])
     except TierTimeoutError:

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvstore.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import TierError, TierTimeoutError
 from kvstore.keys import Namespace
 from kvstore.memory.labelled import LabelledPool
@@ -109,10 +109,13 @@ class Lane:
         """Whether some layers of a chunk can be read before the others."""
         return self._tier.reads_layers
 
-    def read(self, ref: ChunkRef, slot: int, layers: range | None = None) -> Future[Arrival]:
-        """Start to read a chunk, or some layers of it, into a slot."""
+    def read(
+        self, ref: ChunkRef, slot: int, layers: range | None = None, *, holder: ChunkRef | None = None
+    ) -> Future[Arrival]:
+        """Start to read a chunk, or some layers of it, into a slot; of a ``holder`` only the leading blocks."""
         buffer = self._cpu.claim(slot)  # now: if nothing comes, what the slot held before must not be taken for it
-        return self._readers.submit(self._read, ref, slot, buffer, layers, self._sweeps)
+        wanted = Transfer(ref, buffer) if holder is None else Transfer(holder, buffer, front_blocks=ref.num_blocks)
+        return self._readers.submit(self._read, wanted, slot, layers, self._sweeps)
 
     @property
     def lends(self) -> bool:
@@ -196,13 +199,12 @@ class Lane:
             pool.shutdown(wait=True, cancel_futures=True)  # what runs ends within the tier's deadline
         self._tier.close()
 
-    def _read(self, ref: ChunkRef, slot: int, buffer: ByteArray, layers: range | None, sweeps: int) -> Arrival:
-        if sweeps != self._sweeps or self._errands.hides([ref]):
+    def _read(self, wanted: Transfer, slot: int, layers: range | None, sweeps: int) -> Arrival:
+        if sweeps != self._sweeps or self._errands.hides([wanted.ref]):
             return Arrival(Outcome.MISS)
         self._cpu.settle(slot)  # here, where no model waits
-        transfers = [Transfer(ref, buffer)]
         try:
-            outcome = (self._tier.get_layers(transfers, layers) if layers else self._tier.get(transfers))[0]
+            outcome = (self._tier.get_layers([wanted], layers) if layers else self._tier.get([wanted]))[0]
             return Arrival(outcome if sweeps == self._sweeps else Outcome.FAILED)
         except TierTimeoutError as error:
             self._log("cannot read from the %s tier: %s", error)
@@ -226,7 +228,7 @@ class Lane:
         source = self._cpu.read(write.slot, write.ref)
         if source is None or write.is_unwanted or self._is_over(write):
             return [Outcome.FAILED]
-        if self._asks_before_write is not None and self._asks_before_write.contains([write.ref]) == [True]:
+        if self._asks_before_write is not None and _is_there(self._asks_before_write, write):
             return [Outcome.STORED]
         if self._is_over(write):  # once more: asking took time
             return [Outcome.FAILED]
@@ -282,3 +284,10 @@ class Lane:
     def _log(self, message: str, error: TierError) -> None:
         """Warn at most once a minute: a broken tier fails every chunk in the same way."""
         self._throttle.log("any", message, self._tier.name, error)
+
+
+def _is_there(tier: Tier, write: _Write) -> bool:
+    """Whether a tier has a chunk, and leads to it whoever looks for a part: an older engine has told no trail."""
+    if tier.contains([write.ref]) != [True]:
+        return False
+    return not (write.trail and tier.keeps_trails) or write.trail in tier.nearest([write.trail])[0]

@@ -205,7 +205,7 @@ class _Reading:
         self.buffer = mover.cpu.claim(step.slot)
         self._mover = mover
         self._num_layers = mover.paged.layout.num_layers
-        self._in_parts = mover.reads_layers(step.source)
+        self._in_parts = mover.reads_layers(step.source) and step.holder is None
         self._reads: deque[tuple[int, Future[Arrival]]] = deque()  # with the layer before which each ends
         self._asked_layers = 0
         self._done_layers = 0

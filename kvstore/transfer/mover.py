@@ -168,7 +168,7 @@ class Mover:
 
     def _is_lent(self, job: LoadJob) -> bool:
         """Whether a chunk is read where the tier has it: also one that another load should have brought to its slot."""
-        ref, slot, source = job.step
+        ref, slot, source, _ = job.step
         is_elsewhere = source is Place.REMOTE or (source is Place.MEMORY and self.cpu.read(slot, ref) is None)
         return is_elsewhere and len(job.block_ids) > 0
 
@@ -208,7 +208,7 @@ class Mover:
             if read is not None and not read.done():
                 self._scatter(arrived, result)  # while the next one is on its way
                 arrived = []
-            ref, slot, _ = job.step
+            ref, slot = job.step[:2]
             outcome = Outcome.HIT if read is None else read.result().outcome
             if read is not None and outcome is Outcome.HIT:
                 self.note_arrival(job.step)
@@ -431,7 +431,7 @@ class Mover:
         """Start to read a chunk, or some layers of it, into its slot. ``end_read`` must follow."""
         lane = self._lanes.get(step.source)
         if lane is not None and not self.is_stuck(step.slot):
-            return lane.read(step.ref, step.slot, layers)
+            return lane.read(step.ref, step.slot, layers, holder=step.holder)
         self.cpu.claim(step.slot)  # a load that counts on this read must not find what was there before
         refused: Future[Arrival] = Future()
         refused.set_result(Arrival(Outcome.MISS if lane is None else Outcome.FAILED))

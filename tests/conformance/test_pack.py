@@ -60,6 +60,10 @@ class Repacked(Tier):
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         return self.pack.contains(refs)
 
+    @property
+    def keeps_trails(self) -> bool:
+        return self.pack.keeps_trails
+
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         return self.pack.nearest(trails)
 

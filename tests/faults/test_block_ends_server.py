@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,9 +14,13 @@ from support.parting import FLUSH_S, PROMPTS, check_ages, check_strangers
 from support.rig import BLOCK, CHUNK, Rig, tokens_of
 from support.schedules import schedules
 
+from kvstore.chunks import Outcome
 from kvstore.options import RemoteOptions
 from kvstore.protocol import messages
 from kvstore.server.service import Service
+from kvstore.testing.harness import MINE, ODD, make_buffer, make_payload, make_ref, make_transfer
+from kvstore.tiers import open_tier
+from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup, Transfer
 from kvstore.tiers.server.link import Link
 
 HEAD = tokens_of(1, CHUNK + 2 * BLOCK)
@@ -86,6 +91,38 @@ def test_a_chunk_that_is_gone_is_not_named(rig: Rig, server: ServerThread) -> No
     with rig.open(remote=remote(server.url)) as engine:
         assert engine.lookup(OTHER) == 0
     assert all(not list(space.trails) for space in server.hub.stock.spaces.values())
+
+
+@pytest.mark.parametrize("version", [1, messages.PROTOCOL_VERSION])
+def test_leading_blocks_in_messages(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    """In a few messages; an older server is asked for each range of them. Other bytes stay at the server."""
+    sent: list[messages.Request] = []
+    send, say_hello = Link.send, Link.hello
+
+    def note(link: Link, request: messages.Request, *frames: object) -> None:
+        sent.append(request)
+        send(link, request, *frames)  # type: ignore[arg-type]
+
+    def hello(link: Link, *arguments: object) -> object:
+        link.version = version
+        return say_hello(link, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Link, "send", note)
+    monkeypatch.setattr(Link, "hello", hello)
+    layout, ref = ODD, make_ref(1, ODD.blocks_per_chunk)
+    setup = TierSetup(MINE, layout, UNBOUNDED_BYTES, {"timeout_s": 30.0})
+    with serving_tcp() as server, closing(open_tier("server", replace(setup, options={"url": server.url}))) as tier:
+        assert tier.put([make_transfer(layout, ref)]) == [Outcome.STORED]
+        sent.clear()
+        monkeypatch.setattr(messages, "PIECE_BYTES", piece_bytes := layout.payload_bytes(1) // 3 + 1)
+        buffer = make_buffer(layout.slot_bytes)
+        assert tier.get([Transfer(ref, buffer, front_blocks=1)]) == [Outcome.HIT]
+    ranges, payload = layout.front_ranges(ref.num_blocks, 1), make_payload(layout, ref)
+    assert buffer[: layout.payload_bytes(1)].tobytes() == b"".join(payload[begin:end] for begin, end in ranges)
+    asked = [request for request in sent if isinstance(request, messages.Fetch | messages.Front)]
+    assert sum(request.num_bytes for request in asked) == layout.payload_bytes(1)
+    assert {type(request) for request in asked} == {messages.Front if version > 1 else messages.Fetch}
+    assert len(asked) == (3 if version > 1 else sum(-(-(end - begin) // piece_bytes) for begin, end in ranges))
 
 
 @pytest.mark.parametrize("older", ["server", "client"])

@@ -21,6 +21,7 @@ from support.served import BIG, WAIT_S, A, B, check_quiet, check_read, open_link
 from kvstore.chunks import Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError
 from kvstore.protocol import messages
+from kvstore.protocol.outcomes import pack_outcomes
 from kvstore.server.hub import Hub
 from kvstore.server.options import ServerOptions, TcpAddress
 from kvstore.testing.harness import EVEN, make_buffer, make_ref, make_transfer
@@ -173,7 +174,7 @@ class TestLeases:
         granted = link.ask(messages.Reserve(link.new_serial(), messages.pack_refs([B])), messages.Granted)
         (lease,) = (grant.lease for grant in granted.grants)
         other_context, other = open_link(server.url)
-        failed = messages.pack_outcomes([Outcome.FAILED])
+        failed = pack_outcomes([Outcome.FAILED])
         assert other.ask(messages.Commit(other.new_serial(), [lease], True), messages.Done).outcomes == failed
         assert link.ask(messages.Commit(link.new_serial(), [lease], False), messages.Done).outcomes == failed
         assert link.ask(messages.Commit(link.new_serial(), [lease], True), messages.Done).outcomes == failed
@@ -208,7 +209,7 @@ class TestLeases:
         tier = open_tier(server.url)
         tier.clear()
         done = link.ask(messages.Commit(link.new_serial(), [granted.grants[0].lease], True), messages.Done)
-        assert done.outcomes == messages.pack_outcomes([Outcome.FAILED])
+        assert done.outcomes == pack_outcomes([Outcome.FAILED])
         assert tier.contains([B]) == [False]
         link.close()
         context.term()

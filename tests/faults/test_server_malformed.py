@@ -24,6 +24,7 @@ from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
 from kvstore.protocol.geometry import Geometry
+from kvstore.protocol.outcomes import pack_outcomes
 from kvstore.protocol.pieces import checksum
 from kvstore.server import sessions, watch
 from kvstore.testing.harness import EVEN, MINE, make_payload, make_transfer
@@ -92,9 +93,9 @@ class TestMalformed:
             lease = granted.grants[0].lease
             payload = make_payload(EVEN, A)
             piece = messages.Piece(link.new_serial(), lease, 0, bytes(8))
-            assert link.ask(piece, messages.Done, [payload]).outcomes == messages.pack_outcomes([Outcome.FAILED])
+            assert link.ask(piece, messages.Done, [payload]).outcomes == pack_outcomes([Outcome.FAILED])
             done = link.ask(messages.Commit(link.new_serial(), [lease], True), messages.Done)
-            assert done.outcomes == messages.pack_outcomes([Outcome.FAILED])
+            assert done.outcomes == pack_outcomes([Outcome.FAILED])
             link.close()
             check_quiet(server)
             context.term()
@@ -107,7 +108,7 @@ class TestMalformed:
             part = make_payload(EVEN, A)[:4096]
             link.ask(messages.Piece(link.new_serial(), lease, 0, checksum([part])), messages.Done, [part])
             done = link.ask(messages.Commit(link.new_serial(), [lease], True), messages.Done)
-            assert done.outcomes == messages.pack_outcomes([Outcome.FAILED])
+            assert done.outcomes == pack_outcomes([Outcome.FAILED])
             link.close()
             context.term()
 
@@ -121,9 +122,9 @@ class TestMalformed:
             half = payload[: len(payload) // 2]
             for outcome in (Outcome.STORED, Outcome.FAILED):
                 piece = messages.Piece(link.new_serial(), lease, 0, checksum([half]))
-                assert link.ask(piece, messages.Done, [half]).outcomes == messages.pack_outcomes([outcome])
+                assert link.ask(piece, messages.Done, [half]).outcomes == pack_outcomes([outcome])
             done = link.ask(messages.Commit(link.new_serial(), [lease], True), messages.Done)
-            assert done.outcomes == messages.pack_outcomes([Outcome.FAILED])
+            assert done.outcomes == pack_outcomes([Outcome.FAILED])
             link.close()
             check_quiet(server)
             context.term()
@@ -176,6 +177,9 @@ def malformed(dice: random.Random) -> list[bytes]:
         messages.Acquire(1, messages.pack_refs([A])),
         messages.Commit(1, [dice.randrange(100)], dice.random() < 0.5),
         messages.Fetch(1, dice.randrange(100), dice.randrange(1 << 20), 1 + dice.randrange(1 << 20)),
+        messages.Front(
+            1, dice.randrange(100), 1 + dice.randrange(8), dice.randrange(1 << 20), 1 + dice.randrange(1 << 20)
+        ),
         messages.Piece(1, dice.randrange(100), dice.randrange(1 << 20), bytes(8)),
         messages.Scan(1, dice.randrange(1 << 40)),
         messages.Hello(1, 1, {"model": "fuzz"}, Geometry.of(EVEN), dice.randrange(1 << 40), dice.randbytes(16)),

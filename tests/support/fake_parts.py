@@ -138,7 +138,6 @@ class Listener:
 
     def __init__(self) -> None:
         self.blocks: dict[Place, dict[bytes, tuple[int, ...]]] = {place: {} for place in ANNOUNCED}
-        self.taken_back: dict[Place, set[bytes]] = {place: set() for place in ANNOUNCED}  # and not said again
 
     def hear(self, events: Iterable[Stored | Removed]) -> None:
         """Take in what was announced."""
@@ -147,13 +146,11 @@ class Listener:
             if isinstance(event, Removed):
                 for name in event.hashes:
                     del held[name]  # nobody takes back what was not said
-                self.taken_back[event.place].update(event.hashes)
                 continue
             blocks = event.blocks
             assert len(blocks.token_ids) == BLOCK * len(blocks.hashes)
             for number, name in enumerate(blocks.hashes):
                 assert name not in held, "said twice"
-                self.taken_back[event.place].discard(name)
                 held[name] = tuple(blocks.token_ids[number * BLOCK : (number + 1) * BLOCK])
 
 

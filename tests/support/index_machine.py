@@ -38,6 +38,7 @@ class IndexMachine(IndexModel):
         knows_trails=st.booleans(),
         remote_hold_s=st.none() | st.integers(1, 9),
         cache_policy=st.sampled_from(sorted(POLICIES)),
+        reads_fronts=st.booleans(),
     )
     def start(
         self,
@@ -49,6 +50,7 @@ class IndexMachine(IndexModel):
         knows_trails: bool,
         remote_hold_s: int | None,
         cache_policy: str,
+        reads_fronts: bool,
     ) -> None:
         capacity_bytes = capacity * stored_bytes(CHUNK // BLOCK)
         self.has_disk, self.keeps = capacity_bytes > 0, keep
@@ -70,6 +72,7 @@ class IndexMachine(IndexModel):
             max_sends=max_writes,
             cache_policy=cache_policy,
             checkpoints=self.checkpoints,
+            reads_fronts=reads_fronts,
         )
         adopted = chunk_refs(hasher := self.hasher(2, CHUNK * min(survivors, capacity)), with_tail=True)
         if self.has_disk:
@@ -95,6 +98,7 @@ class IndexMachine(IndexModel):
         self.extend([ref.prefix_key for ref in refs[first:]], ttl_s)
         until_s = None if ttl_s is None else self.now_s + ttl_s
         held = {ref for ref in refs[first:] if self.is_held(ref, until_s)}
+        self.check_sent_longer(held if ttl_s is None else set())
         steps = self.index.prepare_store(refs[first:], hasher.chunk_keys()[:first], hasher=hasher, ttl_s=ttl_s)
         self.check_leases(leased)
         kept = self.index._chunks
@@ -203,11 +207,14 @@ class IndexMachine(IndexModel):
         self.world.doomed.discard(write)
         if stored:
             (self.world.disk if target is Place.DISK else self.world.remote).add(ref)
+            if target is Place.REMOTE and self.index._remote.keeps_trails:
+                self.world.told.add(ref)
             if target is Place.DISK:
                 self.world.sizes[ref] = size_bytes or stored_bytes(ref.num_blocks)
         leased = self.leased()
         self.index.complete_write(ref.prefix_key, target, stored=stored, size_bytes=size_bytes)
         self.check_leases(leased)
+        self.carry_out_recalls()
         if stored and target is Place.DISK and self.index.in_memory(ref.prefix_key):
             self.check_superseded([ref.prefix_key])
         self.carry_out_removals()
@@ -251,15 +258,18 @@ class IndexMachine(IndexModel):
         self.index.release(name)
         self.leases.pop(name, None)
 
-    @rule(answers=st.booleans())
-    def remote_goes_or_comes_back(self, answers: bool) -> None:
-        self.index.set_remote_answers(answers=answers)
+    @rule(answers=st.booleans(), keeps_trails=st.booleans())
+    def remote_goes_or_comes_back(self, answers: bool, keeps_trails: bool) -> None:
+        self.index.set_remote_answers(answers=answers, keeps_trails=keeps_trails)
 
-    @rule(family=st.integers(0, len(FAMILIES) - 1), length=st.integers(0, 36), stored=st.booleans())
-    def others_use_the_remote(self, family: int, length: int, stored: bool) -> None:
+    @rule(
+        family=st.integers(0, len(FAMILIES) - 1), length=st.integers(0, 36), stored=st.booleans(), tells=st.booleans()
+    )
+    def others_use_the_remote(self, family: int, length: int, stored: bool, tells: bool) -> None:
         refs = chunk_refs(self.hasher(family, length), with_tail=True)
         if stored:
             self.world.remote.update(refs)
+            self.world.told.update(refs if tells else ())
         else:
             self.world.remote.difference_update(refs)
 
@@ -289,7 +299,9 @@ class IndexMachine(IndexModel):
                 break
             there += 1
         trail = b"".join(hasher.block_keys(there))
-        shared = max((shared_blocks(trail, all_trails()[ref]) for ref in self.world.remote), default=0)
+        found = {ref: shared_blocks(trail, all_trails()[ref]) for ref in self.world.remote}
+        by_key = {ref: shared for ref, shared in found.items() if shared == ref.num_blocks or ref in self.world.told}
+        shared = max(by_key.values(), default=0)
         is_free = remote.isdisjoint(self.index._chunks) and self.index._room().slots > there
         if self.index._remote.answers and is_free:
             assert match.num_tokens >= there * CHUNK + shared * BLOCK, "a longer prefix is there"
@@ -298,6 +310,14 @@ class IndexMachine(IndexModel):
     def disk_goes_or_comes_back(self, answers: bool) -> None:
         self.disk_answers = answers
         self.index.set_disk_answers(answers=answers)
+
+    @precondition(lambda self: self.view is not None)
+    @rule(family=st.integers(0, len(FAMILIES) - 1), length=st.integers(0, 36))
+    def load_what_others_stored(self, family: int, length: int) -> None:
+        """All of the longest sequence that is there, or what begins with it."""
+        self.others_use_the_remote(family, 36, stored=True)
+        self.ask_the_remote(family, length, 0)
+        self.prepare_load(family, length, 0)
 
     @rule(family=st.integers(0, len(FAMILIES) - 1), length=st.integers(0, 36), skip_blocks=st.integers(0, 9))
     def prepare_load(self, family: int, length: int, skip_blocks: int) -> None:
@@ -309,17 +329,23 @@ class IndexMachine(IndexModel):
         self.check_longest(family, length, match)
         for ref in match.refs:
             is_remote = self.view is not None and bool(self.view.holds(ref, self.now_s))
+            is_remote = is_remote or self.index.is_loading(ref.prefix_key)
             assert is_remote or ref.prefix_key in self.stored, "found what was never stored, or was removed"
         busy = self.world.busy_slots()
         held = self.held()
-        steps = self.index.prepare_load(match.refs)
+        front_blocks = 0 if self.checkpoints else match.front_blocks(BLOCK, CHUNK // BLOCK)
+        steps = self.index.prepare_load(match.refs, front_blocks=front_blocks)
         self.check_held(held)
         if steps:
             self.world.loads.append(steps)
-        assert [step.ref for step in steps] == list(match.refs), "lookup promised more than can be loaded"
+        assert [step.read for step in steps] == list(match.refs), "lookup promised more than can be loaded"
         earlier = [step for load in self.world.loads[:-1] for step in load]
         coming = {step.slot: step.ref for step in earlier if step.source is not Place.MEMORY}
         for step in steps:
+            if step.holder is not None:
+                assert step.source is Place.REMOTE
+                assert step.ref.num_blocks == front_blocks, "not the blocks that are wanted"
+                assert all_trails()[step.holder].startswith(all_trails()[step.ref])
             if step.source is Place.DISK:
                 assert step.ref in self.world.disk
                 assert self.disk_answers, "promised what a disk holds that does not answer"
@@ -365,7 +391,7 @@ class IndexMachine(IndexModel):
     def is_there(self, step: LoadStep) -> bool:
         if step.source is Place.MEMORY:
             return self.world.slots.get(step.slot) == step.ref
-        return step.ref in (self.world.disk if step.source is Place.DISK else self.world.remote)
+        return step.read in (self.world.disk if step.source is Place.DISK else self.world.remote)
 
     def mark_stale(self, failed: LoadStep) -> None:
         """What was planned behind a read that failed finds nothing in its slot."""
@@ -389,6 +415,8 @@ class IndexMachine(IndexModel):
         self.index.take_removals()
         self.world.disk.clear()
         self.world.remote.clear()
+        self.world.told.clear()
+        self.index.take_recalls()
         self.world.doomed.update(self.world.writes)
         self.stored.clear()
 

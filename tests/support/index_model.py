@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from hypothesis.stateful import RuleBasedStateMachine
 
-from kvstore.catalog.entries import LOADING, NO_FILE, NO_SLOT, STORED
+from kvstore.catalog.entries import LOADING, NO_FILE, NO_SLOT, SENDING, STORED, UNSENT
 from kvstore.catalog.plans import Match, Place
 from kvstore.catalog.trails import keys_of
-from support.index_world import BLOCK, CHUNK, World, hasher_of
+from support.index_world import BLOCK, CHUNK, World, all_trails, hasher_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,6 +30,7 @@ class IndexModel(RuleBasedStateMachine):
     stored: set[PrefixKey]
     keeps: bool
     disk_answers: bool
+    now_s: float
 
     def hasher(self, family: int, length: int) -> PrefixHasher:
         return hasher_of(family, length)
@@ -40,6 +41,28 @@ class IndexModel(RuleBasedStateMachine):
                 self.world.doomed.add((Place.DISK, ref))
             else:
                 self.world.disk.discard(ref)
+
+    def carry_out_recalls(self) -> None:
+        for ref in self.index.take_recalls():
+            assert ref in self.world.told, "a tail was recalled that an older engine may have sent"
+            holders = [longer for longer in self.longer(ref) if longer in self.world.told]
+            assert holders, "a tail was recalled, and nothing leads to its blocks"
+            self.world.remote.discard(ref)
+
+    def longer(self, tail: ChunkRef) -> Iterable[ChunkRef]:
+        """All chunks that hold the blocks of a tail, and more."""
+        trail = all_trails()[tail]
+        return (ref for ref, other in all_trails().items() if ref != tail and other.startswith(trail))
+
+    def check_sent_longer(self, held: Iterable[ChunkRef]) -> None:
+        """Of the tails that are not to be stored, a longer chunk is or was at a remote tier, or may be sent there."""
+        for tail in held if self.view is not None else ():
+            chunks = (self.index._chunks.get(ref.prefix_key) for ref in self.longer(tail))
+            coming = any(c is not None and c.in_memory and c.remote in {UNSENT, SENDING} for c in chunks)
+            sending = any(target is Place.REMOTE and ref in set(self.longer(tail)) for target, ref in self.world.writes)
+            planned = {step.ref for store in self.world.stores for step in store if Place.REMOTE in step.targets}
+            longer = set(self.longer(tail))
+            assert coming or sending or longer & (planned | self.world.told), "a tail is lost to a chunk not there"
 
     def forget(self, keys: list[PrefixKey]) -> None:
         self.stored.difference_update(keys)
@@ -73,11 +96,13 @@ class IndexModel(RuleBasedStateMachine):
 
     def is_held(self, ref: ChunkRef, until_s: float | None) -> bool:
         """Whether a tail needs no bytes of its own, nor keeps any that it has."""
-        if ref.num_blocks * BLOCK == CHUNK or (self.view is not None and until_s is None):
+        if ref.num_blocks * BLOCK == CHUNK:
             return False
         tail = self.index._chunks.get(ref.prefix_key)
         tail = None if tail is not None and tail.forgotten else tail
         fit = [c for c in self.holders_of(ref.prefix_key) if c.lasts_until(until_s) and self.is_sure(c)]
+        if self.view is not None and until_s is None:
+            fit = [c for c in fit if self.index._remote.leads_to(c, self.now_s)]
         fit.sort(key=lambda chunk: chunk.memory is NO_SLOT)
         if not fit or (self.keeps and fit[0].memory is NO_SLOT):  # it is kept in memory beside one on disk
             return False
@@ -112,6 +137,8 @@ class IndexModel(RuleBasedStateMachine):
         shared = [0]
         for chunk in self.index._chunks.values():
             if self.index._is_readable(chunk):
-                trail = list(keys_of(chunk.trail)) or [chunk.ref.prefix_key]
+                is_coming = chunk.memory is LOADING  # as a whole: nobody waits for a part of it
+                trail = [] if is_coming else list(keys_of(chunk.trail))
+                trail = trail or [chunk.ref.prefix_key]
                 shared += [number for number, key in enumerate(keys, 1) if key in trail]
         assert match.num_tokens == begin * CHUNK + max(shared) * BLOCK, "a longer prefix is there"

@@ -58,6 +58,7 @@ class World:
     disk: set[ChunkRef] = field(default_factory=set)
     sizes: dict[ChunkRef, int] = field(default_factory=dict)  # on disk, of those that a codec made smaller
     remote: set[ChunkRef] = field(default_factory=set)  # others store there too, and it evicts
+    told: set[ChunkRef] = field(default_factory=set)  # whose trails the remote tier has, or had
     stores: list[list[StoreStep]] = field(default_factory=list)
     loads: list[list[LoadStep]] = field(default_factory=list)
     writes: dict[tuple[Place, ChunkRef], int] = field(default_factory=dict)  # started, from which slot
@@ -68,7 +69,7 @@ class World:
         """What the remote tier answers."""
         if not isinstance(item, bytes):
             return item in self.remote
-        shared = {ref: shared_blocks(item, all_trails()[ref]) for ref in sorted(self.remote)}
+        shared = {ref: shared_blocks(item, all_trails()[ref]) for ref in sorted(self.remote & self.told)}
         nearest = sorted(filter(shared.__getitem__, shared), key=lambda ref: -shared[ref])
         return tuple(all_trails()[ref] for ref in nearest[:MAX_NEAREST])
 

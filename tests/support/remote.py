@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvstore import assembly
 from kvstore.chunks import Outcome
 from kvstore.handover.transport import Parcel, Transport
@@ -30,6 +32,8 @@ class FakeServer:
         self.trails: dict[bytes, dict[ChunkRef, bytes]] = {}
         self.questions: list[Sequence[ChunkRef]] = []
         self.puts: list[ChunkRef] = []
+        self.reads: list[tuple[ChunkRef, int]] = []  # with the leading blocks that were asked for; 0 for all
+        self.reads_fronts = False
         self.before_contains: Any = lambda: None
         self.before_get: Any = lambda: None
         self.before_put: Any = lambda: None
@@ -56,6 +60,7 @@ class _FakeRemote(FakeTier):
     def __init__(self, server: FakeServer, setup: TierSetup) -> None:
         super().__init__(setup.capacity_bytes)
         self._server = server
+        self._layout = setup.layout
         self.stored_bytes = setup.layout.payload_bytes  # type: ignore[method-assign]
         self._enter(setup.namespace)
 
@@ -64,9 +69,27 @@ class _FakeRemote(FakeTier):
         self.told_trails = self._server.trails.setdefault(namespace.id, {})
         self.namespace_id = namespace.id
 
+    @property
+    def reads_fronts(self) -> bool:
+        return self._server.reads_fronts
+
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         self._server.before_get()
-        return super().get(transfers)
+        self._server.reads += [(transfer.ref, transfer.front_blocks) for transfer in transfers]
+        return [
+            self._get_front(item) if item.front_blocks else super(_FakeRemote, self).get([item])[0]
+            for item in transfers
+        ]
+
+    def _get_front(self, transfer: Transfer) -> Outcome:
+        assert self.reads_fronts
+        payload = self.chunks.get(transfer.ref)
+        if payload is None:
+            return Outcome.MISS
+        ranges = self._layout.front_ranges(transfer.ref.num_blocks, transfer.front_blocks)
+        front = b"".join(payload[begin:end] for begin, end in ranges)
+        transfer.buffer[: len(front)] = np.frombuffer(front, np.uint8)
+        return Outcome.HIT
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         self._server.before_contains()

@@ -151,6 +151,10 @@ class FakeTier(BoundedTier):
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         return [ref in self.chunks for ref in refs]
 
+    @property
+    def keeps_trails(self) -> bool:
+        return True
+
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         found = [sorted(self.told_trails.values(), key=lambda told: -shared_blocks(told, trail)) for trail in trails]
         pairs = zip(trails, found, strict=True)

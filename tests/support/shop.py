@@ -11,6 +11,7 @@ from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
 from kvstore.protocol.geometry import Geometry
+from kvstore.protocol.outcomes import outcome_of
 from kvstore.protocol.pieces import checksum
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server.core import Core
@@ -116,7 +117,7 @@ class Desk:
         self.ask(messages.Piece(3, lease, offset, checksum_of(payload)), payload)
 
     def commit(self, lease: int) -> Outcome:
-        return messages.outcome_of(self.ask(messages.Commit(4, [lease], True)).outcomes[0])
+        return outcome_of(self.ask(messages.Commit(4, [lease], True)).outcomes[0])
 
     def store(self, ref: ChunkRef) -> None:
         lease = self.lease(messages.Reserve, ref)

@@ -72,3 +72,16 @@ def test_chunks_are_whole_blocks(block: int, chunk: int) -> None:
 def test_the_message_offers_a_chunk_size_that_works() -> None:
     with pytest.raises(LayoutError, match="such as 112"):
         KVLayout((4096,), 1, 16, 100)
+
+
+@pytest.mark.parametrize("planes", [1, 2])
+def test_leading_blocks_are_ranges_of_each_plane(planes: int) -> None:
+    layout = KVLayout((4, 8), planes, 2, 6)
+    assert (
+        layout.front_ranges(3, 2)
+        == {
+            1: [(0, 8), (12, 28)],
+            2: [(0, 8), (12, 20), (24, 40), (48, 64)],
+        }[planes]
+    )
+    assert sum(end - begin for begin, end in layout.front_ranges(3, 2)) == layout.payload_bytes(2)

@@ -17,19 +17,20 @@ from kvstore.options import EngineOptions
 from kvstore.tools.bench import moves
 from kvstore.tools.bench.limits import RawDisk
 from kvstore.tools.bench.lines import Line, Subject, move_lines
-from kvstore.tools.bench.samples import NAMESPACE, WARM_UP_ROUNDS, Pair, Tick, alternating, require, timed
+from kvstore.tools.bench.samples import NAMESPACE, WARM_UP_ROUNDS, Pair, Tick, alternating, paired, require, timed
 from kvstore.tools.bench.workbench import Workbench
 
 WRITE = Subject("disk write-behind", "O_DIRECT write", "store and flush: gather, xxh3, O_DIRECT, naming the files")
 COLD = Subject("disk cold retrieve", "O_DIRECT read", "O_DIRECT read, xxh3 verified, scatter")
 LAYERS = Subject("disk layerwise retrieve", "load or compute", "O_DIRECT read by layers, xxh3 verified, scatter")
 WARM = Subject("disk warm retrieve", "memcpy + xxh3", "buffered read of cached files, xxh3 verified, scatter")
+QUARTER = Subject("disk: a chunk for its quarter", "its leading quarter", "O_DIRECT, no tier: the whole against a part")
 _LOADS_PER_ROUND = 3  # whole, layer by layer, and layer by layer while computing
 _TIMEOUT_S = 120.0
 
 
 def measure_disk(workbench: Workbench, folder: Path, rounds: int, tick: Tick) -> list[Line]:
-    """Write-behind, cold and warm retrieves, and loads layer by layer.
+    """Write-behind, cold and warm retrieves, loads layer by layer, and what a part of a chunk would save.
 
     Raises:
         BenchError: a path lost or changed a byte, or did not read from the disk.
@@ -43,7 +44,8 @@ def measure_disk(workbench: Workbench, folder: Path, rounds: int, tick: Tick) ->
             for limit_first in alternating("disk", rounds, tick):
                 written = moves.store_and_flush(engine, workbench, raw.write, limit_first=limit_first)
                 read = moves.retrieve(engine, workbench, raw.read, limit_first=limit_first)
-                direct.append((written, read, _retrieve_while_computing(engine, workbench)))
+                quarter, _ = paired(raw.read_quarter, raw.read, limit_first=limit_first)
+                direct.append((written, read, _retrieve_while_computing(engine, workbench), quarter))
                 engine.clear(workbench.tokens)  # by tokens: their files are recycled by the next round
         _require_loads(engine, _LOADS_PER_ROUND * (WARM_UP_ROUNDS + rounds) * chunks)
     with _opened(workbench, folder / "buffered", use_odirect=False, batches=1) as engine:
@@ -53,7 +55,7 @@ def measure_disk(workbench: Workbench, folder: Path, rounds: int, tick: Tick) ->
             for limit_first in alternating("disk", rounds, tick)
         ]
         _require_loads(engine, (WARM_UP_ROUNDS + rounds) * chunks)
-    return move_lines((WRITE, COLD, LAYERS), direct, workbench) + move_lines((WARM,), buffered, workbench)
+    return move_lines((WRITE, COLD, LAYERS, QUARTER), direct, workbench) + move_lines((WARM,), buffered, workbench)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ checksums, no keys to compute. It uses none of the library's code.
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvstore.chunks import ByteArray
 from kvstore.tools.bench.raw_peer import in_pieces
@@ -27,6 +28,7 @@ class RawRedis:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._replies = self._socket.makefile("rb")
         self._views = [part for payload in payloads for part in in_pieces(payload, part_bytes)]
+        self._part_bytes, self._parts_per_payload = part_bytes, len(self._views) // len(payloads)
 
     def close(self) -> None:
         """Close the connection."""
@@ -48,8 +50,30 @@ class RawRedis:
     def retrieve(self) -> None:
         """GET all values, requesting a few ahead."""
         ask = [b"*2\r\n$3\r\nGET\r\n$%d\r\nraw:%d\r\n" % (4 + len(str(n)), n) for n in range(len(self._views))]
+        self._receive(ask, self._views)
+
+    def retrieve_ranges(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """GETRANGE some bytes of every payload, requesting a few ahead."""
+        ask, views = [], []
+        for first in range(0, len(self._views), self._parts_per_payload):
+            for number, begin, end in self._in_parts(ranges):
+                name, bounds = b"raw:%d" % (first + number), (b"%d" % begin, b"%d" % (end - 1))
+                words = b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in (b"GETRANGE", name, *bounds))
+                ask.append(b"*4\r\n" + words)
+                views.append(self._views[first + number][begin:end])
+        self._receive(ask, views)
+
+    def _in_parts(self, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+        """Ranges of a payload as numbers of its values, and begin and end within these."""
+        for begin, end in ranges:
+            for number in range(begin // self._part_bytes, -(-end // self._part_bytes)):
+                first = number * self._part_bytes
+                yield number, max(begin - first, 0), min(end - first, self._part_bytes)
+
+    def _receive(self, ask: Sequence[bytes], views: Sequence[memoryview]) -> None:
+        """Send commands, a few ahead, and take what they answer."""
         self._socket.sendall(b"".join(ask[:_WINDOW]))
-        for number, view in enumerate(self._views):
+        for number, view in enumerate(views):
             self._expect(b"$%d\r\n" % len(view))
             done = self._replies.readinto(view)  # large reads go straight into the view
             while done < len(view):

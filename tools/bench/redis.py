@@ -14,7 +14,7 @@ from kvstore.tools.bench.limits import prefaulted
 from kvstore.tools.bench.lines import Line, Subject, move_lines
 from kvstore.tools.bench.raw_redis import RawRedis
 from kvstore.tools.bench.remote import RemoteChunks
-from kvstore.tools.bench.samples import Tick, alternating
+from kvstore.tools.bench.samples import Tick, alternating, paired
 from kvstore.tools.bench.workbench import Workbench
 from kvstore.tools.processes import free_port, is_listening, running, wait_until
 
@@ -26,6 +26,7 @@ _START_TIMEOUT_S = 10.0
 _LOOKUP_SLACK_S = 0.5e-3
 STORE = Subject("redis store", "plain socket SET", "the tier's put, a chunk a call: xxh3, parts of 1 MiB, transaction")
 RETRIEVE = Subject("redis retrieve", "plain socket GET", "the tier's get, a chunk a call: parts, xxh3 verified")
+QUARTER = Subject("redis: a chunk for its quarter", "its leading quarter", "GET, no tier, against GETRANGE of a part")
 LOOKUP = Subject("redis lookup, 128 known keys", "3 round trips", "the tier's contains; the limit has 0.5 ms more")
 
 
@@ -64,10 +65,14 @@ def measure_redis(workbench: Workbench, program: Path, rounds: int, tick: Tick) 
     ):
         from kvstore.tiers.redis.chunk import PART_BYTES  # noqa: PLC0415 - of an extra, which the tier needs, too
 
+        layout = workbench.paged.layout
+        quarter = layout.front_ranges(layout.blocks_per_chunk, max(1, layout.blocks_per_chunk // 4))
         payloads = prefaulted(workbench.batch_bytes).reshape(workbench.num_chunks, -1)
         with closing(RawRedis(port, payloads, PART_BYTES)) as raw:
             for limit_first in alternating("redis", rounds, tick):
-                moved.append(chunks.move(tier, raw.store, raw.retrieve, limit_first=limit_first))
+                stored, loaded = chunks.move(tier, raw.store, raw.retrieve, limit_first=limit_first)
+                part, _ = paired(lambda: raw.retrieve_ranges(quarter), raw.retrieve, limit_first=limit_first)
+                moved.append((stored, loaded, part))
                 raw.remove()  # or the next round would not store but replace
             lookups = chunks.look_up(tier, raw.ping, slack_s=_LOOKUP_SLACK_S)
-    return [*move_lines((STORE, RETRIEVE), moved, workbench), LOOKUP.line(workbench.geometry, lookups)]
+    return [*move_lines((STORE, RETRIEVE, QUARTER), moved, workbench), LOOKUP.line(workbench.geometry, lookups)]

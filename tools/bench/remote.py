@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -63,6 +64,17 @@ class RemoteChunks:
         require(bool((self.stored == self._loaded).all()), f"the {tier.name} tier changed a byte")
         tier.remove(self.refs)  # or the next round would not store but replace
         return stored, loaded
+
+    def quarter(self, tier: Tier, *, limit_first: bool) -> Pair:
+        """Load all chunks, which are stored, against their leading quarters."""
+        front_blocks = max(1, self._layout.blocks_per_chunk // 4)
+        fronts = [get._replace(front_blocks=front_blocks) for get in self._gets]
+        tier.put(self._puts)
+        part = partial(_one_by_one, tier.get, fronts)
+        pair, outcomes = paired(part, lambda: _one_by_one(tier.get, self._gets), limit_first=limit_first)
+        require(set(outcomes) == {Outcome.HIT}, f"the {tier.name} tier did not find everything")
+        tier.remove(self.refs)
+        return pair
 
     def look_up(self, tier: Tier, ping: Limit, *, slack_s: float = 0.0) -> list[Pair]:
         """Store all chunks and look them up, against three round trips and ``slack_s``.

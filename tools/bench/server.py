@@ -35,6 +35,8 @@ TCP_STORE = Subject(
 TCP_RETRIEVE = Subject(
     "server retrieve over TCP", "plain pyzmq", "the tier's get, a chunk a call: checksums made and compared, copies"
 )
+QUARTER = Subject("server: a chunk for its quarter", "its leading quarter", "the tier's get of each")
+TCP_QUARTER = QUARTER._replace(name="server: a chunk for its quarter, TCP")
 LOOKUP = Subject("server lookup, 128 known keys", "3 round trips", "the tier's contains, over ipc")
 
 
@@ -86,8 +88,9 @@ def measure_server(workbench: Workbench, rounds: int, tick: Tick) -> list[Line]:
         moved = [
             chunks.move(near, memcpy, memcpy, limit_first=limit_first)
             + chunks.move(far, peer.store, peer.retrieve, limit_first=limit_first)
+            + (chunks.quarter(near, limit_first=limit_first), chunks.quarter(far, limit_first=limit_first))
             for limit_first in alternating("server", rounds, tick)
         ]
         lookups = chunks.look_up(near, peer.ping)
-    lines = move_lines((STORE, RETRIEVE, TCP_STORE, TCP_RETRIEVE), moved, workbench)
+    lines = move_lines((STORE, RETRIEVE, TCP_STORE, TCP_RETRIEVE, QUARTER, TCP_QUARTER), moved, workbench)
     return [*lines, LOOKUP.line(workbench.geometry, lookups)]

@@ -39,7 +39,8 @@ class LoadRules:
 class LoadChoice:
     """Decides for each load. For the scheduler's thread.
 
-    A load may carry more tokens than it is for: a slower tier gives a chunk as a whole, as its checksums are for that.
+    A load may carry more tokens than it is for: a slower tier may give a chunk as a whole only, as its checksums are
+    for that, or because the rest takes hardly longer.
     """
 
     def __init__(self, rules: LoadRules) -> None:

@@ -125,4 +125,5 @@ def _new_index(
         tracks_changes=options.announces,
         checkpoints=checkpoints,
         slots_take_turns=any(rank.slots_take_turns for rank in facts),
+        reads_fronts=all(rank.reads_fronts for rank in facts),
     )

@@ -67,6 +67,11 @@ class Part(NamedTuple):
         """The positions of the chunk's blocks, as far as the request has their tokens."""
         return self.ref.blocks_from(self.begin) if self.is_own else range(self.begin, self.stop)
 
+    @property
+    def front_blocks(self) -> int:
+        """How many leading blocks of the chunk are wanted; 0 if the request has the others, too."""
+        return 0 if self.is_own else self.stop - self.begin
+
 
 class _Load(NamedTuple):
     """A chunk, and the rows that it goes to."""
@@ -150,7 +155,7 @@ class LoadPlanner:
         return self._by_source(spec, lambda part, _: (part.stop - part.start) * self._rules.block_tokens)
 
     def carried(self, spec: LoadSpec) -> Counter[Place]:
-        """How many tokens a load would carry from each place: of a chunk that is not in memory, all."""
+        """How many tokens a load would carry from each place: of a chunk that is not in memory, all that is read."""
         return self._by_source(spec, self.carried_of)
 
     def _by_source(self, spec: LoadSpec, tokens_of: Callable[[Part, Place], int]) -> Counter[Place]:
@@ -166,8 +171,20 @@ class LoadPlanner:
 
     def carried_of(self, part: Part, source: Place) -> int:
         """The tokens that are carried for the wanted blocks of a chunk."""
-        num_blocks = part.stop - part.start if source is Place.MEMORY else part.ref.num_blocks
-        return num_blocks * self._rules.block_tokens
+        if source is Place.MEMORY:
+            return (part.stop - part.start) * self._rules.block_tokens
+        can_cut = source is Place.REMOTE and part.front_blocks and not self._rows.is_grouped
+        is_cut = can_cut and self._index.front(part.ref, part.front_blocks)
+        return (part.front_blocks if is_cut else part.ref.num_blocks) * self._rules.block_tokens
+
+    def blocks_of(
+        self, tracker: RequestTracker, spec: LoadSpec, num_external_tokens: int
+    ) -> Iterator[tuple[ChunkRef, range]]:
+        """The chunks of a load, and which of the request's blocks are theirs; leading blocks also as a tail."""
+        for part in overlapping(spec.match, self._rules, spec.num_local_tokens, num_external_tokens):
+            yield part.ref, part.known
+            if part.front_blocks:
+                yield ChunkRef(self._block_key(tracker.hasher, part.stop - 1), part.front_blocks), part.known
 
     def first_remote_token(self, spec: LoadSpec) -> int:
         """Where the first chunk begins that a load would bring from a remote tier.
@@ -220,12 +237,13 @@ class LoadPlanner:
         end_block = -(-(spec.num_local_tokens + num_external_tokens) // block_tokens)
         parts = overlapping(spec.match, self._rules, spec.num_local_tokens, num_external_tokens)
         wanted = list(_with_blocks(parts, table))
-        steps = self._prepare(tracker, spec, [part.ref for part in wanted])
+        steps = self._prepare(tracker, spec, [part.ref for part in wanted], wanted[-1].front_blocks if wanted else 0)
         jobs, tokens, carried, loaded_end = [], Counter[Place](), Counter[Place](), first_block
         for step, part in zip(steps, wanted, strict=False):
             jobs.append(LoadJob(step, as_block_ids(table[part.start : part.stop]), part.start - part.begin))
             tokens[step.source] += (part.stop - part.start) * block_tokens
-            carried[step.source] += self.carried_of(part, step.source)
+            num_carried = part.stop - part.start if step.source is Place.MEMORY else step.ref.num_blocks
+            carried[step.source] += num_carried * block_tokens
             loaded_end = part.stop
         lost_block_ids = blocks.present(table[loaded_end:end_block])
         if spec.async_load:
@@ -266,13 +284,15 @@ class LoadPlanner:
         # Where the request has all of a part's blocks, the part is used from memory, and not read from elsewhere.
         return [load for load in found if any_present(load.rows) or self._index.in_memory(load.ref.prefix_key)]
 
-    def _prepare(self, tracker: RequestTracker, spec: LoadSpec, refs: Sequence[ChunkRef]) -> list[LoadStep]:
-        """Plan to bring chunks to their slots, as far as that is possible."""
+    def _prepare(
+        self, tracker: RequestTracker, spec: LoadSpec, refs: Sequence[ChunkRef], front_blocks: int = 0
+    ) -> list[LoadStep]:
+        """Plan to bring chunks to their slots, as far as that is possible; of the last one the leading blocks."""
         checkpoint = spec.match.checkpoint if set(refs).issuperset(spec.match.checkpoint) else ()
         hasher = tracker.hasher if self._rows.checkpoints is None else None
-        steps = self._index.prepare_load(refs, spec.told, checkpoint, hasher)
+        steps = self._index.prepare_load(refs, spec.told, checkpoint, hasher, front_blocks)
         tracker.noted.update(step.ref.prefix_key for step in steps)
-        remote_refs = [step.ref for step in steps if step.source is Place.REMOTE]
+        remote_refs = [step.read for step in steps if step.source is Place.REMOTE]
         if spec.told.source and remote_refs:
             self._coming_sourced.append(Sourced(spec.told.source, remote_refs))
         return steps

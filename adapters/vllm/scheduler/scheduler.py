@@ -17,7 +17,7 @@ from kvstore.adapters.vllm.scheduler.canary import Canary
 from kvstore.adapters.vllm.scheduler.choice import StepClock
 from kvstore.adapters.vllm.scheduler.connected import Connected
 from kvstore.adapters.vllm.scheduler.handovers import Handovers
-from kvstore.adapters.vllm.scheduler.loads import TablesOf, overlapping
+from kvstore.adapters.vllm.scheduler.loads import TablesOf
 from kvstore.adapters.vllm.scheduler.lookup import find_tokens
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.steps import Step, Steps
@@ -65,7 +65,6 @@ class StoreScheduler:
         self._recorder = TraceRecorder.open_next(trace, rules.chunk_tokens) if trace else None
         self._epoch = ""  # to be entered with the next plan
         self._canary = Canary(options.verify_fraction, rules.block_tokens)
-        self._recalls: list[ChunkRef] = []  # chunks with wrong bytes, which the remote tier may have
         end_tokens = rules.block_tokens if rules.save_tails else rules.chunk_tokens
         self._accounts = Accounts(rules.block_tokens, end_tokens, options.log_request_sample)
         self.count_wrong_field = self._accounts.wrong_field
@@ -215,8 +214,7 @@ class StoreScheduler:
         self._handovers.admitted(tracker, connected.index, spec if num_external_tokens else None)
         if spec is not None and num_external_tokens:
             self._last_hit = (request_id, connected.loads.plan(tracker, spec, tables, num_external_tokens))
-            parts = overlapping(spec.match, self._rules, spec.num_local_tokens, num_external_tokens)
-            self._describe(connected.index, tracker, ((part.ref, part.known) for part in parts))
+            self._describe(connected.index, tracker, connected.loads.blocks_of(tracker, spec, num_external_tokens))
         connected.remote.end(request_id)
         self._accounts.admitted(tracker.account, self._last_hit[1], connected.index, tracker.hasher)
 
@@ -288,8 +286,8 @@ class StoreScheduler:
         self._carry_out_actions()
         plan = self._steps.next_plan(preempts=preempts)
         plan.epoch, self._epoch = self._epoch, ""
-        plan.recalls, self._recalls = self._recalls, []
         if self._connected is not None:
+            plan.recalls = self._connected.index.take_recalls()
             self._fill(plan, self._connected, num_scheduled_tokens, tables_of, states_of)
         num_tokens = sum(num_scheduled_tokens.values())
         plan.computes = num_tokens > 0
@@ -370,7 +368,7 @@ class StoreScheduler:
         if report.computed is not None:
             connected.choice.computed(*self._clock.ended(report.computed, time.monotonic()))
         connected.index.set_disk_answers(answers=report.disk_answers)
-        connected.index.set_remote_answers(answers=report.remote_answers)
+        connected.index.set_remote_answers(answers=report.remote_answers, keeps_trails=report.remote_keeps_trails)
         connected.loads.note_times(report.load_times)
         for number, result in sorted(report.steps.items()):
             step = self._steps.merge(number, result)
@@ -407,7 +405,6 @@ class StoreScheduler:
         mismatches = set() if step.distrusted else result.mismatches
         wrong = [verify.ref for verify in step.verifies if verify.ref.prefix_key in mismatches]
         index.condemn(wrong)
-        self._recalls += wrong
         return wrong
 
     def _restart_saving(self) -> None:

@@ -14,6 +14,7 @@ from kvstore.adapters.vllm.requests.rows import RowMap, StatesOf
 from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveRules, chunks_of
 from kvstore.adapters.vllm.scheduler.loads import TablesOf
 from kvstore.handover.ledger import PushJob, Settled
+from kvstore.keys import PrefixHasher
 from kvstore.protocol.progress import ALL_TOKENS
 
 
@@ -115,13 +116,13 @@ class Sendings:
             steps_tokens = (request.num_computed_tokens, written_tokens)
             states = rows.states_at(tables, steps_tokens, states_of(request.request_id))
             chunks = replace(chunks, marks=(prompt_tokens,))
-            self._push(request.request_id, sending, rows, pieces_of(rows, chunks, tables, states))
+            self._push(tracker, sending, rows, pieces_of(rows, chunks, tables, states))
         if is_complete and sending.number is not None:
             self._ended.append(sending.number)
 
-    def _push(self, request_id: str, sending: _Sending, rows: RowMap, pieces: Iterable[Piece]) -> None:
+    def _push(self, tracker: RequestTracker, sending: _Sending, rows: RowMap, pieces: Iterable[Piece]) -> None:
         """Add pieces to the next plan."""
-        number = self._number(sending)
+        number, request_id = self._number(sending), tracker.request.request_id
         meta = self._metas.setdefault(request_id, ReqMeta(request_id))
         meta.receiver = sending.spec
         for piece in pieces:
@@ -129,7 +130,9 @@ class Sendings:
             if piece.rows is None:  # it has left a sliding window
                 sending.useful_tokens = min(sending.useful_tokens, begin_tokens)
                 continue
-            meta.pushes.append(PushJob(piece.ref, piece.rows, number, begin_tokens, not piece.checkpoint))
+            # Where hits end at checkpoints, nobody asks for parts of chunks.
+            trail = _trail_of(tracker.hasher, piece) if rows.checkpoints is None else b""
+            meta.pushes.append(PushJob(piece.ref, piece.rows, number, begin_tokens, not piece.checkpoint, trail))
             sending.awaited[begin_tokens] += self.num_ranks
             needs_nothing = rows.checkpoints is not None and not rows.checkpoints.rows(piece.end_tokens)
             if sending.checkpoints is not None and (piece.checkpoint or needs_nothing):
@@ -206,3 +209,10 @@ def hit_tokens(tracker: RequestTracker, rules: SaveRules, num_tokens: int) -> in
     """Of so many tokens that are elsewhere, those in whole blocks that a hit of a prompt can bring."""
     num_tokens = max(0, min(num_tokens, tracker.request.num_prompt_tokens - rules.spares_last_token))
     return num_tokens - num_tokens % rules.block_tokens
+
+
+def _trail_of(hasher: PrefixHasher, piece: Piece) -> bytes:
+    """The keys at the ends of a chunk's blocks. A chunk of one block has no parts, and its own key names all of it."""
+    if piece.ref.num_blocks == 1:
+        return b""
+    return b"".join(hasher.block_keys(piece.begin // hasher.blocks_per_chunk)[: piece.ref.num_blocks])

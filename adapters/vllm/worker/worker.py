@@ -129,7 +129,7 @@ class StoreWorker:
         self._counters = partial(_moved, self._mover, self._background)
         self._meter = WorkerMeter(self._tiers, self._counters)
         self._report = StepReport()
-        self._said_answers = (True, True)
+        self._said_answers = (True, True, False)
         self._said_senders: Mapping[str, Progress] = {}
         self._failed_block_ids: set[int] = set()
         self._fetched_requests: set[str] = set()
@@ -163,6 +163,7 @@ class StoreWorker:
             groups=self._groups,
             remote_problem=self._remote_problem,
             slots_take_turns=self._tiers.slots_take_turns,
+            reads_fronts=self._tiers.reads_fronts,
             gpu_bytes=self._tiers.hot.size_bytes if self._tiers.hot else 0,
         )
 
@@ -381,7 +382,9 @@ class StoreWorker:
         report, self._report = self._report, StepReport()
         while self._written:
             report.writes.append(self._written.popleft())
-        answers = report.disk_answers, report.remote_answers = self._tiers.disk_answers, self._tiers.remote_answers
+        report.disk_answers, report.remote_answers = self._tiers.disk_answers, self._tiers.remote_answers
+        report.remote_keeps_trails = self._tiers.remote_keeps_trails
+        answers = report.disk_answers, report.remote_answers, report.remote_keeps_trails
         changed, self._said_answers = answers != self._said_answers, answers
         report.settled = self._pushes.take_settled()
         if not (report.has_news or changed):

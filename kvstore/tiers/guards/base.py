@@ -71,6 +71,11 @@ class TierWrapper(BoundedTier):
         """Forward."""
         return self._call("contains", lambda: self.inner.contains(refs))
 
+    @property
+    def keeps_trails(self) -> bool:
+        """Forward."""
+        return self.inner.keeps_trails
+
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         """Forward."""
         return self._call("nearest", lambda: self.inner.nearest(trails))
@@ -87,6 +92,11 @@ class TierWrapper(BoundedTier):
     def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
         """Forward."""
         return self._call("get_layers", lambda: self.inner.get_layers(transfers, layers))
+
+    @property
+    def reads_fronts(self) -> bool:
+        """Forward."""
+        return self.inner.reads_fronts
 
     @property
     def lends(self) -> bool:

@@ -133,6 +133,11 @@ class RedisTier(Tier):
                     return [answer == 1 for answer in answers]
             return []
 
+    @property
+    def keeps_trails(self) -> bool:
+        """See ``Tier``: unless the servers have lately refused to keep some."""
+        return self._trails.are_kept
+
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         """See ``Tier``: one round trip to every server that has some. Those of other servers are left out."""
         with self._operation():

@@ -104,6 +104,11 @@ class TrailSets:
         self._known = _Known(Home(b""))
         self._rests_until_s: dict[int, float] = {}  # by the number of a set, or _DOUBTS
 
+    @property
+    def are_kept(self) -> bool:
+        """Whether no set has failed lately."""
+        return not any(map(self._rests, range(SETS)))
+
     def look(self, home: Home, trails: Sequence[bytes]) -> tuple[Errand, list[list[Reply]]]:
         """Ask for the neighbours of trails. The second value gets them, when the errand takes the answers."""
         errand = Errand()

@@ -12,7 +12,8 @@ from kvstore.chunks import ChunkRef, Outcome, is_trail_of
 from kvstore.errors import TierError
 from kvstore.keys import PREFIX_KEY_BYTES
 from kvstore.protocol import messages
-from kvstore.tiers.base import MAX_NEAREST, Transfer
+from kvstore.protocol.outcomes import outcome_of
+from kvstore.tiers.base import MAX_NEAREST
 from kvstore.tiers.server.link import Link
 
 Item = TypeVar("Item")
@@ -41,10 +42,9 @@ def nearest(link: Link, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
     return [named[trail] for trail in trails]
 
 
-def describe(link: Link, lease: int, transfer: Transfer) -> None:
+def describe(link: Link, lease: int, ref: ChunkRef, trail: bytes) -> None:
     """Tell the trail of a chunk that is being written, if it is known, to a server that knows trails."""
-    trail = transfer.trail
-    if link.knows(messages.Describe) and is_trail_of(trail, transfer.ref) and _fits(trail):
+    if link.knows(messages.Describe) and is_trail_of(trail, ref) and _fits(trail):
         link.send(messages.Describe(link.new_serial(), lease, trail))
 
 
@@ -64,7 +64,7 @@ def commit(link: Link, leases: Sequence[int], *, is_whole: bool) -> list[Outcome
     outcomes: list[Outcome] = []
     for part in _parts(leases, messages.MAX_MOVES):
         answer = link.ask(messages.Commit(link.new_serial(), list(part), is_whole), messages.Done)
-        outcomes += map(messages.outcome_of, _complete(answer.outcomes, part))
+        outcomes += map(outcome_of, _complete(answer.outcomes, part))
     return outcomes
 
 

@@ -36,7 +36,15 @@ _CONNECT_TIMEOUT_S = 2.0
 _SEND_QUEUE = 64
 _POOL_SOCKET = "pool"
 # Versions of the protocol.
-_SINCE = {messages.Sending: 2, messages.Describe: 2, messages.Nearest: 2, messages.Attach: 3, messages.Offer: 3}
+_SINCE = {
+    **dict.fromkeys((messages.Sending, messages.Describe, messages.Nearest, messages.Front), 2),
+    **dict.fromkeys((messages.Attach, messages.Offer), 3),
+}
+
+
+def is_known(kind: type[messages.Request], version: int) -> bool:
+    """Whether a kind of request is part of a version of the protocol."""
+    return version >= _SINCE.get(kind, messages.OLDEST_VERSION)
 
 
 class NoSessionError(TierError):
@@ -99,7 +107,7 @@ class Link:
 
     def knows(self, kind: type[messages.Request]) -> bool:
         """Whether the server understands a kind of request; one that it does not would end the connection."""
-        return self.version >= _SINCE.get(kind, messages.OLDEST_VERSION)
+        return is_known(kind, self.version)
 
     def hello(self, namespace: Namespace, geometry: Geometry, capacity_bytes: int) -> messages.Welcome:
         """Introduce this client, and the namespace that its requests are about.

@@ -12,7 +12,7 @@ from kvstore.keys import Namespace
 from kvstore.protocol import messages
 from kvstore.protocol.contexts import close_context, open_context
 from kvstore.protocol.geometry import Geometry
-from kvstore.tiers.server.link import Link, NoSessionError
+from kvstore.tiers.server.link import Link, NoSessionError, is_known
 from kvstore.tiers.server.url import ServerTarget
 
 _CLOSE_WAIT_S = 2.0
@@ -39,6 +39,11 @@ class Links:
         self._idle: list[Link] = []
         self._in_use = 0
         self._is_closed = False
+        self._version = 0
+
+    def know(self, kind: type[messages.Request]) -> bool:
+        """Whether the last server that was reached understands a kind of request; False before the first."""
+        return is_known(kind, self._version)
 
     def use(self, action: Callable[[Link], Result]) -> Result:
         """Do something over a connection; once more if the server was restarted and does not know the connection.
@@ -183,6 +188,7 @@ class Links:
         except BaseException:
             link.close()
             raise
+        self._version = link.version
         return link
 
     def _give(self, link: Link) -> None:

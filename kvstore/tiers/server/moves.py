@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -17,10 +17,13 @@ from kvstore.chunks import ByteArray, Outcome
 from kvstore.errors import ClosedError, ProtocolError, TierError
 from kvstore.memory.mapped import map_bytes, populate
 from kvstore.protocol import messages
+from kvstore.protocol.outcomes import number_of
 from kvstore.protocol.pieces import checksum, scatter
 from kvstore.protocol.runs import extents
 from kvstore.tiers.server.link import Link
 
+Ranges: TypeAlias = Sequence[tuple[int, int]]
+"""Begin and end of some bytes of a payload, in their order."""
 _READ_WINDOW: Final = 4  # pieces; with more, the C library returns memory and takes fresh pages for the next ones
 
 
@@ -40,17 +43,23 @@ class Mapped:
 
     def write(self, link: Link, payload: ByteArray, grant: messages.Grant) -> bool:
         """Write a payload to its pages; whether all of it is there."""
-        scatter(payload, _views(self._memory_of(link), grant, len(payload)))
+        scatter(payload, _views(self._memory_of(link), grant, 0, len(payload)))
         return True
 
     def read(self, link: Link, payload: ByteArray, grant: messages.Grant) -> bool:
         """Read a payload from its pages; whether all of it is here."""
-        np.concatenate(_views(self._memory_of(link), grant, len(payload)), out=payload)
+        np.concatenate(_views(self._memory_of(link), grant, 0, len(payload)), out=payload)
+        return True
+
+    def read_front(self, link: Link, front: ByteArray, grant: messages.Grant, _: int, ranges: Ranges) -> bool:
+        """Read the ranges of a payload that its leading blocks are; whether all of them are here."""
+        memory = self._memory_of(link)
+        np.concatenate([view for begin, end in ranges for view in _views(memory, grant, begin, end)], out=front)
         return True
 
     def lend(self, link: Link, grant: messages.Grant, num_bytes: int) -> ByteArray:
         """A read-only view of a payload in its pages; a copy if these are several runs."""
-        parts = _views(self._memory_of(link), grant, num_bytes)
+        parts = _views(self._memory_of(link), grant, 0, num_bytes)
         payload = parts[0] if len(parts) == 1 else np.concatenate(parts)
         payload.flags.writeable = False
         return payload
@@ -96,14 +105,14 @@ class Mapped:
             self._thread.join()
 
 
-def _views(memory: ByteArray, grant: messages.Grant, num_bytes: int) -> list[ByteArray]:
-    """The parts of the mapped memory that a grant names, for a payload of so many bytes.
+def _views(memory: ByteArray, grant: messages.Grant, begin: int, end: int) -> list[ByteArray]:
+    """The parts of the mapped memory that a grant names, for a range of a payload.
 
     Raises:
         TierError: they do not hold it, or lie outside the memory.
     """
     try:
-        parts = extents(grant.runs, 0, num_bytes)
+        parts = extents(grant.runs, begin, end - begin)
     except ProtocolError as error:
         raise TierError(str(error)) from error
     if any(part.begin < 0 or part.begin + part.num_bytes > len(memory) for part in parts):
@@ -122,22 +131,48 @@ class Framed:
 
     def read(self, link: Link, payload: ByteArray, grant: messages.Grant) -> bool:
         """Ask for pieces, a few of them ahead."""
-        is_whole = True
-        under_way: dict[int, ByteArray] = {}  # where pieces go, by serials
-        waiting = deque(range(0, len(payload), messages.PIECE_BYTES))
-        while waiting or under_way:
-            while waiting and len(under_way) < _READ_WINDOW:
-                offset, serial = waiting.popleft(), link.new_serial()
-                under_way[serial] = payload[offset : offset + messages.PIECE_BYTES]
-                link.send(messages.Fetch(serial, grant.lease, offset, len(under_way[serial])))
-            answer, is_sound = link.receive_into(lambda data: under_way.get(data.serial))
-            if under_way.pop(answer.serial, None) is None:
-                raise TierError(f"the cache server answered {answer.serial}, which was not asked")
-            is_whole = is_whole and is_sound
-        return is_whole
+        pieces = _pieces([(0, len(payload))])
+        return _receive(link, payload, (messages.Fetch(link.new_serial(), grant.lease, *piece) for piece in pieces))
+
+    def read_front(
+        self, link: Link, front: ByteArray, grant: messages.Grant, front_blocks: int, ranges: Ranges
+    ) -> bool:
+        """Ask for pieces of what leading blocks are; of a server that does not know these, for pieces of each range."""
+        asked: Iterator[messages.Fetch | messages.Front]
+        if link.knows(messages.Front):
+            pieces = _pieces([(0, len(front))])
+            asked = (messages.Front(link.new_serial(), grant.lease, front_blocks, *piece) for piece in pieces)
+        else:
+            asked = (messages.Fetch(link.new_serial(), grant.lease, *piece) for piece in _pieces(ranges))
+        return _receive(link, front, asked)
 
     def close(self) -> None:
         """Nothing runs in the background."""
+
+
+def _pieces(ranges: Ranges) -> Iterator[tuple[int, int]]:
+    """Begin and length of pieces, as a message carries them, of some bytes."""
+    for begin, end in ranges:
+        for first in range(begin, end, messages.PIECE_BYTES):
+            yield first, min(messages.PIECE_BYTES, end - first)
+
+
+def _receive(link: Link, target: ByteArray, requests: Iterator[messages.Fetch | messages.Front]) -> bool:
+    """Ask for parts, a few of them ahead, which fill an array one behind the other; whether all are sound."""
+    is_whole, placed_bytes = True, 0
+    under_way: dict[int, ByteArray] = {}  # where parts go, by serials
+    request = next(requests, None)
+    while request is not None or under_way:
+        while request is not None and len(under_way) < _READ_WINDOW:
+            under_way[request.serial] = target[placed_bytes : placed_bytes + request.num_bytes]
+            placed_bytes += request.num_bytes
+            link.send(request)
+            request = next(requests, None)
+        answer, is_sound = link.receive_into(lambda data: under_way.get(data.serial))
+        if under_way.pop(answer.serial, None) is None:
+            raise TierError(f"the cache server answered {answer.serial}, which was not asked")
+        is_whole = is_whole and is_sound
+    return is_whole
 
 
 class PieceSender:
@@ -183,5 +218,5 @@ class PieceSender:
         number = self._under_way.pop(answer.serial, None)
         if number is None or not isinstance(answer, messages.Done):
             raise TierError(f"the cache server answered {answer.serial}, which was not asked")
-        if answer.outcomes != bytes([messages.number_of(Outcome.STORED)]):
+        if answer.outcomes != bytes([number_of(Outcome.STORED)]):
             self._failed.add(number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstore.catalog.sequence import chunk_refs, tail_refs
 from kvstore.chunks import ChunkRef
@@ -29,7 +29,7 @@ class Found:
         fields: of the namespace.
         num_tokens: found, from the first on.
         chunks: where each chunk is that was found, and why the next one is missing.
-        refs: the chunks found.
+        refs: the chunks found; the last one may hold more than the prompt.
     """
 
     namespace_id: str
@@ -38,6 +38,14 @@ class Found:
     num_tokens: int
     chunks: list[str]
     refs: list[ChunkRef]
+
+
+class _Near(NamedTuple):
+    """A chunk that holds some of another one's first blocks: which, how many, and where it is."""
+
+    ref: ChunkRef
+    num_blocks: int
+    where: str
 
 
 class Operator:
@@ -101,22 +109,39 @@ class Operator:
         whole = chunk_refs(hasher, with_tail=False)
         space_id = space.get("space", space["id"])  # an earlier server has one id
         where = self._explain(space_id, whole)
-        there = next((number for number, text in enumerate(where) if not text.startswith(_HERE)), len(whole))
+        there = next((number for number, text in enumerate(where) if not _is_here(text)), len(whole))
+        num_ends = len(hasher.block_keys(there))
         tails = tail_refs(hasher, there)
-        ends = self._explain(space_id, tails)
-        tail = max((number for number, text in enumerate(ends) if text.startswith(_HERE)), default=-1)
+        ends, near = self._explain_ends(space_id, tails)
         refs, chunks = whole[:there], where[: there + 1]
-        if tail >= 0:
-            refs, chunks = [*refs, tails[tail]], [*where[:there], ends[tail]]
-        num_tokens = sum(ref.num_blocks for ref in refs) * hasher.block_tokens
-        return Found(space["id"], space_id, space["fields"], num_tokens, chunks, refs)
+        if near is not None:
+            refs = [*refs, near.ref]
+        if near is not None and near.num_blocks == num_ends:
+            chunks = [*where[:there], near.where]
+        elif near is not None and there == len(whole):
+            chunks = [*where[:there], ends[-1]]
+        num_blocks = there * hasher.blocks_per_chunk + (near.num_blocks if near is not None else 0)
+        return Found(space["id"], space_id, space["fields"], num_blocks * hasher.block_tokens, chunks, refs)
 
     def _explain(self, space_id: str, refs: Sequence[ChunkRef]) -> list[str]:
         found: list[str] = []
         for begin in range(0, len(refs), messages.MAX_REFS):
-            packed = messages.pack_refs(refs[begin : begin + messages.MAX_REFS])
-            found += self._ask(messages.Explain(self._link.new_serial(), bytes.fromhex(space_id), packed))["chunks"]
+            found += self._report(space_id, refs[begin : begin + messages.MAX_REFS])["chunks"]
         return found
+
+    def _explain_ends(self, space_id: str, tails: Sequence[ChunkRef]) -> tuple[list[str], _Near | None]:
+        """Where each tail of a chunk is, and what holds most of its blocks: a tail, or a longer chunk."""
+        tree = self._report(space_id, tails[: messages.MAX_REFS]) if tails else {"chunks": []}
+        ends = [*tree["chunks"], *self._explain(space_id, tails[messages.MAX_REFS :])]
+        there = [_Near(ref, ref.num_blocks, text) for ref, text in zip(tails, ends, strict=True) if _is_here(text)]
+        if "nearest" in tree:  # an earlier server tells none
+            key, num_blocks, shared_blocks, text = tree["nearest"]
+            there.insert(0, _Near(ChunkRef(bytes.fromhex(key), num_blocks), shared_blocks, text))
+        return ends, max(reversed(there), key=lambda near: near.num_blocks, default=None)
+
+    def _report(self, space_id: str, refs: Sequence[ChunkRef]) -> dict[str, Any]:
+        packed = messages.pack_refs(refs)
+        return self._ask(messages.Explain(self._link.new_serial(), bytes.fromhex(space_id), packed))
 
     def _ask(self, request: messages.Request) -> dict[str, Any]:
         try:
@@ -126,3 +151,7 @@ class Operator:
         if not isinstance(tree, dict):
             raise TierError("the cache server's report cannot be read")
         return tree
+
+
+def _is_here(text: str) -> bool:
+    return text.startswith(_HERE)

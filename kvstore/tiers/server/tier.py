@@ -18,13 +18,14 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from kvstore.catalog.trails import is_trail
+from kvstore.catalog.trails import TRAIL_SHARE, is_trail
 from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import InvalidCallError, TierError
-from kvstore.keys import Namespace
+from kvstore.keys import PREFIX_KEY_BYTES, Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
 from kvstore.protocol.geometry import Geometry
+from kvstore.protocol.outcomes import outcome_of
 from kvstore.tiers.base import (
     MAX_LENT,
     Loan,
@@ -95,6 +96,14 @@ class ServerTier(Tier):
         self._links.require_open()
         return self._links.use(partial(calls.lookup, refs=refs)) if refs else []
 
+    @property
+    def keeps_trails(self) -> bool:
+        """See ``Tier``: as far as the server understands them, and keeps them for chunks of this size."""
+        blocks_per_chunk = self._layout.blocks_per_chunk
+        trail_bytes = blocks_per_chunk * PREFIX_KEY_BYTES
+        most_bytes = min(messages.MAX_TRAIL_BYTES, self._layout.payload_bytes(blocks_per_chunk) // TRAIL_SHARE)
+        return trail_bytes <= most_bytes and self._links.know(messages.Describe)
+
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         """For each trail, the trails of chunks that share blocks with it, the one that shares most first.
 
@@ -108,7 +117,12 @@ class ServerTier(Tier):
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read chunks into their buffers, one after the other; call from several threads to overlap them."""
-        return self._each(transfers, self._get)
+        return self._each(transfers, self._get, reads_fronts=True)
+
+    @property
+    def reads_fronts(self) -> bool:
+        """Yes: any range of a chunk's pages can be copied, or asked for in messages with checksums of their own."""
+        return True
 
     @property
     def lends(self) -> bool:
@@ -167,24 +181,34 @@ class ServerTier(Tier):
         self._links.close()
         self._mover.close()
 
-    def _each(self, transfers: Sequence[Transfer], move: Callable[[Link, Transfer], Outcome]) -> list[Outcome]:
+    def _each(
+        self, transfers: Sequence[Transfer], move: Callable[[Link, Transfer], Outcome], *, reads_fronts: bool = False
+    ) -> list[Outcome]:
         """Check all transfers, then move one after the other."""
 
         def moved(transfer: Transfer) -> Outcome:
             outcome = self._links.use(lambda link: move(link, transfer))
             return self.counters.count(outcome, len(transfer.buffer))
 
-        checked = [transfer._replace(buffer=payload_view(self._layout, transfer)) for transfer in transfers]
+        views = [payload_view(self._layout, transfer, reads_fronts=reads_fronts) for transfer in transfers]
+        checked = [transfer._replace(buffer=view) for transfer, view in zip(transfers, views, strict=True)]
         self._links.require_open()
         return [moved(transfer) for transfer in checked]
 
     def _get(self, link: Link, transfer: Transfer) -> Outcome:
         (grant,) = calls.grants(link, messages.Acquire, [transfer.ref])
-        outcome = messages.outcome_of(grant.outcome)
+        outcome = outcome_of(grant.outcome)
         if grant.lease:
-            outcome = Outcome.HIT if self._mover.read(link, transfer.buffer, grant) else Outcome.FAILED
+            is_whole = self._read(link, transfer, grant)
+            outcome = Outcome.HIT if is_whole else Outcome.FAILED
             link.send(messages.Release(link.new_serial(), [grant.lease]))
         return outcome
+
+    def _read(self, link: Link, transfer: Transfer, grant: messages.Grant) -> bool:
+        if not transfer.front_blocks:
+            return self._mover.read(link, transfer.buffer, grant)
+        ranges = self._layout.front_ranges(transfer.ref.num_blocks, transfer.front_blocks)
+        return self._mover.read_front(link, transfer.buffer, grant, transfer.front_blocks, ranges)
 
     def _put(self, link: Link, transfer: Transfer) -> Outcome:
         if not transfer.belongs_to(link.namespace.id):
@@ -197,17 +221,17 @@ class ServerTier(Tier):
 
     def _store(self, link: Link, transfer: Transfer) -> Outcome:
         (grant,) = calls.grants(link, messages.Reserve, [transfer.ref])
-        outcome = messages.outcome_of(grant.outcome)
+        outcome = outcome_of(grant.outcome)
         if grant.lease:
             is_whole = self._mover.write(link, transfer.buffer, grant)
-            calls.describe(link, grant.lease, transfer)
+            calls.describe(link, grant.lease, transfer.ref, transfer.trail)
             (outcome,) = calls.commit(link, [grant.lease], is_whole=is_whole)
         return outcome
 
     def _lend(self, link: Link, refs: Sequence[ChunkRef]) -> tuple[list[Outcome], list[ByteArray | None], list[int]]:
         assert isinstance(self._mover, Mapped), "others do not lend"
         granted = calls.grants(link, messages.Acquire, refs)
-        outcomes = [messages.outcome_of(grant.outcome) for grant in granted]
+        outcomes = [outcome_of(grant.outcome) for grant in granted]
         payloads = [
             self._mover.lend(link, grant, self._layout.payload_bytes(ref.num_blocks)) if grant.lease else None
             for grant, ref in zip(granted, refs, strict=True)

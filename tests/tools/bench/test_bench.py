@@ -177,10 +177,10 @@ def test_run_measures_every_line(toy: Geometry, tmp_path: Path) -> None:
     report = run_bench(options, ticks.append)
     assert names(report.lines) == [
         *(subject.name for subject in cpu.SUBJECTS),
-        *(subject.name for subject in (disk.WRITE, disk.COLD, disk.LAYERS, disk.WARM)),
+        *(subject.name for subject in (disk.WRITE, disk.COLD, disk.LAYERS, disk.QUARTER, disk.WARM)),
         *CALLS,
     ]
-    assert [len(line.pairs) for line in report.lines] == [7] * 8 + [3, 3, 3, 1, 5] + [4, 2, 2]
+    assert [len(line.pairs) for line in report.lines] == [7] * 9 + [3, 3, 3, 1, 5] + [4, 2, 2]
     assert len(ticks) == options.total_ticks
     assert report.skipped == [f"{name}: not asked for" for name in ("start", "redis", "server", "proxy", "GPU", "vLLM")]
     assert [path.name for path in tmp_path.iterdir()] == [_folder.FREE_NAME]  # the test's own; the bench left nothing
@@ -207,9 +207,9 @@ def test_an_answer_that_is_not_the_engines_ends_the_bench() -> None:
 def test_run_measures_redis(toy: Geometry) -> None:
     options = BenchOptions(toy, BATCH_BYTES, rounds=7, redis_server=Path(require_server()))
     ticks: list[str] = []
-    lines = run_bench(options, ticks.append).lines[-3:]
-    assert [line.subject for line in lines] == [redis.STORE, redis.RETRIEVE, redis.LOOKUP]
-    assert [len(line.pairs) for line in lines] == [7, 7, 3]
+    lines = run_bench(options, ticks.append).lines[-4:]
+    assert [line.subject for line in lines] == [redis.STORE, redis.RETRIEVE, redis.QUARTER, redis.LOOKUP]
+    assert [len(line.pairs) for line in lines] == [7, 7, 7, 3]
     assert len(ticks) == options.total_ticks
 
 
@@ -218,6 +218,7 @@ def test_run_measures_the_cache_server(toy: Geometry) -> None:
     assert not report.failed
     subjects = {line.subject for line in report.lines}
     assert subjects >= {server.STORE, server.RETRIEVE, server.TCP_STORE, server.TCP_RETRIEVE, server.LOOKUP}
+    assert subjects >= {server.QUARTER, server.TCP_QUARTER}
 
 
 def test_run_measures_handovers(toy: Geometry) -> None:

@@ -56,7 +56,7 @@ class CheckpointMachine(IndexMachine):
         self.checkpoints = Checkpoints((Groups(model),), (LAYOUT,))
         self.parts: dict[tuple[PrefixHasher, int], tuple[ChunkRef, ...]] = {}
         self.noted: set[tuple[ChunkRef, ...]] = set()
-        super().start(num_slots, capacity, keep, max_writes, 0, False, remote_hold_s, cache_policy)
+        super().start(num_slots, capacity, keep, max_writes, 0, False, remote_hold_s, cache_policy, reads_fronts=False)
 
     def parts_at(self, hasher: PrefixHasher, end_tokens: int) -> tuple[ChunkRef, ...]:
         parts = self.parts.get((hasher, end_tokens))

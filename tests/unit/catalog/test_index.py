@@ -6,7 +6,7 @@ import pytest
 from support.catalog import FULL_BYTES, hasher_of, keys, known_tokens, load, make, refs_of, store
 from support.uses import uses_of
 
-from kvstore.catalog.plans import NO_MATCH, Match, Place
+from kvstore.catalog.plans import NO_MATCH, LoadStep, Match, Place
 
 # Store
 
@@ -171,7 +171,7 @@ def test_loading_from_memory_moves_nothing() -> None:
     index = make()
     stored = store(index, 24)
     steps = index.prepare_load(index.lookup(hasher_of(24)).refs)
-    assert steps == [(step.ref, step.slot, Place.MEMORY) for step in stored]
+    assert steps == [LoadStep(step.ref, step.slot, Place.MEMORY) for step in stored]
     assert uses_of(index) == 2
     index.complete_load(steps, set(), set())
     index.check_invariants()

@@ -103,7 +103,8 @@ def test_a_tail_beside_a_chunk_on_disk_is_found_in_memory_and_goes_when_the_chun
     index.complete_store(offer(index, 8), set())
     for _ in range(2):
         assert offer(index, 8) == [], "it is not written where the chunk is"
-        assert index.source(*index.lookup(hasher_of(8)).refs) is Place.MEMORY
+        (found,) = index.lookup(hasher_of(8)).refs
+        assert index.source(found) is Place.MEMORY
     assert index.disk_used_bytes == FULL_BYTES
     load(index, 16)
     assert (len(index), known_tokens(index, 8), uses_of(index)) == (1, 8, 0)
@@ -145,7 +146,7 @@ def test_a_chunk_that_goes_sooner_does_not_stand_in(ttl_s: float | None, stored:
 
 
 def test_where_a_remote_tier_is_written_to_tails_are_stored() -> None:
-    """It finds them by their keys only."""
+    """As long as it is not known to find more than keys."""
     for max_sends in (0, 4):
         index = ChunkIndex(4, remote=RemoteView(9), max_sends=max_sends)
         index.complete_store(offer(index, 16), set())

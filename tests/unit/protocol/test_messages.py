@@ -11,6 +11,7 @@ from kvstore.errors import ProtocolError
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
 from kvstore.protocol.geometry import Geometry
+from kvstore.protocol.outcomes import number_of, outcome_of
 from kvstore.protocol.pieces import checksum
 from kvstore.protocol.runs import PAGE_BYTES, extents
 from kvstore.server.pool import FreePages
@@ -29,7 +30,7 @@ def test_golden_bytes() -> None:
     assert messages.decode_request(messages.encode(sending)) == sending
     hello = messages.Hello(1, messages.OLDEST_VERSION, {"m": "x"}, Geometry.of(LAYOUT), 0, b"")
     assert messages.encode(hello).hex() == "97010101" "81a16da178" "97" "920408" "01" "02" "04" "a66f7061717565" "a66f7061717565" "c0" "00" "c400"  # fmt: skip # noqa: E501
-    assert [messages.number_of(outcome) for outcome in Outcome] == list(range(6))
+    assert [number_of(outcome) for outcome in Outcome] == list(range(6))
     assert checksum([b"ab", b"c"]).hex() == "78af5f94892f3950"
 
 
@@ -67,7 +68,7 @@ def test_a_geometry_that_cannot_be() -> None:
     with pytest.raises(ProtocolError):
         messages.unpack_refs(bytes(19))
     with pytest.raises(ProtocolError):
-        messages.outcome_of(6)
+        outcome_of(6)
 
 
 def test_parts_of_what_lies_in_runs() -> None:

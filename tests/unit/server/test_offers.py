@@ -23,6 +23,7 @@ from kvstore.handover.transport import Parcel
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
 from kvstore.protocol.geometry import Geometry
+from kvstore.protocol.outcomes import outcome_of
 from kvstore.protocol.pieces import checksum
 from kvstore.server import offers, pulling
 from kvstore.testing.harness import MINE
@@ -192,11 +193,11 @@ class TestPagesOfAReadThatHangs:
 class TestWhatAClientMaySay:
     def attach(self, link: Link, description: bytes, channel: str = "held") -> Outcome:
         answer = link.ask(messages.Attach(link.new_serial(), channel, description), messages.Done)
-        return messages.outcome_of(answer.outcomes[0])
+        return outcome_of(answer.outcomes[0])
 
     def offer(self, link: Link, lease: int, offset: int, num_bytes: int, there: int, added_up: bytes) -> Outcome:
         request = messages.Offer(link.new_serial(), lease, offset, num_bytes, there, added_up)
-        return messages.outcome_of(link.ask(request, messages.Done).outcomes[0])
+        return outcome_of(link.ask(request, messages.Done).outcomes[0])
 
     def lease(self, link: Link) -> int:
         (grant,) = calls.grants(link, messages.Reserve, [REF])

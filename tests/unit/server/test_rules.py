@@ -14,6 +14,7 @@ from kvstore.errors import ConfigError, ProtocolError
 from kvstore.keys import Namespace
 from kvstore.protocol import messages
 from kvstore.protocol.messages import Refusal
+from kvstore.protocol.outcomes import outcome_of
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server.client_keys import ClientKeys
 from kvstore.server.owner import Owner
@@ -253,12 +254,41 @@ def test_nothing_behind_the_end_of_a_chunk_is_read_or_written(desk: Desk) -> Non
         desk.ask(messages.Fetch(6, reading, 0, PAGE_BYTES))
 
 
+@pytest.mark.parametrize(
+    ("front_blocks", "offset", "num_bytes"),
+    [(4, 0, 1), (5, 0, 1), (1, 0, CHUNK_BYTES // 4 + 1), (2, CHUNK_BYTES // 2, 1), (1, 1 << 60, 1)],
+)
+def test_nothing_behind_the_leading_blocks_of_a_chunk_is_read(
+    desk: Desk, front_blocks: int, offset: int, num_bytes: int
+) -> None:
+    """Nor are all of its blocks its leading ones: whoever asks for these has made a mistake."""
+    desk.store(ONE)
+    reading = desk.lease(messages.Acquire, ONE)
+    with pytest.raises(ProtocolError, match="behind their end"):
+        desk.ask(messages.Front(6, reading, front_blocks, offset, num_bytes))
+
+
+def test_leading_blocks_that_are_asked_for_many_times_are_bounded(desk: Desk) -> None:
+    """Each is joined in memory of its own; no checksum of them is kept."""
+    desk.store(ONE)
+    reading = desk.lease(messages.Acquire, ONE)
+    sums = dict(next(iter(desk.stock.spaces.values())).chunks[ONE].sums)
+    for _ in range(MAX_PIECES):
+        desk.ask(messages.Front(6, reading, 1, 0, 8))
+    with pytest.raises(ProtocolError, match="pieces at once"):
+        desk.ask(messages.Front(6, reading, 1, 0, 8))
+    desk.settle(MAX_PIECES)
+    assert sum(isinstance(answer, messages.Data) for answer in desk.sent) == MAX_PIECES
+    assert next(iter(desk.stock.spaces.values())).chunks[ONE].sums == sums
+
+
 def test_a_place_to_write_to_is_not_read(desk: Desk) -> None:
     """Its pages hold what another client's chunk has left."""
     lease = desk.lease(messages.Reserve, ONE)
-    answer = desk.ask(messages.Fetch(6, lease, 0, PAGE_BYTES))
-    assert isinstance(answer, messages.Done)
-    assert messages.outcome_of(answer.outcomes[0]) is Outcome.FAILED
+    for request in (messages.Fetch(6, lease, 0, PAGE_BYTES), messages.Front(6, lease, 1, 0, 8)):
+        answer = desk.ask(request)
+        assert isinstance(answer, messages.Done)
+        assert outcome_of(answer.outcomes[0]) is Outcome.FAILED
 
 
 def test_a_client_sends_few_pieces_at_once(desk: Desk) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
 from kvstore.chunks import ChunkRef
 from kvstore.protocol import messages
-from kvstore.tiers.base import MAX_NEAREST, Transfer
+from kvstore.tiers.base import MAX_NEAREST
 from kvstore.tiers.server import calls
 from kvstore.tiers.server.link import Link
 
@@ -40,12 +39,12 @@ class FakeLink:
 def test_a_chunk_is_described_if_that_fits_into_a_message(num_blocks: int) -> None:
     """The chunks of a large ``chunk_size`` are stored as before."""
     link = FakeLink()
-    transfer = Transfer(ChunkRef(KEY, num_blocks), np.empty(0, np.uint8), trail=KEY * num_blocks)
-    calls.describe(cast("Link", link), 1, transfer)
+    trail = KEY * num_blocks
+    calls.describe(cast("Link", link), 1, ChunkRef(KEY, num_blocks), trail)
     assert len(link.sent) == (num_blocks * len(KEY) <= messages.MAX_TRAIL_BYTES)
     for message in link.sent:
         assert messages.decode_request(messages.encode(message)) == message
-    assert calls.nearest(cast("Link", link), [transfer.trail]) == [()]
+    assert calls.nearest(cast("Link", link), [trail]) == [()]
 
 
 def test_questions_have_answers_that_fit_into_a_message() -> None:

@@ -66,13 +66,13 @@ def test_a_tail_that_a_chunk_holds_is_announced_as_a_part_of_that(build: Build, 
 
 PROMPTS = st.builds(parting, st.integers(1, 8), st.integers(1, 2), st.integers(0, 5))
 ASKS = st.tuples(st.just("ask"), PROMPTS, st.booleans())
-OTHERS = st.tuples(st.sampled_from(["restart", "clear", "remove", "remove"]), st.just([]), st.booleans())
+OTHERS = st.tuples(st.sampled_from(["restart", "clear", "remove", "remove"]), st.builds(list[int]), st.booleans())
 ACTIONS = st.lists(ASKS | ASKS | OTHERS, min_size=2, max_size=10)
 
 
 @schedules(20)
 @given(actions=ACTIONS, slots=st.integers(2, 6), disk_chunks=st.integers(3, 12), local_cpu=st.booleans())
-def test_what_was_announced_can_be_found_and_what_was_taken_back_cannot(
+def test_what_is_announced_can_be_found_and_what_is_taken_back_cannot(
     actions: list[tuple[str, list[int], bool]], slots: int, disk_chunks: int, *, local_cpu: bool
 ) -> None:
     """After any prompts that part inside chunks, hits, evictions, removals, clears and restarts."""

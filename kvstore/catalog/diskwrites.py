@@ -1,12 +1,11 @@
-"""What is written to the slower tiers behind a store, and the room that the disk tier has for it."""
+"""What is written to disk behind a store, and the room that the tier has for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from kvstore.catalog.entries import NO_FILE, NO_SLOT, SENDING, SENT, STORED, UNSENT, WRITING, Entries, Entry
-from kvstore.catalog.remote_view import RemoteView
+from kvstore.catalog.entries import NO_FILE, NO_SLOT, STORED, WRITING, Entries, Entry
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixKey
 from kvstore.policies import Policy
@@ -88,52 +87,3 @@ class DiskWrites:
             self.drop(victim := self.chunks[key], announce=True)
             self.chunks.note_evicted(victim)
         return victims is not None
-
-
-@dataclass(eq=False)
-class RemoteSends:
-    """What is known of the remote tier, and the writes to it in flight.
-
-    Attributes:
-        chunks: all entries of the index.
-        view: what the tier is known to hold; None without one.
-        max_sends: writes that may be in flight at once; 0 for a tier that is only read.
-        num_sends: writes in flight.
-        answers: whether the tier can be asked and read now.
-    """
-
-    chunks: Entries
-    view: RemoteView | None
-    max_sends: int
-    num_sends: int = 0
-    answers: bool = True
-
-    @property
-    def is_sent_to(self) -> bool:
-        """Whether chunks are written to the tier, and not only read there."""
-        return self.view is not None and self.max_sends > 0
-
-    def reserve(self, chunk: Entry, now_s: float) -> bool:
-        """Take a place in the queue; False if a chunk will not be sent."""
-        if self.view is None or not self.is_sent_to or chunk.expires_s is not None:
-            return False
-        if chunk.remote is not UNSENT:
-            return False
-        if self.view.holds(chunk.ref, now_s):  # another engine's
-            chunk.remote = SENT
-            return False
-        if self.num_sends >= self.max_sends:
-            self.chunks.counters.sends_dropped += 1
-            return False
-        chunk.remote = SENDING
-        self.num_sends += 1
-        return True
-
-    def complete(self, chunk: Entry, now_s: float, *, stored: bool) -> None:
-        """Take the result of a write."""
-        self.chunks.counters.sends_done += stored
-        self.chunks.counters.sends_failed += not stored
-        chunk.remote = SENT if stored else UNSENT
-        self.num_sends -= 1
-        if stored and not chunk.forgotten and self.view is not None:
-            self.view.note([chunk.ref], [True], now_s)

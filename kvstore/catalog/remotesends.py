@@ -1,0 +1,152 @@
+"""What is written to the remote tier behind a store, and which tails need not be there, since a longer chunk is."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
+from typing import Final
+
+from kvstore.catalog.entries import LOADING, READY, SENDING, SENT, THERE, UNSENT, Entries, Entry
+from kvstore.catalog.remote_view import RemoteView
+from kvstore.chunks import ChunkRef, chunk_of
+from kvstore.keys import PREFIX_KEY_BYTES
+
+_MAX_SENT_TAILS: Final = 1 << 14  # about 4 MB; beyond that the oldest are left to the tier
+_MAX_HOLDERS: Final = 8  # looked at for one tail
+
+
+@dataclass(eq=False)
+class RemoteSends:
+    """What is known of the remote tier, and the writes to it in flight.
+
+    A tail is not sent where a longer chunk is or comes that everybody finds in its stead, and goes from there once such
+    a chunk has come. Only tails of engines that find block ends go: an older one would miss its own.
+
+    Attributes:
+        chunks: all entries of the index.
+        view: what the tier is known to hold; None without one.
+        max_sends: writes that may be in flight at once; 0 for a tier that is only read.
+        num_sends: writes in flight.
+        answers: whether the tier can be asked and read now.
+        keeps_trails: whether the tier keeps the trails of what is sent, as far as is known.
+        recalls: chunks that must leave the tier and have not been announced.
+    """
+
+    chunks: Entries
+    view: RemoteView | None
+    max_sends: int
+    num_sends: int = 0
+    answers: bool = True
+    keeps_trails: bool = False
+    recalls: list[ChunkRef] = field(default_factory=list)
+    _sent_tails: OrderedDict[ChunkRef, None] = field(default_factory=OrderedDict)
+
+    @property
+    def is_sent_to(self) -> bool:
+        """Whether chunks are written to the tier, and not only read there."""
+        return self.view is not None and self.max_sends > 0
+
+    def reserve(self, chunk: Entry, trail: bytes, now_s: float) -> bool:
+        """Take a place in the queue; False if a chunk, which may not know its trail yet, will not be sent."""
+        if self.view is None or not self.is_sent_to or chunk.expires_s is not None:
+            return False
+        if chunk.remote is not UNSENT:
+            return False
+        if self.view.holds(chunk.ref, now_s):  # another engine's
+            chunk.remote = THERE
+            return False
+        if self._is_held(self.view, chunk.ref.num_blocks, trail, now_s):
+            return False
+        if self.num_sends >= self.max_sends:
+            self.chunks.counters.sends_dropped += 1
+            return False
+        chunk.remote = SENDING
+        self.num_sends += 1
+        return True
+
+    def complete(self, chunk: Entry, now_s: float, *, stored: bool) -> None:
+        """Take the result of a write."""
+        self.chunks.counters.sends_done += stored
+        self.chunks.counters.sends_failed += not stored
+        chunk.remote = UNSENT
+        self.num_sends -= 1
+        if not stored or self.view is None:
+            return
+        is_led_to = self.keeps_trails and bool(chunk.trail)
+        chunk.remote = SENT if is_led_to else THERE
+        if not chunk.forgotten:
+            self.view.note([chunk.ref], [True], now_s)
+        if is_led_to:
+            self._recall(self.view, self._superseded_by(self.view, chunk, now_s), now_s)
+
+    def clear(self) -> None:
+        """Everything is forgotten there."""
+        self._sent_tails.clear()
+
+    def leads_to(self, chunk: Entry, now_s: float) -> bool:
+        """Whether all who look for a part of a chunk find it, once what is being sent has arrived.
+
+        One that has not been sent is sent in a tail's stead, from memory.
+        """
+        if self.view is None or not self.keeps_trails:
+            return False
+        is_there = self.view.holds(chunk.ref, now_s)
+        if chunk.remote is SENDING:
+            return True
+        if chunk.remote is UNSENT and not is_there:
+            return chunk.memory is READY
+        is_told = chunk.remote is SENT or bool(self.view.heard.trail_of(chunk.ref))
+        return is_told and is_there is not False
+
+    def _is_held(self, view: RemoteView, num_blocks: int, trail: bytes, now_s: float) -> bool:
+        """Whether the tier has named a longer chunk, which is there and holds all blocks of a tail."""
+        if not self.keeps_trails or not trail or num_blocks >= self.chunks.whole_blocks:
+            return False
+        named = takewhile(lambda found: found[1] == num_blocks, view.heard.nearest(trail))
+        longer = (ref for ref, _ in named if ref.num_blocks > num_blocks)
+        return any(view.holds(ref, now_s) for ref in islice(longer, _MAX_HOLDERS))
+
+    def _superseded_by(self, view: RemoteView, chunk: Entry, now_s: float) -> list[ChunkRef]:
+        """A chunk has come: the tails that it holds, and itself, if a longer one came first."""
+        going = [] if chunk.forgotten else [tail for tail in _tails_in(chunk) if self._may_go(view, tail)]
+        if chunk.ref.num_blocks < self.chunks.whole_blocks:
+            self._sent_tails[chunk.ref] = None
+            if len(self._sent_tails) > _MAX_SENT_TAILS:
+                self._sent_tails.popitem(last=False)
+            if any(self._is_sent(view, longer, now_s) for longer in self._longer(chunk)):
+                going.append(chunk.ref)
+        return going
+
+    def _longer(self, tail: Entry) -> Iterator[Entry]:
+        known = (self.chunks.near, self.chunks.far)
+        keys = (key for trails in known for key in islice(trails.within(tail.trail), _MAX_HOLDERS))
+        return (chunk for key in keys if (chunk := self.chunks.get(key)) is not None)
+
+    @staticmethod
+    def _is_sent(view: RemoteView, chunk: Entry, now_s: float) -> bool:
+        return chunk.remote is SENT and not chunk.forgotten and view.holds(chunk.ref, now_s) is not False
+
+    def _may_go(self, view: RemoteView, tail: ChunkRef) -> bool:
+        """Whether a tail is there that an engine sent which finds block ends, and nobody here is reading it."""
+        if tail not in self._sent_tails and not view.heard.trail_of(tail):
+            return False
+        chunk = self.chunks.get(tail.prefix_key)
+        return chunk is None or (chunk.memory is not LOADING and chunk.remote is not SENDING)
+
+    def _recall(self, view: RemoteView, tails: Sequence[ChunkRef], now_s: float) -> None:
+        for tail in tails:
+            self._sent_tails.pop(tail, None)
+            view.heard.forget(tail)
+            chunk = self.chunks.get(tail.prefix_key)
+            if chunk is not None:
+                chunk.remote = UNSENT
+        if tails:
+            view.deny(tails, now_s)
+            self.recalls += tails
+
+
+def _tails_in(chunk: Entry) -> Iterator[ChunkRef]:
+    """The tails that hold the first blocks of a chunk."""
+    return (chunk_of(chunk.trail[:end]) for end in range(PREFIX_KEY_BYTES, len(chunk.trail), PREFIX_KEY_BYTES))

@@ -1,0 +1,33 @@
+"""Outcomes in messages: one byte each, their place in the order of ``Outcome``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from kvstore.chunks import Outcome
+from kvstore.errors import ProtocolError
+
+_OUTCOMES: Final = tuple(Outcome)
+_NUMBERS: Final = {outcome: number for number, outcome in enumerate(_OUTCOMES)}
+
+
+def pack_outcomes(outcomes: Sequence[Outcome]) -> bytes:
+    """Outcomes as bytes."""
+    return bytes([_NUMBERS[outcome] for outcome in outcomes])
+
+
+def outcome_of(number: int) -> Outcome:
+    """The reverse of ``number_of``.
+
+    Raises:
+        ProtocolError: no outcome has this number.
+    """
+    if not 0 <= number < len(_OUTCOMES):
+        raise ProtocolError(f"no outcome has the number {number}")
+    return _OUTCOMES[number]
+
+
+def number_of(outcome: Outcome) -> int:
+    """An outcome as a number."""
+    return _NUMBERS[outcome]

@@ -1,0 +1,58 @@
+"""Two real vLLMs: a prompt that parts inside a chunk that was handed over is computed from there on only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.disaggregated import Disaggregation, EngineServer, Work
+from support.redis_server import wait_for
+from support.vllm_engine import BLOCK_TOKENS, CHUNK_TOKENS, Engine, Prompt
+
+from kvstore.tools.demo.client import read_counter
+from kvstore.tools.models import TINY, random_tokens
+from kvstore.tools.processes import free_port
+
+pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
+
+LINES = f"enable_pd: true\npd_buffer_size: {64 << 20}\nmax_local_cpu_size: 0.25\nload_only_if_faster: false\n"
+HEAD = random_tokens(2 * CHUNK_TOKENS + 3 * BLOCK_TOKENS + 1, vocab=TINY.vocab, seed=1)
+NUM_CHUNKS = 3
+INSIDE = (CHUNK_TOKENS + 5 * BLOCK_TOKENS + 7, 2 * CHUNK_TOKENS + 2 * BLOCK_TOKENS + 7)  # a whole chunk, and a tail
+
+
+def ask(engine: EngineServer, model: Path, prompt: Prompt, max_tokens: int, **fields: Any) -> list[int]:
+    """Straight from an engine, greedy."""
+    body = {"model": str(model), "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    with httpx.Client(trust_env=False, timeout=300) as client:
+        answer = client.post(f"{engine.url}/v1/completions", json={**body, "return_token_ids": True, **fields})
+    assert answer.status_code == 200, answer.text
+    tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+    return tokens
+
+
+def pushed_chunks(engine: EngineServer, model: Path) -> int:
+    """An engine counts when it computes a step."""
+    ask(engine, model, HEAD[-2:], 1)
+    return read_counter(engine.url, "vllm:kvstore_pushed_chunks_total", {"result": "sent"})
+
+
+def test_a_prompt_that_parts_inside_a_chunk_that_was_handed_over(tiny_model: Path, tmp_path: Path) -> None:
+    """The receiver has not read it: nothing but what the sender told leads to the chunk."""
+    others = [[*HEAD[:shared], *random_tokens(100, vocab=TINY.vocab, seed=shared)] for shared in INSIDE]
+    with Engine(tiny_model) as plain:
+        expected = plain.generate(others, logprobs=2)
+    port = free_port()
+    decode = f"{LINES}pd_peer_host: 127.0.0.1\npd_peer_init_port: {port}\n"
+    prefill = f"{LINES}pd_allowed_hosts: 127.0.0.1:{port}\n"
+    with Disaggregation(tiny_model, tmp_path, prefill=prefill, decode=decode) as running:
+        spec = {"req_id": "one", "receiver_host": "127.0.0.1", "receiver_init_port": port, "receiver_alloc_port": port}
+        ask(running.prefill, tiny_model, HEAD, 1, kv_transfer_params={"disagg_spec": spec})
+        wait_for("all is sent", lambda: pushed_chunks(running.prefill, tiny_model) >= NUM_CHUNKS)
+        work = Work(running.decode)
+        for prompt, shared, plain_answer in zip(others, INSIDE, expected, strict=True):
+            tokens = ask(running.decode, tiny_model, prompt, len(plain_answer.token_ids))
+            assert tokens[: plain_answer.tie_at] == plain_answer.token_ids[: plain_answer.tie_at]
+            assert work.of(prompt) == len(prompt) - shared // BLOCK_TOKENS * BLOCK_TOKENS

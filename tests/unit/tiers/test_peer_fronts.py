@@ -1,0 +1,85 @@
+"""Leading blocks of chunks that other engines hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+
+import pytest
+from support.rig import FakeTier
+
+from kvstore.chunks import Outcome
+from kvstore.errors import InvalidCallError
+from kvstore.keys import Namespace
+from kvstore.testing.harness import EVEN, MINE, make_buffer, make_ref, make_transfer
+from kvstore.tiers.base import Tier, Transfer
+from kvstore.tiers.peers import PeersTier
+
+REF = make_ref(1)
+PEER, SOURCE = "kvs://peer:1", "kvs://source:1"
+
+
+class Engine(FakeTier):
+    """Has the chunk, and takes note of what is asked; brings no bytes of leading blocks."""
+
+    def __init__(self, *, reads_fronts: bool, holds: bool = True) -> None:
+        super().__init__(capacity_bytes=1 << 30)
+        self._reads_fronts = reads_fronts
+        self.asked: list[int] = []
+        if holds:
+            self.put([make_transfer(EVEN, REF)])
+
+    @property
+    def reads_fronts(self) -> bool:
+        return self._reads_fronts
+
+    def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        self.asked += [transfer.front_blocks for transfer in transfers]
+        return [Outcome.HIT if transfer.ref in self.chunks else Outcome.MISS for transfer in transfers]
+
+
+def front() -> Transfer:
+    return Transfer(REF, make_buffer(EVEN.slot_bytes), front_blocks=1)
+
+
+@contextmanager
+def opened(own: Tier | None, **engines: Engine) -> Iterator[PeersTier]:
+    others = {PEER: engines.get("peer"), SOURCE: engines.get("source")}
+
+    def open_peer(url: str, _: Namespace) -> Tier:
+        engine = others[url]
+        assert engine is not None
+        return engine
+
+    peers, sources = ([url] if others[url] else [] for url in (PEER, SOURCE))
+    with closing(PeersTier(own, peers, open_peer, MINE, EVEN, sources=sources)) as tier:
+        yield tier
+
+
+def test_they_are_read_where_all_can_bring_them_alone() -> None:
+    own, peer = Engine(reads_fronts=True, holds=False), Engine(reads_fronts=True)
+    with opened(own, peer=peer) as tier:
+        assert tier.reads_fronts
+        assert tier.get([front()]) == [Outcome.HIT]
+        assert (own.asked, peer.asked) == ([1], [1])
+        assert tier.counters.bytes_read == EVEN.payload_bytes(1)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_one_that_cannot_bring_them_is_enough_to_refuse(*, is_own: bool) -> None:
+    able, unable = Engine(reads_fronts=True), Engine(reads_fronts=False)
+    with opened(unable if is_own else able, peer=able if is_own else unable) as tier:
+        assert not tier.reads_fronts
+        with pytest.raises(InvalidCallError, match="leading blocks"):
+            tier.get([front()])
+        assert not able.asked
+        assert not unable.asked
+
+
+def test_a_source_that_cannot_bring_them_does_not_have_them() -> None:
+    """It is known only when a request names it."""
+    source = Engine(reads_fronts=False)
+    with opened(None, source=source) as tier:
+        tier.read_from(SOURCE, [REF])
+        assert tier.get([front()]) == [Outcome.MISS]
+        assert not source.asked
