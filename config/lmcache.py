@@ -44,7 +44,7 @@ FAMILIES: Final[dict[str, str]] = {
         "pd_buffer_device pd_allocation_timeout_sec pd_shutdown_timeout_sec pd_condition_poll_interval_sec "
         "pd_max_prefill_len pd_backend_mode"
     ): "KV is handed over through host memory: `pd_buffer_size` bounds it, and `pd_timeout_ms` the wait",
-    "transfer_channel nixl_backends nixl_buffer_size nixl_buffer_device": "there is no NIXL: KV travels over TCP",
+    "nixl_backends nixl_buffer_size nixl_buffer_device": "NIXL uses UCX, and the buffer of `pd_buffer_size`",
     (
         "enable_xpyd enable_nixl nixl_role nixl_peer_host nixl_peer_port nixl_receiver_port nixl_peer_init_port "
         "nixl_peer_alloc_port nixl_proxy_host nixl_proxy_port"

@@ -7,6 +7,7 @@
     ├── DeviceFullError        a device has no memory left to move a chunk; that load or store fails, later ones may not
     ├── CodecError             bytes that no codec made; becomes a miss before it reaches a caller of a tier
     ├── ProtocolError          a message that a cache server or its client would not send; it ends the connection
+    ├── ChannelError           memory of another process cannot be read; then its bytes come over TCP, or not
     ├── TierError              a tier is broken: it may work again later
     │   ├── FolderOwnedError   the disk folder belongs to another live process
     │   ├── TierSetupError     (and ConfigError) a server refuses what it was configured with
@@ -51,6 +52,10 @@ class CodecError(KVStoreError, ValueError):
 
 class ProtocolError(KVStoreError, ValueError):
     """A message between a cache server and a client is malformed."""
+
+
+class ChannelError(KVStoreError):
+    """A channel cannot be used on this machine, or not with this peer."""
 
 
 class TierError(KVStoreError):

@@ -8,6 +8,7 @@ from typing import Annotated, Final, LiteralString
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from kvstore.channels import known_channels
 from kvstore.config.keys.base import GIB_BYTES, MAX_TIMEOUT_S, Keys, Tokens, Unit, as_tuple, require_one_of
 from kvstore.config.places import END_PORT, ListedPlace
 from kvstore.protocol.loopback import is_loopback
@@ -52,6 +53,12 @@ def _check_bytes(value: int) -> int:
 
 def _check_role(value: str | None) -> str | None:
     return value if value is None else require_one_of(value, PD_ROLES)
+
+
+def _check_channel(value: str | None) -> str | None:
+    if value is None or value in {"tcp", "py_socket"}:  # the second is LMCache's
+        return None
+    return require_one_of(value, known_channels())
 
 
 def _each(read: Callable[[str], ListedPlace], demand: LiteralString) -> AfterValidator:
@@ -101,6 +108,9 @@ class HandoverKeys(Keys):
     """Port of this engine's first worker, for other engines to send to it and read from it. Worker n adds n; a list
     gives each worker its port. Needs `enable_pd`; a `remote_url` is then only read. If null, the engine does not
     listen."""
+    transfer_channel: Annotated[str | None, AfterValidator(_check_channel)] = None
+    """Over what KV is handed over: `nixl`, if both engines say so and have it; else TCP
+    ([disaggregation.md](disaggregation.md#nixl))."""
     pd_allowed_hosts: _Hosts = None
     """Hosts to which requests may have KV sent: a list, or text with commas. If null, loopback, `pd_peer_host` and the
     hosts in `peers`. With `pd_bidirectional`, an entry `host:port` is also an engine that a request may name as a

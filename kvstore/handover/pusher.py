@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.chunks import Outcome
+from kvstore.chunks import ByteArray, Outcome
 from kvstore.errors import DeviceFullError, KVStoreError
 from kvstore.handover.ledger import Ledger, PushJob
 from kvstore.handover.sender import Delivery, Sender
@@ -73,6 +73,11 @@ class Pusher:
         self._leaving: list[Sender] = []  # get nothing more
         self._throttle = Throttle(logger)
         self._seconds: list[float] = []
+
+    @property
+    def memory(self) -> ByteArray:
+        """What chunks are gathered to; every payload that is sent lies in it."""
+        return self._pool.memory
 
     def begin(self, pushes: Sequence[tuple[Receiver, Sequence[PushJob]]]) -> StepPush:
         """Begin the hand-overs of a step that is about to compute; the same receiver may occur several times."""

@@ -16,6 +16,7 @@ from kvstore.handover.transport import Parcel, Transport
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
+from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.progress import BEAT_S, Progress
 from kvstore.tiers.server import calls
 from kvstore.tiers.server.link import Link, NoSessionError
@@ -35,7 +36,7 @@ class TcpTransport(Transport):
 
     def __init__(self, target: ServerTarget, namespace: Namespace, layout: KVLayout) -> None:
         self._layout = layout
-        self._links = Links(target, namespace, messages.Geometry.of(layout), bound_bytes=0)
+        self._links = Links(target, namespace, Geometry.of(layout), bound_bytes=0)
         self._link: Link | None = None  # in the middle of a delivery
         self._progress: Progress | None = None
         self._told: tuple[Link, Progress] | None = None
@@ -102,7 +103,7 @@ class TcpTransport(Transport):
         self, link: Link, parcels: Sequence[Parcel], leases: dict[int, int], ready: Iterator[range]
     ) -> bool:
         """Whether all layers came. At commit, the server decides which pieces arrived intact."""
-        sender = PieceSender(link)
+        sender = self._sender(link)
         done_layers = 0
         for layers in ready:
             for number, lease in leases.items():
@@ -113,6 +114,10 @@ class TcpTransport(Transport):
             done_layers = layers.stop
         sender.finish()
         return done_layers == self._layout.num_layers
+
+    def _sender(self, link: Link) -> PieceSender:
+        """What moves payloads over a connection."""
+        return PieceSender(link)
 
     def _send_whole(self, link: Link, parcels: Sequence[Parcel], number: int) -> Outcome:
         leases = _reserve(link, parcels, [number])

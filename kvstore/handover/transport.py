@@ -9,12 +9,10 @@ What every transport promises:
 - *Once.* A chunk that the receiver has is not sent again.
 - *Compatible engines only.* A receiver whose KV is not interchangeable with ours refuses, and names the difference.
 
-The bytes are in host memory, as sockets need them. The scheme of a receiver's URL would choose another transport, and
-whoever cannot use it falls back to TCP. What those between devices would need in addition:
+``kvstore.testing.transports`` has a suite for that. The bytes are in host memory, as sockets need them: ``tcp.py``
+sends them in messages, ``offering.py`` lets the receiver read them through a channel (``kvstore/channels``), such as
+NIXL. What one between devices would need in addition:
 
-- *NIXL, UCX (RDMA)* write from memory that was registered once: the pusher's buffer is one mapping, of which
-  ``Parcel.payload`` is a view, and so are the receiver's pages. ``Reserve`` would answer with the remote key and the
-  addresses of its runs; ``Commit`` stays, with a checksum a layer, as nothing else notices a torn write.
 - *NCCL* needs both sides in a call at once, and blocks before it is known that all of a chunk is right. So the receiver
   needs places in device memory that nobody can find yet, ``deliver`` begins with a message that says what is to come,
   and ``Parcel`` gets a form on the device. A rank that dies takes the communicator with it: one for each pair of

@@ -28,6 +28,9 @@ class SlabPool:
     Thread-safe in so far as different slots may be used by different threads. ``close`` ends the background threads and
     unpins; the memory itself lives until the last view of it is gone.
 
+    Attributes:
+        memory: all slots, one after the other: uint8 ``[num_slots * slot_bytes]`` at least.
+
     Args:
         num_slots: at least one.
         slot_bytes: a multiple of 4096.
@@ -58,6 +61,7 @@ class SlabPool:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         memory = _map(round_up(num_slots * slot_bytes, mmap.PAGESIZE))
+        self.memory = memory
         self._slots = [memory[i * slot_bytes : (i + 1) * slot_bytes] for i in range(num_slots)]
         node = node_near(device)
         if node is not None:

@@ -117,7 +117,7 @@ class WorkerMeter:
         totals[metrics.TIER_TIMEOUTS.key(place)] = sum(statistics.timeouts for statistics in observed.statistics)
 
 
-def push_totals(pushed: PushCounters) -> dict[str, float]:
+def push_totals(pushed: PushCounters, channel_bytes: int) -> dict[str, float]:
     """What was handed over to other engines, as totals of metrics."""
     chunks = metrics.PUSHED_CHUNKS
     return {
@@ -125,6 +125,7 @@ def push_totals(pushed: PushCounters) -> dict[str, float]:
         chunks.key("refused"): pushed.refused,
         chunks.key("failed"): pushed.failed,
         metrics.PUSHED_BYTES.key(): pushed.sent_bytes,
+        metrics.CHANNEL_BYTES.key(): channel_bytes,
     }
 
 

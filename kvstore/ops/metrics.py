@@ -136,6 +136,7 @@ PUSHED_CHUNKS = _counter(
     result=("sent", "refused", "failed"),
 )
 PUSHED_BYTES = _counter("pushed_bytes", "Bytes of the chunks that other engines received")
+CHANNEL_BYTES = _counter("channel_bytes", "Bytes that other engines read here through transfer_channel")
 PUSH_SECONDS = _histogram("push_seconds", "From the end of a step until the other engine had all of it")
 HANDOVER_TIMEOUTS = _counter("handover_timeouts", "Requests that waited in vain for KV")
 STORE_SECONDS = _histogram("store_seconds", "Time to gather what one request stores in a step")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from enum import IntEnum
 from functools import lru_cache, reduce
 from itertools import chain
@@ -24,16 +23,18 @@ except ImportError as error:
     raise ImportError("the cache server and its clients need msgspec: pip install 'vllm-kvstore[server]'") from error
 
 from kvstore.chunks import ChunkRef
-from kvstore.errors import LayoutError, ProtocolError
+from kvstore.errors import ProtocolError
 from kvstore.keys import PREFIX_KEY_BYTES
-from kvstore.layout import KVLayout
+from kvstore.protocol.geometry import MAX_CHUNK_PARTS, Geometry
 from kvstore.protocol.runs import Run
 
 Decoded = TypeVar("Decoded")
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 OLDEST_VERSION: Final = 1  # that is spoken: a client of it sends no message that came later
 PIECE_BYTES: Final = 2 << 20  # the most that one message carries of a payload
+OFFER_BYTES: Final = 8 << 20  # the most of a payload that is read at once
+MAX_DESCRIPTION_BYTES: Final = 64 << 10  # of memory that a client lets the server read
 MAX_REFS: Final = 4096  # in a lookup; of chunks to be moved, MAX_MOVES
 MAX_MOVES: Final = 64
 MAX_TRAILS: Final = 64  # in one message
@@ -44,8 +45,6 @@ MAX_FRAME_BYTES: Final = PIECE_BYTES
 TOKEN_BYTES: Final = 16
 MAX_OPEN: Final = 4096  # hand-overs under way
 MAX_FIELDS_BYTES: Final = 16 << 10  # of a namespace, as they are sent
-_MAX_LAYERS: Final = 1024
-_MAX_CHUNK_PARTS: Final = 1 << 18  # blocks of a chunk times layers: the length of tables for storing it
 _REF = struct.Struct(f"<{PREFIX_KEY_BYTES}sI")
 REF_BYTES: Final = _REF.size
 
@@ -57,7 +56,6 @@ _Leases: TypeAlias = Annotated[list[_Count], msgspec.Meta(max_length=MAX_MOVES)]
 _Tokens: TypeAlias = Annotated[list[tuple[_Count, _Count]], msgspec.Meta(max_length=MAX_OPEN)]
 _Trail: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=PREFIX_KEY_BYTES, max_length=MAX_TRAIL_BYTES)]
 _Fields: TypeAlias = Annotated[dict[_Short, _Short | int], msgspec.Meta(max_length=64)]
-_Axis: TypeAlias = Annotated[int, msgspec.Meta(gt=0, le=1 << 20)]
 
 
 class Refusal(IntEnum):
@@ -73,39 +71,6 @@ class Refusal(IntEnum):
     FOREIGN = 8  # the server belongs to an engine with other KV
     DISK = 9  # chunks were forgotten, but not all of their files could be deleted
     NO_OPERATOR = 10  # only operators may send this
-
-
-class Geometry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A ``KVLayout`` in a message."""
-
-    page_bytes: Annotated[
-        tuple[Annotated[int, msgspec.Meta(gt=0, le=1 << 32)], ...], msgspec.Meta(max_length=_MAX_LAYERS)
-    ]
-    planes: Annotated[int, msgspec.Meta(gt=0, le=64)]
-    block_tokens: Annotated[int, msgspec.Meta(gt=0, le=1 << 20)]
-    chunk_tokens: Annotated[int, msgspec.Meta(gt=0, le=1 << 24)]
-    physical: _Short
-    element: Annotated[str, msgspec.Meta(max_length=32)]
-    page_axes: tuple[_Axis, _Axis, _Axis] | None
-
-    @classmethod
-    def of(cls, layout: KVLayout) -> Geometry:
-        """A layout, to be sent."""
-        return cls(**{**asdict(layout), "page_bytes": tuple(layout.page_bytes)})
-
-    def layout(self) -> KVLayout:
-        """The layout that was sent.
-
-        Raises:
-            ProtocolError: no layout has these fields.
-        """
-        try:
-            layout = KVLayout(**msgspec.structs.asdict(self))
-        except LayoutError as error:
-            raise ProtocolError(str(error)) from error
-        if layout.blocks_per_chunk * layout.num_layers > _MAX_CHUNK_PARTS:
-            raise ProtocolError(f"chunks of {layout.blocks_per_chunk} blocks of {layout.num_layers} layers")
-        return layout
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -171,6 +136,26 @@ class Piece(Request, tag=7, frozen=True):
     checksum: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
 
 
+class Attach(Request, tag=23, frozen=True):
+    """Describes the client's registered memory, for the channel of that name. Since version 3.
+
+    ``Done``: STORED if it can be read here, FAILED if not.
+    """
+
+    channel: Annotated[str, msgspec.Meta(max_length=64)]
+    description: Annotated[bytes, msgspec.Meta(max_length=MAX_DESCRIPTION_BYTES)]
+
+
+class Offer(Request, tag=24, frozen=True):
+    """Stores a part of a payload, which the server reads from the memory that was attached. As ``Piece``. Since 3."""
+
+    lease: _Count
+    offset_bytes: _Count
+    num_bytes: Annotated[int, msgspec.Meta(gt=0, le=OFFER_BYTES)]
+    memory_offset_bytes: _Count
+    checksum: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
+
+
 class Fetch(Request, tag=8, frozen=True):
     """Reads a part of a payload. ``Data``."""
 
@@ -183,7 +168,7 @@ class Front(Request, tag=22, frozen=True):
     """Reads a part of what a chunk's leading blocks are as a chunk of their own. ``Data``. Since version 2."""
 
     lease: _Count
-    front_blocks: Annotated[int, msgspec.Meta(gt=0, le=_MAX_CHUNK_PARTS)]
+    front_blocks: Annotated[int, msgspec.Meta(gt=0, le=MAX_CHUNK_PARTS)]
     offset_bytes: _Count
     num_bytes: Annotated[int, msgspec.Meta(gt=0, le=PIECE_BYTES)]
 
@@ -367,11 +352,6 @@ _answers: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answe
 def encode(message: Request | Answer) -> bytes:
     """A message as bytes."""
     return _encoder.encode(message)
-
-
-def encode_geometry(layout: KVLayout) -> bytes:
-    """The bytes of a geometry: equal for equal layouts."""
-    return _encoder.encode(Geometry.of(layout))
 
 
 def decode_request(data: bytes | memoryview) -> Request:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvstore.chunks import ChunkRef
 from kvstore.errors import ConfigError
@@ -47,6 +47,7 @@ class EmbeddedOptions:
         listed: the public keys of the clients that may connect, and their names.
         hold_s: how long what others have sent stays at most until the owner has read it.
         parts: of the owner's chunks, which engines of other tensor-parallel sizes send here.
+        channel: through which senders' memory is read; None for none.
     """
 
     pool_bytes: int
@@ -56,6 +57,7 @@ class EmbeddedOptions:
     listed: Mapping[bytes, str] = field(default_factory=dict)
     hold_s: float = 0.0
     parts: tuple[Part, ...] = ()
+    channel: str | None = None
 
 
 class EmbeddedServer:
@@ -107,6 +109,14 @@ class EmbeddedServer:
         """What is on its way here, by the senders' names. Another object whenever it changes."""
         return self._owner.senders.view
 
+    def stats(self, timeout_s: float) -> dict[str, Any]:
+        """All counters, as ``kvstore stats`` shows them.
+
+        Raises:
+            TimeoutError: the server does not answer in time.
+        """
+        return self._hub.snapshot(timeout_s)
+
     def enter(self, namespace: Namespace) -> None:
         """The owner's weights were changed: drop the chunks of the old ones, and refuse engines that have those."""
         self._hub.enter(namespace)
@@ -154,6 +164,7 @@ def _server_options(options: EmbeddedOptions, folder: Path) -> ServerOptions:
         listed=options.listed,
         policy=_POLICY,
         drain_s=0.0,
+        channel=options.channel,
     )
     server.check()
     try:

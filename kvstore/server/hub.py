@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from kvstore.channels import open_channel
 from kvstore.chunks import ChunkRef
 from kvstore.errors import ConfigError, ProtocolError
 from kvstore.keys import Namespace
@@ -196,7 +197,13 @@ class Hub:
             self._may_order,
             time.monotonic,
         )
-        self.service = Service(self.core, max_writes=options.max_writes, pin_max_s=options.pin_max_s, owner=self._owner)
+        self.service = Service(
+            self.core,
+            max_writes=options.max_writes,
+            pin_max_s=options.pin_max_s,
+            owner=self._owner,
+            channel=open_channel(options.channel, self.pool.bytes),
+        )
         opened.callback(self.service.close)
         if disk is not None:
             self._take_stock(disk)
@@ -355,6 +362,7 @@ class Hub:
     def _stats(self) -> dict[str, Any]:
         refused = self.num_strangers + (self._client_keys.refused if self._client_keys else 0)
         counted = stats(self.core, time.monotonic() - self._began_s, self.service.num_unwritten)
+        counted |= self.service.offers.stats()
         return {**counted, "malformed": self.num_malformed, "refused": refused}
 
     def _may_order(self, peer: Peer) -> bool:

@@ -47,6 +47,7 @@ class ServerOptions:
         max_writes: chunks being written to disk at once.
         operators: names of the listed clients that may give orders; ``*`` for everybody. On this host our own user may.
         pin_max_s: the longest time for which a chunk may be pinned.
+        channel: the name of that through which clients' memory is read; None for none.
     """
 
     pool_bytes: int
@@ -62,6 +63,7 @@ class ServerOptions:
     max_writes: int = 64
     operators: frozenset[str] = frozenset()
     pin_max_s: float = 86_400.0
+    channel: str | None = None
 
     def check(self) -> None:
         """Refuse what is not safe, or cannot work.

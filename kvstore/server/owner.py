@@ -9,6 +9,7 @@ from kvstore.heads import LAYOUT_FIELD, Part
 from kvstore.keys import EPOCH_FIELD, Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
+from kvstore.protocol.geometry import Geometry
 from kvstore.server.senders import Senders
 from kvstore.throttle import Throttle
 
@@ -32,8 +33,8 @@ class Owner:
         self.namespace = namespace
         self.hold_s = hold_s
         self.senders = Senders()
-        self._geometry = messages.Geometry.of(layout)
-        self._parts = [(part, messages.Geometry.of(part.layout)) for part in parts]
+        self._geometry = Geometry.of(layout)
+        self._parts = [(part, Geometry.of(part.layout)) for part in parts]
         self._throttle = Throttle(logger)
 
     def owns(self, namespace: Namespace) -> bool:
@@ -54,13 +55,13 @@ class Owner:
         self._throttle.log("stranger", "refused an engine whose KV cannot be used here: it differs in %s", names)
         return f"it belongs to an engine with other KV: they differ in {names}"
 
-    def _welcome(self) -> Iterator[tuple[Namespace, messages.Geometry]]:
+    def _welcome(self) -> Iterator[tuple[Namespace, Geometry]]:
         yield self.namespace, self._geometry
         for part, geometry in self._parts:
             yield part.namespace(self.namespace), geometry
 
 
-def _differing(hello: messages.Hello, namespace: Namespace, geometry: messages.Geometry) -> set[str]:
+def _differing(hello: messages.Hello, namespace: Namespace, geometry: Geometry) -> set[str]:
     differing = set(namespace.differing_fields(Namespace(dict(hello.fields))))
     if hello.token:
         differing.discard(EPOCH_FIELD)

@@ -47,23 +47,23 @@ class Payload:
         """
         lease = session.leases.get(request.lease)
         if lease is None or not lease.is_write:
-            return _done(request, Outcome.FAILED)
+            return done(request, Outcome.FAILED)
         source = memoryview(frame)
-        parts = self._parts(lease, request.offset_bytes, len(source))
+        parts = self.parts(lease, request.offset_bytes, len(source))
 
         def copied(*, is_sound: bool) -> None:
             is_sound = is_sound and lease.note_arrived(request.offset_bytes, request.offset_bytes + len(source))
             if is_sound:
                 self._note(lease.chunk, (request.offset_bytes, len(source)), request.checksum)
-            self._end(session, lease, is_sound=is_sound)
-            self._core.send(session.peer, _done(request, Outcome.STORED if is_sound else Outcome.FAILED), ())
+            self.end(session, lease, is_sound=is_sound)
+            self._core.send(session.peer, done(request, Outcome.STORED if is_sound else Outcome.FAILED), ())
 
         def copy() -> None:
             is_sound = _place(source, parts) == request.checksum
             self._core.report(lambda: copied(is_sound=is_sound))
 
-        self._begin(session, lease)
-        self._start(copy, lambda: copied(is_sound=False))
+        self.begin(session, lease)
+        self.start(copy, lambda: copied(is_sound=False))
         return None
 
     def hand_out(self, session: Session, request: messages.Fetch | messages.Front) -> messages.Answer | None:
@@ -76,11 +76,11 @@ class Payload:
         """
         lease = session.leases.get(request.lease)
         if lease is None or lease.is_write:
-            return _done(request, Outcome.FAILED)
+            return done(request, Outcome.FAILED)
         if isinstance(request, messages.Front):
             self._add_up(session, request, lease, self._front(lease, request))
             return None
-        parts = self._parts(lease, request.offset_bytes, request.num_bytes)
+        parts = self.parts(lease, request.offset_bytes, request.num_bytes)
         known = lease.chunk.sums.get((request.offset_bytes, request.num_bytes))
         if known is not None:
             self._send(session, request, known, parts)
@@ -99,12 +99,12 @@ class Payload:
 
         def summed(added_up: bytes, parts: Sequence[ByteArray]) -> None:
             if lease.is_over:
-                self._core.send(session.peer, _done(request, Outcome.FAILED), ())
+                self._core.send(session.peer, done(request, Outcome.FAILED), ())
             else:
                 if isinstance(request, messages.Fetch):
                     self._note(lease.chunk, (request.offset_bytes, request.num_bytes), added_up)
                 self._send(session, request, added_up, parts)
-            self._end(session, lease, is_sound=True)
+            self.end(session, lease, is_sound=True)
 
         def add_up() -> None:
             parts = find()
@@ -112,11 +112,11 @@ class Payload:
             self._core.report(lambda: summed(added_up, parts))
 
         def give_up() -> None:
-            self._end(session, lease, is_sound=False)
-            self._core.send(session.peer, _done(request, Outcome.FAILED), ())
+            self.end(session, lease, is_sound=False)
+            self._core.send(session.peer, done(request, Outcome.FAILED), ())
 
-        self._begin(session, lease)
-        self._start(add_up, give_up)
+        self.begin(session, lease)
+        self.start(add_up, give_up)
 
     def _send(self, session: Session, request: messages.Request, added_up: bytes, parts: Sequence[ByteArray]) -> None:
         self._core.send(session.peer, messages.Data(request.serial, added_up), [part.data for part in parts])
@@ -125,7 +125,7 @@ class Payload:
         """End the threads."""
         self._copiers.shutdown(wait=True, cancel_futures=True)
 
-    def _start(self, action: Callable[[], None], give_up: Callable[[], None]) -> None:
+    def start(self, action: Callable[[], None], give_up: Callable[[], None]) -> None:
         """Run an action on a thread; call ``give_up`` if it raises, or its pages would stay in use for ever."""
 
         def look(future: Future[None]) -> None:
@@ -136,7 +136,12 @@ class Payload:
 
         self._copiers.submit(action).add_done_callback(look)
 
-    def _begin(self, session: Session, lease: Lease) -> None:
+    def begin(self, session: Session, lease: Lease) -> None:
+        """Keep the pages of a lease until ``end``.
+
+        Raises:
+            ProtocolError: too many pieces of this client are under way.
+        """
         if session.num_pieces >= MAX_PIECES:
             raise ProtocolError(f"more than {MAX_PIECES} pieces at once")
         session.num_pieces += 1
@@ -148,12 +153,17 @@ class Payload:
         if part in chunk.sums or len(chunk.sums) < _MAX_SUMS:
             chunk.sums[part] = added_up
 
-    def _end(self, session: Session, lease: Lease, *, is_sound: bool) -> None:
+    def end(self, session: Session, lease: Lease, *, is_sound: bool) -> None:
+        """A piece is there, or nothing of it will be written any more."""
         session.num_pieces -= 1
         self._core.sessions.copied(lease, is_sound=is_sound)
 
-    def _parts(self, lease: Lease, offset_bytes: int, num_bytes: int) -> list[ByteArray]:
-        """Views of a part of a chunk's payload."""
+    def parts(self, lease: Lease, offset_bytes: int, num_bytes: int) -> list[ByteArray]:
+        """Views of a part of a chunk's payload.
+
+        Raises:
+            ProtocolError: it is not inside its chunk.
+        """
         if offset_bytes + num_bytes > lease.chunk.num_bytes:
             raise ProtocolError("a part of a chunk lies behind its end")
         return self._core.pool.parts(lease.chunk.runs, offset_bytes, num_bytes)
@@ -194,7 +204,8 @@ def _copy_threads() -> int:
     return max(1, min(_MAX_COPY_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 
-def _done(request: messages.Request, outcome: Outcome) -> messages.Done:
+def done(request: messages.Request, outcome: Outcome) -> messages.Done:
+    """The answer to a request about one piece."""
     return messages.Done(request.serial, pack_outcomes([outcome]), messages.NO_USAGE)
 
 

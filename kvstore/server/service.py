@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
+from kvstore.channels.base import Channel
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ProtocolError
 from kvstore.keys import Namespace
@@ -16,6 +17,7 @@ from kvstore.protocol.outcomes import pack_outcomes
 from kvstore.protocol.progress import Progress
 from kvstore.server.core import Core
 from kvstore.server.grants import Grants
+from kvstore.server.offers import Offers
 from kvstore.server.orders import Orders, report
 from kvstore.server.owner import Owner
 from kvstore.server.payload import Payload
@@ -40,9 +42,21 @@ class Service:
         max_writes: chunks being written to disk at once.
         pin_max_s: the longest time for which a chunk may be pinned.
         owner: the engine whose chunks alone are taken; None for everybody's.
+        channel: through which clients' memory is read; None for none. The service closes it.
+
+    Attributes:
+        offers: what is read through it.
     """
 
-    def __init__(self, core: Core, *, max_writes: int, pin_max_s: float, owner: Owner | None = None) -> None:
+    def __init__(
+        self,
+        core: Core,
+        *,
+        max_writes: int,
+        pin_max_s: float,
+        owner: Owner | None = None,
+        channel: Channel | None = None,
+    ) -> None:
         self.num_writing = 0
         self._core = core
         self._max_writes = max_writes
@@ -52,6 +66,7 @@ class Service:
         self._grants = Grants(core)
         self._orders = Orders(core, pin_max_s, self._clear_space)
         self._payload = Payload(core)
+        self.offers = Offers(core, self._payload, channel)
 
     @property
     def num_unwritten(self) -> int:
@@ -110,6 +125,7 @@ class Service:
     def end(self, session: Session) -> None:
         """A client is gone."""
         self._core.sessions.end(session)
+        self.offers.leave(session)
         self._note_progress(session, None)
         self._core.sweep()
 
@@ -151,6 +167,7 @@ class Service:
 
     def close(self) -> None:
         """End the threads."""
+        self.offers.close()
         self._payload.close()
 
     def _answer_anybody(self, peer: Peer, request: messages.Request) -> messages.Answer | None:
@@ -192,8 +209,8 @@ class Service:
                 return None
             case messages.Piece():
                 return self._payload.take(session, request, payload[0])
-            case messages.Fetch() | messages.Front():
-                return self._payload.hand_out(session, request)
+            case messages.Fetch() | messages.Front() | messages.Attach() | messages.Offer():
+                return self._move(session, request)
             case messages.Clear():
                 return self._clear(session, request)
             case messages.Scan():
@@ -201,6 +218,13 @@ class Service:
             case messages.Remove():
                 self._core.stock.remove(session.space, messages.unpack_refs(request.refs))
         return self._done(session, request)
+
+    def _move(
+        self, session: Session, request: messages.Fetch | messages.Front | messages.Attach | messages.Offer
+    ) -> messages.Answer | None:
+        if isinstance(request, messages.Fetch | messages.Front):
+            return self._payload.hand_out(session, request)
+        return self.offers.answer(session, request)
 
     def _done(self, session: Session, request: messages.Request, outcomes: Sequence[Outcome] = ()) -> messages.Done:
         return messages.Done(request.serial, pack_outcomes(outcomes), self._core.usage(session.space))

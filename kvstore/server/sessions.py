@@ -91,6 +91,7 @@ class Session:
         fd: of its connection, where that is known; otherwise -1.
         progress: what it says of the hand-overs that it sends; None if it says nothing, or no longer.
         beat_s: how often it has promised to say so at least; 0 without such a promise.
+        attached: how it describes the memory that is read here; empty if none is.
     """
 
     peer: Peer
@@ -106,6 +107,7 @@ class Session:
     fd: int = -1
     progress: Progress | None = None
     beat_s: float = 0.0
+    attached: bytes = b""
 
 
 class Peer(NamedTuple):

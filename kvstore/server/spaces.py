@@ -12,7 +12,8 @@ from kvstore.catalog.trails import Trails
 from kvstore.chunks import ChunkRef
 from kvstore.keys import NAMESPACE_ID_BYTES, Namespace
 from kvstore.layout import KVLayout
-from kvstore.protocol.messages import encode_geometry, pack_refs
+from kvstore.protocol.geometry import encode_geometry
+from kvstore.protocol.messages import pack_refs
 from kvstore.protocol.runs import PAGE_BYTES, Run
 from kvstore.server.pool import pages_of
 

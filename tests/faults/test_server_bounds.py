@@ -22,6 +22,7 @@ from kvstore.errors import TierError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
+from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server import disk_tiers
 from kvstore.server.disk_tiers import DiskOptions
@@ -106,7 +107,7 @@ class TestDiskThreads:
     def test_axes_that_codecs_cannot_divide_by(self, tmp_path: Path, axes: tuple[int, int, int]) -> None:
         with serving_ipc(disk=DiskOptions(tmp_path, 1 << 20, codec="int8")) as server:
             client = Raw(server)
-            geometry = messages.Geometry((4096,), 1, 16, 16, "p", "bf16", axes)
+            geometry = Geometry((4096,), 1, 16, 16, "p", "bf16", axes)
             with pytest.raises(TierError):
                 client.hello({"model": "x"}, geometry)
             client.close()
@@ -243,8 +244,8 @@ class TestGrants:
         with serving_ipc(pool_bytes=4000 * PAGE_BYTES, policy="LRU") as server:
             fill(server)
             client, other = Raw(server), Raw(server)
-            client.hello({"model": "large"}, messages.Geometry.of(large))
-            other.hello({"model": "small"}, messages.Geometry.of(SMALL))
+            client.hello({"model": "large"}, Geometry.of(large))
+            other.hello({"model": "small"}, Geometry.of(SMALL))
             seen: list[int] = []
             lookup, reserve = server.hub.stock.lookup, server.hub.stock.reserve
 
@@ -289,7 +290,7 @@ class TestGrants:
                 settle(server)
             monkeypatch.setattr(DiskTier, "get", get_late)
             client = Raw(server)
-            client.hello(dict(MINE.fields), messages.Geometry.of(EVEN))
+            client.hello(dict(MINE.fields), Geometry.of(EVEN))
             for _ in range(20):
                 client.link.send(messages.Acquire(client.link.new_serial(), messages.pack_refs([make_ref(0)])))
             wait_for("it is cut off", lambda: server.hub.num_malformed == 1)

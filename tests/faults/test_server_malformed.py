@@ -23,6 +23,7 @@ from kvstore.errors import TierError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
+from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.outcomes import pack_outcomes
 from kvstore.protocol.pieces import checksum
 from kvstore.server import sessions, watch
@@ -131,8 +132,8 @@ class TestMalformed:
     def test_another_version(self, server: ServerThread) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         link = Link(context, parse_server(server.url, {}))
-        hello = messages.Hello(1, 99, {}, messages.Geometry.of(EVEN), 0, link.token)
-        with pytest.raises(TierError, match="versions 1 to 2 of the protocol, not 99"):
+        hello = messages.Hello(1, 99, {}, Geometry.of(EVEN), 0, link.token)
+        with pytest.raises(TierError, match="versions 1 to 3 of the protocol, not 99"):
             link.ask(hello, messages.Welcome)
         with pytest.raises(NoSessionError):
             link.ask(messages.Lookup(2, b""), messages.Held)
@@ -151,7 +152,7 @@ def fuzz(server: ServerThread, count: int) -> None:
         if link is None:
             link = Link(context, parse_server(server.url, {}))
             if dice.random() < 0.7:
-                link.hello(MINE, messages.Geometry.of(EVEN), 0)
+                link.hello(MINE, Geometry.of(EVEN), 0)
         link._socket.send_multipart(malformed(dice))
         if number % 2:  # after the first that is malformed nothing more is listened to
             link._socket.linger = 5000
@@ -181,9 +182,7 @@ def malformed(dice: random.Random) -> list[bytes]:
         ),
         messages.Piece(1, dice.randrange(100), dice.randrange(1 << 20), bytes(8)),
         messages.Scan(1, dice.randrange(1 << 40)),
-        messages.Hello(
-            1, 1, {"model": "fuzz"}, messages.Geometry.of(EVEN), dice.randrange(1 << 40), dice.randbytes(16)
-        ),
+        messages.Hello(1, 1, {"model": "fuzz"}, Geometry.of(EVEN), dice.randrange(1 << 40), dice.randbytes(16)),
         messages.Explain(1, bytes(8), b""),
     ]
     data = bytearray(messages.encode(dice.choice(good)))
@@ -234,7 +233,7 @@ class TestMessages:
     def test_a_client_that_goes_as_soon_as_it_is_welcome(self) -> None:
         """The end of its connection is known before the server has noted whose that is."""
         hello = messages.encode(
-            messages.Hello(1, messages.PROTOCOL_VERSION, dict(MINE.fields), messages.Geometry.of(EVEN), 0, b"")
+            messages.Hello(1, messages.PROTOCOL_VERSION, dict(MINE.fields), Geometry.of(EVEN), 0, b"")
         )
         with serving_tcp() as server:
             peer, real = raw_peer(server), server.hub.core.send
@@ -252,7 +251,7 @@ class TestMessages:
 
     def test_a_message_that_never_ends_after_a_hello(self) -> None:
         hello = messages.encode(
-            messages.Hello(1, messages.PROTOCOL_VERSION, dict(MINE.fields), messages.Geometry.of(EVEN), 0, b"")
+            messages.Hello(1, messages.PROTOCOL_VERSION, dict(MINE.fields), Geometry.of(EVEN), 0, b"")
         )
         with serving_tcp() as server:
             tier = open_tier(server.url)
@@ -284,7 +283,7 @@ class TestMessages:
         with serving_tcp() as server:
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             link = Link(context, parse_server(server.url, {"timeout_s": 60.0}))
-            link.hello(MINE, messages.Geometry.of(layout), 0)
+            link.hello(MINE, Geometry.of(layout), 0)
             granted = link.ask(
                 messages.Reserve(link.new_serial(), messages.pack_refs([ChunkRef(bytes(16), 8)])), messages.Granted
             )
@@ -323,20 +322,20 @@ class TestHellos:
     def test_fields_without_a_bound_are_refused(self) -> None:
         with serving_tcp() as server, closing(Raw(server)) as client:
             with pytest.raises(TierError, match="at most 16384 bytes"):
-                client.hello({f"f{number}": "x" * 1000 for number in range(20)}, messages.Geometry.of(EVEN))
+                client.hello({f"f{number}": "x" * 1000 for number in range(20)}, Geometry.of(EVEN))
             assert not server.hub.stock.spaces
-            client.hello({f"f{number}": "x" * 1000 for number in range(15)}, messages.Geometry.of(EVEN))
+            client.hello({f"f{number}": "x" * 1000 for number in range(15)}, Geometry.of(EVEN))
 
     @pytest.mark.parametrize(
         "geometry",
         [
-            messages.Geometry((4096,) * 1025, 1, 16, 16, "p", "opaque", None),
-            messages.Geometry((4,) * 1000, 1, 1, 1 << 20, "p", "opaque", None),
-            messages.Geometry((1 << 20,), 64, 16, 256, "p", "opaque", None),
+            Geometry((4096,) * 1025, 1, 16, 16, "p", "opaque", None),
+            Geometry((4,) * 1000, 1, 1, 1 << 20, "p", "opaque", None),
+            Geometry((1 << 20,), 64, 16, 256, "p", "opaque", None),
         ],
         ids=["layers", "blocks", "bytes"],
     )
-    def test_a_geometry_that_nobody_could_serve(self, geometry: messages.Geometry) -> None:
+    def test_a_geometry_that_nobody_could_serve(self, geometry: Geometry) -> None:
         with serving_tcp() as server:
             client = Raw(server)
             with pytest.raises(TierError):
@@ -367,7 +366,7 @@ class TestHellos:
     def test_checksums_of_pieces_that_overlap_take_no_room(self) -> None:
         with serving_tcp() as server:
             client = Raw(server)
-            client.hello(dict(MINE.fields), messages.Geometry.of(EVEN))
+            client.hello(dict(MINE.fields), Geometry.of(EVEN))
             link = client.link
             granted = link.ask(messages.Reserve(link.new_serial(), messages.pack_refs([A])), messages.Granted)
             for offset in range(400):

@@ -14,6 +14,7 @@ from support.served import A, B, Raw, open_tier
 
 from kvstore.errors import TierError
 from kvstore.protocol import messages
+from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.keyfiles import make_keys, read_list, read_pair
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from kvstore.testing.harness import EVEN, MINE, make_transfer
@@ -50,7 +51,7 @@ class TestOrders:
                 client.link.ask(order, messages.Report)
             client.close()
             stranger = Raw(server)  # a session changes nothing
-            stranger.hello(dict(MINE.fields), messages.Geometry.of(EVEN))
+            stranger.hello(dict(MINE.fields), Geometry.of(EVEN))
             with pytest.raises(TierError, match="those who run the server"):
                 stranger.link.ask(order, messages.Report)
             stranger.close()

@@ -7,6 +7,7 @@ from kvstore.errors import ConfigError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout, round_up
 from kvstore.protocol import messages
+from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.tiers.base import BoundedTier, TierSetup
 from kvstore.tiers.server.link import Link
@@ -21,7 +22,7 @@ class BoundedServerTier(ServerTier, BoundedTier):
     def __init__(self, target: ServerTarget, namespace: Namespace, layout: KVLayout, capacity_bytes: int) -> None:
         super().__init__(target, namespace, layout)
         self._links.close()
-        self._links = Links(target, namespace, messages.Geometry.of(layout), capacity_bytes)
+        self._links = Links(target, namespace, Geometry.of(layout), capacity_bytes)
         self.capacity_bytes = capacity_bytes
         if capacity_bytes < self.stored_bytes(layout.blocks_per_chunk):
             self._links.close()

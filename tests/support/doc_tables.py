@@ -38,7 +38,7 @@ TOPICS: Final = {
     ),
     "Prefill and decode": (
         "enable_pd pd_role pd_bidirectional pd_buffer_size pd_peer_host pd_peer_init_port pd_allowed_hosts "
-        "pd_timeout_ms"
+        "pd_timeout_ms transfer_channel"
     ),
     "Server": (
         "server_listen server_key_file server_clients server_operators server_quotas server_http_port server_drain_secs"

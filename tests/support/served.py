@@ -9,6 +9,7 @@ from kvstore.errors import TierError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
+from kvstore.protocol.geometry import Geometry
 from kvstore.testing.harness import EVEN, MINE, make_buffer, make_payload, make_ref, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
 from kvstore.tiers.server.link import Link
@@ -29,7 +30,7 @@ def open_tier(url: str, layout: KVLayout = EVEN, namespace: Namespace = MINE, **
 def open_link(url: str, layout: KVLayout = EVEN) -> tuple[zmq.Context[zmq.Socket[bytes]], Link]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     link = Link(context, parse_server(url, {}))
-    link.hello(MINE, messages.Geometry.of(layout), 0)
+    link.hello(MINE, Geometry.of(layout), 0)
     return context, link
 
 
@@ -71,7 +72,7 @@ class Raw:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.link = Link(self.context, parse_server(server.url, {"timeout_s": 10.0}))
 
-    def hello(self, fields: dict[str, str | int], geometry: messages.Geometry) -> messages.Welcome:
+    def hello(self, fields: dict[str, str | int], geometry: Geometry) -> messages.Welcome:
         return self.link.hello(Namespace(fields), geometry, 0)
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from kvstore.chunks import ChunkRef, Outcome
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
+from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.outcomes import outcome_of
 from kvstore.protocol.pieces import checksum
 from kvstore.protocol.runs import PAGE_BYTES
@@ -106,7 +107,7 @@ class Desk:
 
     def hello(self, token: bytes = b"") -> Any:
         fields: dict[str, str | int] = {"model": "mine"}
-        return self.ask(messages.Hello(1, messages.PROTOCOL_VERSION, fields, messages.Geometry.of(LAYOUT), 0, token))
+        return self.ask(messages.Hello(1, messages.PROTOCOL_VERSION, fields, Geometry.of(LAYOUT), 0, token))
 
     def lease(self, request: type[messages.Reserve | messages.Acquire], ref: ChunkRef) -> int:
         (grant,) = self.ask(request(2, messages.pack_refs([ref]))).grants

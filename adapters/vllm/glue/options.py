@@ -234,7 +234,7 @@ def _push_options(vllm_config: VllmConfig, config: StoreConfig) -> PushOptions |
     if not sends(vllm_config, config):
         return None
     settings = _given({"timeout_s": config.blocking_timeout_secs, **_keys(config)})
-    return PushOptions(rank_of(vllm_config), config.pd_buffer_size, settings)
+    return PushOptions(rank_of(vllm_config), config.pd_buffer_size, settings, config.transfer_channel)
 
 
 def _goes_layerwise(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> bool:

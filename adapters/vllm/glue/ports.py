@@ -63,6 +63,7 @@ def embedded_server(
         listed=read_list(Path(config.server_clients)) if config.server_clients else {},
         hold_s=config.pd_timeout_ms / 1000,
         parts=tuple(_parts_sent_here(remote)) if remote is not None else (),
+        channel=config.transfer_channel,
     )
     return EmbeddedServer(namespace, layout, options)
 

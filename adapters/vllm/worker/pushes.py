@@ -10,7 +10,9 @@ from torch.profiler import record_function
 
 from kvstore.adapters.vllm.plan import ReqMeta, StepPlan
 from kvstore.adapters.vllm.requests.params import server_url
+from kvstore.channels import open_channel
 from kvstore.handover.ledger import PushJob, Settled
+from kvstore.handover.offering import Exposed, open_offering
 from kvstore.handover.pusher import PushCounters, Pusher, StepPush
 from kvstore.handover.tcp import open_transport
 from kvstore.handover.transport import Receiver, Transport
@@ -30,12 +32,14 @@ class PushOptions:
         rank: of this worker, which counts the receivers' ports.
         buffer_bytes: for what has been gathered and not yet sent.
         settings: of the connections, as for a cache server: its deadline, its keys.
+        channel: through which receivers may read the buffer; None for none.
         connect: opens the way to a URL.
     """
 
     rank: int
     buffer_bytes: int
     settings: Mapping[str, object] = field(default_factory=dict)
+    channel: str | None = None
     connect: Callable[[str, Namespace, KVLayout, Mapping[str, object]], Transport] = open_transport
 
 
@@ -56,9 +60,12 @@ class Pushes:
         self._options = options
         self._meter = Meter()
         self._pusher: Pusher | None = None
+        self._exposed: Exposed | None = None
         if options is not None:  # now: taking and pinning memory takes seconds, which no step has
             connect = partial(self._connect, options, namespace)
             self._pusher = Pusher(paged, options.buffer_bytes, connect, PushCounters())
+            channel = open_channel(options.channel, self._pusher.memory)
+            self._exposed = None if channel is None else Exposed(channel, self._pusher.memory)
         self._step: StepPush | None = None
 
     def begin(self, requests: Sequence[ReqMeta]) -> None:
@@ -102,7 +109,8 @@ class Pushes:
     def read(self, tally: Tally) -> None:
         """Count what has been handed over since the last call."""
         if self._pusher is not None:
-            self._meter.advance(push_totals(self._pusher.counters), tally)
+            read_bytes = self._exposed.read_bytes if self._exposed is not None else 0
+            self._meter.advance(push_totals(self._pusher.counters, read_bytes), tally)
             tally.observe(metrics.PUSH_SECONDS.key(), self._pusher.take_seconds())
 
     def take_settled(self) -> Settled:
@@ -114,6 +122,8 @@ class Pushes:
         self.finish(trusted=False)
         if self._pusher is not None:
             self._pusher.close(timeout_s)
+        if self._exposed is not None:
+            self._exposed.channel.close()
 
     @staticmethod
     def _pushes(options: PushOptions, requests: Sequence[ReqMeta]) -> list[tuple[Receiver, Sequence[PushJob]]]:
@@ -122,4 +132,6 @@ class Pushes:
 
     def _connect(self, options: PushOptions, namespace: Namespace, receiver: Receiver) -> Transport:
         url = server_url(receiver.host, receiver.port)
+        if self._exposed is not None:
+            return open_offering(url, namespace, self._paged.layout, options.settings, self._exposed)
         return options.connect(url, namespace, self._paged.layout, options.settings)

@@ -21,6 +21,7 @@ from kvstore.chunks import ByteArray
 from kvstore.errors import ProtocolError, TierError, TierSetupError
 from kvstore.keys import Namespace
 from kvstore.protocol import messages
+from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.loopback import buffer_bytes
 from kvstore.protocol.messages import Refusal
 from kvstore.protocol.pieces import Placing
@@ -34,7 +35,11 @@ SomeAnswer = TypeVar("SomeAnswer", bound=messages.Answer)
 _CONNECT_TIMEOUT_S = 2.0
 _SEND_QUEUE = 64
 _POOL_SOCKET = "pool"
-_SINCE = {messages.Sending: 2, messages.Describe: 2, messages.Nearest: 2, messages.Front: 2}  # versions of the protocol
+# Versions of the protocol.
+_SINCE = {
+    **dict.fromkeys((messages.Sending, messages.Describe, messages.Nearest, messages.Front), 2),
+    **dict.fromkeys((messages.Attach, messages.Offer), 3),
+}
 
 
 def is_known(kind: type[messages.Request], version: int) -> bool:
@@ -104,7 +109,7 @@ class Link:
         """Whether the server understands a kind of request; one that it does not would end the connection."""
         return is_known(kind, self.version)
 
-    def hello(self, namespace: Namespace, geometry: messages.Geometry, capacity_bytes: int) -> messages.Welcome:
+    def hello(self, namespace: Namespace, geometry: Geometry, capacity_bytes: int) -> messages.Welcome:
         """Introduce this client, and the namespace that its requests are about.
 
         Raises:

@@ -11,6 +11,7 @@ from kvstore.errors import ClosedError, TierError
 from kvstore.keys import Namespace
 from kvstore.protocol import messages
 from kvstore.protocol.contexts import close_context, open_context
+from kvstore.protocol.geometry import Geometry
 from kvstore.tiers.server.link import Link, NoSessionError, is_known
 from kvstore.tiers.server.url import ServerTarget
 
@@ -28,9 +29,7 @@ class Links:
         bound_bytes: what the namespace may hold; 0 leaves that to the server.
     """
 
-    def __init__(
-        self, target: ServerTarget, namespace: Namespace, geometry: messages.Geometry, bound_bytes: int = 0
-    ) -> None:
+    def __init__(self, target: ServerTarget, namespace: Namespace, geometry: Geometry, bound_bytes: int = 0) -> None:
         self.namespace = namespace
         self._target = target
         self._geometry = geometry

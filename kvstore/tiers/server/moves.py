@@ -178,24 +178,34 @@ def _receive(link: Link, target: ByteArray, requests: Iterator[messages.Fetch | 
 class PieceSender:
     """Sends payload in pieces, a few of them before the first is confirmed.
 
+    Args:
+        link: to the server.
+        window: how many.
+
     Raises:
         TierError: from each method, if the server fails.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, window: int = messages.WINDOW) -> None:
         self._link = link
+        self._window = window
         self._under_way: dict[int, int] = {}  # the numbers of payloads, by serials
         self._failed: set[int] = set()
 
     def send(self, number: int, lease: int, payload: ByteArray, part: range) -> None:
         """Send some bytes of a payload, which goes by a number. They must not change before ``finish``."""
         for offset in range(part.start, part.stop, messages.PIECE_BYTES):
-            if len(self._under_way) >= messages.WINDOW:
-                self._confirm()
             piece = payload[offset : min(offset + messages.PIECE_BYTES, part.stop)]
-            serial = self._link.new_serial()
+            serial = self._begin(number)
             self._link.send(messages.Piece(serial, lease, offset, checksum([piece.data])), [piece.data])
-            self._under_way[serial] = number
+
+    def _begin(self, number: int) -> int:
+        """Wait until another request may be under way; its serial."""
+        if len(self._under_way) >= self._window:
+            self._confirm()
+        serial = self._link.new_serial()
+        self._under_way[serial] = number
+        return serial
 
     def finish(self) -> set[int]:
         """Wait for all confirmations; returns the numbers of the payloads of which a piece was not taken."""

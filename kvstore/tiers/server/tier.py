@@ -24,6 +24,7 @@ from kvstore.errors import InvalidCallError, TierError
 from kvstore.keys import PREFIX_KEY_BYTES, Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
+from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.outcomes import outcome_of
 from kvstore.tiers.base import (
     MAX_LENT,
@@ -62,7 +63,7 @@ class ServerTier(Tier):
         self._target = target
         self._layout = layout
         self._mover: Framed | Mapped = Framed() if target.folder is None else Mapped()
-        self._links = Links(target, namespace, messages.Geometry.of(layout))
+        self._links = Links(target, namespace, Geometry.of(layout))
 
     @classmethod
     def open(cls, setup: TierSetup) -> ServerTier:

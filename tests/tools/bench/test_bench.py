@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ from kvstore.paged.device import DevicePagedKV
 from kvstore.policies import Adaptive
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.redis.chunk import PART_BYTES
-from kvstore.tools.bench import cpu, disk, floors, lookup, proxy, redis, remote, scheduling, server, start
+from kvstore.tools.bench import cpu, disk, floors, handover, lookup, proxy, redis, remote, scheduling, server, start
 from kvstore.tools.bench.bare_http import ANSWER
 from kvstore.tools.bench.codecs import codec_table, measure_codecs
 from kvstore.tools.bench.floors import Bound
@@ -56,6 +57,7 @@ TOY_COMMAND = [
     "--no-disk",
     "--no-redis",
     "--no-server",
+    "--no-handover",
     "--no-proxy",
     "--no-vllm",
     "--no-gpu",
@@ -217,6 +219,19 @@ def test_run_measures_the_cache_server(toy: Geometry) -> None:
     subjects = {line.subject for line in report.lines}
     assert subjects >= {server.STORE, server.RETRIEVE, server.TCP_STORE, server.TCP_RETRIEVE, server.LOOKUP}
     assert subjects >= {server.QUARTER, server.TCP_QUARTER}
+
+
+def test_run_measures_handovers(toy: Geometry) -> None:
+    options = BenchOptions(toy, BATCH_BYTES, rounds=7, handover=True)
+    ticks: list[str] = []
+    report = run_bench(options, ticks.append)
+    subjects = {line.subject for line in report.lines}
+    assert handover.TCP in subjects
+    if find_spec("nixl") is None:
+        assert any(skipped.startswith("NIXL: it is not installed") for skipped in report.skipped)
+    else:
+        assert handover.NIXL in subjects
+        assert len(ticks) == options.total_ticks
 
 
 def test_run_measures_the_start(toy: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,8 @@ class TestLMCachesFiles:
         assert (config.pd_role, config.pd_peer_host, config.pd_peer_init_port) == ("receiver", "localhost", 7300)
         assert config.pd_buffer_size == 2 << 30
         named = {warning.split(": ")[1] for warning in loaded.warnings}
-        assert named == {"transfer_channel", "pd_peer_alloc_port", "pd_buffer_device", "nixl_backends"}
+        assert named == {"pd_peer_alloc_port", "pd_buffer_device", "nixl_backends"}
+        assert config.transfer_channel == "nixl"
 
     def test_a_sender(self, tmp_path: Path) -> None:
         file = tmp_path / "prefiller.yaml"
@@ -60,7 +61,7 @@ class TestLMCachesFiles:
         assert not loaded.config.listens
         assert loaded.config.has_remote
         named = {warning.split(": ")[1] for warning in loaded.warnings}
-        assert named == {"transfer_channel", "pd_proxy_host", "pd_proxy_port", "pd_buffer_device"}
+        assert named == {"pd_proxy_host", "pd_proxy_port", "pd_buffer_device"}
 
     def test_a_sender_that_names_the_receivers_port_does_not_listen_there(self) -> None:
         values = {"enable_pd": True, "pd_role": "sender", "pd_peer_host": "10.0.0.1", "pd_peer_init_port": [7300]}

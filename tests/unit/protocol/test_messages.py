@@ -10,6 +10,7 @@ from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ProtocolError
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
+from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.outcomes import number_of, outcome_of
 from kvstore.protocol.pieces import checksum
 from kvstore.protocol.runs import PAGE_BYTES, extents
@@ -28,7 +29,7 @@ def test_golden_bytes() -> None:
     assert messages.encode(sending).hex() == "971507a26d6509919208209000"
     assert messages.decode_request(bytes.fromhex("951507a26d650991920820")) == sending, "an older sender's"
     assert messages.decode_request(messages.encode(sending)) == sending
-    hello = messages.Hello(1, messages.OLDEST_VERSION, {"m": "x"}, messages.Geometry.of(LAYOUT), 0, b"")
+    hello = messages.Hello(1, messages.OLDEST_VERSION, {"m": "x"}, Geometry.of(LAYOUT), 0, b"")
     assert messages.encode(hello).hex() == "97010101" "81a16da178" "97" "920408" "01" "02" "04" "a66f7061717565" "a66f7061717565" "c0" "00" "c400"  # fmt: skip # noqa: E501
     assert [number_of(outcome) for outcome in Outcome] == list(range(6))
     assert checksum([b"ab", b"c"]).hex() == "78af5f94892f3950"
@@ -36,7 +37,7 @@ def test_golden_bytes() -> None:
 
 def test_a_geometry_is_a_layout() -> None:
     layout = KVLayout((4, 8), 2, 2, 4, "order", "bf16", (1, 2, 3))
-    assert messages.Geometry.of(layout).layout() == layout
+    assert Geometry.of(layout).layout() == layout
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_what_is_no_request(data: bytes) -> None:
 
 
 def test_a_geometry_that_cannot_be() -> None:
-    geometry = messages.Geometry((4,), 1, 3, 4, "opaque", "opaque", None)
+    geometry = Geometry((4,), 1, 3, 4, "opaque", "opaque", None)
     with pytest.raises(ProtocolError, match="multiple"):
         geometry.layout()
     with pytest.raises(ProtocolError):

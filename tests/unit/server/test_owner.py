@@ -7,12 +7,13 @@ from support.divided import Worker
 from kvstore.heads import Part
 from kvstore.keys import Namespace
 from kvstore.protocol import messages
+from kvstore.protocol.geometry import Geometry
 from kvstore.server.owner import Owner
 
 
 def hello(worker: Worker, token: bytes = b"") -> messages.Hello:
     fields = dict(worker.namespace.fields)
-    geometry = messages.Geometry.of(worker.paged.layout)
+    geometry = Geometry.of(worker.paged.layout)
     return messages.Hello(1, messages.PROTOCOL_VERSION, fields, geometry, 0, token)
 
 

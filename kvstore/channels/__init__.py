@@ -1,0 +1,58 @@
+"""Channels: ways in which one process reads another's memory. ``base.py`` holds the contract, this file the registry.
+
+A channel has a name and a factory without arguments. ``BUILT_IN`` lists ours; other packages announce theirs in the
+entry-point group ``kvstore.channels``. ``docs/tiers.md`` shows how to write one.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Final
+
+from kvstore.errors import ChannelError, ConfigError
+
+if TYPE_CHECKING:
+    from kvstore.channels.base import Channel
+    from kvstore.chunks import ByteArray
+
+logger = logging.getLogger(__name__)
+
+GROUP: Final = "kvstore.channels"
+BUILT_IN: Final = (EntryPoint("nixl", "kvstore.channels.nixl:NixlChannel", GROUP),)
+
+
+def known_channels() -> dict[str, EntryPoint]:
+    """The factories by name, ours before those of other packages. Imports none."""
+    return {entry.name: entry for entry in (*entry_points(group=GROUP), *BUILT_IN)}
+
+
+def open_channel(name: str | None, memory: ByteArray) -> Channel | None:
+    """Open a channel, and register memory with it once and for all; None if there is none, or it cannot be used here.
+
+    Then KV goes over TCP, which is said in one line.
+
+    Args:
+        name: as registered; None for no channel.
+        memory: uint8 ``[num_bytes]``: what peers read from, or what they are read to.
+
+    Raises:
+        ConfigError: there is no such channel.
+    """
+    if name is None:
+        return None
+    entry = known_channels().get(name)
+    if entry is None:
+        raise ConfigError(f"there is no channel {name!r}: known are {', '.join(known_channels())}")
+    try:
+        channel: Channel = entry.load()()
+    except (ImportError, AttributeError, ChannelError) as error:
+        logger.warning("KV goes over TCP, as the channel %s cannot be used: %s", name, error)
+        return None
+    try:
+        channel.register(memory)
+    except ChannelError as error:
+        channel.close()
+        logger.warning("KV goes over TCP, as the channel %s does not take this memory: %s", name, error)
+        return None
+    return channel

@@ -1,0 +1,202 @@
+"""NIXL as a channel: UCX chooses shared memory, RDMA or TCP.
+
+Without NIXL's own thread, which takes a whole core even when nothing is to be done. So UCX works in calls: in ``look``
+where this end reads, and on a thread while others may read here, as new connections and TCP need it.
+
+A read that was begun is not cancelled, and its peer not detached, before it has ended: UCX writes to its parts whatever
+still comes. Only the end of the whole agent stops that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, ClassVar, Final, NamedTuple
+
+import xxhash
+
+from kvstore.channels.base import MAX_DESCRIPTION_BYTES, Channel, Peer, Reading, State
+from kvstore.chunks import ByteArray
+from kvstore.errors import ChannelError
+
+try:
+    from nixl import _bindings
+    from nixl._api import nixl_agent, nixl_agent_config
+except ImportError as error:
+    raise ImportError(f"NIXL cannot be imported ({error}): pip install 'vllm-kvstore[nixl]'") from error
+
+_BACKEND: Final = "UCX"
+_MEMORY: Final = "DRAM"
+_HEADER: Final = struct.Struct("<8s8sQQ")  # of a description: magic, checksum, and address and length of the memory
+_NUMBERS: Final = struct.Struct("<QQ")
+_MAGIC: Final = b"kvnixl\0\1"
+_TURN_S: Final = 2e-3  # between two turns of the thread: a few percent of a core
+_CLOSE_WAIT_S: Final = 1.0
+_FAILURES: Final[tuple[type[Exception], ...]] = tuple(  # which have no class in common
+    kind for kind in vars(_bindings).values() if isinstance(kind, type) and issubclass(kind, Exception)
+)
+_NO_AGENT: Final[tuple[type[Exception], ...]] = (*_FAILURES, RuntimeError)
+
+
+class _Memory(NamedTuple):
+    address: int
+    num_bytes: int
+
+
+def _checksum(memory: _Memory, metadata: bytes) -> bytes:
+    return xxhash.xxh3_64(_NUMBERS.pack(*memory) + metadata).digest()
+
+
+class NixlChannel(Channel):
+    """An agent of its own, with one lock around it."""
+
+    name: ClassVar[str] = "nixl"
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._memory: _Memory | None = None
+        self._description = b""
+        self._peers: dict[Peer, _Memory] = {}
+        self._readings: dict[Reading, Any] = {}
+        self._serving = threading.Condition()
+        self._num_serving = 0
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+        try:
+            config = nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND])
+            self._agent: Any = nixl_agent(uuid.uuid4().hex, config)
+        except _NO_AGENT as error:
+            raise ChannelError(f"NIXL makes no agent here: {error}") from error
+        if _BACKEND not in self._agent.backends:
+            raise ChannelError(f"this NIXL has no {_BACKEND}: {', '.join(self._agent.plugin_list)}")
+
+    def register(self, memory: ByteArray) -> None:
+        """See ``Channel``."""
+        found = _Memory(memory.ctypes.data, memory.nbytes)
+        with self._working() as agent:
+            agent.register_memory([(*found, 0, "")], _MEMORY, [_BACKEND])
+            self._memory = found
+            metadata: bytes = agent.get_agent_metadata()
+            self._description = _HEADER.pack(_MAGIC, _checksum(found, metadata), *found) + metadata
+
+    def describe(self) -> bytes:
+        """See ``Channel``."""
+        if self._memory is None or len(self._description) > MAX_DESCRIPTION_BYTES:
+            raise ChannelError(f"NIXL describes its memory in {len(self._description)} bytes: nothing to be sent")
+        return self._description
+
+    def attach(self, description: bytes) -> Peer:
+        """See ``Channel``."""
+        if len(description) < _HEADER.size:
+            raise ChannelError(f"{len(description)} bytes describe no memory")
+        magic, added_up, *fields = _HEADER.unpack_from(description)
+        memory, metadata = _Memory(*fields), description[_HEADER.size :]
+        if magic != _MAGIC or added_up != _checksum(memory, metadata):  # NIXL would take damaged addresses for sound
+            raise ChannelError("this describes no memory of NIXL, or was damaged")
+        with self._working() as agent:
+            peer = Peer(agent.add_remote_agent(metadata).decode("ascii", "replace"))
+            self._peers[peer] = memory
+            return peer
+
+    def detach(self, peer: Peer) -> None:
+        """See ``Channel``."""
+        if self._peers.pop(peer, None) is not None:
+            with suppress(ChannelError), self._working() as agent:
+                agent.remove_remote_agent(peer)
+
+    def read(self, peer: Peer, offset_bytes: int, parts: Sequence[ByteArray]) -> Reading:
+        """See ``Channel``."""
+        memory = self._peers.get(peer)
+        if memory is None:
+            raise ChannelError("this peer is not attached")
+        if offset_bytes < 0 or offset_bytes + sum(map(len, parts)) > memory.num_bytes:
+            raise ChannelError(f"a read from byte {offset_bytes} leaves the peer's memory of {memory.num_bytes} bytes")
+        ends = itertools.accumulate(map(len, parts), initial=memory.address + offset_bytes)
+        there = [(begin, len(part), 0) for begin, part in zip(ends, parts, strict=False)]
+        here = [(part.ctypes.data, len(part), 0) for part in parts]
+        with self._working() as agent:
+            handle = agent.initialize_xfer(
+                "READ", agent.get_xfer_descs(here, _MEMORY), agent.get_xfer_descs(there, _MEMORY), peer
+            )
+            if agent.transfer(handle) == "ERR":
+                raise ChannelError("NIXL does not begin to read")
+            reading = Reading(next(self._numbers))
+            self._readings[reading] = handle
+            return reading
+
+    def look(self, reading: Reading) -> State:
+        """See ``Channel``."""
+        handle = self._readings.get(reading)
+        if handle is None:  # ``close`` has ended it
+            return State.FAILED
+        try:
+            with self._working(_bindings.nixlRemoteDisconnectError) as agent:
+                found = agent.check_xfer_state(handle)
+        except _bindings.nixlRemoteDisconnectError:
+            found = "ERR"
+        except ChannelError:  # nothing says that UCX has ended: it may still write
+            return State.PENDING
+        if found == "PROC":
+            return State.PENDING
+        self._readings.pop(reading, None)
+        with suppress(ChannelError), self._working() as agent:
+            agent.release_xfer_handle(handle)
+        return State.DONE if found == "DONE" else State.FAILED
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """See ``Channel``."""
+        with self._serving:
+            self._num_serving += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="kvstore-channel", daemon=True)
+                self._thread.start()
+            self._serving.notify_all()
+        try:
+            yield
+        finally:
+            with self._serving:
+                self._num_serving -= 1
+
+    def close(self) -> None:
+        """See ``Channel``."""
+        with self._serving:
+            self._is_closed = True
+            self._serving.notify_all()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_WAIT_S)
+        with self._lock:
+            for handle in self._readings.values():
+                with suppress(*_FAILURES):
+                    handle.release()
+            self._readings.clear()
+            self._agent = None  # ends UCX, and with it what is still under way
+
+    def _serve(self) -> None:
+        while True:
+            with self._serving:
+                self._serving.wait_for(lambda: self._is_closed or self._num_serving > 0)
+                if self._is_closed:
+                    return
+            with suppress(ChannelError), self._working() as agent:
+                agent.get_new_notifs()
+            with self._serving:
+                self._serving.wait_for(lambda: self._is_closed, _TURN_S)
+
+    @contextmanager
+    def _working(self, *passed: type[Exception]) -> Iterator[Any]:
+        """The agent, for one thread at a time; its errors as ours, but for those to be passed on."""
+        with self._lock:
+            if self._agent is None:
+                raise ChannelError("the channel was closed")
+            try:
+                yield self._agent
+            except passed:
+                raise
+            except _FAILURES as error:
+                raise ChannelError(f"NIXL: {error}") from error

@@ -1,0 +1,167 @@
+"""Hand-over in which the receiver reads the bytes itself, from memory registered with a channel.
+
+The messages are those over TCP, but for payload: an offer says where a part of it lies, and its checksum. A receiver
+that does not read through this channel gets payload in messages, which is said in one line.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+from kvstore.channels.base import Channel
+from kvstore.chunks import ByteArray, Outcome
+from kvstore.errors import ChannelError
+from kvstore.handover.tcp import TcpTransport
+from kvstore.handover.transport import Parcel
+from kvstore.keys import Namespace
+from kvstore.layout import KVLayout
+from kvstore.protocol import messages
+from kvstore.protocol.outcomes import number_of
+from kvstore.protocol.pieces import checksum
+from kvstore.throttle import Throttle
+from kvstore.tiers.server.link import Link
+from kvstore.tiers.server.moves import PieceSender
+from kvstore.tiers.server.url import ServerTarget, parse_server
+
+logger = logging.getLogger(__name__)
+
+_LEAST_BYTES: Final = 1 << 20  # layers are offered together until they have so many
+_MOST_BYTES: Final = messages.OFFER_BYTES  # while one is read, the one before is verified
+_WINDOW: Final = 12  # offers under way at once: a server takes 16 pieces of a client
+_throttle = Throttle(logger)
+
+
+class Exposed:
+    """Memory that peers read through a channel. Thread-safe.
+
+    Attributes:
+        channel: with the memory registered.
+        memory: uint8 ``[num_bytes]``.
+        read_bytes: how much of it receivers have read. Read without a lock.
+    """
+
+    def __init__(self, channel: Channel, memory: ByteArray) -> None:
+        self.channel = channel
+        self.memory = memory
+        self.read_bytes = 0
+        self._lock = threading.Lock()
+
+    def count(self, num_bytes: int) -> None:
+        """Note that a receiver has read so much."""
+        with self._lock:
+            self.read_bytes += num_bytes
+
+    def offset_of(self, payload: ByteArray) -> int | None:
+        """Where some bytes lie in it; None if they do not."""
+        offset_bytes: int = payload.ctypes.data - self.memory.ctypes.data
+        return offset_bytes if 0 <= offset_bytes <= self.memory.nbytes - payload.nbytes else None
+
+
+class OfferingTransport(TcpTransport):
+    """The connection to one server, which reads from exposed memory if it can. The first three arguments as there."""
+
+    def __init__(self, target: ServerTarget, namespace: Namespace, layout: KVLayout, exposed: Exposed) -> None:
+        super().__init__(target, namespace, layout)
+        self._exposed = exposed
+        self._attached: tuple[Link, bool] | None = None  # whether the server at the other end reads here
+
+    def _send(self, link: Link, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
+        with self._exposed.channel.serving():
+            return super()._send(link, parcels, ready)
+
+    def _sender(self, link: Link) -> PieceSender:
+        if self._attached is None or self._attached[0] is not link:
+            self._attached = (link, self._attach(link))
+        return OfferSender(link, self._exposed, self._give_up) if self._attached[1] else super()._sender(link)
+
+    def _attach(self, link: Link) -> bool:
+        """Whether the server reads through the channel."""
+        name = self._exposed.channel.name
+        if not link.knows(messages.Attach):
+            self._say_no("it is of a version without channels")
+            return False
+        try:
+            description = self._exposed.channel.describe()
+        except ChannelError as error:
+            self._say_no(str(error))
+            return False
+        answer = link.ask(messages.Attach(link.new_serial(), name, description), messages.Done)
+        if answer.outcomes != bytes([number_of(Outcome.STORED)]):
+            self._say_no("it does not read through it: set transfer_channel there, too, and look into its log")
+            return False
+        return True
+
+    def _give_up(self, link: Link) -> None:
+        """Offer nothing more over a connection, as an offer failed."""
+        self._attached = (link, False)
+        self._say_no("it failed to read, or what it read was damaged")
+
+    def _say_no(self, why: str) -> None:
+        name = self._exposed.channel.name
+        _throttle.log(f"{name} {why}", "KV goes over TCP to a receiver, and not through %s: %s", name, why)
+
+
+class OfferSender(PieceSender):
+    """Offers payload, some of it before the first was read.
+
+    Args:
+        link: to the server that reads.
+        exposed: the memory.
+        give_up: told of the connection when an offer has failed.
+    """
+
+    def __init__(self, link: Link, exposed: Exposed, give_up: Callable[[Link], None]) -> None:
+        super().__init__(link, _WINDOW)
+        self._exposed = exposed
+        self._give_up = give_up
+        self._offered_bytes = 0
+        self._joined: dict[int, tuple[int, ByteArray, range]] = {}  # what is not offered yet, by numbers of payloads
+
+    def send(self, number: int, lease: int, payload: ByteArray, part: range) -> None:
+        """See ``PieceSender``. What is too little for an offer waits for what follows it."""
+        if self._exposed.offset_of(payload) is None:
+            super().send(number, lease, payload, part)
+            return
+        _, _, before = self._joined.pop(number, (0, payload, range(part.start, part.start)))
+        assert before.stop == part.start, "layers come in order"
+        joined = range(before.start, part.stop)
+        if len(joined) < _LEAST_BYTES:
+            self._joined[number] = (lease, payload, joined)
+        else:
+            self._offer(number, lease, payload, joined)
+
+    def finish(self) -> set[int]:
+        """See ``PieceSender``."""
+        joined, self._joined = self._joined, {}
+        for number, (lease, payload, part) in joined.items():
+            self._offer(number, lease, payload, part)
+        failed = super().finish()
+        if failed:
+            self._give_up(self._link)
+        else:
+            self._exposed.count(self._offered_bytes)
+        return failed
+
+    def _offer(self, number: int, lease: int, payload: ByteArray, part: range) -> None:
+        begin = self._exposed.offset_of(payload)
+        assert begin is not None
+        for offset in range(part.start, part.stop, _MOST_BYTES):
+            piece = payload[offset : min(offset + _MOST_BYTES, part.stop)]
+            added_up = checksum([piece.data])
+            serial = self._begin(number)
+            self._offered_bytes += len(piece)
+            self._link.send(messages.Offer(serial, lease, offset, len(piece), begin + offset, added_up))
+
+
+def open_offering(
+    url: str, namespace: Namespace, layout: KVLayout, settings: Mapping[str, object], exposed: Exposed
+) -> OfferingTransport:
+    """As ``open_transport``, to a server that may read from exposed memory.
+
+    Raises:
+        ConfigError: the URL or a setting is wrong.
+    """
+    return OfferingTransport(parse_server(url, settings), namespace, layout, exposed)

@@ -1,0 +1,133 @@
+"""Payload that the server reads from its clients' memory, through a channel.
+
+The pages of a piece stay in use until the channel says that its read has ended, even if the client has gone or nobody
+waits any more: what comes late must not be written over another chunk.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Final
+
+from kvstore.channels.base import Channel
+from kvstore.chunks import Outcome
+from kvstore.errors import ProtocolError
+from kvstore.protocol import messages
+from kvstore.protocol.pieces import checksum
+from kvstore.server.core import Core
+from kvstore.server.payload import Payload, done
+from kvstore.server.pulling import Pull, Puller
+from kvstore.server.sessions import Session
+from kvstore.server.turns import Once
+
+_MAX_ATTACHED: Final = 256  # memories of clients
+
+
+class Offers:
+    """Belongs to the thread that decides.
+
+    Args:
+        core: what the parts of the server share.
+        payload: keeps pages, and has threads for checksums.
+        channel: with the pool registered; None if nothing is read.
+
+    Attributes:
+        read_bytes: what was read, and had the right checksum.
+        num_failed: reads that were not.
+    """
+
+    def __init__(self, core: Core, payload: Payload, channel: Channel | None) -> None:
+        self.read_bytes = 0
+        self.num_failed = 0
+        self._core = core
+        self._payload = payload
+        self._name = channel.name if channel is not None else ""
+        self._puller = Puller(channel) if channel is not None else None
+        self._clients: Counter[bytes] = Counter()  # by the descriptions of their memory
+
+    def stats(self) -> dict[str, object]:
+        """For a report; empty without a channel."""
+        if self._puller is None:
+            return {}
+        counted = {"name": self._name, "attached": len(self._clients)}
+        return {"channel": {**counted, "read_bytes": self.read_bytes, "failed": self.num_failed}}
+
+    def answer(self, session: Session, request: messages.Attach | messages.Offer) -> messages.Answer | None:
+        """Attach a client's memory, or start to read a piece from it. The answer is sent later, if it can be done.
+
+        Raises:
+            ProtocolError: something is attached already; the piece is not inside its chunk; too many are under way.
+        """
+        return self._attach(session, request) if isinstance(request, messages.Attach) else self._take(session, request)
+
+    def leave(self, session: Session) -> None:
+        """A client is gone."""
+        description, session.attached = session.attached, b""
+        if description and self._puller is not None:
+            self._clients[description] -= 1
+            if not self._clients[description]:
+                del self._clients[description]
+                self._puller.detach(description)
+
+    def close(self) -> None:
+        """End reading."""
+        if self._puller is not None:
+            self._puller.close()
+
+    def _attach(self, session: Session, request: messages.Attach) -> messages.Answer | None:
+        if session.attached:
+            raise ProtocolError("a client attaches its memory once")
+        description = request.description
+        has_room = description in self._clients or len(self._clients) < _MAX_ATTACHED
+        if self._puller is None or request.channel != self._name or not description or not has_room:
+            return done(request, Outcome.FAILED)
+        session.attached = description
+        self._clients[description] += 1
+
+        def attached(can_be_read: bool) -> None:
+            outcome = Outcome.STORED if can_be_read else Outcome.FAILED
+            self._core.report(lambda: self._core.send(session.peer, done(request, outcome), ()))
+
+        self._puller.attach(description, attached)
+        return None
+
+    def _take(self, session: Session, request: messages.Offer) -> messages.Answer | None:
+        lease = session.leases.get(request.lease)
+        if lease is None or not lease.is_write or not session.attached or self._puller is None:
+            return done(request, Outcome.FAILED)
+        parts = self._payload.parts(lease, request.offset_bytes, request.num_bytes)
+        answer = Once(partial(self._answer, session, request))
+
+        def ended(is_read: bool) -> None:
+            if is_read:
+                self._payload.start(verify, lambda: settled(is_sound=False))
+            else:
+                self._core.report(lambda: settled(is_sound=False))
+
+        def verify() -> None:
+            is_sound = checksum(part.data for part in parts) == request.checksum
+            self._core.report(lambda: settled(is_sound=is_sound))
+
+        def settled(*, is_sound: bool) -> None:
+            end_bytes = request.offset_bytes + request.num_bytes
+            is_sound = is_sound and lease.note_arrived(request.offset_bytes, end_bytes)
+            self._count(request, is_sound=is_sound)
+            self._payload.end(session, lease, is_sound=is_sound)
+            answer(Outcome.STORED if is_sound else Outcome.FAILED)
+
+        def given_up() -> None:
+            self._core.report(lambda: answer(Outcome.FAILED))
+
+        self._payload.begin(session, lease)
+        self._puller.pull(Pull(session.attached, request.memory_offset_bytes, parts, given_up, ended))
+        return None
+
+    def _answer(self, session: Session, request: messages.Offer, outcome: Outcome) -> None:
+        self._core.send(session.peer, done(request, outcome), ())
+
+    def _count(self, request: messages.Offer, *, is_sound: bool) -> None:
+        if is_sound:
+            self.read_bytes += request.num_bytes
+        else:
+            self.num_failed += 1

@@ -1,0 +1,156 @@
+"""The thread that reads what clients offer, through a channel."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvstore.channels.base import Channel, Peer, Reading, State
+from kvstore.chunks import ByteArray
+from kvstore.errors import ChannelError
+
+READ_S: Final = 4.0  # after which a read is given up; a client waits for 5 s by default
+_LOOK_S: Final = 2e-4  # between two looks at reads that may soon end
+_LATE_LOOK_S: Final = 0.05  # at those that were given up
+_END_WAIT_S: Final = 2.0
+
+
+@dataclass
+class Pull:
+    """A read to be done.
+
+    Attributes:
+        description: of the memory to read from.
+        offset_bytes: where in it.
+        parts: of the pool, to read to.
+        given_up: called after ``READ_S``, if it has not ended: ``parts`` may still be written to.
+        ended: called once, with whether all bytes were read: from here on ``parts`` are written to no more.
+    """
+
+    description: bytes
+    offset_bytes: int
+    parts: Sequence[ByteArray]
+    given_up: Callable[[], None]
+    ended: Callable[[bool], None]
+    is_late: bool = False
+    deadline_s: float = 0.0
+
+
+@dataclass
+class _Source:
+    """A peer, and what is read from it."""
+
+    peer: Peer
+    pulls: dict[Reading, Pull] = field(default_factory=dict)
+    is_leaving: bool = False
+    hangs: bool = False
+
+
+class Puller:
+    """Attaches, reads, detaches: in the order in which it is told, on its thread. Thread-safe.
+
+    Args:
+        channel: with the pool registered.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._changed = threading.Condition()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._is_closed = False
+        self._sources: dict[bytes, _Source] = {}  # the thread's
+        self._thread = threading.Thread(target=self._run, name="kvstore-pull", daemon=True)
+        self._thread.start()
+
+    def attach(self, description: bytes, attached: Callable[[bool], None]) -> None:
+        """Get ready to read from a client; ``attached`` is told whether that is possible."""
+        self._add(lambda: attached(self._attach(description)))
+
+    def detach(self, description: bytes) -> None:
+        """The last client with this memory has gone."""
+        self._add(lambda: self._detach(description))
+
+    def pull(self, pull: Pull) -> None:
+        """Read."""
+        self._add(lambda: self._begin(pull))
+
+    def close(self) -> None:
+        """End the thread, and the channel: nothing is written to any part any more. Bounded."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join(_END_WAIT_S)
+        self._channel.close()
+
+    def _add(self, job: Callable[[], None]) -> None:
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while (jobs := self._next_jobs()) is not None:
+            for job in jobs:
+                job()
+            for description, source in list(self._sources.items()):
+                self._look(source)
+                if source.is_leaving and not source.pulls:
+                    del self._sources[description]
+                    self._channel.detach(source.peer)
+
+    def _next_jobs(self) -> list[Callable[[], None]] | None:
+        """Wait for jobs, or until it is time to look at reads; None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or bool(self._jobs), self._pause_s())
+            jobs, self._jobs = list(self._jobs), deque()
+            return None if self._is_closed else jobs
+
+    def _pause_s(self) -> float | None:
+        pulls = [pull for source in self._sources.values() for pull in source.pulls.values()]
+        if not pulls:
+            return None
+        return _LATE_LOOK_S if all(pull.is_late for pull in pulls) else _LOOK_S
+
+    def _attach(self, description: bytes) -> bool:
+        """Whether its memory can be read. Not if it hangs: what was begun may still be written."""
+        source = self._sources.get(description)
+        if source is None:
+            try:
+                self._sources[description] = _Source(self._channel.attach(description))
+            except ChannelError:
+                return False
+            return True
+        source.is_leaving = False
+        return not source.hangs
+
+    def _detach(self, description: bytes) -> None:
+        source = self._sources.get(description)
+        if source is not None:
+            source.is_leaving = True
+
+    def _begin(self, pull: Pull) -> None:
+        source = self._sources.get(pull.description)
+        if source is None or source.hangs or source.is_leaving:
+            pull.ended(False)
+            return
+        try:
+            reading = self._channel.read(source.peer, pull.offset_bytes, pull.parts)
+        except ChannelError:
+            pull.ended(False)
+            return
+        pull.deadline_s = time.monotonic() + READ_S
+        source.pulls[reading] = pull
+        self._look(source)
+
+    def _look(self, source: _Source) -> None:
+        for reading, pull in list(source.pulls.items()):
+            state = self._channel.look(reading)
+            if state is not State.PENDING:
+                del source.pulls[reading]
+                pull.ended(state is State.DONE)
+            elif not pull.is_late and time.monotonic() >= pull.deadline_s:
+                source.hangs = pull.is_late = True
+                pull.given_up()

@@ -1,0 +1,11 @@
+"""A channel of another package keeps the contract."""
+
+from __future__ import annotations
+
+from support.example_channel import ProcChannel
+
+from kvstore.testing.channels import ChannelConformance
+
+
+class TestProcChannel(ChannelConformance):
+    channel = ProcChannel
