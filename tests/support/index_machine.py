@@ -26,6 +26,8 @@ from support.uses import uses_of
 if TYPE_CHECKING:
     from kvstore.chunks import ChunkRef
 
+FAMILY, LENGTH = st.integers(0, len(FAMILIES) - 1), st.integers(0, 36)
+
 
 class IndexMachine(IndexModel):
     @initialize(
@@ -81,8 +83,8 @@ class IndexMachine(IndexModel):
             self.stored.update(ref.prefix_key for ref in adopted)
 
     @rule(
-        family=st.integers(0, len(FAMILIES) - 1),
-        length=st.integers(0, 36),
+        family=FAMILY,
+        length=LENGTH,
         first=st.integers(0, 3),
         with_tail=st.booleans(),
         ttl_s=st.none() | st.integers(1, 9),
@@ -131,7 +133,7 @@ class IndexMachine(IndexModel):
 
     @precondition(lambda self: self.checkpoints is None)
     @rule(
-        family=st.integers(0, len(FAMILIES) - 1),
+        family=FAMILY,
         length=st.integers(1, 20),
         shorter=st.integers(0, 9),
         name=st.none() | st.sampled_from("ab"),
@@ -237,12 +239,7 @@ class IndexMachine(IndexModel):
         )
         self.forget(over)
 
-    @rule(
-        name=st.sampled_from("ab"),
-        family=st.integers(0, len(FAMILIES) - 1),
-        length=st.integers(0, 36),
-        ttl_s=st.integers(1, 9),
-    )
+    @rule(name=st.sampled_from("ab"), family=FAMILY, length=LENGTH, ttl_s=st.integers(1, 9))
     def lease(self, name: str, family: int, length: int, ttl_s: int) -> None:
         refs = self.index.lookup(self.hasher(family, length)).refs
         held = self.index.lease(name, refs, ttl_s)
@@ -261,9 +258,7 @@ class IndexMachine(IndexModel):
     def remote_goes_or_comes_back(self, answers: bool, keeps_trails: bool) -> None:
         self.index.set_remote_answers(answers=answers, keeps_trails=keeps_trails)
 
-    @rule(
-        family=st.integers(0, len(FAMILIES) - 1), length=st.integers(0, 36), stored=st.booleans(), tells=st.booleans()
-    )
+    @rule(family=FAMILY, length=LENGTH, stored=st.booleans(), tells=st.booleans())
     def others_use_the_remote(self, family: int, length: int, stored: bool, tells: bool) -> None:
         refs = chunk_refs(self.hasher(family, length), with_tail=True)
         if stored:
@@ -273,7 +268,7 @@ class IndexMachine(IndexModel):
             self.world.remote.difference_update(refs)
 
     @precondition(lambda self: self.view is not None)
-    @rule(family=st.integers(0, len(FAMILIES) - 1), length=st.integers(0, 36), skip_blocks=st.integers(0, 9))
+    @rule(family=FAMILY, length=LENGTH, skip_blocks=st.integers(0, 9))
     def ask_the_remote(self, family: int, length: int, skip_blocks: int) -> None:
         assert self.view is not None
         hasher, skip_tokens = self.hasher(family, length), skip_blocks * BLOCK
@@ -285,7 +280,7 @@ class IndexMachine(IndexModel):
         assert not self.index.questions(hasher, match, skip_tokens), "asked again what was just answered"
 
     @precondition(lambda self: self.view is not None and self.checkpoints is None)
-    @rule(family=st.integers(0, len(FAMILIES) - 1), length=st.integers(0, 36))
+    @rule(family=FAMILY, length=LENGTH)
     def ask_for_the_longest(self, family: int, length: int) -> None:
         """What the remote tier alone holds is found as far as it goes, in blocks, if nothing here is in its way."""
         assert self.view is not None
@@ -304,14 +299,14 @@ class IndexMachine(IndexModel):
         self.index.set_disk_answers(answers=answers)
 
     @precondition(lambda self: self.view is not None and self.checkpoints is None)
-    @rule(family=st.integers(0, len(FAMILIES) - 1), length=st.integers(0, 36))
+    @rule(family=FAMILY, length=LENGTH)
     def load_what_others_stored(self, family: int, length: int) -> None:
         """All of the longest sequence that is there, or what begins with it."""
         self.others_use_the_remote(family, 36, stored=True, tells=True)
         self.ask_the_remote(family, length, 0)
         self.prepare_load(family, length, 0)
 
-    @rule(family=st.integers(0, len(FAMILIES) - 1), length=st.integers(0, 36), skip_blocks=st.integers(0, 9))
+    @rule(family=FAMILY, length=LENGTH, skip_blocks=st.integers(0, 9))
     def prepare_load(self, family: int, length: int, skip_blocks: int) -> None:
         skip_tokens = skip_blocks * BLOCK
         match = self.index.lookup(self.hasher(family, length), skip_tokens)
@@ -390,7 +385,7 @@ class IndexMachine(IndexModel):
         behind = (other for load in self.world.loads for other in load if other.ref == failed.ref)
         self.world.stale.update(other for other in behind if other.slot == failed.slot)
 
-    @rule(family=st.integers(0, len(FAMILIES) - 1), chunk=st.integers(0, 5))
+    @rule(family=FAMILY, chunk=st.integers(0, 5))
     def remove(self, family: int, chunk: int) -> None:
         keys = self.hasher(family, 36).block_keys(chunk)
         assume(keys)
