@@ -1,7 +1,7 @@
 """kvstore: the KV cache that outlives the GPU. See docs/ARCHITECTURE.md for the parts and their promises.
 
-Public are the names below, and ``kvstore.tiers``, ``kvstore.policies`` and ``kvstore.testing``. Everything else may
-change with any version. Importing ``kvstore`` imports nothing else: each name is imported when it is first used.
+Public are the names below, and ``kvstore.tiers``, ``kvstore.channels``, ``kvstore.policies`` and ``kvstore.testing``.
+Everything else may change with any version. Importing ``kvstore`` imports nothing else: each name is imported when it is first used.
 """
 
 TYPE_CHECKING = False  # as type checkers read it; ``typing`` itself would be an import
@@ -9,6 +9,7 @@ TYPE_CHECKING = False  # as type checkers read it; ``typing`` itself would be an
 if TYPE_CHECKING:
     from kvstore.engine import CacheEngine
     from kvstore.errors import (
+        ChannelError,
         ClosedError,
         CodecError,
         ConfigError,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "CacheEngine",
+    "ChannelError",
     "ClosedError",
     "CodecError",
     "ConfigError",

@@ -151,7 +151,7 @@ class Disaggregation:
         with ExitStack() as stack:
             for engine in (self.prefill, self.decode):
                 stack.push(engine)  # ended also if the other one did not start
-            with ThreadPoolExecutor(2) as pool:
+            with ThreadPoolExecutor(2, "kvstore-start") as pool:
                 list(pool.map(VllmServer.__enter__, (self.prefill, self.decode)))
             stack.callback(self.proxy.kill)
             self.proxy.start()
