@@ -1,8 +1,8 @@
 """kvstore: the KV cache that outlives the GPU. See docs/ARCHITECTURE.md for the parts and their promises.
 
 Public are the names below, and ``kvstore.tiers``, ``kvstore.channels``, ``kvstore.policies`` and ``kvstore.testing``.
-Everything else may change with any version. Importing ``kvstore`` imports nothing else: each name is imported when it is
-first used.
+Everything else may change with any version. Importing ``kvstore`` imports nothing else: each name is imported when it
+is first used.
 """
 
 TYPE_CHECKING = False  # as type checkers read it; ``typing`` itself would be an import
