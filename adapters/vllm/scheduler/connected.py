@@ -74,7 +74,7 @@ class Connected:
         index = _new_index(facts, options, remote, rows.checkpoints)
         found = ((ref, max(rank[ref] for rank in sizes)) for ref, _ in facts[0].survivors if ref in complete)
         index.adopt(found, {key: trail for rank in facts for key, trail in rank.trails.items()})
-        handovers.connect(num_ranks)
+        handovers.connect(num_ranks, takes_parts=bool(facts[0].divisions))
         choice = LoadChoice(options.load_rules_for(num_ranks))
         loads = LoadPlanner(index, options.rules, choice, num_ranks, rows)
         saves = SavePlanner(index, num_ranks, rows)

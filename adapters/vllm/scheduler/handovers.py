@@ -73,9 +73,10 @@ class Handovers:
         self._refused: set[str] = set()  # hosts, and sources
         self._used: list[ChunkRef] = []  # for the next plan
 
-    def connect(self, num_ranks: int) -> None:
-        """Learn how many workers there are."""
+    def connect(self, num_ranks: int, *, takes_parts: bool) -> None:
+        """Learn how many workers there are, and whether engines of other tensor-parallel sizes send to them."""
         self.sendings.num_ranks = self.waits.num_ranks = num_ranks
+        self.waits.takes_parts = takes_parts
 
     def start(self, tracker: RequestTracker, handover: Handover) -> Source | None:
         """Take in what a request says. Returns the engine that has some of its KV, if that may be asked."""

@@ -60,11 +60,13 @@ class Waits:
     Attributes:
         timeouts: requests that waited until their deadline in vain.
         num_ranks: how many workers this engine has.
+        takes_parts: engines with fewer workers, which do not send to each of ours, send here, too.
     """
 
     def __init__(self) -> None:
         self.timeouts = 0
         self.num_ranks = 1
+        self.takes_parts = False
         self._waits: dict[str, _Wait] = {}
         self._senders: defaultdict[int, dict[str, Progress]] = defaultdict(dict)  # by the rank that they send to
         self._throttle = Throttle(logger)
@@ -146,14 +148,15 @@ class Waits:
         if spec is None or spec.sender is None or spec.handover is None:
             return ALL_TOKENS
         told = [self._senders[rank].get(spec.sender) for rank in range(self.num_ranks)]
-        if None not in told:
+        known = [progress for progress in told if progress is not None]
+        is_known = bool(known) if self.takes_parts else None not in told
+        if is_known:
             wait.absent_s = None
         elif wait.absent_s is None:
             wait.absent_s = now_s
         if wait.absent_s is not None and now_s - wait.absent_s >= ABSENT_S:
             return 0  # gone from one rank, whatever it still says to the others
-        known = [progress for progress in told if progress is not None]
-        is_coming = len(known) < len(told) or any(progress.end_tokens(spec.handover) for progress in known)
+        is_coming = not is_known or any(progress.end_tokens(spec.handover) for progress in known)
         limits = (progress.limit_tokens(spec.handover) for progress in known)
         return min(limits, default=ALL_TOKENS) if is_coming else 0
 

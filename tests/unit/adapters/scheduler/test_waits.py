@@ -39,6 +39,17 @@ def test_a_sender_that_left_one_rank_is_waited_for_on_none() -> None:
     assert waits.timeouts == 0
 
 
+def test_a_sender_of_fewer_ranks_says_nothing_to_some() -> None:
+    waits = waiting(COMING, None)
+    waits.takes_parts = True
+    assert waits.must_wait("request", 32)
+    assert waits._waits["request"].absent_s is None
+    waits.note_senders({0: {"prefill": OVER}})
+    assert waits.must_wait("request", 32), "what has come is asked for once more"
+    assert not waits.must_wait("request", 32)
+    assert waits.timeouts == 0
+
+
 def test_what_has_come_is_asked_for_once_more() -> None:
     waits = waiting(OVER, OVER)
     assert waits.must_wait("request", 32)
