@@ -96,7 +96,8 @@ class NixlChannel(Channel):
             raise ChannelError(f"{len(description)} bytes describe no memory")
         magic, added_up, *fields = _HEADER.unpack_from(description)
         memory, metadata = _Memory(*fields), description[_HEADER.size :]
-        if magic != _MAGIC or added_up != _checksum(memory, metadata):  # NIXL would take damaged addresses for sound
+        is_sound = magic == _MAGIC and added_up == _checksum(memory, metadata) and sum(memory) <= 1 << 64
+        if not is_sound:  # NIXL would take damaged addresses for sound
             raise ChannelError("this describes no memory of NIXL, or was damaged")
         with self._working() as agent:
             peer = Peer(agent.add_remote_agent(metadata).decode("ascii", "replace"))

@@ -98,6 +98,7 @@ class Offers:
             return done(request, Outcome.FAILED)
         parts = self._payload.parts(lease, request.offset_bytes, request.num_bytes)
         answer = Once(partial(self._answer, session, request))
+        is_late = False
 
         def ended(is_read: bool) -> None:
             if is_read:
@@ -110,6 +111,7 @@ class Offers:
             self._core.report(lambda: settled(is_sound=is_sound))
 
         def settled(*, is_sound: bool) -> None:
+            session.num_pieces += is_late
             end_bytes = request.offset_bytes + request.num_bytes
             is_sound = is_sound and lease.note_arrived(request.offset_bytes, end_bytes)
             self._count(request, is_sound=is_sound)
@@ -117,7 +119,14 @@ class Offers:
             answer(Outcome.STORED if is_sound else Outcome.FAILED)
 
         def given_up() -> None:
-            self._core.report(lambda: answer(Outcome.FAILED))
+            self._core.report(leave_late)
+
+        def leave_late() -> None:
+            """Its client may begin another piece in its place; nothing more is read from there."""
+            nonlocal is_late
+            is_late = True
+            session.num_pieces -= 1
+            answer(Outcome.FAILED)
 
         self._payload.begin(session, lease)
         self._puller.pull(Pull(session.attached, request.memory_offset_bytes, parts, given_up, ended))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -12,6 +13,9 @@ from typing import Final
 from kvstore.channels.base import Channel, Peer, Reading, State
 from kvstore.chunks import ByteArray
 from kvstore.errors import ChannelError
+from kvstore.throttle import Throttle
+
+logger = logging.getLogger(__name__)
 
 READ_S: Final = 4.0  # after which a read is given up; a client waits for 5 s by default
 _LOOK_S: Final = 2e-4  # between two looks at reads that may soon end
@@ -63,6 +67,7 @@ class Puller:
         self._jobs: deque[Callable[[], None]] = deque()
         self._is_closed = False
         self._sources: dict[bytes, _Source] = {}  # the thread's
+        self._throttle = Throttle(logger)
         self._thread = threading.Thread(target=self._run, name="kvstore-pull", daemon=True)
         self._thread.start()
 
@@ -122,6 +127,9 @@ class Puller:
                 self._sources[description] = _Source(self._channel.attach(description))
             except ChannelError:
                 return False
+            except Exception:  # a bug of the channel's; the thread goes on, for the other clients
+                logger.exception("attaching a client's memory failed unexpectedly")
+                return False
             return True
         source.is_leaving = False
         return not source.hangs
@@ -141,16 +149,29 @@ class Puller:
         except ChannelError:
             pull.ended(False)
             return
+        except Exception:  # a bug of the channel's, which may have begun to write: the pages stay
+            logger.exception("reading a client's memory failed unexpectedly: nothing more is read from there")
+            source.hangs = True
+            pull.given_up()
+            return
         pull.deadline_s = time.monotonic() + READ_S
         source.pulls[reading] = pull
         self._look(source)
 
     def _look(self, source: _Source) -> None:
         for reading, pull in list(source.pulls.items()):
-            state = self._channel.look(reading)
+            state = self._state_of(reading)
             if state is not State.PENDING:
                 del source.pulls[reading]
                 pull.ended(state is State.DONE)
             elif not pull.is_late and time.monotonic() >= pull.deadline_s:
                 source.hangs = pull.is_late = True
                 pull.given_up()
+
+    def _state_of(self, reading: Reading) -> State:
+        try:
+            return self._channel.look(reading)
+        except Exception:  # a bug of the channel's: nothing says that it has ended, so the pages stay
+            if self._throttle.is_due("look"):
+                logger.exception("looking at a read of a client's memory failed unexpectedly")
+            return State.PENDING

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from itertools import chain
 from typing import Final
 
 from kvstore.protocol.progress import Progress
@@ -60,13 +61,15 @@ def _size(progress: Progress) -> int:
 
 
 def _merged(sender: str, told: list[Progress]) -> Progress:
-    """What a sender with several connections says: it has said it in any of them."""
+    """What a sender with several connections says, perhaps of several ranks: what one lacks is of no use from others.
+
+    A hand-over is over once all have said so.
+    """
     if len(told) == 1:
         return told[0]
-    following = max(said.following for said in told)
-    open_: dict[int, int] = {}
-    lost: dict[int, int] = {}
-    for said in told:
-        open_.update(said.open)
-        lost.update(said.lost)
-    return Progress(sender, following, open_, lost)
+    ends: dict[int, int] = {}
+    for number, end_tokens in chain.from_iterable((*said.open.items(), *said.lost.items()) for said in told):
+        ends[number] = min(end_tokens, ends.get(number, end_tokens))
+    open_ = {number: ends[number] for said in told for number in said.open}
+    lost = {number: end_tokens for number, end_tokens in ends.items() if number not in open_}
+    return Progress(sender, min(said.following for said in told), open_, lost)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from importlib.metadata import EntryPoint
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from kvstore.protocol import messages
 from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.outcomes import outcome_of
 from kvstore.protocol.pieces import checksum
-from kvstore.server import offers, pulling
+from kvstore.server import offers, payload, pulling
 from kvstore.testing.harness import MINE
 from kvstore.throttle import Throttle
 from kvstore.tiers.server import calls
@@ -188,6 +189,35 @@ class TestPagesOfAReadThatHangs:
             sending.deliver(1)
         server.close()
         sending.close()
+
+    def test_its_client_may_begin_another_in_its_place(
+        self, server: ServerThread, sending: Sending, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Or it would be cut off for too many, and not go on in messages."""
+        monkeypatch.setattr(pulling, "READ_S", 0.05)
+        monkeypatch.setattr(payload, "MAX_PIECES", 5)
+        assert sending.deliver(1) == [FAILED]
+        assert sending.deliver(2) == [STORED]
+        reading_end().let_end()
+        wait_for("what was late has ended", lambda: used_bytes(server) == LAYOUT.slot_bytes)
+        assert sending.deliver(3) == [STORED]
+        assert stats(server)["clients"] == 1
+
+
+@pytest.mark.parametrize("broken", ["attach", "read", "look"])
+def test_a_channel_with_a_bug_does_not_stop_the_others(
+    server: ServerThread, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """What it may have begun to read keeps its pages."""
+    monkeypatch.setattr(pulling, "READ_S", 0.05)
+    with monkeypatch.context() as patch:
+        patch.setattr(HeldChannel, broken, Mock(side_effect=RuntimeError("a bug")))
+        with closing(Sending(server)) as sending:
+            assert sending.deliver(1) == [STORED if broken == "attach" else FAILED]
+            assert sending.deliver(2) == [STORED]
+    with closing(Sending(server)) as another:
+        assert another.deliver(3) == [STORED]
+        assert another.exposed.read_bytes == LAYOUT.payload_bytes(4)
 
 
 class TestWhatAClientMaySay:

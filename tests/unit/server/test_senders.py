@@ -9,24 +9,32 @@ from support.shop import LAYOUT, Desk
 
 from kvstore.keys import Namespace
 from kvstore.protocol import messages
-from kvstore.protocol.progress import BEAT_S, SILENT_BEATS, Progress
+from kvstore.protocol.progress import ALL_TOKENS, BEAT_S, SILENT_BEATS, Progress
 from kvstore.server import senders as senders_module
 from kvstore.server.owner import Owner
 from kvstore.server.senders import Senders
 
 
-def test_a_sender_with_two_connections_has_said_it_in_either() -> None:
-    """After new weights one ends what it had begun, while another begins."""
+def test_what_one_connection_of_a_sender_has_not_said_is_not_over() -> None:
+    """After new weights one ends what it had begun, while another begins; or they are of several ranks."""
     senders = Senders()
     first, second = Progress("a", 3, {2: 64}), Progress("a", 5, {4: 32}, {1: 16})
     senders.note(1, None, first)
     senders.note(2, None, second)
     senders.note(3, None, Progress("b", 1, {}))
-    assert senders.view == {"a": Progress("a", 5, {2: 64, 4: 32}, {1: 16}), "b": Progress("b", 1, {})}
+    assert senders.view == {"a": Progress("a", 3, {2: 64, 4: 32}, {1: 16}), "b": Progress("b", 1, {})}
     senders.note(1, first, None)
     assert senders.view["a"] == second
     senders.note(2, second, None)
     assert senders.view.keys() == {"b"}
+
+
+def test_what_one_rank_has_lost_does_not_come_from_the_others() -> None:
+    senders = Senders()
+    senders.note(1, None, Progress("a", 6, {}, {5: 256}))
+    senders.note(2, None, Progress("a", 6, {5: ALL_TOKENS}))
+    assert senders.view["a"].limit_tokens(5) == 256
+    assert senders.view["a"].end_tokens(5), "it has not ended on the other one"
 
 
 def test_what_clients_say_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +67,7 @@ def test_the_view_is_what_all_of_them_say_together() -> None:
         assert senders.view.keys() == {progress.sender for progress in told}
         for progress in told:
             merged = senders.view[progress.sender]
-            assert merged.following >= progress.following
+            assert merged.following <= progress.following
             assert merged.open.keys() >= progress.open.keys()
 
 
