@@ -62,6 +62,7 @@ class Part(NamedTuple):
         heads: the KV heads in its pages.
         folders: where on this machine such a worker keeps chunks; () without a disk.
         sends_to: the rank of our worker that takes what it hands over: of several that need it the first.
+        num_readers: how many of our workers need it.
     """
 
     rank: int
@@ -70,6 +71,7 @@ class Part(NamedTuple):
     heads: range
     folders: tuple[Path, ...] = ()
     sends_to: int = 0
+    num_readers: int = 1
 
     def namespace(self, own: Namespace) -> Namespace:
         """That of its chunks, in the epoch of our ``own``."""

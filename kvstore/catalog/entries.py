@@ -59,6 +59,7 @@ class Entry:
     uses: int = 0  # plans and writes in flight, and leases
     forgotten: bool = False  # dropped while in use: goes when the last use ends
     expires_s: float | None = None  # has a time to live, so it stays in memory
+    front_of: ChunkRef | None = None  # the longer chunk that it was read from, at the remote tier
     trail: bytes = b""  # the keys at the ends of its blocks; empty if they are not known
 
     def lasts_until(self, expires_s: float | None) -> bool:

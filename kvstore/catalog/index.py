@@ -146,7 +146,9 @@ class ChunkIndex(Lookup):
             front = self.front(ref, front_blocks) if is_cut else b""
             wanted = chunk_of(front) if front else ref
             trail = front or made.get(ref.prefix_key, b"")
-            chunk = self._chunks.get(wanted.prefix_key) or self._chunks.enter(Entry(wanted))
+            chunk = self._chunks.get(wanted.prefix_key) or self._chunks.enter(
+                Entry(wanted, front_of=ref if front else None)
+            )
             self._chunks.learn(chunk, trail)
             self._uses.begin(chunk)  # before slots are taken for others: this one must not be given away
             planned.append((chunk, source, ref if front else None))
@@ -331,6 +333,8 @@ class ChunkIndex(Lookup):
 
     def condemn(self, refs: Sequence[ChunkRef]) -> None:
         """Forget chunks whose bytes are wrong, wherever they are; from the remote tier they are recalled."""
+        known = [chunk for ref in refs if (chunk := self._chunks.get(ref.prefix_key)) is not None]
+        refs = [*refs, *(chunk.front_of for chunk in known if chunk.front_of is not None)]  # or it would come again
         self.remove(ref.prefix_key for ref in refs)
         self._remote.recalls += refs
         if self._remote.view is not None:

@@ -101,9 +101,11 @@ class RemoteSends:
         return is_told and is_there is not False
 
     def _is_held(self, view: RemoteView, num_blocks: int, trail: bytes, now_s: float) -> bool:
-        """Whether the tier has named a longer chunk, which is there and holds all blocks of a tail."""
+        """Whether a longer chunk is there that holds all blocks of a tail: sent, it would be recalled at once."""
         if not self.keeps_trails or not trail or num_blocks >= self.chunks.whole_blocks:
             return False
+        if any(self._is_sent(view, longer, now_s) for longer in self._longer(trail)):
+            return True
         named = takewhile(lambda found: found[1] == num_blocks, view.heard.nearest(trail))
         longer = (ref for ref, _ in named if ref.num_blocks > num_blocks)
         return any(view.holds(ref, now_s) for ref in islice(longer, _MAX_HOLDERS))
@@ -115,13 +117,13 @@ class RemoteSends:
             self._sent_tails[chunk.ref] = None
             if len(self._sent_tails) > _MAX_SENT_TAILS:
                 self._sent_tails.popitem(last=False)
-            if any(self._is_sent(view, longer, now_s) for longer in self._longer(chunk)):
+            if any(self._is_sent(view, longer, now_s) for longer in self._longer(chunk.trail)):
                 going.append(chunk.ref)
         return going
 
-    def _longer(self, tail: Entry) -> Iterator[Entry]:
+    def _longer(self, trail: bytes) -> Iterator[Entry]:
         known = (self.chunks.near, self.chunks.far)
-        keys = (key for trails in known for key in islice(trails.within(tail.trail), _MAX_HOLDERS))
+        keys = (key for trails in known for key in islice(trails.within(trail), _MAX_HOLDERS))
         return (chunk for key in keys if (chunk := self.chunks.get(key)) is not None)
 
     @staticmethod

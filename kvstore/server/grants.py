@@ -166,8 +166,7 @@ class Grants:
         lease = self._core.sessions.lease(session, chunk, is_write=outcome is Outcome.STORED)
         if outcome is Outcome.HIT:
             self._core.stock.note_read(chunk)
-            if session.token:  # the owner's; others read what they like
-                self._core.stock.holds.drop(chunk)
+            self._core.stock.holds.note_read(chunk, by_owner=bool(session.token))
         return messages.Grant(number_of(outcome), lease.number, chunk.runs)
 
 

@@ -41,6 +41,11 @@ class Owner:
         """Whether chunks of a namespace are the owner's, or parts of them."""
         return any(namespace.id == known.id for known, _ in self._welcome())
 
+    def num_readers(self, namespace: Namespace) -> int:
+        """How many of the owner's workers read chunks of a namespace."""
+        parts = (part for part, _ in self._parts if part.namespace(self.namespace).id == namespace.id)
+        return next((part.num_readers for part in parts), 1)
+
     def objection(self, hello: messages.Hello) -> str:
         """Why a client is refused: the names of the fields in which its KV differs; empty if it is welcome.
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_COPY_THREADS: Final = 4
+_MAX_UNSENT_BYTES: Final = 256 << 20  # copies of leading blocks, beside the pool
 _MAX_SUMS: Final = 256  # of one chunk: those of all pieces of one GiB
 
 
@@ -38,6 +41,7 @@ class Payload:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._copiers = ThreadPoolExecutor(_copy_threads(), "kvstore-copy")
+        self._unsent_bytes = 0
 
     def take(self, session: Session, request: messages.Piece, frame: Buffer) -> messages.Answer | None:
         """Start to copy a piece to its pages. The answer is sent once it is there; returned if it cannot be.
@@ -78,6 +82,8 @@ class Payload:
         if lease is None or lease.is_write:
             return done(request, Outcome.FAILED)
         if isinstance(request, messages.Front):
+            if self._unsent_bytes >= _MAX_UNSENT_BYTES:
+                return done(request, Outcome.FAILED)
             self._add_up(session, request, lease, self._front(lease, request))
             return None
         parts = self.parts(lease, request.offset_bytes, request.num_bytes)
@@ -101,7 +107,9 @@ class Payload:
             if lease.is_over:
                 self._core.send(session.peer, done(request, Outcome.FAILED), ())
             else:
-                if isinstance(request, messages.Fetch):
+                if isinstance(request, messages.Front):
+                    self._note_copies(parts)
+                else:
                     self._note(lease.chunk, (request.offset_bytes, request.num_bytes), added_up)
                 self._send(session, request, added_up, parts)
             self.end(session, lease, is_sound=True)
@@ -117,6 +125,16 @@ class Payload:
 
         self.begin(session, lease)
         self.start(add_up, give_up)
+
+    def _note_copies(self, parts: Sequence[ByteArray]) -> None:
+        """Count what takes memory of its own until it is sent: a client may ask for much, and read nothing."""
+        for part in parts:
+            self._unsent_bytes += part.nbytes
+            sent = weakref.finalize(part, self._core.report, partial(self._note_sent, part.nbytes))
+            sent.atexit = False
+
+    def _note_sent(self, num_bytes: int) -> None:
+        self._unsent_bytes -= num_bytes
 
     def _send(self, session: Session, request: messages.Request, added_up: bytes, parts: Sequence[ByteArray]) -> None:
         self._core.send(session.peer, messages.Data(request.serial, added_up), [part.data for part in parts])

@@ -338,7 +338,8 @@ class Service:
         if self._owner is not None and self._owner.hold_s:
             end_s = self._core.now() + self._owner.hold_s
             for chunk in chunks:
-                self._core.stock.holds.hold(chunk, end_s)
+                readers = self._owner.num_readers(chunk.space.namespace)
+                self._core.stock.holds.hold(chunk, end_s, readers)
 
     def _note_progress(self, session: Session, now: Progress | None) -> None:
         """Let the owner know what is on its way from a client, if that has changed."""

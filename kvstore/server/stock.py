@@ -11,6 +11,7 @@ the least recently used first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 
 from kvstore.catalog.departed import Departed
 from kvstore.catalog.plans import MissReason
@@ -327,7 +328,8 @@ class Stock:
     def _move_pin(self, tail: Chunk) -> None:
         """A pinned chunk goes. If a longer one holds its blocks, pin that, as far as the bound for pins allows."""
         space, num_blocks = tail.space, tail.ref.num_blocks
-        refs = (chunk_of(trail) for trail, shared in space.trails.neighbours(tail.trail) if shared == num_blocks)
+        near = takewhile(lambda found: found[1] == num_blocks, space.trails.neighbours(tail.trail))
+        refs = (chunk_of(trail) for trail, _ in near)
         longer = next((space.chunks[ref] for ref in refs if ref != tail.ref), None)
         if longer is None or longer.pin_end_s >= tail.pin_end_s:
             return

@@ -75,8 +75,9 @@ class PeersTier(Tier):
         self._fixed = _open_all(peers, open_peer, namespace)
         self._listed = frozenset(sources) - self._fixed.keys()
         self._sources: dict[str, Tier] = {}  # of these, those that are open
-        self._routes: OrderedDict[ChunkRef, str] = OrderedDict()  # from which source to read a chunk, once
+        self._routes: OrderedDict[ChunkRef, tuple[str, int]] = OrderedDict()  # from which source, and how often
         self._removed: OrderedDict[ChunkRef, None] = OrderedDict()
+        self._removed_tails: OrderedDict[ChunkRef, None] = OrderedDict()  # many: those in longer chunks go, too
         self._is_closed = False
         self._askers = ThreadPoolExecutor(_MAX_ASKING, "kvstore-peers")
 
@@ -100,7 +101,8 @@ class PeersTier(Tier):
         if source in self._listed:
             with self._lock:
                 for ref in refs:
-                    self._routes[ref] = source
+                    known, times = self._routes.get(ref, (source, 0))
+                    self._routes[ref] = (source, times + 1 if known == source else 1)
                     self._routes.move_to_end(ref)
                 while len(self._routes) > _MAX_ROUTES:
                     self._routes.popitem(last=False)
@@ -217,9 +219,12 @@ class PeersTier(Tier):
         fixed = tuple(refs)
         with self._lock:
             self._check_open()
-            self._removed.update(dict.fromkeys(fixed))
-            while len(self._removed) > _MAX_REMOVED:
-                self._removed.popitem(last=False)
+            for ref in fixed:
+                is_tail = ref.num_blocks < self._layout.blocks_per_chunk
+                (self._removed_tails if is_tail else self._removed)[ref] = None
+            for removed in (self._removed, self._removed_tails):
+                while len(removed) > _MAX_REMOVED:
+                    removed.popitem(last=False)
         if self.own:
             self.own.remove(fixed)
 
@@ -247,6 +252,7 @@ class PeersTier(Tier):
             self._sources.clear()
             self._routes.clear()
             self._removed.clear()
+            self._removed_tails.clear()
         start_closing(gone)
         if self.own:
             self.own.reset(namespace)
@@ -285,9 +291,9 @@ class PeersTier(Tier):
 
     def _ask(self, peer: Tier, refs: Sequence[ChunkRef]) -> _Held:
         held = _held(peer, refs)
-        if self._removed:
+        if self._removed or self._removed_tails:
             held = [
-                None if here is None else here and ref not in self._removed
+                None if here is None else here and ref not in self._removed and ref not in self._removed_tails
                 for ref, here in zip(refs, held, strict=True)
             ]
         return held
@@ -312,7 +318,9 @@ class PeersTier(Tier):
     def _peers_for(self, ref: ChunkRef) -> list[Tier]:
         """Whom to ask for a chunk: the peers, and the source that was named for it."""
         with self._lock:
-            url = self._routes.pop(ref, None)
+            url, times = self._routes.pop(ref, (None, 0))
+            if url is not None and times > 1:
+                self._routes[ref] = (url, times - 1)
         source = self._source(url) if url is not None else None
         return [*self._peers().values(), *((source,) if source is not None else ())]
 

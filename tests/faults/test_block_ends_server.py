@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.cache_server import ServerProcess, ServerThread, serving_ipc, serving_tcp, short_folder
 from support.parting import FLUSH_S, PROMPTS, check_ages, check_strangers
+from support.redis_server import wait_for
 from support.rig import BLOCK, CHUNK, Rig, tokens_of
 from support.schedules import schedules
 
 from kvstore.chunks import Outcome
 from kvstore.options import RemoteOptions
 from kvstore.protocol import messages
+from kvstore.server import payload as payload_rules
 from kvstore.server.service import Service
 from kvstore.testing.harness import MINE, ODD, make_buffer, make_payload, make_ref, make_transfer
 from kvstore.tiers import open_tier
@@ -116,7 +118,13 @@ def test_leading_blocks_in_messages(monkeypatch: pytest.MonkeyPatch, version: in
         sent.clear()
         monkeypatch.setattr(messages, "PIECE_BYTES", piece_bytes := layout.payload_bytes(1) // 3 + 1)
         buffer = make_buffer(layout.slot_bytes)
+        with monkeypatch.context() as patch:  # what is not read by others has taken all room
+            patch.setattr(payload_rules, "_MAX_UNSENT_BYTES", 0)
+            refused = tier.get([Transfer(ref, make_buffer(layout.slot_bytes), front_blocks=1)])
+            assert (refused == [Outcome.HIT]) == (version == 1)
+        sent.clear()
         assert tier.get([Transfer(ref, buffer, front_blocks=1)]) == [Outcome.HIT]
+        wait_for("what was sent is counted out", lambda: server.hub.service._payload._unsent_bytes == 0)
     ranges, payload = layout.front_ranges(ref.num_blocks, 1), make_payload(layout, ref)
     assert buffer[: layout.payload_bytes(1)].tobytes() == b"".join(payload[begin:end] for begin, end in ranges)
     asked = [request for request in sent if isinstance(request, messages.Fetch | messages.Front)]

@@ -99,10 +99,17 @@ def entrance(max_connections: int, patience_s: float) -> type[HttpToolsProtocol]
             super().resume_writing()
             self._stop_waiting()
 
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self._unread_timer is None:  # a little may wait that pauses nothing, and closing waits for it
+                self._wait_for_reader()
+
         def _wait_for_reader(self, before_bytes: float = math.inf) -> None:
             """Close the connection unless the client reads; nothing is added to what waits for it meanwhile."""
             self._stop_waiting()
             unread_bytes = self.transport.get_write_buffer_size()
+            if not unread_bytes:
+                return
             if unread_bytes < before_bytes:
                 self._unread_timer = self.loop.call_later(patience_s, self._wait_for_reader, unread_bytes)
             else:

@@ -115,7 +115,10 @@ def _division(size: int, total: int, engine: _Engine, pages: HeadedPages) -> Div
         folders = [folder_of(vllm_config, Path(folder), rank, size * pp_size) for folder in config.local_disk_folders]
         name = shard_name(pp_rank, pp_size, shard, num_shards)
         sends_to = rank * num_workers // (size * pp_size)
-        parts.append(Part(rank, name, layout, heads_of(shard, num_shards, total), tuple(folders), sends_to))
+        needed = [shards_with(heads_of(own, num_own, total), num_shards, total) for own in range(num_own)]
+        num_readers = replicas * sum(shard in shards for shards in needed)
+        held = heads_of(shard, num_shards, total)
+        parts.append(Part(rank, name, layout, held, tuple(folders), sends_to, num_readers))
     return Division(size, tuple(parts), pages.layout(len(heads)), heads, pages.rows, config.local_disk_serde)
 
 

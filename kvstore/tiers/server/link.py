@@ -37,8 +37,8 @@ _SEND_QUEUE = 64
 _POOL_SOCKET = "pool"
 # Versions of the protocol.
 _SINCE = {
-    **dict.fromkeys((messages.Sending, messages.Describe, messages.Nearest, messages.Front), 2),
-    **dict.fromkeys((messages.Attach, messages.Offer), 3),
+    **dict.fromkeys((messages.Sending, messages.Describe, messages.Nearest), 2),
+    **dict.fromkeys((messages.Front, messages.Attach, messages.Offer), 3),
 }
 
 

@@ -197,6 +197,9 @@ class Connection(asyncio.Transport):
     def get_write_buffer_size(self) -> int:
         return self.unread_bytes
 
+    def is_closing(self) -> bool:
+        return False
+
     def abort(self) -> None:
         self.num_aborts += 1
 
@@ -244,3 +247,13 @@ def test_who_has_read_all_has_time_again() -> None:
     assert connection.timers[-1] is not timer
     connection.protocol.connection_lost(OSError())
     assert cast("Mock", connection.timers[-1].cancel).called
+
+
+def test_a_little_that_is_left_of_an_answer_is_waited_for_no_longer() -> None:
+    """It pauses nothing, and closing would wait for its reader."""
+    connection = Connection()
+    connection.protocol.data_received(HEAD + b"Content-Length: 0\r\n\r\n")
+    connection.unread_bytes = 10
+    connection.protocol.on_response_complete()
+    connection.wait()
+    assert connection.num_aborts == 1

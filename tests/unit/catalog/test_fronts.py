@@ -136,3 +136,14 @@ def test_a_part_is_sent_on_like_any_tail() -> None:
     index.complete_load(load(index, hasher(2)), set(), set())
     (step,) = index.prepare_store(chunk_refs(sequence, with_tail=True), hasher=sequence)
     assert (step.ref.num_blocks, step.gather, step.targets) == (2, False, (Place.REMOTE,))
+
+
+def test_a_part_whose_bytes_are_wrong_condemns_the_chunk_that_it_was_read_from() -> None:
+    """Or it would be read from there again."""
+    index, sequence = make(), hasher(2)
+    (step,) = load(index, sequence)
+    index.complete_load([step], set(), set())
+    index.condemn([step.ref])
+    assert set(index.take_recalls()) == {step.ref, HOLDER}
+    assert index.lookup(sequence).num_tokens == 0
+    index.check_invariants()

@@ -203,3 +203,26 @@ def test_what_is_remembered_of_tails_is_bounded(monkeypatch: pytest.MonkeyPatch)
     assert list(index._remote._sent_tails) == offered[2:]
     index.clear()
     assert not index._remote._sent_tails
+
+
+def test_a_tail_that_would_be_recalled_is_not_sent() -> None:
+    """Its file keeps it from going into the longer chunk, which was sent and could not be written."""
+    view = RemoteView(9.0)
+    index = ChunkIndex(8, remote=view, max_sends=4, disk_capacity_bytes=1 << 20, stored_bytes=lambda blocks: blocks)
+    index.set_remote_answers(answers=True, keeps_trails=True)
+
+    def store(num_tokens: int, *, written: bool) -> set[Place]:
+        targets = set()
+        for step in offer(index, num_tokens):
+            index.complete_store([step], set())
+            for target in step.targets:
+                index.complete_write(step.ref.prefix_key, target, stored=written or target is Place.REMOTE)
+                targets.add(target)
+        return targets
+
+    assert store(TAIL, written=True) == {Place.DISK, Place.REMOTE}
+    assert store(WHOLE, written=False) == {Place.DISK, Place.REMOTE}
+    assert [ref.num_blocks for ref in index.take_recalls()]
+    for _ in range(3):
+        assert Place.REMOTE not in store(TAIL, written=False)
+        assert index.take_recalls() == []

@@ -29,3 +29,22 @@ def test_what_was_read_is_held_when_it_is_handed_over_again() -> None:
     holds.drop(chunk)
     assert chunk not in holds
     assert not holds._over, "it may be gone, and nothing else would forget it"
+
+
+def test_what_several_workers_need_is_held_until_all_have_read_it() -> None:
+    """One reads it here, the others over the network; what only the owner's worker needs is not for others to end."""
+    holds, shared, own = Holds(), Chunk(SPACE, make_ref(1)), Chunk(SPACE, make_ref(2))
+    for now_s in (0.0, 20.0):
+        holds.hold(shared, now_s + 10.0, num_readers=3)
+        holds.hold(own, now_s + 10.0)
+        for by_owner in (True, False, False):
+            assert shared in holds
+            holds.note_read(shared, by_owner=by_owner)
+        assert shared not in holds
+        holds.note_read(own, by_owner=False)
+        assert own in holds
+        holds.note_read(own, by_owner=True)
+        assert own not in holds
+    holds.hold(shared, 50.0, num_readers=2)
+    holds.expire(50.0)
+    assert not holds._readers, "it may be gone"
