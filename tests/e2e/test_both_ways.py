@@ -109,6 +109,7 @@ def test_a_client_says_where_the_kv_of_an_answer_is(tiny_model: Path, tmp_path: 
         assert computed_by_prefill(running, untold, says=False) == new_tokens(untold, with_answer=True)
 
 
+@pytest.mark.soak
 def test_with_peers_clients_need_not_say_anything(tiny_model: Path, tmp_path: Path, chats: list[list[Turn]]) -> None:
     chat = chats[0]
     with engines(tiny_model, tmp_path, prefill="peers: kvs://127.0.0.1:PORT") as running:

@@ -120,6 +120,7 @@ def assert_all_handed_over(prompts: list[Prompt], outputs: list[Completion]) -> 
         assert output.cached_tokens >= (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
+@pytest.mark.soak
 def test_one_rank_takes_what_two_hand_over(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion]
 ) -> None:
@@ -133,6 +134,7 @@ def test_one_rank_takes_what_two_hand_over(
         assert_all_handed_over(prompts, outputs)
 
 
+@pytest.mark.soak
 def test_two_ranks_take_what_one_hands_over(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path
 ) -> None:
