@@ -77,11 +77,12 @@ class Ask:
         body |= {"max_tokens": 1, "stream": False}
         params: dict[str, Any] = dict(self.params)
         if receiver is not None:
+            ports = [receiver.port, *receiver.more_ports] if receiver.more_ports else receiver.port
             params[_SPEC] = {
                 "req_id": transfer_id,
                 "receiver_host": receiver.host,
-                "receiver_init_port": receiver.port,
-                "receiver_alloc_port": receiver.port,
+                "receiver_init_port": ports,
+                "receiver_alloc_port": ports,
                 "is_last_prefill": True,
             }
             params["ret_first_tok"] = wants_first

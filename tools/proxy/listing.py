@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Final, NamedTuple
 from urllib.parse import urlsplit
@@ -11,36 +12,41 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvstore.errors import ConfigError
 
+_RECEIVER: Final = re.compile(r"kvs://(\[[^\]\s]+\]|[^\s:/?#@\[\],]+):(\d{1,5}(?:,\d{1,5})*)", re.ASCII)
 _MAX_FILE_BYTES: Final = 1 << 20
 _MAX_ENGINES: Final = 1000  # of one role
 _REMEDY: Final = "write it as docs/disaggregation.md shows, and check it with kvstore proxy --engines FILE --check"
 
 
 class Receiver(NamedTuple):
-    """Where a decode engine receives KV."""
+    """Where a decode engine receives KV.
+
+    Attributes:
+        host: its host.
+        port: where the first prefill worker sends.
+        more_ports: where the others do; empty if worker n sends to a port n higher.
+    """
 
     host: str
     port: int
+    more_ports: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"kvs://[{self.host}]:{self.port}" if ":" in self.host else f"kvs://{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"kvs://{host}:{','.join(map(str, (self.port, *self.more_ports)))}"
 
     @classmethod
     def parse(cls, url: str, name: str = "--decode-kv") -> Receiver:
-        """Parse ``kvs://host:port``, given as ``name``.
+        """Parse ``kvs://host:port``, or ``kvs://host:port,port``, given as ``name``.
 
         Raises:
             ConfigError: it is something else.
         """
-        try:
-            parts = urlsplit(url)
-            host, port = parts.hostname, parts.port
-        except ValueError as error:
-            raise ConfigError(f"{name} {url!r} cannot be read: {error}") from error
-        rest = (parts.path, parts.query, parts.fragment, parts.username)
-        if parts.scheme != "kvs" or not host or not port or any(rest):
-            raise ConfigError(f"{name} is {url!r}: it must be kvs://HOST:PORT")
-        return cls(host, port)
+        found = _RECEIVER.fullmatch(url)
+        ports = [int(port) for port in found[2].split(",")] if found else []
+        if found is None or not all(0 < port < 1 << 16 for port in ports):
+            raise ConfigError(f"{name} is {url!r}: it must be kvs://HOST:PORT, or a port for each prefill worker")
+        return cls(found[1].strip("[]").lower(), ports[0], tuple(ports[1:]))
 
 
 class Listed(NamedTuple):

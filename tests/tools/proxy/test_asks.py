@@ -25,6 +25,14 @@ def read(parts: Parts) -> Any:
     return json.loads(b"".join(parts))
 
 
+@pytest.mark.parametrize(("url", "ports"), [("kvs://h:7", 7), ("kvs://[::1]:7", 7), ("kvs://h:7,7,9", [7, 7, 9])])
+def test_each_prefill_worker_is_told_its_port(url: str, ports: int | list[int]) -> None:
+    receiver = Receiver.parse(url)
+    assert str(receiver) == url
+    told = read(Ask.parse(b"{}").for_prefill(receiver, "t"))["kv_transfer_params"]["disagg_spec"]
+    assert (told["receiver_init_port"], told["receiver_alloc_port"]) == (ports, ports)
+
+
 @pytest.mark.parametrize("name", ["prompt", "messages", "tools", "unknown"])
 def test_what_need_not_be_understood_is_passed_on_as_it_is(name: str) -> None:
     ask = Ask.parse(b'{"model": "m", "stream":true, "' + name.encode() + b'" : ' + ODD + b"}")
