@@ -24,7 +24,7 @@ except ImportError as error:
 
 from kvstore.chunks import ChunkRef
 from kvstore.errors import ProtocolError
-from kvstore.keys import PREFIX_KEY_BYTES
+from kvstore.keys import PREFIX_KEY_BYTES, Namespace
 from kvstore.protocol.geometry import MAX_CHUNK_PARTS, Geometry
 from kvstore.protocol.runs import Run
 
@@ -412,3 +412,8 @@ def unpack_pairs(data: bytes) -> Sequence[ChunkRef]:
         raise ProtocolError(f"{len(data)} bytes are not a multiple of the {REF_BYTES} that name a chunk")
     pairs: list[Any] = list(_REF.iter_unpack(data))
     return pairs
+
+
+def fields_bytes(namespace: Namespace) -> int:
+    """The length of a namespace's fields in a message."""
+    return len(_encoder.encode(dict(namespace.fields)))

@@ -11,8 +11,9 @@ from operator import attrgetter
 from typing import Any, Final
 
 import kvstore
+from kvstore.protocol.messages import fields_bytes
 from kvstore.server.core import Core
-from kvstore.server.spaces import NO_QUOTA, Space, fields_bytes
+from kvstore.server.spaces import NO_QUOTA, Space
 
 _MAX_SPACES: Final = 256
 _MAX_FIELDS_BYTES: Final = 256 << 10  # of all of them

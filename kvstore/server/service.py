@@ -22,7 +22,7 @@ from kvstore.server.orders import Orders, report
 from kvstore.server.owner import Owner
 from kvstore.server.payload import Payload
 from kvstore.server.sessions import MAX_SESSIONS, Peer, Session
-from kvstore.server.spaces import NO_QUOTA, Chunk, Space, fields_bytes
+from kvstore.server.spaces import NO_QUOTA, Chunk, Space
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -251,7 +251,7 @@ class Service:
             raise ProtocolError("hello was said already")
         if len(sessions.by_peer) >= MAX_SESSIONS:
             return refused(Refusal.LIMIT, f"there are {MAX_SESSIONS} clients already")
-        if fields_bytes(Namespace(dict(request.fields))) > messages.MAX_FIELDS_BYTES:
+        if messages.fields_bytes(Namespace(dict(request.fields))) > messages.MAX_FIELDS_BYTES:
             return refused(Refusal.LIMIT, f"the fields of a namespace have at most {messages.MAX_FIELDS_BYTES} bytes")
         layout = request.geometry.layout()
         if layout.payload_bytes(layout.blocks_per_chunk) > pool_bytes:

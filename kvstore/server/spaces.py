@@ -6,8 +6,6 @@ import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-import msgspec
-
 from kvstore.catalog.trails import Trails
 from kvstore.chunks import ChunkRef
 from kvstore.keys import NAMESPACE_ID_BYTES, Namespace
@@ -122,8 +120,3 @@ class Space:
     def has_size(self, ref: ChunkRef) -> bool:
         """Whether there can be a chunk of that many blocks."""
         return 0 < ref.num_blocks <= self.layout.blocks_per_chunk
-
-
-def fields_bytes(namespace: Namespace) -> int:
-    """The length of a namespace's fields in a message."""
-    return len(msgspec.msgpack.encode(dict(namespace.fields)))

@@ -107,6 +107,7 @@ def test_the_prefill_engine_dies(running: Engines, turns: list[Turn]) -> None:
     hand_over(running, fourth)
 
 
+@pytest.mark.soak
 def test_the_decode_engine_is_started_again(running: Engines, turns: list[Turn]) -> None:
     first, _, _, _, last = turns
     hand_over(running, first)

@@ -35,6 +35,8 @@ TEXTS: dict[str, object] = {
     "pd_role": "both",
     "pd_allowed_hosts": ["10.0.0.5:7300"],
     "peers": ["kvs://10.0.0.5:7300"],
+    "transfer_channel": "nixl",
+    "reshard_from": [1, 4],
 }
 BESIDE: dict[str, dict[str, object]] = {
     "local_disk": {"max_local_disk_size": 1.0},

@@ -46,6 +46,7 @@ from kvstore.tools.cli import app
 Measure = Callable[[Workbench, int, Tick], list[Line]]
 TOY = Geometry("toy", layers=2, kv_heads=2, head_size=16, chunk_tokens=64)
 BATCH_BYTES = 3 * TOY.chunk_bytes
+SKIPPED = ("start", "redis", "server", "hand-over", "NIXL", "proxy", "GPU", "vLLM")
 TOY_COMMAND = [
     "bench",
     "--geometry",
@@ -182,7 +183,7 @@ def test_run_measures_every_line(toy: Geometry, tmp_path: Path) -> None:
     ]
     assert [len(line.pairs) for line in report.lines] == [7] * 9 + [3, 3, 3, 1, 5] + [4, 2, 2]
     assert len(ticks) == options.total_ticks
-    assert report.skipped == [f"{name}: not asked for" for name in ("start", "redis", "server", "proxy", "GPU", "vLLM")]
+    assert report.skipped == [f"{name}: not asked for" for name in SKIPPED]
     assert [path.name for path in tmp_path.iterdir()] == [_folder.FREE_NAME]  # the test's own; the bench left nothing
 
 
@@ -341,9 +342,7 @@ def test_json_holds_every_sample(toy: Geometry) -> None:
     found = json.loads(result.stdout)
     assert found["geometry"]["name"] == "toy"
     assert found["failed"] == []
-    assert found["skipped"] == [
-        f"{name}: not asked for" for name in ("disk", "start", "redis", "server", "proxy", "GPU", "vLLM")
-    ]
+    assert found["skipped"] == [f"{name}: not asked for" for name in ("disk", *SKIPPED)]
     samples = [len(line[f"samples_{line['unit']}"]) for line in found["lines"]]
     assert samples == [7, 7, 7, 7, 3, 3, 3, 1, 5, 4, 2, 2]
     assert [line["name"] for line in found["lines"] if line["unit"] == "bytes"] == [lookup.INDEX_BYTES.name]
