@@ -45,7 +45,7 @@ def bind_paged_kv(
     if num_blocks < 1:
         raise LayoutError(f"a KV cache of {num_blocks} blocks holds nothing")
     layers = [find_planes(name, cache, num_blocks) for name, cache in kv_caches.items()]
-    if not layers:
+    if not layers or not layers[0]:
         raise LayoutError("there is no layer with a KV cache: nothing to store")
     device = layers[0][0].rows.device
     layout = layout_of(layers, device.type, block_tokens, chunk_tokens, packing, has_channels=has_channels)
