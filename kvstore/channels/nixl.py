@@ -10,6 +10,8 @@ still comes. Only the end of the whole agent stops that.
 from __future__ import annotations
 
 import itertools
+import logging
+import os
 import struct
 import threading
 import uuid
@@ -23,11 +25,18 @@ from kvstore.channels.base import MAX_DESCRIPTION_BYTES, Channel, Peer, Reading,
 from kvstore.chunks import ByteArray
 from kvstore.errors import ChannelError
 
+_raises = logging.raiseExceptions
 try:
     from nixl import _bindings
     from nixl._api import nixl_agent, nixl_agent_config
 except ImportError as error:
     raise ImportError(f"NIXL cannot be imported ({error}): pip install 'vllm-kvstore[nixl]'") from error
+finally:
+    logging.raiseExceptions = _raises  # NIXL silences what all loggers of a process say of bad messages
+if not os.environ.get("NIXL_LOG_LEVEL"):
+    logging.getLogger("nixl").setLevel(logging.WARNING)  # the rest goes to stdout, where programs print their results
+
+logger = logging.getLogger(__name__)
 
 _BACKEND: Final = "UCX"
 _MEMORY: Final = "DRAM"
@@ -171,12 +180,17 @@ class NixlChannel(Channel):
             self._serving.notify_all()
         if self._thread is not None:
             self._thread.join(_CLOSE_WAIT_S)
-        with self._lock:
+        if not self._lock.acquire(timeout=_CLOSE_WAIT_S):
+            logger.warning("NIXL does not come back from a call: its connections stay open until the process ends")
+            return
+        try:
             for handle in self._readings.values():
                 with suppress(*_FAILURES):
                     handle.release()
             self._readings.clear()
             self._agent = None  # ends UCX, and with it what is still under way
+        finally:
+            self._lock.release()
 
     def _serve(self) -> None:
         while True:
@@ -193,7 +207,7 @@ class NixlChannel(Channel):
     def _working(self, *passed: type[Exception]) -> Iterator[Any]:
         """The agent, for one thread at a time; its errors as ours, but for those to be passed on."""
         with self._lock:
-            if self._agent is None:
+            if self._agent is None or self._is_closed:
                 raise ChannelError("the channel was closed")
             try:
                 yield self._agent

@@ -21,6 +21,7 @@ READ_S: Final = 4.0  # after which a read is given up; a client waits for 5 s by
 _LOOK_S: Final = 2e-4  # between two looks at reads that may soon end
 _LATE_LOOK_S: Final = 0.05  # at those that were given up
 _END_WAIT_S: Final = 2.0
+_MAX_HUNG: Final = 2  # memories; what was begun there keeps pages, up to a quarter of the pool each
 
 
 @dataclass
@@ -51,7 +52,12 @@ class _Source:
     peer: Peer
     pulls: dict[Reading, Pull] = field(default_factory=dict)
     is_leaving: bool = False
-    hangs: bool = False
+    has_failed: bool = False
+
+    @property
+    def hangs(self) -> bool:
+        """Whether something that was given up may still be written."""
+        return self.has_failed or any(pull.is_late for pull in self.pulls.values())
 
 
 class Puller:
@@ -102,7 +108,7 @@ class Puller:
                 job()
             for description, source in list(self._sources.items()):
                 self._look(source)
-                if source.is_leaving and not source.pulls:
+                if source.is_leaving and not source.pulls and not source.has_failed:
                     del self._sources[description]
                     self._channel.detach(source.peer)
 
@@ -123,6 +129,9 @@ class Puller:
         """Whether its memory can be read. Not if it hangs: what was begun may still be written."""
         source = self._sources.get(description)
         if source is None:
+            if sum(known.hangs for known in self._sources.values()) >= _MAX_HUNG:
+                self._throttle.log("hung", "nothing more is attached: reads from %d clients' memories hang", _MAX_HUNG)
+                return False
             try:
                 self._sources[description] = _Source(self._channel.attach(description))
             except ChannelError:
@@ -151,7 +160,7 @@ class Puller:
             return
         except Exception:  # a bug of the channel's, which may have begun to write: the pages stay
             logger.exception("reading a client's memory failed unexpectedly: nothing more is read from there")
-            source.hangs = True
+            source.has_failed = True
             pull.given_up()
             return
         pull.deadline_s = time.monotonic() + READ_S
@@ -165,7 +174,7 @@ class Puller:
                 del source.pulls[reading]
                 pull.ended(state is State.DONE)
             elif not pull.is_late and time.monotonic() >= pull.deadline_s:
-                source.hangs = pull.is_late = True
+                pull.is_late = True
                 pull.given_up()
 
     def _state_of(self, reading: Reading) -> State:

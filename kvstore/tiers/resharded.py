@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from kvstore.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.errors import ClosedError
 from kvstore.heads import Division
-from kvstore.keys import Namespace
 from kvstore.layout import ALIGNMENT_BYTES, round_up
 from kvstore.memory.scratch import Scratch
-from kvstore.tiers.base import Tier, TierCounters, Transfer, payload_view, start_closing
+from kvstore.tiers.base import Tier, Transfer, payload_view, start_closing
+from kvstore.tiers.foreign import ForeignTier
 
 
-class ReshardedTier(Tier):
+class ReshardedTier(ForeignTier):
     """Reads a chunk of ours from the parts that hold its heads, one after the other. Thread-safe.
 
     A chunk is there if all parts are. Nothing is stored or removed: whoever reads it remembers what it does not want.
@@ -27,11 +26,10 @@ class ReshardedTier(Tier):
     name = "resharded"
 
     def __init__(self, division: Division, tiers: Sequence[Tier], timeout_s: float) -> None:
-        self.counters = TierCounters()
+        super().__init__(division.layout)
         self._division = division
         self._parts = tuple(zip(division.parts, tiers, strict=True))
         self._scratch = Scratch(division.part_bytes, timeout_s)
-        self._is_closed = False
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """For each chunk, whether all parts hold theirs. Each is asked about what those before it hold.
@@ -67,31 +65,11 @@ class ReshardedTier(Tier):
         pairs = zip(transfers, payloads, strict=True)
         return [self.counters.count(self._get(transfer.ref, payload), len(payload)) for transfer, payload in pairs]
 
-    def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Answer ``FAILED``: chunks of ours have a namespace of their own."""
-        for transfer in transfers:
-            payload_view(self._division.layout, transfer)
-        self._check_open()
-        return [self.counters.count(Outcome.FAILED, 0) for _ in transfers]
-
-    def remove(self, refs: Iterable[ChunkRef]) -> None:
-        """Do nothing: they are others'."""
-
-    def clear(self) -> None:
-        """Do nothing: they are others'."""
-
-    def reset(self, namespace: Namespace) -> None:
-        """Do nothing: opened anew for another namespace, it finds what others have of that."""
-
     def close(self) -> None:
         """Close the tiers of all parts; waits for the slowest."""
-        self._is_closed = True
+        super().close()
         for closing in start_closing([tier for _, tier in self._parts]):
             closing.join()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ClosedError("the resharded tier was closed")
 
     def _get(self, ref: ChunkRef, payload: ByteArray) -> Outcome:
         for part, tier in self._parts:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cache_server import ServerProcess, short_folder
 from support.modes import MODES
 from support.vllm_engine import Completion, Engine, Prompt, make_prompts, prepare_environment
 
@@ -41,3 +42,14 @@ def plain_outputs(tiny_model: Path, prompts: Sequence[Prompt]) -> list[Completio
 def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Each way to move KV in turn: keys of the store."""
     return MODES[request.param]
+
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    """A cache server with a disk."""
+    with short_folder() as folder:
+        server = ServerProcess(folder, f"local_disk: {folder}/disk\nmax_local_disk_size: 1\n")
+        try:
+            yield server.start()
+        finally:
+            server.kill()

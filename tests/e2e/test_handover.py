@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +15,7 @@ import httpx
 import pytest
 from support.disaggregated import Disaggregation, Work, unshared
 from support.hybrid_models import MAKERS
+from support.network import runs_elsewhere
 from support.redis_server import wait_for
 from support.relay import Mood, Relay
 from support.vllm_engine import BLOCK_TOKENS, Engine, Prompt
@@ -39,7 +37,6 @@ SPARE_CHATS = 4
 TEMPLATE = "{% for message in messages %} {{ message['content'] }}{% endfor %}"
 DEADLINE_S = 3.0  # where what is waited for does not come
 PATIENCE_S = 60.0  # where it does, on however busy a machine
-INSIDE = "KVSTORE_TEST_NETWORK"  # set where the network is the test's own
 TOKEN_BYTES = 4 * 2 * 2 * 64 * 4  # layers, K and V, heads, head size, float32
 ADDRESS = "127.0.0.2"  # loopback, and yet not where everything else listens
 LINES = f"""
@@ -277,8 +274,7 @@ def test_engines_and_proxy_that_die(tiny_model: Path, tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_a_network_that_is_blocked(tiny_model: Path, tmp_path: Path) -> None:
     """The engines go on without each other, within the deadline; and with each other, once they can."""
-    if INSIDE not in os.environ:
-        in_a_network_of_its_own(f"{__file__}::test_a_network_that_is_blocked")
+    if runs_elsewhere(f"{__file__}::test_a_network_that_is_blocked"):
         return
     turns, _ = plain(tiny_model, num_prompts=9, num_chats=1, num_turns=1)
     with engines(tiny_model, tmp_path, host=ADDRESS, deadline_s=DEADLINE_S) as running:
@@ -296,21 +292,6 @@ def test_a_network_that_is_blocked(tiny_model: Path, tmp_path: Path) -> None:
             ask(running, turn)
             assert decode.of(turn.prompt) <= unshared(turn.prompt)
         assert_nothing_held(running)
-
-
-def in_a_network_of_its_own(test: str) -> None:
-    """Run a test again, where blocking an address hurts nobody else."""
-    if os.geteuid() or not shutil.which("unshare") or not shutil.which("ip"):
-        pytest.skip("needs root, unshare and ip")
-    inside = f"ip link set lo up && exec {sys.executable} -m pytest -q --soak {test}"
-    done = subprocess.run(
-        ["unshare", "--net", "sh", "-c", inside],
-        env={**os.environ, INSIDE: "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:]
 
 
 def route(action: str) -> None:

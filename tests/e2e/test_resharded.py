@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cache_server import ServerProcess, short_folder
+from support.cache_server import ServerProcess
 from support.redis_server import free_port, wait_for
 from support.runner import run_elsewhere
 from support.vllm_engine import (
@@ -34,16 +33,6 @@ TWO_RANKS = {"tensor_parallel_size": 2, "async_scheduling": False}
 @pytest.fixture(autouse=True)
 def _a_core_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-
-
-@pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    with short_folder() as folder:
-        server = ServerProcess(folder, f"local_disk: {folder}/disk\nmax_local_disk_size: 1\n")
-        try:
-            yield server.start()
-        finally:
-            server.kill()
 
 
 def of_two_ranks(model: Path, prompts: list[Prompt], *stores: StoreSetup, **more: Any) -> list[list[Completion]]:

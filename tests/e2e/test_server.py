@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.cache_server import ServerProcess, mapped_pools, short_folder
+from support.cache_server import ServerProcess, mapped_pools
 from support.live_engine import LiveEngine
 from support.runner import generated_elsewhere
 from support.vllm_engine import (
@@ -22,16 +21,6 @@ from support.vllm_engine import (
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
-
-
-@pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    with short_folder() as folder:
-        server = ServerProcess(folder, f"local_disk: {folder}/disk\nmax_local_disk_size: 1\n")
-        try:
-            yield server.start()
-        finally:
-            server.kill()
 
 
 def test_what_one_vllm_has_computed_another_loads(

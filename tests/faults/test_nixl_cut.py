@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
-import sys
 from contextlib import closing
 
 import pytest
 from support.channel_ends import NUM_CHUNKS, End, open_receiver
+from support.network import runs_elsewhere
 from support.redis_server import wait_for
 
 pytest.importorskip("kvstore.channels.nixl", reason="needs NIXL: the extra `nixl`", exc_type=ImportError)
 pytestmark = pytest.mark.slow
 
-INSIDE = "KVSTORE_TEST_NETWORK"  # set where the network is the test's own
 ALL = str(["stored"] * NUM_CHUNKS)
-
-
-def in_a_network_of_its_own(test: str) -> None:
-    """Run a test again, where a cut hurts nobody else."""
-    if os.geteuid() or not shutil.which("unshare") or not shutil.which("ip"):
-        pytest.skip("needs root, unshare and ip")
-    inside = f"ip link set lo up && exec {sys.executable} -m pytest -q {test}"
-    done = subprocess.run(
-        ["unshare", "--net", "sh", "-c", inside],
-        env={**os.environ, INSIDE: "1", "UCX_TLS": "tcp"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:]
 
 
 def link(state: str) -> None:
@@ -40,8 +22,7 @@ def link(state: str) -> None:
 
 def test_the_network_is_cut() -> None:
     """The sender gives up, the receiver forgets what had come, and with the network both are there again."""
-    if INSIDE not in os.environ:
-        in_a_network_of_its_own(f"{__file__}::test_the_network_is_cut")
+    if runs_elsewhere(f"{__file__}::test_the_network_is_cut", UCX_TLS="tcp"):
         return
     with closing(open_receiver("nixl")) as server:
         url = f"kvs://127.0.0.1:{server.port}"

@@ -9,6 +9,7 @@ the two plain ones shows the noise. TTFT is the time to the first token, through
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -125,10 +126,13 @@ def turns_table(found: dict[str, dict[str, Samples]]) -> Table:
 
 
 def _converse(engines: dict[str, Ask], rounds: int) -> dict[str, Samples]:
-    """Ask every conversation of every vLLM before the next one; which vLLM is first alternates."""
+    """Ask every conversation of every vLLM before the next one; which vLLM is first alternates.
+
+    One gives a sample of the TTFT for each turn, so that a few are enough for ``rounds`` of them.
+    """
     chooser = random.Random(0)  # noqa: S311 - the same prompts in every run
     samples = {name: Samples() for name in engines}
-    for number in range(rounds + 1):
+    for number in range(math.ceil(rounds / TURNS) + 1):
         conversations = [_conversation(chooser) for _ in range(1 + TOGETHER)]
         for name in list(engines)[:: 1 if number % 2 else -1]:
             one = _ask_all(engines[name], conversations)

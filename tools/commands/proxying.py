@@ -23,7 +23,10 @@ class Engines:
     decode: Annotated[list[str] | None, typer.Option(help="Address of an engine that answers; repeatable.")] = None
     decode_kv: Annotated[
         list[str] | None,
-        typer.Option(help="kvs://HOST:PORT where a decode engine receives KV; one for each --decode, in order."),
+        typer.Option(
+            help="kvs://HOST:PORT where a decode engine receives KV; one for each --decode, in order. Where prefill has "
+            "other ranks than decode: HOST:PORT,PORT,..."
+        ),
     ] = None
     engines: Annotated[
         Path | None, typer.Option(help="YAML file that names the engines instead; read again when it changes.")

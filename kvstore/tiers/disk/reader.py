@@ -10,30 +10,31 @@ import logging
 import stat
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from kvstore.catalog.trails import Trails
 from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import ClosedError, TierError
+from kvstore.errors import TierError
 from kvstore.format.codecs import open_codec
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.throttle import Throttle
-from kvstore.tiers.base import MAX_NEAREST, Tier, TierCounters, Transfer
+from kvstore.tiers.base import MAX_NEAREST, Transfer
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk.chunkio import Body, ChunkIO
 from kvstore.tiers.disk.codedio import CodedIO
 from kvstore.tiers.disk.survey import names
 from kvstore.tiers.disk.trails import TrailNote
+from kvstore.tiers.foreign import ForeignTier
 
 logger = logging.getLogger(__name__)
 
 _LOOKS: Final = 2  # at a file that looks damaged
 
 
-class FolderReader(Tier):
+class FolderReader(ForeignTier):
     """The chunks of one namespace in one folder or several, each chunk in any of them. Thread-safe.
 
     Locks nothing, and changes nothing but the time of a chunk's last use. The folders need not exist. The trails are
@@ -52,15 +53,13 @@ class FolderReader(Tier):
     name = "folder"
 
     def __init__(self, folders: Sequence[Path], namespace: Namespace, layout: KVLayout, *, codec: str = "none") -> None:
-        self.counters = TierCounters()
+        super().__init__(layout)
         self._homes = [folder.absolute() / namespace.id.hex() for folder in folders]
-        self._layout = layout
         self._io = ChunkIO(layout) if codec == "none" else CodedIO(layout, open_codec(codec, layout))
         self._io.namespace_id = namespace.id
         self._throttle = Throttle(logger)
         self._lock = threading.Lock()  # of the trails
         self._trails: Trails | None = None
-        self._is_closed = False
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """For each chunk, whether there is a file of it.
@@ -85,30 +84,10 @@ class FolderReader(Tier):
         self._check_open()
         return [self.counters.count(self._get(body), self._io.file_bytes[body.ref.num_blocks]) for body in bodies]
 
-    def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Answer ``FAILED``."""
-        for transfer in transfers:
-            self._io.check(transfer)
-        self._check_open()
-        return [self.counters.count(Outcome.FAILED, 0) for _ in transfers]
-
-    def remove(self, refs: Iterable[ChunkRef]) -> None:
-        """Do nothing: they are others'."""
-
-    def clear(self) -> None:
-        """Do nothing: they are others'."""
-
-    def reset(self, namespace: Namespace) -> None:
-        """Do nothing: opened anew for another namespace, it finds what others have of that."""
-
     def close(self) -> None:
         """Let no further call begin."""
-        self._is_closed = True
+        super().close()
         self._io.close()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ClosedError("the reader of folders was closed")
 
     def _get(self, body: Body) -> Outcome:
         outcome = Outcome.MISS

@@ -183,6 +183,25 @@ class TestPagesOfAReadThatHangs:
         assert len(reading_end().held) == num_held
         assert sending.exposed.read_bytes == 0
 
+    def test_who_comes_again_with_new_memory_keeps_no_more_of_them(
+        self, server: ServerThread, sending: Sending, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nothing more is attached, until what hangs has ended."""
+        monkeypatch.setattr(pulling, "READ_S", 0.05)
+        for number in (1, 2):
+            with closing(Sending(server)) as hanging:
+                assert hanging.deliver(number) == [FAILED]
+        wait_for("both are gone", lambda: stats(server)["clients"] == 0)
+        assert sending.deliver(3) == [STORED]
+        assert sending.exposed.read_bytes == 0
+        assert len(reading_end().held) == 2
+        monkeypatch.setattr(HeldChannel, "holds", False)
+        reading_end().let_end()
+        wait_for("they are free", lambda: used_bytes(server) == LAYOUT.slot_bytes)
+        with closing(Sending(server)) as another:
+            assert another.deliver(4) == [STORED]
+            assert another.exposed.read_bytes == LAYOUT.payload_bytes(4)
+
     def test_the_server_ends(self, server: ServerThread) -> None:
         sending = Sending(server, timeout_s=0.3)
         with pytest.raises(TierError):
