@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import resource
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import ConfigError
+from kvstore.memory.freed import keep_freed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from kvstore.server.options import ServerOptions
 
 _GIB = 2**30
-# From glibc's malloc.h; and how much freed memory stays in the process: the frames of some clients.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEPT_BYTES, _LARGEST_BYTES = 256 << 20, 32 << 20
+_KEPT_BYTES = 256 << 20  # of freed memory: the frames of some clients
 _SNAPSHOT_TIMEOUT_S = 2.0
 
 
@@ -91,7 +89,7 @@ def run_server(hub: Hub, http_port: int | None, report: Callable[[dict[str, obje
     Raises:
         ConfigError: the pages cannot be served. Nothing was served yet.
     """
-    _keep_freed_memory()
+    keep_freed(_KEPT_BYTES)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # a client has two connections, or one
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -114,14 +112,6 @@ def run_server(hub: Hub, http_port: int | None, report: Callable[[dict[str, obje
     finally:
         if pages is not None:
             pages.close()
-
-
-def _keep_freed_memory() -> None:
-    """Receive messages into memory that earlier ones have freed: fresh pages cost as much as the copy itself."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_BYTES)
 
 
 def _open_pages(hub: Hub, port: int) -> PageServer:

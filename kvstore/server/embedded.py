@@ -20,6 +20,7 @@ from kvstore.errors import ConfigError
 from kvstore.heads import Part
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
+from kvstore.memory.freed import keep_freed
 from kvstore.protocol.keyfiles import KeyPair
 from kvstore.protocol.progress import Progress
 from kvstore.server.hub import Hub
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _POLICY: Final = "LRU"  # admits whatever is sent, if there is room beside what is held
 _END_WAIT_S: Final = 10.0
+_KEPT_BYTES: Final = 64 << 20  # of freed memory: the frames of some senders
 _FOLDER_PREFIX: Final = "kvstore-server-"
 _YOUNG_S: Final = 60.0  # a server that has just made its folder may not listen there yet
 
@@ -80,6 +82,7 @@ class EmbeddedServer:
             raise ConfigError(
                 f"pd_buffer_size of {options.pool_bytes} bytes does not hold one chunk of {layout.slot_bytes}: raise it"
             )
+        keep_freed(_KEPT_BYTES)
         with ExitStack() as opened:
             _sweep()
             self._folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))  # of mode 0700

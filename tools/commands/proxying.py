@@ -24,8 +24,8 @@ class Engines:
     decode_kv: Annotated[
         list[str] | None,
         typer.Option(
-            help="kvs://HOST:PORT where a decode engine receives KV; one for each --decode, in order. Where prefill has "
-            "other ranks than decode: HOST:PORT,PORT,..."
+            help="kvs://HOST:PORT where a decode engine receives KV; one for each --decode, in order. "
+            "Where prefill has other ranks than decode: HOST:PORT,PORT,..."
         ),
     ] = None
     engines: Annotated[
