@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx
 import pytest
 from support.cache_server import serving_tcp
 from support.disaggregated import Disaggregation, Work, unshared
-from support.redis_server import wait_for
 from support.vllm_engine import Engine, Prompt
 
 from kvstore.tools.demo.client import read_counter
@@ -20,7 +18,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 OUTPUT_TOKENS = 24
 CHUNK_TOKENS = 64
 NUM_CHUNKS = 8
-PATIENCE_S = 60.0  # on however busy a machine
 TOKEN_BYTES = 4 * 2 * 2 * 64 * 4  # layers, K and V, heads, head size, float32
 PROMPTS = [random_tokens(length, vocab=TINY.vocab, seed=length) for length in (300, 1100, 1500)]
 LINES = f"""
@@ -48,13 +45,5 @@ def test_a_decode_engine_that_is_full_reads_the_rest_where_both_share(tiny_model
                 told: Prompt = running.ask("/v1/completions", asked)["choices"][0]["token_ids"]
                 assert told[: plain.tie_at] == plain.token_ids[: plain.tie_at]
                 assert work.of(prompt) <= unshared(prompt)
-            wait_for("vLLM tells what was refused", lambda: num_refused(running) > 0, PATIENCE_S)
+            assert sum(space["counters"]["read_chunks"] for space in server.hub.snapshot(5)["namespaces"]) > 0
             assert read_counter(running.decode.url, "vllm:kvstore_handover_timeouts_total") == 0
-
-
-def num_refused(running: Disaggregation) -> int:
-    """What the prefill engine has counted, which vLLM tells with the steps that follow."""
-    with httpx.Client(trust_env=False, timeout=PATIENCE_S) as client:
-        body = {"model": running.model, "prompt": [1], "max_tokens": 1}
-        assert client.post(f"{running.prefill.url}/v1/completions", json=body).status_code == 200
-    return read_counter(running.prefill.url, "vllm:kvstore_pushed_chunks_total", {"result": "refused"})
