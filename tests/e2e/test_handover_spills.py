@@ -36,9 +36,12 @@ def test_a_decode_engine_that_is_full_reads_the_rest_where_both_share(tiny_model
     port = free_port()
     with serving_tcp() as server:
         shared = f"{LINES}remote_url: {server.url}\n"
+        prefill = f"{shared}pd_buffer_size: {128 << 20}\n"
         room = f"pd_peer_init_port: {port}\npd_buffer_size: {NUM_CHUNKS * CHUNK_TOKENS * TOKEN_BYTES}\n"
         options = ["--decode-kv", f"kvs://127.0.0.1:{port}"]
-        with Disaggregation(tiny_model, tmp_path, prefill=shared, decode=f"{shared}{room}", options=options) as running:
+        with Disaggregation(
+            tiny_model, tmp_path, prefill=prefill, decode=f"{shared}{room}", options=options
+        ) as running:
             work = Work(running.decode)
             for prompt, plain in zip(PROMPTS, expected, strict=True):
                 asked = {"prompt": prompt, "max_tokens": OUTPUT_TOKENS, "return_token_ids": True}

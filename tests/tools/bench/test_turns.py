@@ -38,7 +38,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_engine_is_asked_the_same_and_the_store_alone_knows_it_again() -> None:
     engines = {PLAIN: Engine(stores=False), "disk": Engine(stores=True), CONTROL: Engine(stores=False)}
-    samples = turns._converse(dict(engines), 3)
+    samples = turns._converse(dict(engines), 3 * turns.TURNS)
     asked = [engine.tasks for engine in engines.values()]
     assert asked[0] == asked[1] == asked[2]
     for name in (PLAIN, CONTROL):
