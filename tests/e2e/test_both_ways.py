@@ -101,6 +101,7 @@ def new_tokens(chat: Sequence[Turn], *, with_answer: bool) -> list[int]:
     return [len(turn.prompt) - num_known for turn, num_known in zip(chat, known, strict=True)]
 
 
+@pytest.mark.soak
 def test_a_client_says_where_the_kv_of_an_answer_is(tiny_model: Path, tmp_path: Path, chats: list[list[Turn]]) -> None:
     """One that does not say so has the answers computed again."""
     told, untold = chats

@@ -60,9 +60,10 @@ def assert_handed_over(running: Disaggregation, expected: Sequence[Completion], 
     assert read_counter(running.decode.url, "vllm:kvstore_handover_timeouts_total") == 0
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "block_tokens"),
-    [pytest.param("gemma3", 32, id="windows"), pytest.param("granite4", 64, id="states", marks=pytest.mark.soak)],
+    [pytest.param("gemma3", 32, id="windows"), pytest.param("granite4", 64, id="states")],
 )
 def test_what_a_model_needs_besides_chunks_is_handed_over(
     name: str, block_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
