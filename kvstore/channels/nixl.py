@@ -178,8 +178,6 @@ class NixlChannel(Channel):
         with self._serving:
             self._is_closed = True
             self._serving.notify_all()
-        if self._thread is not None:
-            self._thread.join(_CLOSE_WAIT_S)
         if not self._lock.acquire(timeout=_CLOSE_WAIT_S):
             logger.warning("NIXL does not come back from a call: its connections stay open until the process ends")
             return
@@ -191,6 +189,8 @@ class NixlChannel(Channel):
             self._agent = None  # ends UCX, and with it what is still under way
         finally:
             self._lock.release()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_WAIT_S)
 
     def _serve(self) -> None:
         while True:

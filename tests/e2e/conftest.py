@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cache_server import ServerProcess, short_folder
+from support.cache_server import ServerProcess, serving_process
 from support.modes import MODES
 from support.vllm_engine import Completion, Engine, Prompt, make_prompts, prepare_environment
 
@@ -47,9 +47,5 @@ def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture
 def server() -> Iterator[ServerProcess]:
     """A cache server with a disk."""
-    with short_folder() as folder:
-        server = ServerProcess(folder, f"local_disk: {folder}/disk\nmax_local_disk_size: 1\n")
-        try:
-            yield server.start()
-        finally:
-            server.kill()
+    with serving_process(disk_gib=1) as server:
+        yield server

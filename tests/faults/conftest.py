@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.cache_server import ServerProcess, ServerThread, serving_ipc, serving_tcp, short_folder
+from support.cache_server import ServerProcess, ServerThread, serving_ipc, serving_process, serving_tcp
 
 
 @pytest.fixture(params=["mapped", "framed"])
@@ -16,9 +16,5 @@ def server(request: pytest.FixtureRequest) -> Iterator[ServerThread]:
 
 @pytest.fixture
 def process() -> Iterator[ServerProcess]:
-    with short_folder() as folder:
-        server = ServerProcess(folder, f"local_disk: {folder}/disk\nmax_local_disk_size: 0.1\n")
-        try:
-            yield server.start()
-        finally:
-            server.kill()
+    with serving_process(disk_gib=0.1) as server:
+        yield server

@@ -154,3 +154,14 @@ class ServerProcess:
     def thaw(self) -> None:
         if self.process is not None:
             os.kill(self.process.pid, signal.SIGCONT)
+
+
+@contextmanager
+def serving_process(disk_gib: float) -> Iterator[ServerProcess]:
+    """``kvstore serve`` in a folder of its own, with a disk."""
+    with short_folder() as folder:
+        server = ServerProcess(folder, f"local_disk: {folder}/disk\nmax_local_disk_size: {disk_gib}\n")
+        try:
+            yield server.start()
+        finally:
+            server.kill()
