@@ -91,7 +91,8 @@ class Channel(ABC):
         """Begin to read from an offset in a peer's memory into parts of the registered memory, one after the other.
 
         Raises:
-            ChannelError: the peer does not have so many bytes there, is not attached, or cannot be reached.
+            ChannelError: the peer does not have so many bytes there, is not attached, or cannot be reached. Nothing is
+                written to any part then; what fails when that may happen is told by ``look``.
         """
 
     @abstractmethod

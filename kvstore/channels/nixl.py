@@ -4,7 +4,8 @@ Without NIXL's own thread, which takes a whole core even when nothing is to be d
 where this end reads, and on a thread while others may read here, as new connections and TCP need it.
 
 A read that was begun is not cancelled, and its peer not detached, before it has ended: UCX writes to its parts whatever
-still comes. Only the end of the whole agent stops that.
+still comes. Only the end of the whole agent stops that. NIXL says that a transfer has failed as soon as one of its
+ranges has, while it may still write to the others; so each part of a read is a transfer of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple
 
 import xxhash
@@ -49,6 +51,7 @@ _FAILURES: Final[tuple[type[Exception], ...]] = tuple(  # which have no class in
     kind for kind in vars(_bindings).values() if isinstance(kind, type) and issubclass(kind, Exception)
 )
 _NO_AGENT: Final[tuple[type[Exception], ...]] = (*_FAILURES, RuntimeError)
+_NOT_BEGUN: Final[tuple[type[Exception], ...]] = (*_FAILURES, ChannelError)
 
 
 class _Memory(NamedTuple):
@@ -56,8 +59,26 @@ class _Memory(NamedTuple):
     num_bytes: int
 
 
+@dataclass
+class _Transfers:
+    """Those of a read that are under way, and whether one of the others has failed."""
+
+    handles: list[Any]
+    has_failed: bool
+
+
 def _checksum(memory: _Memory, metadata: bytes) -> bytes:
     return xxhash.xxh3_64(_NUMBERS.pack(*memory) + metadata).digest()
+
+
+def _begin(agent: Any, peer: Peer, begin: int, part: ByteArray) -> Any:  # noqa: ANN401 - NIXL has no types
+    """A transfer from an address of a peer's that is under way, or has ended. Where it raises, nothing was begun."""
+    there = agent.get_xfer_descs([(begin, len(part), 0)], _MEMORY)
+    here = agent.get_xfer_descs([(part.ctypes.data, len(part), 0)], _MEMORY)
+    handle = agent.initialize_xfer("READ", here, there, peer)
+    if agent.transfer(handle) == "ERR":
+        raise ChannelError("NIXL does not begin to read")
+    return handle
 
 
 class NixlChannel(Channel):
@@ -71,7 +92,7 @@ class NixlChannel(Channel):
         self._memory: _Memory | None = None
         self._description = b""
         self._peers: dict[Peer, _Memory] = {}
-        self._readings: dict[Reading, Any] = {}
+        self._readings: dict[Reading, _Transfers] = {}
         self._serving = threading.Condition()
         self._num_serving = 0
         self._is_closed = False
@@ -126,24 +147,38 @@ class NixlChannel(Channel):
             raise ChannelError("this peer is not attached")
         if offset_bytes < 0 or offset_bytes + sum(map(len, parts)) > memory.num_bytes:
             raise ChannelError(f"a read from byte {offset_bytes} leaves the peer's memory of {memory.num_bytes} bytes")
-        ends = itertools.accumulate(map(len, parts), initial=memory.address + offset_bytes)
-        there = [(begin, len(part), 0) for begin, part in zip(ends, parts, strict=False)]
-        here = [(part.ctypes.data, len(part), 0) for part in parts]
-        with self._working() as agent:
-            handle = agent.initialize_xfer(
-                "READ", agent.get_xfer_descs(here, _MEMORY), agent.get_xfer_descs(there, _MEMORY), peer
-            )
-            if agent.transfer(handle) == "ERR":
-                raise ChannelError("NIXL does not begin to read")
+        begins = itertools.accumulate(map(len, parts), initial=memory.address + offset_bytes)
+        transfers = _Transfers([], has_failed=False)
+        with self._working() as agent:  # for all of it: what ``close`` does not find keeps the agent alive
+            for begin, part in zip(begins, parts, strict=False):
+                try:
+                    transfers.handles.append(_begin(agent, peer, begin, part))
+                except _NOT_BEGUN:
+                    if not transfers.handles:
+                        raise
+                    transfers.has_failed = True  # and those before it are waited for
+                    break
             reading = Reading(next(self._numbers))
-            self._readings[reading] = handle
+            self._readings[reading] = transfers
             return reading
 
     def look(self, reading: Reading) -> State:
         """See ``Channel``."""
-        handle = self._readings.get(reading)
-        if handle is None:  # ``close`` has ended it
+        transfers = self._readings.get(reading)
+        if transfers is None:  # ``close`` has ended it
             return State.FAILED
+        for handle in list(transfers.handles):
+            state = self._state_of(handle)
+            if state is not State.PENDING:
+                transfers.handles.remove(handle)
+                transfers.has_failed = transfers.has_failed or state is State.FAILED
+        if transfers.handles:
+            return State.PENDING
+        self._readings.pop(reading, None)
+        return State.FAILED if transfers.has_failed else State.DONE
+
+    def _state_of(self, handle: Any) -> State:  # noqa: ANN401 - NIXL has no types
+        """What has become of a transfer, which is forgotten when it has ended."""
         try:
             with self._working(_bindings.nixlRemoteDisconnectError) as agent:
                 found = agent.check_xfer_state(handle)
@@ -153,7 +188,6 @@ class NixlChannel(Channel):
             return State.PENDING
         if found == "PROC":
             return State.PENDING
-        self._readings.pop(reading, None)
         with suppress(ChannelError), self._working() as agent:
             agent.release_xfer_handle(handle)
         return State.DONE if found == "DONE" else State.FAILED
@@ -182,7 +216,7 @@ class NixlChannel(Channel):
             logger.warning("NIXL does not come back from a call: its connections stay open until the process ends")
             return
         try:
-            for handle in self._readings.values():
+            for handle in itertools.chain.from_iterable(under_way.handles for under_way in self._readings.values()):
                 with suppress(*_FAILURES):
                     handle.release()
             self._readings.clear()

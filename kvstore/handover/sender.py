@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.chunks import Outcome
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, TierError
 from kvstore.handover.ledger import Ledger, PushJob
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.paged.base import PagedKV
 from kvstore.paged.streams import Moment
 from kvstore.protocol.progress import BEAT_S
+
+logger = logging.getLogger(__name__)
 
 PROBE_INTERVAL_S = 10.0  # how long a receiver that failed is left alone
 
@@ -212,6 +215,9 @@ class Sender:
         except KVStoreError as problem:
             error = problem
             self._fail()
+        except Exception:  # a bug of the transport's; the thread goes on, or its part of the buffer is never free again
+            logger.exception("handing KV over to %s failed unexpectedly", self.receiver)
+            self._fail()
         delivery.wait(self._tell)
         self._note(delivery, outcomes, error)
 
@@ -219,7 +225,10 @@ class Sender:
         if self._transport is None:
             self._transport = self._connect(self.receiver)
         self._transport.tell(self._ledger.progress(self.receiver))
-        return self._transport.deliver(delivery.parcels, self._ready(self._transport, delivery))
+        outcomes = self._transport.deliver(delivery.parcels, self._ready(self._transport, delivery))
+        if len(outcomes) != len(delivery.parcels):
+            raise TierError(f"the transport tells {len(outcomes)} outcomes of {len(delivery.parcels)} chunks")
+        return outcomes
 
     def _ready(self, transport: Transport, delivery: Delivery) -> Iterator[range]:
         """The layers as they are gathered; between them, what has become of other hand-overs is told."""
@@ -233,6 +242,9 @@ class Sender:
                 self._transport.tell(self._ledger.progress(self.receiver))
         except KVStoreError:  # what is waited for there is given up when the connection ends
             self._fail()
+        except Exception:  # as in ``_send``
+            logger.exception("telling %s what is on its way failed unexpectedly", self.receiver)
+            self._fail()
 
     def _fail(self) -> None:
         self._broken_until_s = time.monotonic() + PROBE_INTERVAL_S
@@ -240,5 +252,8 @@ class Sender:
 
     def _hang_up(self) -> None:
         transport, self._transport = self._transport, None
-        if transport is not None:
-            transport.close()
+        try:
+            if transport is not None:
+                transport.close()
+        except Exception:  # as in ``_send``
+            logger.exception("disconnecting from %s failed unexpectedly", self.receiver)

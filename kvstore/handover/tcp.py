@@ -52,11 +52,16 @@ class TcpTransport(Transport):
         if self._link is not None:
             self._say(self._link)
         else:
-            self._links.use(self._say)
+            self._links.use(self._say_idle)
 
     def close(self) -> None:
         """See ``Transport``."""
         self._links.close()
+
+    def _say_idle(self, link: Link) -> None:
+        """Say it where nothing is being delivered, over a new connection if the server has forgotten this one."""
+        link.check()
+        self._say(link)
 
     def _say(self, link: Link) -> None:
         """Say what is new, or long said, if the server understands it."""

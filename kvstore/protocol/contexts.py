@@ -11,14 +11,25 @@ from typing import Final, TypeAlias
 
 import zmq
 
+from kvstore.errors import TierError
+
 Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 
 _open: Final[set[Context]] = set()
 
 
 def open_context(io_threads: int = 1) -> Context:
-    """One that ``close_context`` ends, and nothing else."""
-    context: Context = zmq.Context(io_threads=io_threads)
+    """One that ``close_context`` ends, and nothing else.
+
+    Raises:
+        TierError: the process may open no more files.
+    """
+    try:
+        context: Context = zmq.Context(io_threads=io_threads)
+    except zmq.ZMQError as error:
+        raise TierError(
+            f"ZeroMQ does not start: {error.strerror}; is the limit of open files (ulimit -n) high enough?"
+        ) from error
     _open.add(context)
     return context
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvstore.channels.base import Peer, Reading, State
 from kvstore.errors import ChannelError
 from kvstore.testing.channels import ChannelConformance
 
@@ -44,3 +48,85 @@ def test_closing_does_not_wait_for_a_call_that_hangs(
         channel.attach(channel.describe())
     channel.close()
     assert channel._agent is None
+
+
+class _Agent:
+    """Says of transfers, by the order in which they were begun, what a test wants."""
+
+    def __init__(self, real: Any, is_locked: Callable[[], bool]) -> None:
+        self._real = real
+        self._is_locked = is_locked
+        self.begun: list[str] = []
+        self.states: dict[str, str] = {}
+        self.released: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def initialize_xfer(self, *_: object) -> str:
+        return f"transfer {len(self.begun)}"
+
+    def transfer(self, handle: str) -> str:
+        assert self._is_locked(), "a channel that is closed between two parts would not find the first"
+        self.begun.append(handle)
+        return self.states.get(handle, "PROC")
+
+    def check_xfer_state(self, handle: str) -> str:
+        return self.states.get(handle, "PROC")
+
+    def release_xfer_handle(self, handle: str) -> None:
+        self.released.append(handle)
+
+
+@pytest.fixture
+def reader() -> Iterator[tuple[Any, _Agent, Callable[[], Reading]]]:
+    """A channel, its agent, and a read of three parts."""
+    channel, memory = nixl.NixlChannel(), np.zeros(1 << 16, np.uint8)
+    with closing(channel):
+        channel.register(memory)
+        peer = Peer("a peer")
+        channel._peers[peer] = nixl._Memory(memory.ctypes.data, memory.nbytes)
+        real, agent = channel._agent, _Agent(channel._agent, channel._lock.locked)
+        channel._agent = agent
+        yield channel, agent, lambda: channel.read(peer, 0, [memory[:10], memory[100:200], memory[300:310]])
+        channel._agent = real
+        channel._readings.clear()
+
+
+@pytest.mark.parametrize("fails", range(3))
+def test_a_read_has_not_failed_while_others_of_its_parts_may_be_written(
+    reader: tuple[Any, _Agent, Callable[[], Reading]], fails: int
+) -> None:
+    """NIXL says so as soon as one of the ranges of a transfer has failed."""
+    channel, agent, read = reader
+    reading = read()
+    others = [f"transfer {number}" for number in range(3) if number != fails]
+    agent.states[f"transfer {fails}"] = "ERR"
+    assert channel.look(reading) is State.PENDING
+    agent.states[others[1]] = "DONE"
+    assert channel.look(reading) is State.PENDING
+    agent.states[others[0]] = "DONE"
+    assert channel.look(reading) is State.FAILED
+    assert sorted(agent.released) == sorted(agent.begun)
+    assert not channel._readings
+
+
+@pytest.mark.parametrize("fails", [1, 2])
+def test_what_was_begun_before_a_part_that_cannot_be_is_waited_for(
+    reader: tuple[Any, _Agent, Callable[[], Reading]], fails: int
+) -> None:
+    channel, agent, read = reader
+    agent.states[f"transfer {fails}"] = "ERR"
+    reading = read()
+    assert agent.begun == [f"transfer {number}" for number in range(fails + 1)]
+    assert channel.look(reading) is State.PENDING
+    agent.states |= {f"transfer {number}": "DONE" for number in range(fails)}
+    assert channel.look(reading) is State.FAILED
+
+
+def test_a_read_of_which_nothing_was_begun_is_none(reader: tuple[Any, _Agent, Callable[[], Reading]]) -> None:
+    channel, agent, read = reader
+    agent.states["transfer 0"] = "ERR"
+    with pytest.raises(ChannelError, match="does not begin"):
+        read()
+    assert not channel._readings

@@ -38,7 +38,8 @@ CHUNK_TOKENS = 64
 TOKEN_BYTES = 4 * 2 * 2 * 64 * 4  # layers, K and V, heads, head size, float32
 NUM_CHUNKS = 8  # that the decode engine has room for
 SHORT, LONG = 7 * CHUNK_TOKENS + 2, 14 * CHUNK_TOKENS + 2
-SLOW_S = 0.2  # for each piece on the way
+SLOW_S = 0.2  # for each 64 KiB on the way
+MOST_S = 60.0  # for all of it
 LINES = f"""
 enable_pd: true
 pd_timeout_ms: 60000
@@ -98,6 +99,7 @@ class Trial:
         watching.start()
         self._ask(self.running.decode.url, prompt, {} if said is None else {"disagg_spec": said})
         watching.join()
+        assert known, "what was waited for has not come"
         wait_for("vLLM counts", lambda: self._queued()[1] == count + 1)
         wait_s = self._queued()[0] - before_s
         return Measured(wait_s, begin_s + wait_s - max(begin_s, known[0]))
@@ -145,7 +147,10 @@ def slow(trial: Trial) -> Measured:
     wanted = trial.stored() + SHORT // CHUNK_TOKENS
 
     def all_there() -> float:
+        deadline_s = time.monotonic() + MOST_S
         while trial.stored() < wanted:
+            if time.monotonic() >= deadline_s:
+                raise TimeoutError(f"{wanted - trial.stored()} chunks have not come within {MOST_S} s")
             time.sleep(0.005)
         return time.monotonic()
 

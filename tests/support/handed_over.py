@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from threading import Event
 from typing import Any
 
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover, parse_handover
@@ -17,6 +18,7 @@ from kvstore.protocol.progress import Progress
 from kvstore.server.hub import Hub
 from support.fake_parts import FakeRequest, Setup
 from support.fake_vllm import FakeVllm
+from support.gate import HANG_GUARD_S
 from support.redis_server import free_port
 
 HOST = "127.0.0.1"
@@ -28,16 +30,21 @@ def _nothing() -> None:
 
 
 class Wire:
-    """The way to the receivers; what a test lets happen on it happens on the sender's thread."""
+    """The way to the receivers; what a test lets happen on it happens on the sender's thread.
 
-    def __init__(self) -> None:
+    ``shard``: of which rank it is the way; None is of all. The others' way is a plain one.
+    """
+
+    def __init__(self, shard: int | None = None) -> None:
+        self._shard = shard
         self.before_delivery: Callable[[], None] = _nothing
         self.before_layers: Callable[[], None] = _nothing
         self.after_delivery: Callable[[], None] = _nothing
 
     def connect(self, url: str, namespace: Namespace, layout: KVLayout, _: Mapping[str, object]) -> Transport:
         """As ``PushOptions`` wants it."""
-        return _Wired(self, open_transport(url, namespace, layout, {"timeout_s": 5.0}))
+        transport = open_transport(url, namespace, layout, {"timeout_s": 5.0})
+        return _Wired(self, transport) if self._shard in (None, namespace.fields["shard"]) else transport
 
 
 class _Wired(Transport):
@@ -103,12 +110,15 @@ def throw_away(vllm: FakeVllm) -> None:
     for worker in vllm.workers:
         assert worker._server is not None
         hub = worker._server._hub
-        hub._report(partial(_clear, hub))
+        done = Event()
+        hub._report(partial(_clear, hub, done))
+        assert done.wait(HANG_GUARD_S)
 
 
-def _clear(hub: Hub) -> None:
+def _clear(hub: Hub, done: Event) -> None:
     for space in hub.stock.spaces.values():
         hub.stock.clear(space)
+    done.set()
 
 
 def flush(vllm: FakeVllm) -> None:

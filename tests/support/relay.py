@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Final, Self
 
 _PIECE_BYTES: Final = 64 << 10
-_SLOW_S: Final = 0.01  # for each piece
+_SLOW_S: Final = 0.01  # for as much as a piece, however the kernel cuts it
 _POLL_S: Final = 0.02
 
 
@@ -75,7 +75,7 @@ class Relay:
                 if self.mood is Mood.CUT:
                     break
                 if self.mood is Mood.SLOW:
-                    time.sleep(self.slow_s)
+                    time.sleep(self.slow_s * len(piece) / _PIECE_BYTES)
                 sink.sendall(piece)
                 self.num_bytes += len(piece)
                 self.passed_s = time.monotonic()

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+from support.gate import HANG_GUARD_S
 from support.redis_server import RedisServer, running
 
 from kvstore.engine import CacheEngine
@@ -40,6 +41,7 @@ def disk(folder: Path, *, use_odirect: bool | None = None) -> Iterator[EngineOpt
     yield EngineOptions(
         POOL_BYTES,
         local_cpu=False,
+        io_timeout_s=HANG_GUARD_S,
         local_disk=folder / "disk",
         max_local_disk_bytes=8 * POOL_BYTES,
         use_odirect=use_odirect,
@@ -54,7 +56,7 @@ def cached_disk(folder: Path) -> Iterator[EngineOptions]:
 
 def shared(url: str) -> EngineOptions:
     remote = RemoteOptions(url, lookup_timeout_s=10.0, max_queue=CHUNKS)
-    return EngineOptions(POOL_BYTES, local_cpu=False, remote=remote)
+    return EngineOptions(POOL_BYTES, local_cpu=False, io_timeout_s=HANG_GUARD_S, remote=remote)
 
 
 @contextmanager
@@ -89,4 +91,5 @@ def test_moving_payload_takes_no_memory(tier: Opened, tmp_path: Path) -> None:
                 call(engine, workbench, nothing, limit_first=True)
                 peaks[call.__name__] = tracemalloc.get_traced_memory()[1]
                 tracemalloc.stop()
+                assert engine.flush(), "what waits to be written would leave no room for the next"
     assert {name: peak for name, peak in peaks.items() if peak > MOST_BYTES} == {}

@@ -90,6 +90,8 @@ def entrance(max_connections: int, patience_s: float) -> type[HttpToolsProtocol]
                 return
             super().on_headers_complete()
             self._cycles = [cycle for cycle in (*self._cycles, self.cycle) if not cycle.response_complete]
+            if self._at_hang_up:
+                self.flow.resume_reading()  # uvicorn stops behind what is asked ahead, too
 
         def pause_writing(self) -> None:
             super().pause_writing()

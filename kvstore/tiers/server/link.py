@@ -81,16 +81,7 @@ class Link:
         self.token, self.pool_fd = b"", -1
         self.memory: ByteArray | None = None
         self._unix_socket = None if target.folder is None else self._open_pool(str(target.folder / _POOL_SOCKET))
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.linger = 0
-        self._socket.immediate = True  # what cannot be sent now is an error, not a message for the next server
-        self._socket.sndhwm = _SEND_QUEUE
-        self._socket.sndbuf = self._socket.rcvbuf = buffer_bytes(target.address)
-        self._socket.ipv6 = "[" in target.address
-        if target.keys is not None and target.server_key is not None:
-            self._socket.curve_publickey, self._socket.curve_secretkey = target.keys
-            self._socket.curve_serverkey = target.server_key
-        self._socket.connect(target.address)
+        self._socket = self._open_socket(context)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         if self._unix_socket is not None:
@@ -167,6 +158,18 @@ class Link:
             return False
         return True
 
+    def check(self) -> None:
+        """Look whether the server has said that it does not know this connection: when no answer is due.
+
+        ZeroMQ connects anew by itself to a server that was restarted, or behind a way that was cut.
+
+        Raises:
+            NoSessionError, TierError: it has, or has said something else that nobody asked for.
+        """
+        if self._socket.poll(0, zmq.POLLIN):
+            answer = self.receive()
+            raise TierError(f"the cache server answered {answer.serial}, which was not asked")
+
     def receive(self) -> messages.Answer:
         """Wait for the next answer.
 
@@ -240,6 +243,26 @@ class Link:
         if begin != len(target):
             raise TierError(f"the cache server sent {begin} of the {len(target)} bytes that were asked for")
         return placing.checksum
+
+    def _open_socket(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+        target, made = self._target, None
+        try:
+            made = context.socket(zmq.DEALER)
+            made.linger = 0
+            made.immediate = True  # what cannot be sent now is an error, not a message for the next server
+            made.sndhwm = _SEND_QUEUE
+            made.sndbuf = made.rcvbuf = buffer_bytes(target.address)
+            made.ipv6 = "[" in target.address
+            if target.keys is not None and target.server_key is not None:
+                made.curve_publickey, made.curve_secretkey = target.keys
+                made.curve_serverkey = target.server_key
+            made.connect(target.address)
+        except zmq.ZMQError as error:  # no more files may be open, for one
+            if made is not None:
+                made.close()
+            self.drop()
+            raise TierError(f"the cache server at {target.address} cannot be reached: {error.strerror}") from error
+        return made
 
     def _open_pool(self, path: str) -> socket.socket:
         unix_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -33,12 +33,15 @@ class TestClients:
         self._hang_up(serve(), ASKED, prefill)
         assert not decode.seen
 
-    def test_one_that_hangs_up_after_asking_ahead(self, serve: Serve, prefill: FakeEngine) -> None:
+    @pytest.mark.parametrize("is_late", [False, True])
+    def test_one_that_hangs_up_after_asking_ahead(self, serve: Serve, prefill: FakeEngine, is_late: bool) -> None:
         prefill.script.holds_after = 0
         client = serve()
         content = json.dumps(ASKED).encode()
         ahead = b"POST %s HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 2\r\n\r\n{}" % PATH.encode()
         with send_raw(client, content) as connection:
+            if is_late:
+                wait_for("the engine works", lambda: prefill.held == 1)
             connection.sendall(ahead)
             wait_for("the engine works", lambda: prefill.held == 1)
         wait_for("the engine is told", lambda: prefill.aborted == 1)

@@ -11,8 +11,10 @@ from support.fake_parts import CHUNK
 from support.gate import HANG_GUARD_S
 from support.handed_over import Wire, answered, consumer, flush, producer, to
 from support.redis_server import wait_for
+from support.relay import Mood, Relay
 from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES, Rig
 
+from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import TierError
 from kvstore.handover import sender as sender_module
@@ -124,6 +126,27 @@ def test_who_hangs_is_given_up_and_waited_for_again_when_it_is_back(monkeypatch:
         asked = first.ask("two", [7, *PROMPT], handover=to(second))
         second.ask("two", [7, *PROMPT], handover=answered(asked))
         assert second.loaded_tokens["two"] == 2 * CHUNK
+
+
+def test_a_way_that_was_cut_is_there_again_before_the_next_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeroMQ connects anew by itself, to a server that knows nothing of the sender then, and nobody waits for it."""
+    monkeypatch.setattr(tcp, "BEAT_S", BEAT_S)
+    monkeypatch.setattr(sender_module, "BEAT_S", BEAT_S)
+    with closing(consumer()) as second, closing(producer(Wire())) as first:
+        port = second.setup.port
+        assert port is not None
+        server = second.workers[0]._server
+        assert server is not None
+        with Relay(port) as relay:
+            first.ask("one", PROMPT, handover=Handover(DisaggSpec("client", "127.0.0.1", (relay.port,))))
+            flush(first)
+            wait_for("the sender is known", lambda: server.senders)
+            said = server.senders
+            relay.mood = Mood.HUNG
+            relay.aim(port)
+            wait_for("the sender is gone", lambda: not server.senders)
+            relay.mood = Mood.FAST
+            wait_for("it is known again", lambda: server.senders.keys() == said.keys())
 
 
 def test_a_receiver_that_is_gone_between_two_steps(

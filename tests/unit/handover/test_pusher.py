@@ -37,7 +37,8 @@ class Inbox(Transport):
         self.seen: list[range] = []
         self.may_go = threading.Event()
         self.may_go.set()
-        self.error: TierError | None = None
+        self.error: Exception | None = None
+        self.has_lost_count = False
         self.calls = 0
         self.is_closed = False
 
@@ -45,6 +46,8 @@ class Inbox(Transport):
         self.calls += 1
         if self.error is not None:
             raise self.error
+        if self.has_lost_count:
+            return []
         done_layers = 0
         for layers in ready:
             self.seen.append(layers)
@@ -60,6 +63,8 @@ class Inbox(Transport):
 
     def close(self) -> None:
         self.is_closed = True
+        if isinstance(self.error, RuntimeError):
+            raise self.error
 
 
 @pytest.fixture
@@ -260,6 +265,25 @@ def test_a_receiver_that_fails_is_left_alone_for_a_while(
     pusher.begin([(HERE, [job(0)])]).finish(trusted=True)
     assert pusher.flush(10)
     assert len(inboxes[HERE].chunks) == 1
+
+
+def test_a_defect_of_a_transport_costs_its_own_deliveries_only(
+    inboxes: dict[Receiver, Inbox], open_pusher: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it raises would end the thread, and what waits for it would keep the buffer for ever."""
+    pusher = open_pusher(slots=2)
+    for number, (error, has_lost_count) in enumerate([(RuntimeError("a bug"), False), (None, True), (None, False)]):
+        inboxes[HERE].error, inboxes[HERE].has_lost_count = error, has_lost_count
+        pusher.begin([(HERE, [job(0)]), (THERE, [job(1)])]).finish(trusted=True)
+        assert pusher.flush(10)
+        assert len(pusher._room._free) == 2
+        assert (pusher.counters.failed, pusher.counters.sent) == (min(number + 1, 2), number + 1 + number // 2)
+        pusher._senders[HERE]._broken_until_s = 0.0
+    assert [record.message for record in caplog.records if record.exc_info] == [
+        "handing KV over to here:1 failed unexpectedly",
+        "disconnecting from here:1 failed unexpectedly",
+    ]
+    assert "0 outcomes of 1 chunks" in caplog.text
 
 
 def test_close_is_bounded_and_leaves_no_thread(inboxes: dict[Receiver, Inbox], open_pusher: Open) -> None:

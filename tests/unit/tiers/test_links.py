@@ -1,8 +1,12 @@
-"""Connections to a cache server that are closed while one of them is in use."""
+"""Connections to a cache server that are closed while one of them is in use, or for which no more files may be open."""
 
 from __future__ import annotations
 
+import os
+import resource
 import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
 import pytest
 from support.cache_server import serving_tcp
@@ -10,8 +14,12 @@ from support.gate import HANG_GUARD_S, Gate
 from support.served import A, open_tier
 
 from kvstore.chunks import Outcome
-from kvstore.testing.harness import EVEN, make_transfer
+from kvstore.errors import TierError
+from kvstore.protocol.geometry import Geometry
+from kvstore.testing.harness import EVEN, MINE, make_transfer
 from kvstore.tiers.server import links
+from kvstore.tiers.server.links import Links
+from kvstore.tiers.server.url import parse_server
 
 
 @pytest.mark.parametrize("is_stuck", [False, True])
@@ -33,3 +41,28 @@ def test_the_last_use_ends_the_context(is_stuck: bool, monkeypatch: pytest.Monke
             user.join(HANG_GUARD_S)
         assert context.closed
         tier.close()
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    """This process may open no more files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_what_cannot_be_opened_is_an_error_of_the_tier() -> None:
+    """Senders and lanes expect those; and nothing of the connection stays."""
+    with serving_tcp() as server:
+        target = parse_server(server.url, {})
+        with no_more_files(), pytest.raises(TierError, match="Too many open files"):
+            Links(target, MINE, Geometry.of(EVEN))
+        with closing(Links(target, MINE, Geometry.of(EVEN))) as opened:
+            with no_more_files(), pytest.raises(TierError, match="cannot be reached"):
+                opened.use(lambda _: None)
+            assert opened.use(lambda link: link.version)
