@@ -41,6 +41,19 @@ def fingerprint_folder(folder: Path) -> str:
         return _fingerprint(folder, lambda files: readers.map(_model_facts, files))
 
 
+def fingerprint_file(path: Path) -> str:
+    """The same for a model that is one file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        facts = _model_facts(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path} to identify the model: {error}") from error
+    return hashlib.sha256(b"kvstore/model-file/1\0" + json.dumps(facts).encode()).hexdigest()[:32]
+
+
 def fingerprint_adapter(folder: Path, digest: Callable[[Path], str] | None = None) -> str:
     """The same for an adapter, of which every byte counts.
 

@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 import vllm
-from support.vllm_objects import BLOCK, CONFIG, cache_config, configured, hybrid, spec, vllm_config, windowed
+from support.vllm_objects import (
+    BLOCK,
+    CONFIG,
+    cache_config,
+    configured,
+    hybrid,
+    spec,
+    vllm_config,
+    windowed,
+    worker_config,
+)
 from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -149,24 +159,6 @@ def test_sleep_that_is_not_told_of_is_refused_on_a_device(monkeypatch: pytest.Mo
 
 
 # -- namespaces and shards ------------------------------------------------------------------------------------------
-
-
-def worker_config(*, rank: int = 0, tp: int = 1, pp: int = 1, draft: str | None = None) -> Any:
-    parallel = SimpleNamespace(
-        rank=rank,
-        tensor_parallel_size=tp,
-        pipeline_parallel_size=pp,
-        world_size=tp * pp,
-        data_parallel_size=1,
-    )
-    return SimpleNamespace(
-        model_config=SimpleNamespace(
-            hf_config=SimpleNamespace(to_dict=lambda: {"hidden": 8}), dtype=torch.float32, quantization=None
-        ),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-        parallel_config=parallel,
-        speculative_config=draft and SimpleNamespace(model=draft),
-    )
 
 
 def namespace(config: Any, replicas: int = 1) -> bytes:

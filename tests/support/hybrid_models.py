@@ -46,6 +46,19 @@ def _save(model: Any, folder: Path, by_name: dict[str, Normal] | None = None) ->
     return save(model, folder, vocab=VOCAB, max_position=MAX_POSITION)
 
 
+def longrope(folder: Path, original_tokens: int) -> Path:
+    """A Phi-3 with other angles for contexts longer than ``original_tokens``; one group."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    angles = {"short_factor": [1.0] * 32, "long_factor": [4.0] * 32}
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": original_tokens, **angles}
+    shape = {**_common(), "max_position_embeddings": 4 * original_tokens, "rope_theta": 10000.0}
+    model = Phi3ForCausalLM(
+        Phi3Config(**shape, original_max_position_embeddings=original_tokens, rope_scaling={"type": "longrope", **rope})
+    )
+    return _save(model, folder)
+
+
 def gptoss(folder: Path) -> Path:
     """A window and a full group; attention sinks, experts."""
     from transformers import GptOssConfig, GptOssForCausalLM

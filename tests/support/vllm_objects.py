@@ -55,6 +55,25 @@ def configured(transfer: KVTransferConfig, events: KVEventsConfig | None = None,
     )
 
 
+def worker_config(*, rank: int = 0, tp: int = 1, pp: int = 1, draft: str | None = None) -> Any:
+    """A worker's configuration, as far as it is named."""
+    parallel = SimpleNamespace(
+        rank=rank,
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        world_size=tp * pp,
+        data_parallel_size=1,
+    )
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(to_dict=lambda: {"hidden": 8}), dtype=torch.float32, quantization=None
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        parallel_config=parallel,
+        speculative_config=draft and SimpleNamespace(model=draft),
+    )
+
+
 def windowed() -> KVCacheConfig:
     window = SlidingWindowSpec(
         block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=3 * BLOCK

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.adapters.vllm.glue.groups import is_grouped, stored_groups
+from kvstore.adapters.vllm.glue.lengths import lengths_of
 from kvstore.adapters.vllm.glue.parallel import shard_of
-from kvstore.adapters.vllm.identity import fingerprint_folder
+from kvstore.adapters.vllm.glue.settings import drafts_of, settings_of
+from kvstore.adapters.vllm.identity import fingerprint_file, fingerprint_folder
 from kvstore.errors import ConfigError
 from kvstore.format.chunkfile import FORMAT_VERSION
 from kvstore.heads import LAYOUT_FIELD, SHARD_FIELD
 from kvstore.keys import Namespace
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvstore.config import StoreConfig
@@ -31,21 +34,20 @@ def namespace_of(
     Raises:
         ConfigError: the model cannot be identified.
     """
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    speculative = vllm_config.speculative_config
+    model = vllm_config.model_config
+    drafts = drafts_of(vllm_config)
     return Namespace(
         {
             "format": FORMAT_VERSION,
             "model": _model_identity(vllm_config, config.model_id),
             "model_config": _digest(_effective_config(model.hf_config)),
-            "dtype": str(model.dtype),
-            "quantization": str(model.quantization),
-            "kv_cache_dtype": str(cache.cache_dtype),
-            "draft": _draft_identity(speculative.model) if speculative else "none",
+            "draft": _draft_identity(drafts.model) if drafts else "none",
             "layers": _digest(_layer_names(kv_cache_config)),
             SHARD_FIELD: shard_of(vllm_config, kv_cache_config).name,
             "chunk_tokens": config.chunk_size,
             LAYOUT_FIELD: paged.layout.fingerprint,
+            **settings_of(vllm_config, kv_cache_config),
+            **lengths_of(model),
         }
     )
 
@@ -61,16 +63,27 @@ def _model_identity(vllm_config: VllmConfig, model_id: str | None) -> str:
         return f"id {model_id}"
     if str(vllm_config.load_config.load_format) == "dummy":
         raise ConfigError("with load_format=dummy nothing identifies the weights: set kvstore.model_id")
-    folder = Path(model.model)
-    if folder.is_dir():
-        return f"files {fingerprint_folder(folder)}"
-    commit = getattr(model.hf_config, "_commit_hash", None)
+    path = Path(model.model)
+    if path.is_dir():
+        return f"files {fingerprint_folder(path)}"
+    if path.is_file():
+        return f"file {fingerprint_file(path)}"
+    commit = _commit_of_weights(model)
     if commit:
         return f"hub {model.model}@{commit}"
     raise ConfigError(
-        f"cannot identify the weights of {model.model!r}: it is neither a folder nor a hub model with a known commit; "
-        "set kvstore.model_id"
+        f"cannot identify the weights of {model.model!r}: it is neither a folder nor a file nor a hub model with a "
+        "known commit; set kvstore.model_id"
     )
+
+
+def _commit_of_weights(model: ModelConfig) -> str | None:
+    """The commit of the repository that holds the weights; ``--hf-config-path`` may name another for the rest."""
+    if getattr(model, "hf_config_path", None) in {None, model.model}:
+        return getattr(model.hf_config, "_commit_hash", None)
+    revision = getattr(model, "revision", None)
+    commit = str(getattr(revision, "resolved", revision))  # huggingface_hub keeps the commit beside the name
+    return commit if re.fullmatch(r"[0-9a-f]{40}", commit) else None
 
 
 def _draft_identity(model: str | None) -> str:
@@ -82,7 +95,7 @@ def _draft_identity(model: str | None) -> str:
 def _effective_config(hf_config: Any) -> object:  # noqa: ANN401 - transformers' class, whatever its version
     """The model's configuration after all overrides, less what does not matter for KV."""
     fields = dict(hf_config.to_dict())
-    for irrelevant in ("_name_or_path", "transformers_version", "_commit_hash"):
+    for irrelevant in ("_name_or_path", "transformers_version", "_commit_hash", "max_model_len"):  # vLLM adds the last
         fields.pop(irrelevant, None)
     return fields
 

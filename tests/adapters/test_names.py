@@ -1,0 +1,169 @@
+"""What names the KV of a model: its weights, its draft layers, and what the longest context decides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.vllm_objects import cache_config, worker_config
+from vllm.config.quantization import resolve_quantization_config
+
+from kvstore.adapters.vllm.glue.namespace import namespace_of
+from kvstore.config.schema import StoreConfig
+from kvstore.errors import ConfigError
+from kvstore.keys import Namespace
+
+pytestmark = pytest.mark.vllm
+
+COMMITS = {name: digit * 40 for name, digit in (("weights", "a"), ("other weights", "b"), ("config", "c"))}
+FACTORS = {"short_factor": [1.0], "long_factor": [4.0]}
+LONGROPE = {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096, **FACTORS}}
+
+
+def named(config: Any, **store: Any) -> Namespace:
+    paged: Any = SimpleNamespace(layout=SimpleNamespace(fingerprint="0" * 16))
+    return namespace_of(config, cache_config(), StoreConfig(**store), paged)
+
+
+def model(fields: dict[str, Any] | None = None, **changes: Any) -> Namespace:
+    """The namespace of a model with such a configuration and such settings."""
+    config = worker_config()
+    config.model_config.hf_config = SimpleNamespace(to_dict=lambda: dict(fields or {}))
+    vars(config.model_config).update(changes)
+    return named(config, model_id="mine")
+
+
+# -- the longest context -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [LONGROPE, {"text_config": LONGROPE}, {"rope_parameters": {"full": LONGROPE}}])
+def test_longrope_is_named_by_the_factors_in_use(fields: dict[str, Any]) -> None:
+    """vLLM takes the long ones where a context may be longer than the original one."""
+    short, still_short, long, longer = (model(fields, max_model_len=n) for n in (1000, 4096, 4097, 131072))
+    assert short.id == still_short.id
+    assert long.id == longer.id
+    assert short.differing_fields(long) == ["rope"]
+
+
+def test_longrope_of_older_configurations() -> None:
+    """The original length stands beside the factors there, not with them."""
+    fields = {"original_max_position_embeddings": 4096, "rope_scaling": {"type": "su", **FACTORS}}
+    assert model(fields, max_model_len=4096).differing_fields(model(fields, max_model_len=8192)) == ["rope"]
+
+
+def test_a_length_that_vllm_fits_to_its_memory_is_that_with_which_layers_were_built() -> None:
+    def fitted(to: int, built: int) -> Namespace:
+        return model(LONGROPE, max_model_len=to, original_max_model_len=-1, get_and_verify_max_len=lambda _: built)
+
+    assert fitted(2000, 131072).id == model(LONGROPE, max_model_len=131072).id
+    assert fitted(2000, 4096).id == model(LONGROPE, max_model_len=4096).id
+
+
+@pytest.mark.parametrize("kind", ["default", "yarn", "llama3", "dynamic", "linear", "deepseek_yarn", "proportional"])
+def test_the_length_does_not_matter_elsewhere(kind: str) -> None:
+    rope = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 4096}
+    short, long = (model({"rope_parameters": rope}, max_model_len=n) for n in (4096, 8192))
+    assert short.id == long.id
+    assert "rope" not in long.fields
+
+
+def test_a_length_that_vllm_writes_into_the_configuration_does_not_matter() -> None:
+    """As it does for MiniMax-M2."""
+    assert model({"max_model_len": 4096}).id == model({"max_model_len": 8192}).id == model().id
+
+
+def test_llama_4_is_named_by_whether_its_attention_is_tuned() -> None:
+    """A longer context turns that on, and so may either generation configuration; the model's own is a copy."""
+
+    def llama4(length: int, found: dict[str, Any] | None = None, given: dict[str, Any] | None = None) -> str:
+        text = SimpleNamespace(model_type="llama4_text")
+        settings: dict[str, Any] = {
+            "try_get_generation_config": lambda: found or {},
+            "override_generation_config": given or {},
+        }
+        return str(model(hf_text_config=text, max_model_len=length, **settings).fields["attention_scale"])
+
+    off, on = {"attn_temperature_tuning": False}, {"attn_temperature_tuning": True}
+    assert [llama4(length) for length in (8192, 32768, 32769)] == ["False", "False", "True"]
+    assert [llama4(8192, on), llama4(65536, off)] == ["True", "False"]
+    assert [llama4(8192, off, on), llama4(65536, on, off)] == ["True", "False"]
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+class Resolved(str):
+    """A revision as huggingface_hub resolves it: its name, and the commit beside it."""
+
+    __slots__ = ("resolved",)
+    resolved: str
+
+
+def resolved(commit: str) -> Resolved:
+    revision = Resolved("main")
+    revision.resolved = commit
+    return revision
+
+
+def hub(weights: str, config_path: str | None, revision: object) -> str:
+    """The identity of a hub model whose configuration's commit is known."""
+    config = worker_config()
+    config.load_config = SimpleNamespace(load_format="auto")
+    vars(config.model_config).update(model=weights, hf_config_path=config_path, revision=revision)
+    commit = COMMITS["weights" if config_path in {None, weights} else "config"]
+    config.model_config.hf_config = SimpleNamespace(to_dict=dict, _commit_hash=commit)
+    return str(named(config).fields["model"])
+
+
+def test_a_hub_model_is_named_by_the_commit_of_its_weights() -> None:
+    assert hub("org/model", None, None) == f"hub org/model@{COMMITS['weights']}"
+    assert hub("org/model", "org/model", None) == f"hub org/model@{COMMITS['weights']}"
+
+
+def test_a_configuration_from_elsewhere_does_not_name_the_weights() -> None:
+    for commit in (COMMITS["weights"], COMMITS["other weights"]):
+        assert hub("org/model", "org/config", resolved(commit)) == f"hub org/model@{commit}"
+        assert hub("org/model", "org/config", commit) == f"hub org/model@{commit}"
+    for unknown in (None, "main"):
+        with pytest.raises(ConfigError, match=r"set kvstore\.model_id"):
+            hub("org/model", "org/config", unknown)
+
+
+def test_a_model_in_one_file_is_named_by_its_content(tmp_path: Path) -> None:
+    file, found = tmp_path / "model.gguf", []
+    for content in (b"Q4 weights", b"another finetune", b"Q4 weights"):
+        file.write_bytes(content)
+        found.append(hub(str(file), "org/config", None))
+    assert found[0] == found[2] != found[1]
+
+
+def test_online_quantization_is_named_by_its_configuration() -> None:
+    """``--quantization`` alone does not tell which layers are left as they are."""
+    given: list[dict[str, Any] | None] = [None, {"ignore": ["re:.*layers.0.*"]}, {"ignore": ["re:.*layers.1.*"]}]
+    online = [resolve_quantization_config("fp8_per_tensor", one) for one in given]
+    found = [model(quantization="fp8_per_tensor", quantization_config=one) for one in (*online, online[0])]
+    assert found[0].id == found[3].id
+    assert len({one.id for one in found}) == 3
+    assert found[0].differing_fields(found[1]) == ["ModelConfig.quantization_config"]
+
+
+# -- draft layers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"])
+def test_speculation_without_draft_layers_changes_nothing(method: str) -> None:
+    config = worker_config()
+    config.speculative_config = SimpleNamespace(method=method, model=method, quantization="fp8")
+    assert named(config, model_id="mine").id == model({"hidden": 8}).id
+
+
+def test_draft_layers_are_named_with_their_settings() -> None:
+    found = []
+    for settings in ({}, {"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}):
+        config = worker_config()
+        config.speculative_config = SimpleNamespace(method="eagle3", model="org/draft", **settings)
+        found.append(named(config, model_id="mine"))
+    assert found[0].fields["draft"] == "org/draft"
+    assert len({one.id for one in found}) == 3
