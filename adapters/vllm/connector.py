@@ -40,12 +40,12 @@ from kvstore.adapters.vllm.glue.options import (
     worker_options,
 )
 from kvstore.adapters.vllm.glue.ports import admin_server, embedded_server
-from kvstore.adapters.vllm.glue.requests import adapter_of, handover_of, is_shareable, key_extras, request_params
+from kvstore.adapters.vllm.glue.requests import handover_of, is_shareable, key_extras, needs_of, request_params
 from kvstore.adapters.vllm.glue.startup import tell_start
 from kvstore.adapters.vllm.glue.support import check_supported, frees_blocks, stores_nothing, tell_limits
 from kvstore.adapters.vllm.plan import StepPlan, StepReport, WorkerFacts
 from kvstore.adapters.vllm.requests.adapterfiles import AdapterFiles
-from kvstore.adapters.vllm.requests.arrivals import Arrivals
+from kvstore.adapters.vllm.requests.arrivals import NOTHING_KNOWN, Arrivals, Known
 from kvstore.adapters.vllm.requests.params import WITHOUT_CACHE
 from kvstore.adapters.vllm.requests.rows import States, Tables
 from kvstore.adapters.vllm.requests.wishes import Wishes
@@ -323,19 +323,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             lambda: request_params(request, self._config.request_fields),
             lambda: handover_of(request) if self._config.enable_pd else None,
         )
-        adapter = adapter_of(request)
-        if not is_shareable(request):
-            return
-        if adapter is None:
-            self._scheduling.add_request(request, key_extras(request, params), params, handover)
-            return
 
-        def admit(files: str, may_share: bool) -> None:
+        def admit(known: Known | None) -> None:
             """Track it, also if it may not share."""
-            wishes, sends = (params, handover) if may_share else (WITHOUT_CACHE, None)
-            self._scheduling.add_request(request, key_extras(request, wishes, files), wishes, sends)
+            wishes, sends = (params, handover) if known is not None else (WITHOUT_CACHE, None)
+            self._scheduling.add_request(request, key_extras(request, wishes, known or NOTHING_KNOWN), wishes, sends)
 
-        self._arrivals.add(request.request_id, adapter, admit)
+        if is_shareable(request):
+            self._arrivals.add(request.request_id, *needs_of(request, self._vllm_config), admit)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond vLLM's own prefix cache can be loaded, and whether the request waits for them."""

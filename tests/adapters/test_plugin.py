@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.vllm_objects import vllm_config
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -68,6 +69,7 @@ class _NothingConnected(KVStoreConnector):
         self._tell_start = partial(lambda *_: None)
         self._arrivals = Arrivals(AdapterFiles(), 1.0)
         self._config = StoreConfig(required=False)
+        self._vllm_config = vllm_config()
         self._kv_cache_manager = None
         self._has_states = False
         self.facts = []
@@ -279,7 +281,7 @@ def test_a_request_of_an_adapter_waits_for_its_files_and_others_do_not(tmp_path:
     plain = Request("plain", [1, 2, 3], SamplingParams(), None)
     found.on_new_request(plain)
     assert found.get_num_new_matched_tokens(plain, 0) == (0, False)
-    wait([found._arrivals._waiting["styled"].look], 30.0)
+    wait(found._arrivals._waiting["styled"].missing(), 30.0)
     assert found.get_num_new_matched_tokens(request, 0) == (0, False)
     tracker = found._scheduling._trackers["styled"]
     assert tracker.extras.lora == ("style", fingerprint_adapter(tmp_path))
@@ -295,7 +297,7 @@ def test_a_request_of_an_adapter_that_cannot_be_told_is_tracked_without_the_cach
     found._arrivals = Arrivals(AdapterFiles(), 30.0)
     request = lora_request("styled", tmp_path / "nowhere")
     found.on_new_request(request)
-    wait([found._arrivals._waiting["styled"].look], 30.0)
+    wait(found._arrivals._waiting["styled"].missing(), 30.0)
     if is_gone:
         found.request_finished(request, [])
         assert found.get_num_new_matched_tokens(request, 0) == (0, False)

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm import PoolingParams, SamplingParams
 from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    MultiModalSharedField,
+    PlaceholderRange,
+)
+from vllm.multimodal.processing.inputs import ProcessorInputs
+from vllm.renderers.base import BaseRenderer
+from vllm.utils.counter import AtomicCounter
 from vllm.v1.request import Request
 
-from kvstore.adapters.vllm.glue.requests import adapter_of, is_shareable, key_extras, request_params
+from kvstore.adapters.vllm.glue.requests import adapter_of, features_of, is_shareable, key_extras, request_params
 from kvstore.adapters.vllm.identity import fingerprint_adapter
 from kvstore.adapters.vllm.requests.adapterfiles import Adapter
+from kvstore.adapters.vllm.requests.arrivals import Known
+from kvstore.adapters.vllm.requests.contents import Unnamed, content_name
 from kvstore.adapters.vllm.requests.params import NO_PARAMS, RequestParams
 from kvstore.config.schema import REQUEST_FIELDS
-from kvstore.keys import PrefixHasher
+from kvstore.keys import Feature, PrefixHasher
 
 pytestmark = pytest.mark.vllm
 
@@ -36,18 +48,61 @@ def request(**fields: Any) -> Request:
     return Request(**{**defaults, **fields})
 
 
-def keys(request: Request) -> list[bytes]:
+def configured(cache_gb: float = 4, *, prefix_caching: bool = True) -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=cache_gb)),
+        cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
+    )
+
+
+COUNTS = configured(0, prefix_caching=False)
+
+
+def keys(request: Request, config: Any = None) -> list[bytes]:
     adapter = adapter_of(request)
     files = fingerprint_adapter(Path(adapter.folder)) if adapter is not None else ""
-    extras = key_extras(request, lora_files=files)
+    features = features_of(request, config or configured())
+    named = [
+        Feature(content_name(item.modality, item.inputs) or "", item.offset, item.length)
+        if isinstance(item, Unnamed)
+        else item
+        for item in features
+    ]
+    extras = key_extras(request, known=Known(files, tuple(named)))
     hasher = PrefixHasher(4 * BLOCK, BLOCK, extras)
     hasher.update(request.all_token_ids)
     return hasher.block_keys(0)
 
 
-def image(identifier: str, offset: int) -> MultiModalFeatureSpec:
+def image(identifier: str, offset: int, pixels: torch.Tensor | None = None) -> MultiModalFeatureSpec:
     place = PlaceholderRange(offset=offset, length=BLOCK)
-    return MultiModalFeatureSpec(data=None, modality="image", identifier=identifier, mm_position=place)
+    field = MultiModalSharedField(batch_size=1)
+    data = MultiModalKwargsItem({"pixel_values": MultiModalFieldElem(pixels, field)}) if pixels is not None else None
+    return MultiModalFeatureSpec(data=data, modality="image", identifier=identifier, mm_position=place)
+
+
+def named_by_vllm(config: Any, processor_arguments: dict[str, object], uuid: str | None = None) -> str:
+    """The name that vLLM gives to the first image of a process."""
+    renderer: Any = SimpleNamespace(
+        model_config=config.model_config, config=config, _validate_mm_uuids=lambda *_: None,
+        api_process_rank=0, _mm_req_counter=AtomicCounter(),
+    )  # fmt: skip
+    request_id = f"renderer{renderer.api_process_rank}-mm-{renderer._mm_req_counter.inc(1)}"
+    items: Any = _OneImage()
+    uuids = BaseRenderer._process_mm_uuids(renderer, {"image": [b""]}, items, {"image": [uuid]}, request_id)
+    inputs = ProcessorInputs(PROMPT, items, uuids, hf_processor_mm_kwargs=processor_arguments)
+    return str(inputs.get_mm_hashes("model", "sha256")["image"][0])
+
+
+class _OneImage(dict[str, Any]):
+    def __init__(self) -> None:
+        super().__init__(image=self)
+
+    def get_all_items_for_hash(self) -> list[bytes]:
+        return [b""]
+
+    def get_all_counts(self) -> dict[str, int]:
+        return {"image": 1}
 
 
 @pytest.fixture
@@ -104,6 +159,40 @@ def test_images_behind_equal_placeholders_keep_apart_from_where_they_begin() -> 
     assert plain[:2] == cat[:2] == dog[:2]
     assert len({plain[2], cat[2], dog[2], moved[2]}) == 4
     assert len({plain[3], cat[3], dog[3], moved[3]}) == 4
+
+
+@pytest.mark.parametrize("arguments", [{}, {"max_pixels": 784}], ids=["plain", "with arguments"])
+def test_images_that_vllm_counts_keep_apart_by_their_content(arguments: dict[str, object]) -> None:
+    """Their names begin again in every process, and with arguments look like hashes of content."""
+    name, again = (named_by_vllm(COUNTS, arguments) for _ in range(2))
+    assert name == again
+    cat, dog, same = (
+        keys(request(mm_features=[image(name, 0, torch.full((4, 4), pixel))]), COUNTS) for pixel in (0.0, 1.0, 0.0)
+    )
+    assert cat == same
+    assert cat[0] != dog[0]
+
+
+def test_what_vllm_hashes_or_a_client_names_keeps_its_name() -> None:
+    for config in (configured(), configured(0), configured(prefix_caching=False)):
+        for uuid in (None, "cat"):
+            name = named_by_vllm(config, {}, uuid)
+            assert features_of(request(mm_features=[image(name, 0, torch.ones(4))]), config) == [
+                Feature(name, 0, BLOCK)
+            ]
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "pixels"),
+    [(COUNTS, "a name", None), (configured(), "renderer3-mm-7-image-0", torch.ones(1)),
+     (configured(), "style:renderer0-mm-0-image-0", torch.ones(1))],
+    ids=["not sent", "counted elsewhere", "of a LoRA"],
+)  # fmt: skip
+def test_an_image_without_content_or_name_has_none(config: Any, name: str, pixels: torch.Tensor | None) -> None:
+    """Where vLLM has a cache, the item may hold an address in it instead of pixels."""
+    (item,) = features_of(request(mm_features=[image(name, 0, pixels)]), config)
+    assert isinstance(item, Unnamed)
+    assert content_name(item.modality, item.inputs) is None
 
 
 def test_lora_keeps_apart_and_a_copy_is_the_same(lora: LoRARequest, tmp_path: Path) -> None:

@@ -84,7 +84,8 @@ USES: Final = (
     ),
     Use("vllm.sampling_params", "SamplingParams", ("extra_args",)),
     Use("vllm.lora.request", "LoRARequest", ("lora_name", "lora_int_id", "lora_path", "load_inplace")),
-    Use("vllm.multimodal.inputs", "MultiModalFeatureSpec", ("identifier", "mm_position")),
+    Use("vllm.multimodal.inputs", "MultiModalFeatureSpec", ("data", "identifier", "mm_position", "modality")),
+    Use("vllm.multimodal.inputs", "MultiModalFieldElem", ("data",)),
     Use("vllm.multimodal.inputs", "PlaceholderRange", ("offset", "length")),
     Use(
         "vllm.config",
@@ -111,10 +112,12 @@ USES: Final = (
             "enable_sleep_mode",
             "get_head_size",
             "get_total_num_kv_heads",
+            "multimodal_config",
             "use_mla",
         ),
     ),
-    Use("vllm.config", "CacheConfig", ("cache_dtype",)),
+    Use("vllm.config", "MultiModalConfig", ("mm_processor_cache_gb",)),
+    Use("vllm.config", "CacheConfig", ("cache_dtype", "enable_prefix_caching")),
     Use(
         "vllm.config",
         "ParallelConfig",

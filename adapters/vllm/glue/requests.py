@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Final
 
 from kvstore.adapters.vllm.requests.adapterfiles import Adapter
+from kvstore.adapters.vllm.requests.arrivals import NOTHING_KNOWN, Known
+from kvstore.adapters.vllm.requests.contents import Unnamed
 from kvstore.adapters.vllm.requests.params import NO_PARAMS, Handover, RequestParams, parse_handover, parse_params
 from kvstore.keys import Feature, KeyExtras
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
 
 _PROBES: Final = "kvstore.probe\0"
+_COUNTED: Final = re.compile(r"(?:^|:)renderer\d+-mm-\d+-")  # from a renderer elsewhere, or behind a LoRA's name
 
 
 def handover_of(request: Request) -> Handover | None:
@@ -54,15 +60,42 @@ def adapter_of(request: Request) -> Adapter | None:
     return Adapter(adapter.lora_int_id, str(adapter.lora_name), adapter.lora_path, bool(adapter.load_inplace))
 
 
-def key_extras(request: Request, params: RequestParams = NO_PARAMS, lora_files: str = "") -> KeyExtras:
-    """What decides a request's KV in addition to its tokens; ``lora_files`` is the fingerprint of its adapter."""
+def needs_of(request: Request, config: VllmConfig) -> tuple[Adapter | None, list[Feature | Unnamed]]:
+    """What must be known before a request has keys: its adapter's files, and which content its images are."""
+    return adapter_of(request), features_of(request, config)
+
+
+def features_of(request: Request, config: VllmConfig) -> list[Feature | Unnamed]:
+    """The multimodal items of a request, in order of their offset, named where vLLM's identifier tells the content.
+
+    vLLM hashes content for caches of its own only. Without its prefix cache and its processor cache it counts requests
+    from 0 in each process, and may hash the count together with the processor's arguments, so that the identifier
+    looks like one of content; then all inputs are here. A client's own identifiers count otherwise, as in vLLM's
+    prefix cache. With a cache, the inputs may be elsewhere, and only their address here.
+    """
+    multimodal = config.model_config.multimodal_config if request.mm_features else None
+    counts = (
+        multimodal is not None
+        and multimodal.mm_processor_cache_gb == 0
+        and not config.cache_config.enable_prefix_caching
+    )
+    return [_feature_of(feature, counts=counts) for feature in request.mm_features]
+
+
+def _feature_of(feature: MultiModalFeatureSpec, *, counts: bool) -> Feature | Unnamed:
+    offset, length = feature.mm_position.offset, feature.mm_position.length
+    if not counts and not _COUNTED.search(feature.identifier):
+        return Feature(feature.identifier, offset, length)
+    data = feature.data if counts and feature.data is not None else {}
+    return Unnamed(feature.modality, {name: element.data for name, element in data.items()}, offset, length)
+
+
+def key_extras(request: Request, params: RequestParams = NO_PARAMS, known: Known = NOTHING_KNOWN) -> KeyExtras:
+    """What decides a request's KV in addition to its tokens."""
     adapter = adapter_of(request)
     return KeyExtras(
-        lora=(adapter.name, lora_files) if adapter is not None else None,
+        lora=(adapter.name, known.files) if adapter is not None else None,
         cache_salt=f"{_PROBES}{params.probe}" if params.probe else request.cache_salt,
         tags=params.tags,
-        features=tuple(
-            Feature(feature.identifier, feature.mm_position.offset, feature.mm_position.length)
-            for feature in request.mm_features
-        ),
+        features=known.features,
     )

@@ -16,7 +16,7 @@ from support.gate import HANG_GUARD_S, Gate
 from kvstore.adapters.vllm.identity import digest_of as digest_whole
 from kvstore.adapters.vllm.requests import adapterfiles, arrivals
 from kvstore.adapters.vllm.requests.adapterfiles import Adapter, AdapterFiles, Look
-from kvstore.adapters.vllm.requests.arrivals import Arrivals
+from kvstore.adapters.vllm.requests.arrivals import Arrivals, Known
 
 
 @pytest.fixture
@@ -208,47 +208,45 @@ def test_close_ends_the_threads_and_who_waits_gets_nothing(
 
 class TestArrivals:
     @pytest.fixture
-    def admitted(self) -> list[tuple[str, bool]]:
+    def admitted(self) -> list[Known | None]:
         return []
 
     def test_a_request_waits_until_its_files_are_known(
-        self, adapters: AdapterFiles, folder: Path, admitted: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+        self, adapters: AdapterFiles, folder: Path, admitted: list[Known | None], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         gate = Gate()
         monkeypatch.setattr(adapterfiles, "digest_of", gate.before(digest_whole))
         arriving = Arrivals(adapters, HANG_GUARD_S)
         assert arriving.is_admitted("without an adapter")
-        arriving.add("one", named(folder), lambda *known: admitted.append(known))
+        arriving.add("one", named(folder), [], admitted.append)
         for _ in range(3):
             assert not arriving.is_admitted("one")
             arriving.end_pass()
         assert not admitted
         gate.open()
-        ended(arriving._waiting["one"].look)
+        wait(arriving._waiting["one"].missing(), HANG_GUARD_S)
         assert arriving.is_admitted("one")
         assert arriving.is_admitted("one")
-        ((files, may_share),) = admitted
-        assert may_share
-        assert files == fingerprint(adapters, named(folder))
+        assert admitted == [Known(fingerprint(adapters, named(folder)) or "never")]
 
     def test_one_that_has_waited_too_long_does_without_the_cache(
-        self, adapters: AdapterFiles, folder: Path, admitted: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+        self, adapters: AdapterFiles, folder: Path, admitted: list[Known | None], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         assert fingerprint(adapters, named(folder)) is not None
         touch(folder / "adapter_config.json")
         gate = Gate()
         monkeypatch.setattr(adapterfiles, "digest_of", gate.before(digest_whole))
         arriving = Arrivals(adapters, 0.0)
-        arriving.add("late", named(folder), lambda *known: admitted.append(known))
+        arriving.add("late", named(folder), [], admitted.append)
         assert arriving.is_admitted("late")
-        assert admitted == [("", False)]
+        assert admitted == [None]
         gate.open()
 
     def test_one_that_is_gone_is_forgotten(
-        self, adapters: AdapterFiles, folder: Path, admitted: list[tuple[str, bool]]
+        self, adapters: AdapterFiles, folder: Path, admitted: list[Known | None]
     ) -> None:
         arriving = Arrivals(adapters, HANG_GUARD_S)
-        arriving.add("gone", named(folder), lambda *known: admitted.append(known))
+        arriving.add("gone", named(folder), [], admitted.append)
         arriving.end("gone")
         assert arriving.is_admitted("gone")
         assert not admitted
@@ -268,7 +266,7 @@ class TestArrivals:
         arriving = Arrivals(adapters, HANG_GUARD_S)
         for _ in range(2):
             for number in range(20):
-                arriving.add(f"{number}", named(folder), lambda *_: None)
+                arriving.add(f"{number}", named(folder), [], lambda _: None)
                 assert not arriving.is_admitted(f"{number}")
             arriving.end_pass()
         assert waits == [arrivals.PASS_BUDGET_S] * 2
