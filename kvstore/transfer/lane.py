@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import TierError, TierTimeoutError
+from kvstore.errors import KVStoreError, TierError, TierTimeoutError
 from kvstore.keys import Namespace
 from kvstore.memory.labelled import LabelledPool
 from kvstore.throttle import Throttle
@@ -209,7 +209,7 @@ class Lane:
         except TierTimeoutError as error:
             self._log("cannot read from the %s tier: %s", error)
             return Arrival(Outcome.FAILED, error.pending)
-        except TierError as error:
+        except KVStoreError as error:
             self._log("cannot read from the %s tier: %s", error)
             return Arrival(Outcome.FAILED)
 
@@ -218,7 +218,7 @@ class Lane:
             return Loan.refused(len(refs))
         try:
             return self._tier.borrow(refs)
-        except TierError as error:
+        except KVStoreError as error:
             self._log("cannot read from the %s tier: %s", error)
             return Loan.refused(len(refs))
 
@@ -281,7 +281,7 @@ class Lane:
     def _is_over(self, write: _Write) -> bool:
         return write.sweeps != self._sweeps
 
-    def _log(self, message: str, error: TierError) -> None:
+    def _log(self, message: str, error: KVStoreError) -> None:
         """Warn at most once a minute: a broken tier fails every chunk in the same way."""
         self._throttle.log("any", message, self._tier.name, error)
 

@@ -182,13 +182,12 @@ def test_a_fault_nobody_foresaw_in_a_write(
 
 
 def test_a_fault_nobody_foresaw_in_a_read(rig: Rig, tier: FakeTier, tmp_path: Path) -> None:
-    """It reaches the caller, as it is a fault of ours, but it leaks nothing."""
+    """It is a failed read, and leaks nothing."""
     with rig.open(local_disk=tmp_path) as engine:
         rig.store(engine, TOKENS)
     with rig.open(local_disk=tmp_path) as engine:
         tier.before_get = lambda: 1 / 0
-        with pytest.raises(ZeroDivisionError):
-            rig.retrieve(engine, TOKENS)
+        assert rig.retrieve(engine, TOKENS) == 0
         check_idle(engine)
         tier.before_get = lambda: None
         rig.store(engine, TOKENS)

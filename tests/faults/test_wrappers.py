@@ -38,6 +38,7 @@ from kvstore.tiers.guards import (
     BreakerState,
     CircuitBreaker,
     Deadline,
+    Foreseen,
     GuardOptions,
     Statistics,
     TierWrapper,
@@ -265,7 +266,9 @@ def test_a_guarded_tier_survives_a_disk_that_hangs(caplog: pytest.LogCaptureFixt
     breaker, deadline = find(disk, CircuitBreaker), find(disk, Deadline)
     assert breaker is not None
     assert deadline is not None
-    assert [type(layer) for layer in layers(disk)] == [Statistics, CircuitBreaker, Deadline, FaultInjector, FakeTier]
+    assert [type(layer) for layer in layers(disk)] == [
+        Statistics, CircuitBreaker, Deadline, Foreseen, FaultInjector, FakeTier,
+    ]  # fmt: skip
     pendings = []
     for _ in range(2):
         with pytest.raises(TierTimeoutError) as caught:

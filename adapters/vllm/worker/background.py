@@ -10,6 +10,7 @@ read blocks that have been overwritten. What the model launches can then be orde
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -24,6 +25,8 @@ from kvstore.keys import PrefixKey
 from kvstore.paged.streams import Moment
 from kvstore.transfer.mover import LoadResult, Mover, MoverCounters, StoreJob, Stores
 from kvstore.transfer.stopwatch import Stopwatch
+
+logger = logging.getLogger(__name__)
 
 
 class Fetched(NamedTuple):
@@ -74,7 +77,7 @@ class Background:
         self._storer.paged.streams.hold(self._model.streams.now())
         with record_function("kvstore::gather"):
             stores = self._storer.start_store(jobs)
-        self._saving.append((step, ended, self._stores.submit(self._store, stores)))
+        self._saving.append((step, ended, self._stores.submit(self._store, stores, jobs)))
 
     def fence(self) -> None:
         """Let blocks that are being stored be overwritten by what the model's thread does from now on."""
@@ -109,9 +112,9 @@ class Background:
     def take_fetched(self) -> list[Fetched]:
         """Loads that have ended since the last call."""
         done = [
-            (fetch, loaded.result(), watch)
+            (fetch, self._result_of(fetch, loaded), watch)
             for fetch, loaded, watch in self._fetching.values()
-            if loaded.done() and (loaded.exception() is not None or watch.has_stopped)
+            if loaded.done() and watch.has_stopped
         ]
         for fetch, _, _ in done:
             del self._fetching[fetch.number]
@@ -119,10 +122,17 @@ class Background:
         self._revoked &= self._fetching.keys()
         return ended
 
+    def _result_of(self, fetch: Fetch, loaded: Future[LoadResult]) -> LoadResult:
+        error = loaded.exception()
+        if error is None:
+            return loaded.result()
+        logger.error("a defect: an asynchronous load has failed, and is computed instead", exc_info=error)
+        return LoadResult(_keys_of(fetch), set())
+
     def _unless_revoked(self, fetch: Fetch, result: LoadResult) -> LoadResult:
         if fetch.number not in self._revoked:
             return result
-        return LoadResult({job.step.ref.prefix_key for job in fetch.loads}, result.lost)
+        return LoadResult(_keys_of(fetch), result.lost)
 
     def take_saved(self) -> list[Saved]:
         """Stores that have ended since the last call, in their order."""
@@ -157,8 +167,16 @@ class Background:
         with record_function("kvstore::load"), watch:
             return self._loader.load(fetch.loads)
 
-    def _store(self, stores: Stores) -> tuple[set[PrefixKey], float]:
+    def _store(self, stores: Stores, jobs: Sequence[StoreJob]) -> tuple[set[PrefixKey], float]:
         begin_s = time.perf_counter()
         with record_function("kvstore::store"):
-            failed = self._storer.finish_store(stores)
+            try:
+                failed = self._storer.finish_store(stores)
+            except Exception:
+                logger.exception("a defect: an asynchronous store has failed")
+                failed = {job.step.ref.prefix_key for job in jobs}
         return failed, time.perf_counter() - begin_s
+
+
+def _keys_of(fetch: Fetch) -> set[PrefixKey]:
+    return {job.step.ref.prefix_key for job in fetch.loads}

@@ -14,6 +14,7 @@ from kvstore.tiers.guards.base import TierWrapper, find, layers
 from kvstore.tiers.guards.breaker import BreakerState, CircuitBreaker
 from kvstore.tiers.guards.crew import Crew
 from kvstore.tiers.guards.deadline import Deadline
+from kvstore.tiers.guards.foreseen import Foreseen
 from kvstore.tiers.guards.stats import Statistics
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "CircuitBreaker",
     "Crew",
     "Deadline",
+    "Foreseen",
     "GuardOptions",
     "Statistics",
     "TierWrapper",
@@ -52,18 +54,22 @@ class GuardOptions:
 
 
 def guarded(tier: Tier, options: GuardOptions, crew: Crew | None = None) -> Statistics:
-    """``Statistics(CircuitBreaker(Deadline(tier)))``: what a tier that may break needs.
+    """``Statistics(CircuitBreaker(Deadline(Foreseen(tier))))``: what a tier that may break needs.
 
-    The order matters. The deadline is inside the breaker: a time-out counts as a failure, a probe cannot hang, and a
-    call that the breaker answers takes no thread. The statistics are outside: they show what the caller gets, such as
-    the wait for a thread. Tiers on one storage may share the threads of a ``crew``, which its owner closes.
+    The order matters. Whatever a tier raises is an error of the tier before anybody counts it. The deadline is inside
+    the breaker: a time-out counts as a failure, a probe cannot hang, and a call that the breaker answers takes no
+    thread. The statistics are outside: they show what the caller gets, such as the wait for a thread. Tiers on one
+    storage may share the threads of a ``crew``, which its owner closes.
 
     Raises:
         InvalidCallError: an option is out of range; the tier is closed then.
     """
     with ExitStack() as opened:
         opened.callback(tier.close)
-        deadline = Deadline(tier, options.timeout_s, options.threads, slow_timeout_s=options.slow_timeout_s, crew=crew)
+        foreseen = Foreseen(tier)
+        deadline = Deadline(
+            foreseen, options.timeout_s, options.threads, slow_timeout_s=options.slow_timeout_s, crew=crew
+        )
         opened.callback(deadline.close)
         breaker = CircuitBreaker(
             deadline, options.failures, options.probe_interval_s, asks_storage=options.asks_storage

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 from redis.exceptions import ResponseError
 
@@ -105,12 +105,11 @@ class Calls:
             TierError: a server failed.
         """
         for node in self.nodes.masters():
-            cursor: object = b"0"
+            cursor = b"0"
             while True:
                 with node.link() as link:
-                    page = link.call("SCAN", bytes(cursor), "MATCH", pattern, "COUNT", _PAGE_KEYS)  # type: ignore[call-overload]
-                cursor, keys = page  # type: ignore[misc]
-                yield node, keys  # type: ignore[misc]
+                    cursor, keys = _page(link.call("SCAN", cursor, "MATCH", pattern, "COUNT", _PAGE_KEYS))
+                yield node, keys
                 if cursor == b"0":
                     break
 
@@ -154,10 +153,28 @@ def _epoch(link: Link, home: Home) -> bytes:
     if found is None:
         link.call("SET", home.epoch_key, _new_epoch(), "NX")
         found = link.call("GET", home.epoch_key)
-    if isinstance(found, bytes) and len(found) == _EPOCH_DIGITS:
-        return found
     if isinstance(found, ResponseError) and not str(found).startswith("WRONGTYPE"):
         raise found
-    fresh = _new_epoch()  # somebody wrote something else there
-    link.call("SET", home.epoch_key, fresh)
-    return fresh
+    if not _is_epoch(found):  # somebody wrote something else there
+        link.call("SET", home.epoch_key, _new_epoch())
+        found = link.call("GET", home.epoch_key)
+    if not _is_epoch(found):  # or every look would find another one
+        raise ResponseError("the server does not keep the epoch that it was told")
+    return found
+
+
+def _is_epoch(found: Reply) -> TypeGuard[bytes]:
+    return isinstance(found, bytes) and len(found) == _EPOCH_DIGITS
+
+
+def _page(reply: Reply) -> tuple[bytes, list[bytes]]:
+    """The cursor and the keys of an answer to SCAN.
+
+    Raises:
+        ResponseError: it is something else.
+    """
+    if isinstance(reply, list) and len(reply) == 2:
+        cursor, keys = reply
+        if isinstance(cursor, bytes) and cursor.isdigit() and isinstance(keys, list):
+            return cursor, [key for key in keys if isinstance(key, bytes)]
+    raise ResponseError("a malformed answer to SCAN")

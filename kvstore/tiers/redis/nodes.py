@@ -270,10 +270,16 @@ def _slot_map(ranges: object, asked: Address) -> list[Address | None]:
         for first, last, (host, port, *_), *_ in ranges:  # type: ignore[attr-defined]
             # A node that does not know its own address sends none: then it is the one that was asked.
             address = Address(host.decode() if host else asked.host, port)
-            slots[first : last + 1] = [address] * (last + 1 - first)
+            slots[first : last + 1] = [address] * _num_slots(first, last)
     except (TypeError, ValueError, AttributeError) as error:
         raise ResponseError(f"a malformed answer to CLUSTER SLOTS: {error}") from error
     return slots
+
+
+def _num_slots(first: int, last: int) -> int:
+    if not 0 <= first <= last < REDIS_CLUSTER_HASH_SLOTS:
+        raise ValueError(f"it has no slots {first} to {last}")
+    return last + 1 - first
 
 
 def open_nodes(target: RedisTarget) -> Nodes:

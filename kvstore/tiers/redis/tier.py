@@ -40,7 +40,7 @@ from kvstore.tiers.redis.wire import Reply, checked, pack
 
 logger = logging.getLogger(__name__)
 
-_LOOKS = 8  # at a chunk that is replaced repeatedly while it is read
+_LOOKS = 8  # at a chunk or an epoch that is replaced repeatedly while it is read
 _BATCH_CHUNKS = 256
 _CUT_WAIT_S = 2.0
 Moved = tuple[Outcome, int]  # what became of a chunk, and the length of its values if it moved
@@ -122,7 +122,7 @@ class RedisTier(Tier):
             TierError: no server answers. If only some do, the chunks of the others count as missing.
         """
         with self._operation():
-            while refs:
+            for _ in range(_LOOKS if refs else 0):
                 home = self._known_home()
                 tags = [home.tag(ref) for ref in refs]
                 answers = self._ask_in(home, [(tag, [exists_command(tag)]) for tag in tags])
@@ -131,6 +131,8 @@ class RedisTier(Tier):
                         home, (ref for ref, answer in zip(refs, answers, strict=True) if answer == 0)
                     )
                     return [answer == 1 for answer in answers]
+            if refs:
+                raise self._restless()
             return []
 
     @property
@@ -141,13 +143,14 @@ class RedisTier(Tier):
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         """See ``Tier``: one round trip to every server that has some. Those of other servers are left out."""
         with self._operation():
-            while True:
+            for _ in range(_LOOKS):
                 home = self._known_home()
                 errand, near = self._trails.look(home, trails)
                 answers = self._ask_in(home, errand.questions) if errand.questions else []
                 if answers is not None:
                     errand.take(answers)
                     return self._trails.name(home, trails, near)
+            raise self._restless()
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read chunks into their buffers, one after the other; call from several threads to overlap them.
@@ -240,12 +243,16 @@ class RedisTier(Tier):
 
     def _current_home(self) -> Home:
         """The home with the current epoch."""
-        while True:
+        for _ in range(_LOOKS):
             known = self._home
             epoch = self._calls.epoch(known)
             if epoch == known.epoch:
                 return known
             self._enter(Home(known.namespace_id, epoch), instead_of=known)
+        raise self._restless()
+
+    def _restless(self) -> TierError:
+        return TierError(f"Redis at {self._target} names another epoch at each of {_LOOKS} looks")
 
     def _renew(self, home: Home) -> Home:
         """Begin a new epoch of a namespace, and go there if this tier is in the old one."""

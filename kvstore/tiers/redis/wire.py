@@ -22,6 +22,11 @@ Buffer = bytes | memoryview
 
 _READ_BYTES = 16 << 10
 _NO_VALUE = -1
+_MAX_LINE_BYTES = 64 << 10
+_MAX_REPLY_BYTES = 64 << 20  # with all that is in it: sixty times a part of a chunk, or a million keys
+_ITEM_BYTES = 64  # of memory for each item of an array
+_MAX_DEPTH = 8
+_STEP_BYTES = 1 << 20  # by which memory for a value grows as its bytes come
 
 
 class _ReaderFactory(Protocol):
@@ -64,25 +69,46 @@ class Reader(BaseParser):
         return self.reply()
 
     def reply(self) -> Reply:
-        """The next reply of any kind. Errors of the server are values."""
+        """The next reply of any kind. Errors of the server are values.
+
+        Raises:
+            RedisConnectionError: what came is no RESP2, or larger than anything that is asked for.
+        """
+        reply, _ = self._reply(_MAX_REPLY_BYTES, _MAX_DEPTH)
+        return reply
+
+    def _reply(self, room_bytes: int, depth: int) -> tuple[Reply, int]:
+        """A reply that has room, with at most so many arrays within each other, and the room that it leaves."""
         kind, rest = self._head()
         if kind == b"+":
-            return rest
+            return rest, room_bytes
         if kind == b":":
-            return int(rest)
+            return _number(rest), room_bytes
         if kind == b"-":
-            return self._error(rest)
-        length = int(rest)
+            return self._error(rest), room_bytes
+        size_bytes = 1 if kind == b"$" else _ITEM_BYTES
+        length = _length(rest, room_bytes // size_bytes)
+        room_bytes -= max(0, length) * size_bytes
         if length == _NO_VALUE:
-            return None
+            return None, room_bytes
         if kind == b"$":
-            value = bytearray(length)
-            self._fill(memoryview(value))
-            self._end_of_value()
-            return bytes(value)
-        if kind == b"*":
-            return [self.reply() for _ in range(length)]
-        raise RedisConnectionError("the server does not speak RESP2")
+            return self._value(length), room_bytes
+        if kind != b"*" or not depth:
+            raise RedisConnectionError("the server does not speak RESP2")
+        items: list[Reply] = []
+        for _ in range(length):
+            item, room_bytes = self._reply(room_bytes, depth - 1)
+            items.append(item)
+        return items, room_bytes
+
+    def _value(self, length: int) -> bytes:
+        value = bytearray()
+        while len(value) < length:
+            begin = len(value)
+            value.extend(bytes(min(length - begin, _STEP_BYTES)))
+            self._fill(memoryview(value)[begin:])
+        self._end_of_value()
+        return bytes(value)
 
     def value_into(self, prefix_bytes: int, view: memoryview) -> Reply:
         """Read a value of exactly ``prefix_bytes`` and the length of ``view``, the second part into ``view``.
@@ -92,9 +118,11 @@ class Reader(BaseParser):
             or the server's error.
         """
         kind, rest = self._head()
-        if kind != b"$":
+        if kind == b"-":
             return self._error(rest)
-        length = int(rest)
+        if kind != b"$":
+            raise RedisConnectionError("the server does not answer with a value")
+        length = _length(rest, max(_MAX_REPLY_BYTES, prefix_bytes + len(view)))
         if length == _NO_VALUE:
             return None
         prefix = bytearray(prefix_bytes)
@@ -123,7 +151,11 @@ class Reader(BaseParser):
         return self._socket
 
     def _error(self, text: bytes) -> ResponseError:
-        error = BaseParser.parse_error(text.decode(errors="replace"))
+        said = text.decode(errors="replace")
+        try:
+            error = BaseParser.parse_error(said)
+        except (ValueError, LookupError):  # such as MOVED to nowhere
+            raise RedisConnectionError(f"the server sends a malformed error: {said[:64]}") from None
         if not isinstance(error, ResponseError):  # such as LOADING: redis-py counts it as a lost connection
             raise error
         return error
@@ -138,6 +170,8 @@ class Reader(BaseParser):
                 self._begin = stop
                 return line[:1], line[1:-2]
             line += self._memory[self._begin : self._end]
+            if len(line) > _MAX_LINE_BYTES:
+                raise RedisConnectionError("the server does not speak RESP2: a line has no end")
             self._receive()
 
     def _receive(self) -> None:
@@ -169,6 +203,21 @@ class Reader(BaseParser):
         self._fill(memoryview(end))
         if end != b"\r\n":
             raise RedisConnectionError("the server does not speak RESP2")
+
+
+def _number(text: bytes) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise RedisConnectionError(f"the server does not speak RESP2: {text[:32]!r} is no number") from error
+
+
+def _length(text: bytes, limit: int) -> int:
+    """The length that a reply announces, or ``_NO_VALUE``."""
+    length = _number(text)
+    if not _NO_VALUE <= length <= limit:
+        raise RedisConnectionError(f"the server announces a reply of length {length}; at most {limit} is taken")
+    return length
 
 
 class Link:

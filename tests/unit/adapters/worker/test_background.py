@@ -12,7 +12,6 @@ from support.fake_parts import BLOCK, CHUNK, Setup
 from support.fake_vllm import FakeVllm, one_after_the_other
 from support.gate import HANG_GUARD_S, Gate
 
-from kvstore.adapters.vllm.plan import Fetch
 from kvstore.adapters.vllm.scheduler import choice
 from kvstore.catalog.plans import MissReason, Place
 from kvstore.chunks import Outcome
@@ -64,6 +63,18 @@ def reads(vllm: FakeVllm) -> int:
 def assert_idle(vllm: FakeVllm) -> None:
     vllm.settle()
     vllm.assert_nothing_leaked()
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def call(*_: object) -> None:
+        raise error
+
+    return call
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[type[BaseException] | None]:
+    """The kinds of exceptions whose tracebacks are in the log."""
+    return [record.exc_info[0] for record in caplog.records if record.exc_info]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -229,20 +240,37 @@ def test_computing_what_is_dear_to_load(build: Build) -> None:
     assert_idle(vllm)
 
 
-def test_a_fault_of_the_program_reaches_vllm(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread must not swallow what nobody foresaw."""
+def test_a_fault_in_a_load_beside_the_steps_fails_that_load(
+    build: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     vllm = warm(build())
     (worker,) = vllm.workers
+    monkeypatch.setattr(worker._background._loader, "_scatter_arrivals", raising(ZeroDivisionError()))
+    assert vllm.ask("again", PROMPT).state == "finished"
+    assert vllm.recovered == 1
+    assert logged(caplog) == [ZeroDivisionError]
+    monkeypatch.undo()
+    vllm.settle()
+    vllm.forget_local()
+    vllm.ask("later", PROMPT)
+    assert vllm.loaded_tokens["later"] == len(PROMPT) - 1
+    assert_idle(vllm)
 
-    def broken(*_: object) -> None:
-        raise ZeroDivisionError
 
-    monkeypatch.setattr(worker._background._loader, "load", broken)
-    worker._background.fetch(Fetch(99, "one"))
-    worker._background._fetching[99][1].exception()  # wait for it
-    with pytest.raises(ZeroDivisionError):
-        worker.end_loads()
-    worker._background._fetching.clear()
+def test_a_fault_in_a_store_beside_the_steps_fails_that_store(
+    build: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    vllm = build()
+    (worker,) = vllm.workers
+    monkeypatch.setattr(worker._background._storer.paged, "gather_chunks", raising(ZeroDivisionError()))
+    assert vllm.ask("first", PROMPT).state == "finished"
+    vllm.settle()
+    assert set(logged(caplog)) == {ZeroDivisionError}
+    monkeypatch.undo()
+    vllm.forget_local()
+    vllm.ask("again", PROMPT)
+    assert vllm.loaded_tokens["again"] == 0
+    assert_idle(vllm)
 
 
 def test_those_that_have_ended_do_not_count_as_running(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,109 @@
+"""Errors that no tier should raise: they are failures of the tier, with a traceback in the log, and end no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_parts import CHUNK, Setup
+from support.fake_vllm import one_after_the_other
+from support.rig import FakeTier
+from support.wrapped import HIT, ref_of, transfer
+
+from kvstore.errors import ClosedError, InvalidCallError, KVStoreError, TierError
+from kvstore.testing.harness import MINE
+from kvstore.tiers.disk.tier import DiskTier
+from kvstore.tiers.guards import BreakerState, CircuitBreaker, Foreseen, GuardOptions, find, guarded
+
+PROMPT = [number % 50 for number in range(6 * CHUNK + 3)]
+CALLS: dict[str, Callable[[Foreseen], Any]] = {
+    "contains": lambda tier: tier.contains([ref_of(1)]),
+    "nearest": lambda tier: tier.nearest([b"trail"]),
+    "get": lambda tier: tier.get([transfer(1)]),
+    "get_layers": lambda tier: tier.get_layers([transfer(1)], range(1)),
+    "borrow": lambda tier: tier.borrow([ref_of(1)]),
+    "put": lambda tier: tier.put([transfer(1)]),
+    "remove": lambda tier: tier.remove([ref_of(1)]),
+    "clear": lambda tier: tier.clear(),
+    "reset": lambda tier: tier.reset(MINE),
+    "scan": lambda tier: tier.scan(),
+    "trails": lambda tier: tier.trails(),
+    "drop_spares": lambda tier: tier.drop_spares(1),
+}
+LISTS = ("contains", "nearest", "get", "get_layers", "put")  # answers about each chunk
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def call(*_: object, **__: object) -> Any:
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), MemoryError(), TimeoutError(), RecursionError()], ids=repr)
+@pytest.mark.parametrize("name", CALLS)
+def test_whatever_a_call_raises_is_an_error_of_the_tier(
+    name: str, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(FakeTier, name, raising(error))
+    tier = Foreseen(FakeTier())
+    for _ in range(2):
+        with pytest.raises(TierError, match=f"{name} of the fake tier raised {type(error).__name__}") as caught:
+            CALLS[name](tier)
+        assert caught.value.__cause__ is error
+    (record,) = caplog.records
+    assert record.exc_info is not None
+    assert record.exc_info[1] is error
+
+
+@pytest.mark.parametrize("error", [TierError("broken"), ClosedError("closed"), InvalidCallError("a bad buffer")])
+def test_errors_that_the_contract_knows_pass(error: KVStoreError, caplog: pytest.LogCaptureFixture) -> None:
+    tier = FakeTier()
+    tier.before_get = raising(error)
+    with pytest.raises(type(error)) as caught:
+        Foreseen(tier).get([transfer(1)])
+    assert caught.value is error
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_an_answer_about_too_few_chunks_is_an_error_of_the_tier(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeTier, name, lambda *_: [])
+    with pytest.raises(TierError, match="about 0 chunks instead of 1"):
+        CALLS[name](Foreseen(FakeTier()))
+
+
+def test_they_count_for_the_breaker() -> None:
+    tier = FakeTier()
+    tier.put([transfer(1)])
+    tier.before_get = raising(ValueError("odd"))
+    disk = guarded(tier, GuardOptions(failures=2, probe_interval_s=0.0))
+    for _ in range(2):
+        with pytest.raises(TierError):
+            disk.get([transfer(1)])
+    assert not disk.answers
+    assert disk.errors == 2
+    tier.before_get = lambda: None
+    assert disk.get([transfer(1)]) == [HIT]
+    assert find(disk, CircuitBreaker).state is BreakerState.CLOSED  # type: ignore[union-attr]
+    disk.close()
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("error", [ValueError("odd"), InvalidCallError("a bad buffer")], ids=["defect", "ours"])
+def test_an_engine_goes_on(
+    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, *, is_async: bool
+) -> None:
+    with one_after_the_other(Setup(folder=tmp_path, async_load=is_async, async_save=True)) as build:
+        vllm = build()
+        vllm.ask("first", PROMPT)
+        vllm.settle()
+        vllm = build()
+        monkeypatch.setattr(DiskTier, "get", raising(error))
+        assert vllm.ask("again", PROMPT).state == "finished"
+        monkeypatch.setattr(DiskTier, "put", raising(error))
+        monkeypatch.setattr(DiskTier, "remove", raising(error))
+        assert vllm.ask("other", PROMPT[1:]).state == "finished"
+        vllm.settle()
