@@ -53,16 +53,16 @@ class TestDiskThreads:
     def test_an_error_that_nobody_foresaw_costs_one_chunk(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        put, failures = DiskTier.put, 6
+        claim, failures = disk_tiers.DiskTiers.claim, 6
 
-        def put_or_not(tier: DiskTier, transfers: Sequence[Transfer]) -> list[Outcome]:
+        def claim_or_not(tiers: disk_tiers.DiskTiers, space: Space, num_bytes: int) -> bool:
             nonlocal failures
             if failures:
                 failures -= 1
                 raise ZeroDivisionError("broken on purpose")
-            return put(tier, transfers)
+            return claim(tiers, space, num_bytes)
 
-        monkeypatch.setattr(DiskTier, "put", put_or_not)
+        monkeypatch.setattr(disk_tiers.DiskTiers, "claim", claim_or_not)
         with serving_ipc(disk=DiskOptions(tmp_path, 1 << 20), max_writes=2) as server:
             tier = open_tier(server.url)
             refs = [make_ref(number) for number in range(8)]
