@@ -35,7 +35,7 @@ class Chunk:
         is_whole: all of it is in memory. Not so while it is written, or read from disk.
         is_gone: it was removed; its pages are freed with the last use.
         epoch: of its namespace, when its write began.
-        sums: known checksums of parts of its payload, by offset and length.
+        sums: known checksums of parts of its payload as it is in memory, by offset and length.
         trail: the keys at the ends of its blocks; empty if they were not told.
     """
 

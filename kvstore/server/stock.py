@@ -397,6 +397,7 @@ class Stock:
         self._free.give(chunk.runs)
         chunk.runs = ()
         chunk.is_whole = False
+        chunk.sums = {}  # a codec may bring other bytes back
         if not chunk.is_gone:
             self._memory.evict(chunk.key)
 
