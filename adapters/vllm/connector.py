@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvstore.adapters.vllm import refusals
 from kvstore.adapters.vllm.glue import capabilities, logs
+from kvstore.adapters.vllm.glue.adapterloads import adapter_files
 from kvstore.adapters.vllm.glue.binding import groups_of, hold_nothing, paged_kv_of
 from kvstore.adapters.vllm.glue.groups import announced_group, group_ids, has_states
 from kvstore.adapters.vllm.glue.namespace import namespace_of
@@ -44,7 +45,6 @@ from kvstore.adapters.vllm.glue.requests import handover_of, is_shareable, key_e
 from kvstore.adapters.vllm.glue.startup import tell_start
 from kvstore.adapters.vllm.glue.support import check_supported, frees_blocks, stores_nothing, tell_limits
 from kvstore.adapters.vllm.plan import StepPlan, StepReport, WorkerFacts
-from kvstore.adapters.vllm.requests.adapterfiles import AdapterFiles
 from kvstore.adapters.vllm.requests.arrivals import NOTHING_KNOWN, Arrivals, Known
 from kvstore.adapters.vllm.requests.params import WITHOUT_CACHE
 from kvstore.adapters.vllm.requests.rows import States, Tables
@@ -134,7 +134,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._group_ids = group_ids(kv_cache_config)
         self._has_states = has_states(kv_cache_config)
         self._stores_nothing = stores_nothing(vllm_config, kv_cache_config)
-        self._arrivals = Arrivals(AdapterFiles(), self._config.lookup_timeout_ms / 1000)
+        self._arrivals = Arrivals(adapter_files(role), self._config.lookup_timeout_ms / 1000)
         self._gave_up = False
         self.facts: list[WorkerFacts] = []
         self.index: ChunkIndex | None = None

@@ -83,6 +83,7 @@ USES: Final = (
         ),
     ),
     Use("vllm.sampling_params", "SamplingParams", ("extra_args",)),
+    Use("vllm.v1.engine.core", "EngineCore", ("add_lora",)),
     Use("vllm.lora.request", "LoRARequest", ("lora_name", "lora_int_id", "lora_path", "load_inplace")),
     Use("vllm.multimodal.inputs", "MultiModalFeatureSpec", ("data", "identifier", "mm_position", "modality")),
     Use("vllm.multimodal.inputs", "MultiModalFieldElem", ("data",)),

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 _THREADS: Final = 2  # one may hang in a folder
 _MAX_DIGESTS: Final = 4096  # files
 _SETTLED_S: Final = 2.0  # a younger file may change again without its times changing
+_CLOCK_S: Final = 0.05  # a kernel's times of files lag behind its clock by a tick
 
 
 class Adapter(NamedTuple):
@@ -48,10 +50,12 @@ class AdapterFiles:
     """Fingerprints of LoRA adapters. ``look`` and ``take`` are for one thread; the files are read on others.
 
     vLLM keeps an adapter in memory under its number, and may load its files again at any time. Once the files of a
-    number have changed, nobody can say which of them a request will use, so the number is never trusted again.
+    number have changed, nobody can say which of them a request will use, so the number is never trusted again. The same
+    holds where they changed after vLLM loaded them and before the first look.
     """
 
     def __init__(self) -> None:
+        self._loaded_s: dict[int, float] = {}  # when vLLM had a number's files first, at the earliest
         self._known: dict[int, str] = {}
         self._distrusted: set[int] = set()
         self._digests = _Digests()
@@ -62,8 +66,13 @@ class AdapterFiles:
         self._is_closed = False
         self._throttle = Throttle(logger)
 
+    def note_load(self, number: int) -> None:
+        """Note that vLLM is about to load the adapter of this number. Thread-safe."""
+        self._loaded_s.setdefault(number, time.time())
+
     def look(self, adapter: Adapter) -> Look:
         """Begin to look at an adapter's files as they are now, or join a look that has yet to begin."""
+        self.note_load(adapter.number)  # with its first request, unless it was loaded before
         if adapter.in_place or adapter.number in self._distrusted:
             return _nothing()
         with self._lock:
@@ -131,8 +140,16 @@ class AdapterFiles:
         following.set_result(None)
 
     def _fingerprint(self, adapter: Adapter) -> str | None:
+        folder = Path(adapter.folder)
+        loaded_s = self._loaded_s[adapter.number]
+
+        def digest(path: Path) -> str:
+            if adapter.number not in self._known:  # later looks are compared with the first one
+                _refuse_younger([*_links_above(folder), folder, path], loaded_s - _CLOCK_S)
+            return self._digests.of(path)
+
         try:
-            return fingerprint_adapter(Path(adapter.folder), self._digests.of)
+            return fingerprint_adapter(folder, digest)
         except ConfigError as error:
             logger.warning("LoRA adapter %d is not cached: %s", adapter.number, error)
             return None
@@ -175,6 +192,22 @@ class _Digests:
             while len(self._known) > _MAX_DIGESTS:
                 self._known.popitem(last=False)
         return found
+
+
+def _refuse_younger(paths: Iterable[Path], latest_s: float) -> None:
+    """Refuse files, folders and links that may have changed since vLLM loaded the adapter.
+
+    Raises:
+        OSError: one has changed, or cannot be read.
+    """
+    for path in paths:
+        if max(path.lstat().st_ctime, path.stat().st_ctime) > latest_s:
+            raise OSError(f"{path.name} has changed since vLLM loaded it: load the adapter under another name")
+
+
+def _links_above(folder: Path) -> Iterator[Path]:
+    """The links on the way to a folder: what they point to is exchanged without a change of its own."""
+    return (path for path in folder.absolute().parents if path.is_symlink())
 
 
 def _stamp(path: Path) -> tuple[str, int, int, int, int, int]:

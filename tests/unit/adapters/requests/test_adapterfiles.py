@@ -18,6 +18,8 @@ from kvstore.adapters.vllm.requests import adapterfiles, arrivals
 from kvstore.adapters.vllm.requests.adapterfiles import Adapter, AdapterFiles, Look
 from kvstore.adapters.vllm.requests.arrivals import Arrivals, Known
 
+A_TICK_S = 0.02  # times of files are those of the kernel's last tick
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -27,6 +29,12 @@ def folder(tmp_path: Path) -> Path:
     (made / "adapter_config.json").write_text("{}")
     (made / "adapter_model.safetensors").write_bytes(b"12345678")
     return made
+
+
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let files that were made just now be those that vLLM loads."""
+    monkeypatch.setattr(adapterfiles, "_CLOCK_S", -A_TICK_S)
 
 
 @pytest.fixture
@@ -117,6 +125,34 @@ def test_an_adapter_whose_files_changed_is_never_trusted_again(
     weights.write_bytes(content)
     assert fingerprint(adapters, named(folder)) is None
     assert fingerprint(adapters, named(folder, 2)) == found, "another number is loaded anew"
+
+
+@pytest.mark.parametrize("how", ["in place", "by renaming", "by a link", "by a folder"])
+def test_files_replaced_between_the_load_and_the_first_request(
+    adapters: AdapterFiles, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """vLLM loads an adapter when it is registered. Tomorrow's is then copied over it, for the next start."""
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    (other / "adapter_model.safetensors").write_bytes(b"87654321")
+    link = tmp_path / "current"
+    link.symlink_to(folder)
+    time.sleep(2 * A_TICK_S)
+    adapters.note_load(1)
+    time.sleep(2 * A_TICK_S)
+    if how == "in place":
+        (folder / "adapter_model.safetensors").write_bytes(b"87654321")
+    elif how == "by renaming":
+        (other / "adapter_model.safetensors").rename(folder / "adapter_model.safetensors")
+    elif how == "by a link":
+        link.unlink()
+        link.symlink_to(other)
+    else:
+        shutil.rmtree(folder)
+        other.rename(folder)
+    assert fingerprint(adapters, named(link)) is None
+    assert "since vLLM loaded it" in caplog.text
+    assert fingerprint(adapters, named(link, 2)) is not None, "another number is loaded anew"
 
 
 @pytest.mark.parametrize(("path", "in_place"), [("nowhere", False), ("adapter", True)])
