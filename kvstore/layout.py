@@ -49,6 +49,11 @@ class KVLayout:
     page_axes: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
+        numbers = (*self.page_bytes, self.planes, self.block_tokens, self.chunk_tokens, *(self.page_axes or ()))
+        if not all(type(number) is int for number in numbers):
+            raise LayoutError(f"the numbers of a layout are whole ones, not {numbers}")
+        if type(self.physical) is not str or type(self.element) is not str:
+            raise LayoutError(f"a layout's words are text, not {self.physical!r} and {self.element!r}")
         if not self.page_bytes or min(self.page_bytes) <= 0:
             raise LayoutError(f"a layout needs at least one layer and positive page sizes, not {self.page_bytes}")
         if self.block_tokens <= 0 or self.chunk_tokens <= 0 or self.chunk_tokens % self.block_tokens:

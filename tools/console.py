@@ -52,11 +52,11 @@ class Answer(NamedTuple):
             print(json.dumps(self.tree))
         else:
             for note in self.notes:
-                errors().print(note)
+                errors().print(printable(note))
             for line in self.text:
-                print(line, flush=bool(self.error))
+                print(printable(line), flush=bool(self.error))
         if self.error:
-            errors().print(f"error: {self.error}")
+            errors().print(printable(f"error: {self.error}"))
         if self.exit_code:
             raise typer.Exit(self.exit_code)
 
@@ -96,6 +96,11 @@ def for_typer(command: Callable[..., Answer | None]) -> Callable[..., None]:
     return run
 
 
+def printable(text: str) -> str:
+    """The text with its control characters written out, as names that clients or files chose may have some."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else f"\\x{ord(letter):02x}" for letter in text)
+
+
 def errors() -> Console:
     """Standard error, which prints text as it is."""
     return Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
@@ -107,7 +112,7 @@ def give_up(error: Exception, exit_code: int | None = None) -> NoReturn:
     Unless it is given, the exit code is 2 if nothing could be done: wrong usage, a configuration or a target that
     cannot be used, a package that is not installed. Otherwise it is 1.
     """
-    errors().print(f"error: {error}")
+    errors().print(printable(f"error: {error}"))
     if exit_code is None:
         is_unusable = isinstance(error, ConfigError | LayoutError | TierError | ImportError)
         exit_code = WRONG_USAGE if is_unusable else FAILED
@@ -124,7 +129,7 @@ def print_report(report: Mapping[str, object], *, as_json: bool) -> None:
             value = [f"{inner} {text}" for inner, text in value.items()]  # noqa: PLW2901 - the same, as text
         shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
         if shown:
-            print(f"{name.replace('_', ' ')}: {shown}", flush=True)
+            print(printable(f"{name.replace('_', ' ')}: {shown}"), flush=True)
 
 
 def some(things: Sequence[object], kind: str) -> list[str]:
@@ -148,9 +153,18 @@ def parse_numbers(text: str, option: str, meant: str, *, kind: Callable[[str], f
     return found
 
 
+class _PrintableFormatter(logging.Formatter):
+    """Writes out control characters, also those of a traceback's last line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 def log_to_stderr() -> None:
     """Let a process that serves write its log to standard error."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def bar(*columns: ProgressColumn) -> Progress:

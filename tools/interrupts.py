@@ -46,7 +46,7 @@ def interruptible(finishing: str, *, at_once: bool = False) -> Iterator[ShouldSt
         if is_stopped:
             raise KeyboardInterrupt
         is_stopped = True
-        _tell(f"interrupted: {finishing}; Ctrl-C again ends now" if has_begun else "interrupted: nothing was done yet")
+        tell(f"interrupted: {finishing}; Ctrl-C again ends now" if has_begun else "interrupted: nothing was done yet")
         if at_once:
             raise Interruption
         if not has_begun:
@@ -56,7 +56,12 @@ def interruptible(finishing: str, *, at_once: bool = False) -> Iterator[ShouldSt
         yield should_stop
 
 
-def _tell(line: str) -> None:
+def ignore_hangup() -> None:
+    """Let SIGHUP, which the end of a terminal sends, end no server. For the main thread."""
+    signal.signal(signal.SIGHUP, lambda *_: tell("SIGHUP is ignored: a restart reads the configuration again"))
+
+
+def tell(line: str) -> None:
     """Write a line to standard error; a signal's handler may have interrupted whoever writes there through Python."""
     clear = "\r\x1b[2K" if os.isatty(2) else ""  # of a bar, which is drawn again below
     with suppress(OSError):  # a terminal that is gone

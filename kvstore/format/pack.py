@@ -7,6 +7,7 @@ chunks, where readers that do not know of trails look at nothing, are those of t
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import mmap
@@ -39,7 +40,8 @@ _FRONT = struct.Struct("<8sQ")  # magic, length of the JSON
 _RECORD = struct.Struct("<II16sQQ")  # shard, blocks, prefix key, offset, bytes
 _END = struct.Struct("<8sQQ16s")  # magic, offset of the index, number of records, xxh3_128 of front and index
 _MAX_FRONT_BYTES = 16 << 20
-_PIECE_RECORDS = 1024  # of trails, read at once
+_PIECE_RECORDS = 1024  # of the index or of trails, read at once
+_MAX_TRAIL_BYTES = 1 << 20  # one record; of a chunk of a million tokens at least
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,12 @@ class Shard:
         fields, folders = tree["namespace"], tree["folders"]
         if not isinstance(fields, dict) or not isinstance(folders, list):
             raise TypeError("a shard has a namespace and folders")
-        names = tuple(str(name) for name in folders)
-        if any(Path(name).is_absolute() or ".." in Path(name).parts for name in names):
+        if not all(type(value) in {str, int} for value in fields.values()):
+            raise TypeError("the fields of a namespace are text or whole numbers")
+        names = tuple(folders)
+        if not all(isinstance(name, str) for name in names) or any(
+            Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name for name in names
+        ):
             raise TypeError("a shard's folders lie below the engine's")
         return cls(Namespace(fields), KVLayout.from_json(json.dumps(tree["layout"])), names)
 
@@ -244,7 +250,7 @@ class Pack(_File):
         records = _records(self.shards)
         ends = [extent.offset + extent.size_bytes for extents in self.extents for extent in extents.values()]
         offset = max(ends, default=self._index_offset) + len(TRAILS_MAGIC)
-        room_bytes = max(0, self._index_offset - offset)
+        room_bytes = max(0, self._index_offset - offset) if records.record_bytes <= _MAX_TRAIL_BYTES else 0
         return records, offset, min(room_bytes // records.record_bytes, len(ends))
 
     def read_into(self, extent: Extent, views: Sequence[memoryview]) -> bool:
@@ -323,20 +329,31 @@ def _opened(fd: int, path: Path) -> Pack:
     front = read_front(fd, front_bytes)
     if index_offset + count * _RECORD.size + _END.size != size_bytes:
         raise ConfigError(f"the pack {path} is incomplete: copy it again, or export it again")
-    index = read_front(fd, count * _RECORD.size, index_offset)
-    if xxhash.xxh3_128_digest(front + index) != digest:
+    found = xxhash.xxh3_128(front)
+    for piece in _index_pieces(fd, index_offset, count):
+        found.update(piece)
+    if found.digest() != digest:
         raise ConfigError(f"the index of the pack {path} is damaged: copy it again, or export it again")
     try:
         tree = json.loads(front[_FRONT.size :])
         shards = [Shard.from_tree(shard) for shard in tree["shards"]]
-    except (ValueError, KeyError, TypeError, LayoutError) as error:
+    except (ValueError, KeyError, TypeError, LayoutError, RecursionError) as error:
         raise ConfigError(f"the pack {path} was made by another version of kvstore: {error}") from error
     extents: list[dict[ChunkRef, Extent]] = [{} for _ in shards]
-    for shard, blocks, key, offset, length in _RECORD.iter_unpack(index):
-        if shard >= len(shards) or offset + length > index_offset or length % ALIGNMENT_BYTES:
-            raise ConfigError(f"the index of the pack {path} is inconsistent: export it again")
-        extents[shard][ChunkRef(key, blocks)] = Extent(offset, length)
+    for piece in _index_pieces(fd, index_offset, count):
+        for shard, blocks, key, offset, length in _RECORD.iter_unpack(piece):
+            is_inside = shard < len(shards) and front_bytes <= offset and offset + length <= index_offset
+            if not (is_inside and blocks and length) or length % ALIGNMENT_BYTES:
+                raise ConfigError(f"the index of the pack {path} is inconsistent: export it again")
+            extents[shard][ChunkRef(key, blocks)] = Extent(offset, length)
     return Pack(fd, path, shards, extents, index_offset)
+
+
+def _index_pieces(fd: int, offset: int, num_records: int) -> Iterator[bytes]:
+    """The index in pieces: a file with holes may state more records than there is memory."""
+    for first in range(0, num_records, _PIECE_RECORDS):
+        size_bytes = min(_PIECE_RECORDS, num_records - first) * _RECORD.size
+        yield read_front(fd, size_bytes, offset + first * _RECORD.size)
 
 
 def _records(shards: Sequence[Shard]) -> TrailRecords:
@@ -358,7 +375,26 @@ def _read_whole(fd: int, extent: Extent) -> ByteArray | None:
     if not extent.size_bytes or extent.offset + extent.size_bytes > os.fstat(fd).st_size:
         return None
     view = memoryview(mmap.mmap(-1, extent.size_bytes))
-    return np.frombuffer(view, np.uint8) if read_whole(fd, [view], extent.offset) else None
+    is_whole = all(
+        read_whole(fd, [view[begin - extent.offset : end - extent.offset]], begin) for begin, end in _data(fd, extent)
+    )
+    return np.frombuffer(view, np.uint8) if is_whole else None
+
+
+def _data(fd: int, extent: Extent) -> Iterator[tuple[int, int]]:
+    """Begins and ends of what a file really holds of an extent: to read a hole would take memory for zeros."""
+    begin, end = extent.offset, extent.offset + extent.size_bytes
+    while begin < end:
+        try:
+            begin = os.lseek(fd, begin, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # a hole until the file's end
+                return
+            raise
+        hole = min(os.lseek(fd, begin, os.SEEK_HOLE), end)
+        if begin < hole:
+            yield begin, hole
+        begin = max(begin, hole)
 
 
 def refuse_written(path: Path) -> None:

@@ -37,7 +37,7 @@ def test_loads_are_noted_before_they_begin(monkeypatch: pytest.MonkeyPatch) -> N
     for files in (*engines, worker):
         monkeypatch.setattr(files, "note_load", lambda number: noted.append((number, list(executor.loaded))))
     core = SimpleNamespace(model_executor=executor)
-    assert EngineCore.add_lora(core, LoRARequest("one", 7, "/nowhere"))  # type: ignore[arg-type] # all that it uses
+    assert EngineCore.add_lora(core, LoRARequest("one", 7, "/nowhere"))
     assert noted == [(7, []), (7, [])], "by both engines, and before the load"
     assert executor.loaded == [7]
     for files in (*engines, worker):

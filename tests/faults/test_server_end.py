@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.cache_server import ServerThread, serving_tcp
+from support.cache_server import ServerThread, serving_process, serving_tcp
 from support.redis_server import wait_for
 from support.served import WAIT_S, A, B, check_read, open_tier
 
@@ -127,3 +128,14 @@ class TestEnd:
         server.close()
         assert server.drained is True
         tier.close()
+
+
+def test_the_end_of_the_terminal_is_not_its_end() -> None:
+    with serving_process(disk_gib=0.01) as server:
+        assert server.process is not None
+        server.process.send_signal(signal.SIGHUP)
+        wait_for("it has heard", lambda: "SIGHUP" in server.log.read_text())
+        tier = open_tier(server.url)
+        assert tier.put([make_transfer(EVEN, A)]) == [Outcome.STORED]
+        tier.close()
+        assert server.terminate() == 0

@@ -15,7 +15,7 @@ from support.cache_server import ServerThread, serving_ipc
 from typer.testing import CliRunner
 
 from kvstore.chunks import ChunkRef
-from kvstore.keys import PrefixHasher
+from kvstore.keys import Namespace, PrefixHasher
 from kvstore.server.reports import exposition
 from kvstore.testing.harness import EVEN, MINE, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
@@ -235,3 +235,20 @@ def test_check_says_what_would_be(tmp_path: Path) -> None:
     assert plan["quotas"] == {"big": "1.50 GiB", "*": "0.50 GiB"}
     assert len(plan["endpoints"]) == 2
     assert not (tmp_path / "run").exists()
+
+
+def test_names_of_clients_are_no_orders_to_a_terminal(
+    server: ServerThread, tier: ServerTier, prompt: list[str]
+) -> None:
+    escapes = "m\x1b]0;title\x07\x1b[2J"
+    tier.put([make_transfer(EVEN, chunks_of(TOKENS)[0])])
+    hostile = ServerTier.open(
+        TierSetup(Namespace({"model": escapes, "x\x1b[31m": "y"}), EVEN, UNBOUNDED_BYTES, {"url": server.url})
+    )
+    hostile.put([make_transfer(EVEN, chunks_of(TOKENS)[0])])
+    for command in ("explain", "lookup"):
+        shown = RUNNER.invoke(app, [command, "--url", server.url, *prompt])
+        assert "title" in shown.stdout
+        assert "\x1b" not in shown.output
+    assert "\x1b" not in run(server, "stats")
+    hostile.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from kvstore.errors import ConfigError, InvalidCallError, LayoutError, TierError
-from kvstore.tools.console import FAILED, WRONG_USAGE, Answer, for_typer, parse_numbers, some
+from kvstore.tools.console import FAILED, WRONG_USAGE, Answer, for_typer, log_to_stderr, parse_numbers, some
 
 
 @dataclass(frozen=True)
@@ -88,3 +89,39 @@ def test_numbers_between_commas(text: str, message: str) -> None:
 def test_some_of_many() -> None:
     assert some([1, 2], "skipped") == ["skipped: 1", "skipped: 2"]
     assert some(range(51), "skipped")[-2:] == ["skipped: 49", "skipped: 1 more; --json names all"]
+
+
+ESCAPES = "m\x1b]0;title\x07\x1b[2J\x9b1m\u202e\r"
+
+
+def test_what_others_name_does_not_reach_the_terminal_as_orders() -> None:
+    """Names of models, fields of packs, messages of servers: a terminal would obey them."""
+
+    def show() -> Answer:
+        return Answer(
+            {"name": ESCAPES},
+            [f"all of {ESCAPES}", "\ttwo\nlines, \u00e9\u6771"],
+            notes=[ESCAPES],
+            error=ESCAPES,
+            exit_code=1,
+        )
+
+    def fail() -> None:
+        raise TierError(ESCAPES)
+
+    shown = invoke(show)
+    written = "m\\x1b]0;title\\x07\\x1b[2J\\x9b1m\\x202e\\x0d"
+    assert shown.stdout == f"all of {written}\n\ttwo\nlines, \u00e9\u6771\n"
+    assert shown.stderr == f"{written}\nerror: {written}\n"
+    assert invoke(fail).stderr == f"error: {written}\n"
+
+
+def test_nor_as_those_of_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger()
+    before, root.handlers = root.handlers, []
+    try:
+        log_to_stderr()
+        logging.getLogger("kvstore").warning("a client calls itself %s", ESCAPES)
+    finally:
+        root.handlers = before
+    assert "\x1b" not in capsys.readouterr().err

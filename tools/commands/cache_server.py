@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from kvstore.errors import ConfigError, InvalidCallError, KVStoreError
-from kvstore.tools.console import FAILED, WRONG_USAGE, Answer, AsJson, give_up
+from kvstore.tools.console import FAILED, WRONG_USAGE, Answer, AsJson, give_up, printable
 
 if TYPE_CHECKING:
     from kvstore.tiers.server.operator import Found, Operator
@@ -274,7 +274,7 @@ def _tables(tree: dict[str, Any]) -> Group:
     for space in tree["namespaces"]:
         quota = "" if space["quota_bytes"] is None else _mib(space["quota_bytes"])
         sizes = f"{space['clients']:,}", f"{space['chunks']:,}", _mib(space["used_bytes"]), quota
-        held.add_row(space["id"], escape(str(space["fields"].get("model", ""))), *sizes)
+        held.add_row(space["id"], escape(printable(str(space["fields"].get("model", "")))), *sizes)
         done.add_row(space["id"], *(_count(space["counters"][f"{name}_chunks"]) for name in _COUNTED))
     left_out = tree["namespaces_left_out"]
     held.caption = f"and {left_out:,} namespaces more, which hold less" if left_out else None

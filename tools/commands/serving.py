@@ -26,9 +26,11 @@ def serve(
     """
     from kvstore.config import load_config  # noqa: PLC0415
     from kvstore.memory.limits import require_memory  # noqa: PLC0415
+    from kvstore.tools.interrupts import ignore_hangup  # noqa: PLC0415
     from kvstore.tools.serve import planned, run_server, server_options  # noqa: PLC0415
 
     log_to_stderr()
+    ignore_hangup()
     loaded = load_config(path=config).config
     require_memory(loaded.max_local_cpu_bytes, "the cache server")
     options = server_options(loaded)

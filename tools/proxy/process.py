@@ -29,6 +29,7 @@ from starlette.requests import Request
 
 from kvstore.errors import ConfigError
 from kvstore.ops.admin_http import listen
+from kvstore.tools.interrupts import ignore_hangup
 from kvstore.tools.proxy.options import ProxyOptions
 
 try:
@@ -160,6 +161,7 @@ async def _serve(options: ProxyOptions, listener: socket.socket, report: Callabl
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
+    ignore_hangup()
     renewal = asyncio.create_task(_renew(options, context))
     await server.serve(sockets=[listener])
     renewal.cancel()

@@ -37,6 +37,14 @@ def asked_in_a_thread(proxy: ProxyProcess, answers: list[bytes]) -> threading.Th
 
 
 class TestItsEnd:
+    def test_the_end_of_the_terminal_is_not_its_end(self, engines: list[FakeEngine], tmp_path: Path) -> None:
+        with started(engines, tmp_path) as proxy:
+            proxy.signal(signal.SIGHUP)
+            wait_for("it has heard", lambda: "SIGHUP" in proxy.log.read_text())
+            assert httpx.get(f"{proxy.url}/health", trust_env=False).status_code == 200
+            proxy.signal(signal.SIGTERM)
+            assert proxy.wait() == 0
+
     def test_answers_under_way_may_end(self, engines: list[FakeEngine], tmp_path: Path) -> None:
         engines[1].script.holds_after = 1
         answers: list[bytes] = []
