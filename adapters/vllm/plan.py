@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
@@ -122,14 +123,20 @@ class LoadsResult:
 
 @dataclass
 class FetchResult(LoadsResult):
-    """What became of a fetch, and how long it took on the slowest rank."""
+    """News of a fetch, and how long it took on the slowest rank.
+
+    Attributes:
+        arrived: the chunks that have come to their slots, while it goes on; on how many ranks.
+    """
 
     load_s: float = 0.0
+    arrived: Counter[PrefixKey] = field(default_factory=Counter)
 
     def merge(self, other: Self) -> None:
         """Add another rank's part."""
         super().merge(other)
         self.load_s = max(self.load_s, other.load_s)
+        self.arrived += other.arrived
 
 
 @dataclass

@@ -167,6 +167,10 @@ class ChunkIndex(Lookup):
             self._chunks.note_checkpoint(checkpoint)
         return steps
 
+    def note_arrival(self, step: LoadStep) -> None:
+        """Let others load a chunk from its slot, to which a load has brought it that goes on with others."""
+        self._loads.note_arrival(step)
+
     def complete_load(
         self, steps: Iterable[LoadStep], failed: AbstractSet[PrefixKey], lost: AbstractSet[PrefixKey]
     ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from kvstore.catalog.entries import NO_FILE, READY, SENT, STORED, THERE, UNREAD, Entries, Entry
+from kvstore.catalog.entries import LOADING, NO_FILE, READY, SENT, STORED, THERE, UNREAD, Entries, Entry
 from kvstore.catalog.plans import LoadStep, MissReason, Place
 from kvstore.catalog.remotesends import RemoteSends
 from kvstore.catalog.slots import Slots
@@ -35,18 +35,35 @@ class Loads:
             chunk = self.chunks[step.ref.prefix_key]
             if step.ref.prefix_key in failed:
                 self._fail(chunk, step, now_s, is_lost=step.ref.prefix_key in lost)
-            elif step.source is not Place.MEMORY and not chunk.forgotten:
-                chunk.memory = READY
-                if chunk.disk is UNREAD:
-                    chunk.disk = STORED
-                if step.source is Place.REMOTE and step.holder is None and chunk.remote is not SENT:
-                    chunk.remote = THERE
-                self.chunks.note_change(chunk)
-                self.uses.supersede(chunk)
+            else:
+                self._take_in(chunk, step)
             self.uses.end(chunk)
+
+    def note_arrival(self, step: LoadStep) -> None:
+        """A chunk is in its slot. Its use goes on: it may be on its way from there."""
+        chunk = self.chunks[step.ref.prefix_key]
+        if chunk.memory is LOADING and chunk.slot == step.slot:
+            self._take_in(chunk, step)
+
+    def _take_in(self, chunk: Entry, step: LoadStep) -> None:
+        if step.source is Place.MEMORY or chunk.forgotten or self._has_arrived(chunk, step):
+            return
+        chunk.memory = READY
+        if chunk.disk is UNREAD:
+            chunk.disk = STORED
+        if step.source is Place.REMOTE and step.holder is None and chunk.remote is not SENT:
+            chunk.remote = THERE
+        self.chunks.note_change(chunk)
+        self.uses.supersede(chunk)
+
+    @staticmethod
+    def _has_arrived(chunk: Entry, step: LoadStep) -> bool:
+        return step.source is not Place.MEMORY and chunk.memory is READY and chunk.slot == step.slot
 
     def _fail(self, chunk: Entry, step: LoadStep, now_s: float, *, is_lost: bool) -> None:
         self.chunks.counters.failed_loads += 1
+        if self._has_arrived(chunk, step):
+            return  # only its way to the blocks failed
         if step.source is Place.REMOTE:
             self._fail_remote(chunk, step, now_s)
             return

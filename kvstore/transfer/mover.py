@@ -131,6 +131,7 @@ class Mover:
         copy_threads: int = 1,
     ) -> None:
         self.counters = MoverCounters()
+        self.on_arrival: Callable[[LoadStep], object] = bool  # told of each chunk that has come to its slot
         self._copiers = Copiers(copy_threads)
         self.paged = paged.with_help(self._copiers) if copy_threads > 1 else paged
         self.cpu = cpu
@@ -265,6 +266,7 @@ class Mover:
     def note_arrival(self, step: LoadStep) -> None:
         """A read into a slot is complete."""
         self.cpu.publish(step.slot, step.ref)
+        self.on_arrival(step)
         self.counters.chunks_loaded_from_disk += step.source is Place.DISK
         self.counters.chunks_loaded_from_remote += step.source is Place.REMOTE
 
@@ -286,10 +288,7 @@ class Mover:
         return self.finish_store(self.start_store(jobs))
 
     def start_store(self, jobs: Sequence[StoreJob]) -> Stores:
-        """Launch the gathers, on a device, after what its current stream was given. ``finish_store`` must follow.
-
-        Raises as ``store`` does.
-        """
+        """Launch a device's gathers after what its stream was given, for ``finish_store``. Raises as ``store`` does."""
         stuck = {job.step.slot for job in jobs if self.is_stuck(job.step.slot)}
         failed = self.refuse(job for job in jobs if job.step.slot in stuck)
         ours = [job for job in jobs if job.step.slot not in stuck]

@@ -10,12 +10,18 @@ from dataclasses import dataclass
 from functools import partial
 from tempfile import TemporaryDirectory
 
+from kvstore.adapters.vllm.plan import WorkerFacts
+from kvstore.adapters.vllm.requests.tracker import SaveRules
+from kvstore.adapters.vllm.scheduler.choice import LoadRules
 from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup
+from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.telemetry.announcer import Adapter, Announcer
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.remote_view import RemoteView
+from kvstore.catalog.sequence import chunk_refs
 from kvstore.chunks import ChunkRef
-from kvstore.keys import Feature, KeyExtras, PrefixHasher
+from kvstore.keys import NO_EXTRAS, Feature, KeyExtras, PrefixHasher
 from kvstore.layout import KVLayout
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import TierSetup
@@ -32,6 +38,8 @@ LOOKUP_LATENCY_S = 0.003
 KEY_TOKENS = 131_072
 KEY_IMAGES = 1_024
 ROUNDS = 15
+WAITING_REQUESTS = 500
+WAITING_TOKENS = 32_768
 _TIMEOUT_S = 0.5  # the default of lookup_timeout_ms
 _STEP_S = 0.02  # between two passes, while other requests decode
 _BLOCKS = 16  # of a chunk
@@ -47,6 +55,11 @@ PASS = Subject(
     "256 new requests at once, a remote tier that answers after 3 ms: the longest of the scheduler's passes; none may "
     "be computed because nobody answered",
 )
+WAITING = Subject(
+    "500 requests of 32,768 tokens wait, a step",
+    "3 ms",
+    "what each step costs the scheduler while 500 requests wait for a load of their common prefix",
+)
 KEYS = Subject("keys of 131,072 tokens, 1,024 images", "100 ms", "the keys of a new prompt, from a Python list")
 
 
@@ -57,6 +70,18 @@ class _Prompt:
     block_hashes: list[bytes]
     all_token_ids: list[int]
     lora_request: Adapter | None = None
+
+
+@dataclass
+class _Waiting(_Prompt):
+    """The parts of a request that lookups use, too."""
+
+    request_id: str = ""
+    num_computed_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    priority: int = 0
+    cache_salt: str | None = None
 
 
 class _Far(TierWrapper):
@@ -76,6 +101,7 @@ def measure_scheduling() -> list[Line]:
     return [
         EVENT.line(_TINY, [Pair(50e-6, seconds) for seconds in _events()]),
         PASS.line(_TINY, [Pair(10e-3, _longest_pass()) for _ in range(ROUNDS)]),
+        WAITING.line(_TINY, [Pair(3e-3, seconds) for seconds in _steps_of_waiting()]),
         KEYS.line(_TINY, [Pair(100e-3, seconds) for seconds in _keys()]),
     ]
 
@@ -112,6 +138,38 @@ def _longest_pass() -> float:
                 time.sleep(_STEP_S)
             require(not lookup.timeouts, f"{lookup.timeouts} of {LOOKUP_REQUESTS} requests were not answered in time")
     return longest_s
+
+
+def _steps_of_waiting() -> list[float]:
+    """The time in which all requests that wait are asked about once, for each of some steps."""
+    layout = KVLayout(page_bytes=(64,), planes=1, block_tokens=16, chunk_tokens=256)
+    tokens = list(range(WAITING_TOKENS))
+    hasher = PrefixHasher(256, 16)
+    hasher.update(tokens)
+    held = [(ref, 4096) for ref in chunk_refs(hasher, with_tail=False)]
+    rules = LoadRules(async_load=True, only_if_faster=False)
+    scheduler = StoreScheduler(
+        SchedulerOptions(SaveRules(16, 256, save_decode=False, save_tails=False), load_rules=rules)
+    )
+    scheduler.connect([WorkerFacts(len(held), 4096, 1 << 30, (4096,) * 16, held, NAMESPACE, layout)])
+    with closing(scheduler):
+        num_tokens = WAITING_TOKENS + 1
+        prompts = [(str(number), [*tokens, number]) for number in range(WAITING_REQUESTS)]
+        requests = [_Waiting([], prompt, None, name, 0, num_tokens, num_tokens) for name, prompt in prompts]
+        for request in requests:
+            scheduler.add_request(request, NO_EXTRAS)
+        first, *others = requests
+        found = scheduler.num_new_matched_tokens(first, 0)
+        require(found == WAITING_TOKENS, f"{found} of {WAITING_TOKENS} tokens were found")
+        scheduler.allocated(first.request_id, [list(range(1, 2 + WAITING_TOKENS // 16))], WAITING_TOKENS)
+        scheduler.plan_step({}, lambda _: [[]])
+        seconds = []
+        for number in range(ROUNDS + 1):
+            took_s, answers = timed(lambda: [scheduler.num_new_matched_tokens(request, 0) for request in others])
+            require(answers == [None] * len(others), "some request does not wait")
+            if number:  # the first step looks each of them up
+                seconds.append(took_s)
+    return seconds
 
 
 def _keys() -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvstore.adapters.vllm.requests.params import NO_PARAMS, RequestParams
 from kvstore.adapters.vllm.telemetry.accounts import Account
@@ -66,6 +66,14 @@ class SaveSpec:
         return dict(zip(self.refs, ends, strict=False))
 
 
+class WaitsFor(NamedTuple):
+    """A chunk that a load for another request brings, and the question to which waiting for it was the answer."""
+
+    key: PrefixKey
+    num_tokens: int
+    num_local_tokens: int
+
+
 @dataclass(frozen=True)
 class SaveRules:
     """What of a request is stored; the last ``skip_last_tokens`` of a sequence are not.
@@ -96,7 +104,8 @@ class RequestTracker:
     hasher: PrefixHasher = field(init=False)
     pin_name: str = ""  # the lease on its prompt, if the client asked to begin or to end one
     load: LoadSpec | None = None
-    load_failed: bool = False  # an asynchronous one: it is not tried again
+    load_failed: bool = False  # an asynchronous one: the request computes first, before it is offered anything again
+    waits_for: WaitsFor | None = None
     is_handed_over: bool = False  # another engine computes its prompt for this one
     parted_tokens: int = 0  # up to here its chunks were found, and no checkpoint
     decoded: tuple[ChunkRef, ...] = ()  # the last checkpoint behind its prompt

@@ -105,6 +105,7 @@ class _Fetching:
     carried: Counter[Place]
     is_whole: bool  # nothing that it needs was missing when it was planned
     result: FetchResult = field(default_factory=FetchResult)
+    brought: set[PrefixKey] = field(default_factory=set)  # of it, what others need not wait for any more
 
 
 class LoadPlanner:
@@ -195,13 +196,15 @@ class LoadPlanner:
         starts = (part.start for part in parts if self._index.source(part.ref, spec.told) is Place.REMOTE)
         return next(starts, spec.num_local_tokens // self._rules.block_tokens) * self._rules.block_tokens
 
-    def must_wait(self, spec: LoadSpec, *, async_load: bool) -> bool:
-        """Whether a load for another request brings one of the chunks to be loaded, and may still fail."""
+    def awaited(self, spec: LoadSpec, *, async_load: bool) -> PrefixKey | None:
+        """The first of the chunks to be loaded that a load for another request brings, and which may still fail."""
         parts = overlapping(spec.match, self._rules, spec.num_local_tokens, spec.num_external_tokens)
-        for ref in (*(part.ref for part in parts), *spec.match.checkpoint):
-            if self._fetched_keys[ref.prefix_key] or (async_load and self._index.is_loading(ref.prefix_key)):
-                return True
-        return False
+        keys = (ref.prefix_key for ref in (*(part.ref for part in parts), *spec.match.checkpoint))
+        return next((key for key in keys if self.is_coming(key, async_load=async_load)), None)
+
+    def is_coming(self, key: PrefixKey, *, async_load: bool = True) -> bool:
+        """Whether a load under way brings a chunk: an asynchronous one, or another that only such a load waits for."""
+        return bool(self._fetched_keys[key]) or (async_load and self._index.is_loading(key))
 
     def rests_on_unverified(self, tracker: RequestTracker, num_local_tokens: int) -> bool:
         """Whether the first ``num_local_tokens`` include a block whose load has not been reported."""
@@ -363,14 +366,26 @@ class LoadPlanner:
         fetching.result.merge(result)
         result = fetching.result
         if result.ranks_ended < self._num_ranks:
+            self._note_arrivals(fetching)
             return None
         del self._fetching[number]
         self._index.complete_load(fetching.steps, result.failed_loads, result.lost_chunks)
-        self._fetched_keys -= Counter(step.ref.prefix_key for step in fetching.steps if step.source is not Place.MEMORY)
+        slow = (step.ref.prefix_key for step in fetching.steps if step.source is not Place.MEMORY)
+        self._fetched_keys -= Counter(key for key in slow if key not in fetching.brought)
         if result.failed_loads or not fetching.steps or not fetching.is_whole:
             return fetching.req_id
         self._choice.loaded(fetching.carried, result.load_s)
         return None
+
+    def _note_arrivals(self, fetching: _Fetching) -> None:
+        """Let others use what has come to every rank's memory, while the rest of a load is on its way."""
+        for step in fetching.steps:
+            key = step.ref.prefix_key
+            is_new = step.source is not Place.MEMORY and key not in fetching.brought
+            if is_new and fetching.result.arrived[key] == self._num_ranks:
+                fetching.brought.add(key)
+                self._fetched_keys[key] -= 1
+                self._index.note_arrival(step)
 
     def spoilt_blocks(self, failed_block_ids: AbstractSet[int]) -> set[int]:
         """The blocks that could not be loaded, and those computed from them. To be asked before ``complete_step``."""

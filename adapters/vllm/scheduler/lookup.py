@@ -111,6 +111,18 @@ class RemoteLookup:
         asking.questions = []
         return True
 
+    def waits(self, request_id: str) -> bool:
+        """Whether a request has asked, and has neither all its answers nor reached its deadline.
+
+        As ``answered``, but for the chunks; to be asked again costs no lookup.
+        """
+        asking = self._requests.get(request_id)
+        if asking is None or not asking.questions or asking.deadline_s is None:
+            return False
+        self._take_in()
+        self._wait(asking)
+        return not all(question.is_done for question in asking.questions) and time.monotonic() < asking.deadline_s
+
     def settled(self, request_id: str) -> None:
         """A request has nothing left to ask. If it asks again, that is another lookup, with its own deadline."""
         asking = self._requests.get(request_id)

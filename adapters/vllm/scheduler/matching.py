@@ -6,7 +6,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker
+from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, WaitsFor
 from kvstore.adapters.vllm.scheduler.canary import Canary
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice
 from kvstore.adapters.vllm.scheduler.handovers import Handovers
@@ -44,10 +44,13 @@ class Matching:
     def offer(self, tracker: RequestTracker, num_local_tokens: int, *, enabled: bool) -> int | None:
         """How many tokens beyond vLLM's own ``num_local_tokens`` are promised; None if vLLM must ask again."""
         request, hasher = tracker.request, tracker.hasher
+        is_barred = tracker.params.skip_load or tracker.load_failed or not enabled
+        if not is_barred and self._waits_still(tracker, num_local_tokens):
+            return None
         hasher.update(request.all_token_ids)
         if self.loads.rests_on_unverified(tracker, num_local_tokens):
             return None
-        if tracker.params.skip_load or tracker.load_failed or not enabled:
+        if is_barred:
             return 0
         if self.handovers.waits.asked_just_now(request.request_id):
             return None
@@ -61,6 +64,16 @@ class Matching:
             spec = replace(spec, num_external_tokens=0)
         tracker.account.answered(match, spec.num_external_tokens)
         return self._promise(tracker, spec) if spec.num_external_tokens else 0
+
+    def _waits_still(self, tracker: RequestTracker, num_local_tokens: int) -> bool:
+        """Whether what made a request wait has not ended, so that nothing need be looked up. At most 5 us."""
+        waits, request = tracker.waits_for, tracker.request
+        if waits is not None:
+            is_asked_again = (waits.num_tokens, waits.num_local_tokens) == (request.num_tokens, num_local_tokens)
+            if is_asked_again and self.loads.is_coming(waits.key):
+                return True
+            tracker.waits_for = None
+        return self.remote.waits(request.request_id)
 
     def _limit_tokens(self, tracker: RequestTracker) -> int:
         """Up to where a hit is of use: the last token is computed in any case."""
@@ -160,7 +173,8 @@ class Matching:
         carried = self.loads.carried(spec)
         others_run = not self.running <= {tracker.request.request_id}
         async_load = self.choice.is_async(carried, others_run=others_run)
-        if self.loads.must_wait(spec, async_load=async_load):
+        if (key := self.loads.awaited(spec, async_load=async_load)) is not None:
+            tracker.waits_for = WaitsFor(key, tracker.request.num_tokens, spec.num_local_tokens)
             return None
         if self.choice.declines(carried, spec.num_external_tokens):
             tracker.account.declined()

@@ -207,7 +207,7 @@ class StoreScheduler:
         tracker, connected = self._trackers.get(request_id), self._connected
         if tracker is None or connected is None:
             return
-        spec, tracker.load = tracker.load, None
+        spec, tracker.load, tracker.load_failed = tracker.load, None, False
         if tracker.account.waits:  # vLLM tells again when such a load has ended
             tracker.account.has_waited()
         tracker.account.waits = spec is not None and spec.async_load and num_external_tokens > 0

@@ -37,6 +37,13 @@ class Fetched(NamedTuple):
     seconds: float
 
 
+class Arrived(NamedTuple):
+    """A chunk that has come to its slot, of a load that goes on: others may load it from there."""
+
+    fetch: int
+    key: PrefixKey
+
+
 class Saved(NamedTuple):
     """The stores of a step that have ended, the requests whose last stores these were, and how long it took."""
 
@@ -62,6 +69,7 @@ class Background:
         self._saving: deque[tuple[int, Collection[str], Future[tuple[set[PrefixKey], float]]]] = deque()
         self._following: deque[Future[None]] = deque()  # what has to come after stores
         self._revoked: set[int] = set()
+        self._arrived: deque[Arrived] = deque()
 
     def counters(self) -> MoverCounters:
         """What was moved here so far."""
@@ -108,6 +116,11 @@ class Background:
     def finish_saves(self) -> None:
         """Wait until stores are in memory. Only the host copies at once; a device has other work to do first."""
         wait_for([saved for _, _, saved in self._saving])
+
+    def take_arrived(self) -> list[Arrived]:
+        """Chunks that loads still under way have brought since the last call. To be called before ``take_fetched``."""
+        taken = [self._arrived.popleft() for _ in range(len(self._arrived))]
+        return [one for one in taken if one.fetch in self._fetching and one.fetch not in self._revoked]
 
     def take_fetched(self) -> list[Fetched]:
         """Loads that have ended since the last call."""
@@ -164,6 +177,7 @@ class Background:
 
     def _load(self, fetch: Fetch, moment: Moment, watch: Stopwatch) -> LoadResult:
         self._loader.paged.streams.hold(moment)
+        self._loader.on_arrival = lambda step: self._arrived.append(Arrived(fetch.number, step.ref.prefix_key))
         with record_function("kvstore::load"), watch:
             return self._loader.load(fetch.loads)
 

@@ -241,6 +241,8 @@ class StoreWorker:
         if plan is not None and not self._loads_ended:
             self._loads_ended = True
             self._settle_loads(plan)
+        for number, key in self._background.take_arrived():
+            self._report.fetches.setdefault(number, FetchResult()).arrived[key] += 1
         for fetched in self._background.take_fetched():
             self._note_fetched(fetched)
         for saved in self._background.take_saved():
@@ -278,7 +280,8 @@ class StoreWorker:
     def _note_fetched(self, fetched: Fetched) -> None:
         fetch, loaded, seconds = fetched
         self._report.tally.observe(metrics.LOAD_SECONDS.key(), [seconds])
-        self._report.fetches[fetch.number] = FetchResult(loaded.failed, loaded.lost, ranks_ended=1, load_s=seconds)
+        ended = FetchResult(loaded.failed, loaded.lost, ranks_ended=1, load_s=seconds)
+        self._report.fetches.setdefault(fetch.number, FetchResult()).merge(ended)
         self._fetched_requests.add(fetch.req_id)
         failed_block_ids = _blocks_of(fetch.loads, loaded.failed).union(fetch.lost_block_ids)
         if fetch.has_gaps and failed_block_ids:

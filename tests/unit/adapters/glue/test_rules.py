@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,8 @@ def test_a_request_whose_load_failed_does_not_try_again() -> None:
     scheduler.complete(StepReport(fetches={fetch.number: failed}))
     assert scheduler.num_new_matched_tokens(begin(scheduler, "another", PROMPT), 0) == CHUNK
     assert scheduler.num_new_matched_tokens(request, 0) == 0
+    scheduler.allocated("one", [TABLE], 0)
+    assert scheduler.num_new_matched_tokens(request, 0) == CHUNK, "it has computed, and comes back after a preemption"
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -213,12 +216,57 @@ class TestWaiting:
         spec, other = (LoadSpec(Match((ref,), CHUNK), 0, CHUNK, async_load=True) for ref in refs)
         tracker = RequestTracker(FakeRequest("one", list(PROMPT)), NO_EXTRAS, RULES)
         planner.plan(tracker, spec, [TABLE], CHUNK)
-        assert planner.must_wait(spec, async_load=async_load)
-        assert not planner.must_wait(other, async_load=async_load)
+        assert planner.awaited(spec, async_load=async_load) is not None
+        assert planner.awaited(other, async_load=async_load) is None
         planner.fill(plan := StepPlan(1, 0))
         (fetch,) = plan.fetches
         planner.complete_fetch(fetch.number, FetchResult(ranks_ended=1))
-        assert not planner.must_wait(spec, async_load=async_load)
+        assert planner.awaited(spec, async_load=async_load) is None
+
+    @pytest.mark.parametrize("ranks", [1, 2])
+    def test_it_ends_when_the_chunk_has_come_everywhere(
+        self, index: ChunkIndex, refs: list[ChunkRef], ranks: int
+    ) -> None:
+        """While the load goes on with others, which may take long, or fail."""
+        planner = LoadPlanner(index, RULES, LoadChoice(WITHIN), ranks, ONE_GROUP)
+        both = LoadSpec(Match(tuple(refs), 2 * CHUNK), 0, 2 * CHUNK, async_load=True)
+        first = LoadSpec(Match((refs[0],), CHUNK), 0, CHUNK)
+        tracker = RequestTracker(FakeRequest("one", list(PROMPT)), NO_EXTRAS, RULES)
+        planner.plan(tracker, both, [TABLE], 2 * CHUNK)
+        planner.fill(plan := StepPlan(1, 0))
+        (fetch,) = plan.fetches
+        for _ in range(ranks):
+            assert planner.awaited(first, async_load=True) == refs[0].prefix_key
+            assert not index.in_memory(refs[0].prefix_key)
+            planner.complete_fetch(fetch.number, FetchResult(arrived=Counter([refs[0].prefix_key])))
+        assert planner.awaited(first, async_load=True) is None
+        assert planner.awaited(both, async_load=True) == refs[1].prefix_key
+        (step,) = index.prepare_load([refs[0]])
+        assert step.source is Place.MEMORY
+        index.complete_load([step], set(), set())
+        for _ in range(ranks):  # their blocks fail, too: what has come stays
+            failed = {ref.prefix_key for ref in refs}
+            planner.complete_fetch(fetch.number, FetchResult(failed_loads=failed, ranks_ended=1))
+        assert index.in_memory(refs[0].prefix_key)
+        assert not index.in_memory(refs[1].prefix_key)
+        assert planner.awaited(both, async_load=True) is None
+
+    def test_nothing_is_looked_up_before_it_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Hundreds of requests may wait for one load, and are asked about at every step."""
+        refs = refs_of(PROMPT)[:2]
+        scheduler = make(*refs, rules=ASYNC)
+        one, two = (begin(scheduler, name, PROMPT) for name in ("one", "two"))
+        assert scheduler.num_new_matched_tokens(one, 0) == 2 * CHUNK
+        scheduler.allocated("one", [TABLE], 2 * CHUNK)
+        (fetch,) = scheduler.plan_step({}, lambda _: [TABLE]).fetches
+        assert scheduler.num_new_matched_tokens(two, 0) is None
+        with monkeypatch.context() as patch:
+            patch.setattr(ChunkIndex, "lookup", _refuse)
+            assert [scheduler.num_new_matched_tokens(two, 0) for _ in range(3)] == [None] * 3
+            with pytest.raises(AssertionError, match="looked up"):
+                scheduler.num_new_matched_tokens(two, CHUNK)  # vLLM has some of it by now
+        scheduler.complete(StepReport(fetches={fetch.number: FetchResult(ranks_ended=1)}))
+        assert scheduler.num_new_matched_tokens(two, 0) == 2 * CHUNK
 
     @pytest.mark.parametrize("async_load", [False, True])
     def test_one_that_comes_within_a_step(
@@ -227,9 +275,13 @@ class TestWaiting:
         """A load beside might be carried out before that step; one within a step comes after it."""
         spec = LoadSpec(Match((refs[0],), CHUNK), 0, CHUNK)
         steps = index.prepare_load([refs[0]])
-        assert planner.must_wait(spec, async_load=async_load) is async_load
+        assert (planner.awaited(spec, async_load=async_load) is not None) is async_load
         index.complete_load(steps, set(), set())
-        assert not planner.must_wait(spec, async_load=async_load)
+        assert planner.awaited(spec, async_load=async_load) is None
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise AssertionError("it was looked up")
 
 
 # -- workers ----------------------------------------------------------------------------------------------------------
