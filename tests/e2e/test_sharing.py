@@ -49,6 +49,37 @@ def test_lora_files_behind_one_name(tiny_model: Path, tmp_path: Path) -> None:
     assert outputs[0] == outputs[1] != outputs[2]
 
 
+@pytest.mark.soak
+def test_lora_files_replaced_after_they_were_loaded(tiny_model: Path, tmp_path: Path) -> None:
+    """As for the next start of a server: vLLM answers with what it has loaded, under no other's key."""
+    from support.lora import build_lora
+    from vllm.lora.request import LoRARequest
+
+    from kvstore.tools.models import TINY
+
+    adapter = build_lora(tmp_path / "adapter", TINY, model_folder=tiny_model, seed=1)
+    settings: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}
+    request = LoRARequest("tenant", 1, str(adapter))
+    with Engine(tiny_model, StoreSetup(tmp_path / "disk"), **settings) as engine:
+        engine.llm.llm_engine.add_lora(request)
+        build_lora(adapter, TINY, model_folder=tiny_model, seed=2)
+        old = engine.generate([PROMPT], lora=request)[0]
+        engine.settle()
+        engine.forget_local()
+        assert engine.generate([PROMPT], lora=request)[0].cached_tokens == 0
+    with Engine(tiny_model, **settings) as engine:
+        new = engine.generate([PROMPT], lora=request)[0]
+    assert old.token_ids != new.token_ids
+    with Engine(tiny_model, StoreSetup(tmp_path / "disk"), **settings) as engine:
+        engine.llm.llm_engine.add_lora(request)
+        assert engine.generate([PROMPT], lora=request)[0].token_ids == new.token_ids
+        engine.settle()
+        engine.forget_local()
+        again = engine.generate([PROMPT], lora=request)[0]
+        assert again.token_ids == new.token_ids
+        assert again.cached_tokens > 0
+
+
 def test_prompt_embeddings_are_passed_by(tiny_model: Path, tmp_path: Path) -> None:
     """Two different ones, which vLLM both shows as zero tokens."""
     from vllm import SamplingParams
