@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvstore.protocol import messages
 from kvstore.server.disk import Disk
 from kvstore.server.pool import Pool
 from kvstore.server.sessions import Peer, Sessions
+from kvstore.server.slices import Slices
 from kvstore.server.spaces import Space
 from kvstore.server.stock import Stock
 
@@ -33,6 +34,7 @@ class Core:
         may_order: whether the sender of the message at hand is an operator.
         now: the monotonic time in seconds.
         is_closing: the server is about to end: no new clients, no new chunks.
+        slices: what takes longer than others should wait.
     """
 
     pool: Pool
@@ -46,6 +48,10 @@ class Core:
     may_order: Callable[[Peer], bool]
     now: Callable[[], float]
     is_closing: bool = False
+    slices: Slices = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.slices = Slices(self.report, self.now, self.sweep)
 
     def usage(self, space: Space) -> messages.Usage:
         """What a namespace takes now, as clients are told with every answer."""

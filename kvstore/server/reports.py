@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
 from heapq import nlargest
 from itertools import accumulate
 from operator import attrgetter
@@ -67,7 +66,7 @@ def _space(space: Space) -> dict[str, Any]:
         "used_bytes": space.used_bytes,
         "quota_bytes": None if space.quota_bytes == NO_QUOTA else space.quota_bytes,
         "clients": space.num_sessions,
-        "counters": asdict(space.counters),
+        "counters": dict(vars(space.counters)),
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
@@ -23,6 +23,7 @@ from kvstore.server.owner import Owner
 from kvstore.server.payload import Payload
 from kvstore.server.sessions import MAX_SESSIONS, Peer, Session
 from kvstore.server.spaces import NO_QUOTA, Chunk, Space
+from kvstore.tiers.base import MAX_NEAREST
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -31,7 +32,8 @@ _MAX_UNWRITTEN: Final = 65_536  # chunks that wait for the disk; beyond that, ch
 _NO_OPERATOR: Final = (
     "this is for those who run the server: ask over its kvs+ipc address, or as one of its server_operators"
 )
-_MAX_TOUCHES: Final = 256  # lookups that the policies have not been told of yet
+_MAX_TOUCHES: Final = 256  # parts of lookups that the policies have not been told of yet
+_TOUCHED: Final = 256  # chunks in such a part: about a millisecond
 
 
 class Service:
@@ -58,6 +60,8 @@ class Service:
         channel: Channel | None = None,
     ) -> None:
         self.num_writing = 0
+        self._is_dropping = False  # what was cleared
+        self._is_expiring = False
         self._core = core
         self._max_writes = max_writes
         self._owner = owner
@@ -89,8 +93,9 @@ class Service:
         request, payload = messages.decode_request(memoryview(message[0])), message[1:]
         if isinstance(request, messages.Piece) != bool(payload):
             raise ProtocolError("payload must follow a piece, and nothing else")
-        answer = self._answer_anybody(peer, request)
-        if answer is None:
+        if isinstance(request, messages.Order):
+            answer = self._order(peer, request)
+        elif (answer := self._answer_anybody(peer, request)) is None:
             session = self._core.sessions.by_peer.get(peer)
             if session is None:
                 answer = messages.Refused(request.serial, Refusal.NO_SESSION, "say hello first")
@@ -112,7 +117,7 @@ class Service:
         return len(self._touches) == _MAX_TOUCHES
 
     def do_leisure_work(self) -> None:
-        """Tell the policies of one lookup."""
+        """Tell the policies of a part of a lookup."""
         if self._touches:
             self._core.stock.touch(*self._touches.popleft())
 
@@ -124,19 +129,29 @@ class Service:
 
     def end(self, session: Session) -> None:
         """A client is gone."""
-        self._core.sessions.end(session)
+        self._core.slices.begin(self._core.sessions.end(session))
         self.offers.leave(session)
         self._note_progress(session, None)
-        self._core.sweep()
 
     def expire(self) -> None:
         """End silent clients and expired pins, and forget empty namespaces."""
-        for session in self._core.sessions.expire(self._core.now()):
-            self.end(session)
-        self._core.stock.pins.expire(self._core.now())
-        self._core.stock.holds.expire(self._core.now())
-        self._core.stock.forget_empty()
-        self._core.sweep()
+        if not self._is_expiring:
+            self._is_expiring = True
+            self._core.slices.begin(self._expire())
+
+    def _expire(self) -> Iterator[None]:
+        sessions, stock, now_s = self._core.sessions, self._core.stock, self._core.now()
+        for session in sessions.expire(now_s):
+            if session.heard_s <= now_s:  # still
+                self.end(session)
+            yield
+        for chunk in stock.pins.due(now_s):
+            if chunk.pin_end_s <= now_s:  # still
+                stock.pins.unpin([chunk])
+            yield
+        stock.holds.expire(now_s)
+        yield from stock.forget_empty()
+        self._is_expiring = False
 
     def forget_silent(self) -> None:
         """Let nobody wait for what silent clients hand over."""
@@ -152,8 +167,7 @@ class Service:
                 self.end(session)
         for space in self._core.stock.spaces.values():
             if not self._is_owners(space):
-                self._core.stock.clear(space)
-        self._core.sweep()
+                self._clear_space(space)
 
     def let_go(self, refs: Sequence[ChunkRef]) -> None:
         """Hold these chunks of the owner's no longer."""
@@ -179,11 +193,18 @@ class Service:
                 return report(request, {"status": "closing" if self._core.is_closing else "ok"})
             case messages.Stats():
                 return report(request, self._core.stats())
-        if not isinstance(request, messages.Order):
-            return None
+        return None
+
+    def _order(self, peer: Peer, order: messages.Order) -> messages.Answer | None:
         if not self._core.may_order(peer):
-            return messages.Refused(request.serial, Refusal.NO_OPERATOR, _NO_OPERATOR)
-        return self._orders.carry_out(request)
+            return messages.Refused(order.serial, Refusal.NO_OPERATOR, _NO_OPERATOR)
+
+        def carry_out() -> Iterator[None]:
+            answer = yield from self._orders.carry_out(order)
+            self._core.send(peer, answer, ())
+
+        self._core.slices.begin(carry_out())
+        return None
 
     def _answer(self, session: Session, request: messages.Request, payload: Sequence[Buffer]) -> messages.Answer | None:
         """The answer to a client; None if there is none, or if it is sent later."""
@@ -191,7 +212,8 @@ class Service:
             case messages.Lookup():
                 return self._lookup(session, request)
             case messages.Acquire() | messages.Reserve():
-                return self._grants.find(session, request)
+                self._grants.find(session, request)
+                return None
             case messages.Commit():
                 return self._commit(session, request)
             case messages.Nearest():
@@ -216,7 +238,9 @@ class Service:
             case messages.Scan():
                 return self._scan(session, request)
             case messages.Remove():
-                self._core.stock.remove(session.space, messages.unpack_refs(request.refs))
+                session.begin_late()
+                self._core.slices.begin(self._remove(session, request))
+                return None
         return self._done(session, request)
 
     def _move(
@@ -273,7 +297,7 @@ class Service:
         found = self._core.stock.lookup(session.space, refs)
         if session.progress is not None:  # it does not send again what is there
             self._hold(chunk for ref in refs if (chunk := session.space.chunks.get(ref)) is not None)
-        self._touches.append((session.space, refs))
+        self._touches.extend((session.space, refs[at : at + _TOUCHED]) for at in range(0, len(refs), _TOUCHED))
         return messages.Held(request.serial, found, self._core.usage(session.space))
 
     def _nearest(self, session: Session, request: messages.Nearest) -> messages.Answer:
@@ -281,7 +305,7 @@ class Service:
         named: list[list[bytes]] = []
         left_bytes = messages.MAX_MESSAGE_BYTES
         for trail in request.trails:
-            near = self._core.stock.nearest(session.space, trail)
+            near = list(session.space.trails.closest(trail, MAX_NEAREST))
             left_bytes -= sum(map(len, near))
             named.append(near if left_bytes >= 0 else [])
         return messages.Named(request.serial, named)
@@ -313,6 +337,13 @@ class Service:
             if lease is not None and not lease.is_write:
                 self._core.sessions.give_back(session, lease, is_whole=True)
 
+    def _remove(self, session: Session, request: messages.Remove) -> Iterator[None]:
+        for ref in messages.unpack_refs(request.refs):
+            self._core.stock.remove(session.space, [ref])
+            yield
+        session.num_late -= 1
+        self._core.send(session.peer, self._done(session, request), ())
+
     def _clear(self, session: Session, request: messages.Clear) -> messages.Answer | None:
         """Forget the chunks of a namespace. The answer comes once no crash can bring them back."""
 
@@ -328,10 +359,18 @@ class Service:
         """Forget the chunks of a namespace, and start to delete their files; how many there were."""
         self._core.sweep()
         count = self._core.stock.clear(space)
-        refs = [ref for _, ref in self._core.stock.take_removals()]
         if self._core.disk is not None:
-            self._core.disk.clear(space, refs, cleared)
+            self._core.disk.clear(space, cleared)
+        if not self._is_dropping:
+            self._is_dropping = True
+            self._core.slices.begin(self._drop_cleared())
         return count
+
+    def _drop_cleared(self) -> Iterator[None]:
+        while self._core.stock.drop_cleared():
+            yield
+        self._is_dropping = False
+        yield from self._write_waiting()
 
     def _hold(self, chunks: Iterable[Chunk]) -> None:
         """Keep what was handed over until the owner has read it."""
@@ -358,7 +397,7 @@ class Service:
         core, disk = self._core, self._core.disk
         if disk is None:
             return
-        if self.num_writing >= self._max_writes:
+        if self.num_writing >= self._max_writes or core.stock.has_cleared:
             self._unwritten.append(chunk)
             return
         if not core.stock.prepare_write(chunk, disk.size_of(chunk.space, chunk.ref)):
@@ -369,8 +408,11 @@ class Service:
         def written(size_bytes: int | None) -> None:
             self.num_writing -= 1
             core.stock.written(chunk, size_bytes)
-            while self._unwritten and self.num_writing < self._max_writes:
-                self._write_behind(self._unwritten.popleft())
-            core.sweep()
+            core.slices.begin(self._write_waiting())
 
         disk.write(chunk, core.pool.parts(chunk.runs, 0, chunk.size_bytes), written)
+
+    def _write_waiting(self) -> Iterator[None]:
+        while self._unwritten and self.num_writing < self._max_writes and not self._core.stock.has_cleared:
+            self._write_behind(self._unwritten.popleft())
+            yield

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvstore.chunks import Outcome
+from kvstore.errors import ProtocolError
 from kvstore.protocol.progress import SILENT_BEATS, Progress
 from kvstore.server.spaces import Chunk, Space
 from kvstore.server.stock import Stock
@@ -25,7 +27,7 @@ FORGET_S = 600.0  # after which such a client is forgotten; it may say hello aga
 MAX_SESSIONS = 4096
 MAX_PIECES = 16  # under way for one client
 _MAX_PARTS = 64  # of one chunk, with gaps between them
-MAX_LATE = 16  # requests for grants, of one client, that are answered later
+MAX_LATE = 16  # requests of one client that are answered later
 
 
 @dataclass
@@ -86,7 +88,7 @@ class Session:
         leases: by their numbers.
         leased_bytes: of the pages of all of them.
         num_pieces: pieces that are being copied for it.
-        num_late: its requests for grants that are to be answered later.
+        num_late: its requests that are to be answered later, in slices or from disk.
         is_over: it has ended.
         fd: of its connection, where that is known; otherwise -1.
         progress: what it says of the hand-overs that it sends; None if it says nothing, or no longer.
@@ -108,6 +110,16 @@ class Session:
     progress: Progress | None = None
     beat_s: float = 0.0
     attached: bytes = b""
+
+    def begin_late(self) -> None:
+        """Count a request that is answered later, and then to be taken off ``num_late``.
+
+        Raises:
+            ProtocolError: there are too many.
+        """
+        self.num_late += 1
+        if self.num_late > MAX_LATE:
+            raise ProtocolError(f"more than {MAX_LATE} requests at once that take long")
 
 
 class Peer(NamedTuple):
@@ -149,8 +161,8 @@ class Sessions:
             self._by_token[token] = session
         return session
 
-    def end(self, session: Session) -> None:
-        """End the session of a client that is gone, and all of its leases."""
+    def end(self, session: Session) -> Iterator[None]:
+        """End the session of a client that is gone, and then one of its leases a step."""
         if session.is_over:
             return
         session.is_over = True
@@ -159,6 +171,7 @@ class Sessions:
         self._by_token.pop(session.token, None)
         for lease in list(session.leases.values()):
             self.give_back(session, lease, is_whole=False)
+            yield
 
     def of_token(self, token: bytes) -> Session | None:
         """The client of a connection to the unix socket, if it said hello."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from kvstore.catalog.trails import Trails
@@ -33,7 +32,7 @@ class Chunk:
         uses: reads, loads and writes under way, while which its pages are given to nobody else.
         pin_end_s: when its pin ends; 0 if it is not pinned.
         is_whole: all of it is in memory. Not so while it is written, or read from disk.
-        is_gone: it was removed; its pages are freed with the last use.
+        is_dropped: nothing knows it any more; its pages are freed with the last use.
         epoch: of its namespace, when its write began.
         sums: known checksums of parts of its payload, by offset and length.
         trail: the keys at the ends of its blocks; empty if they were not told.
@@ -49,7 +48,7 @@ class Chunk:
     uses: int = 0
     pin_end_s: int = 0
     is_whole: bool = False
-    is_gone: bool = False
+    is_dropped: bool = False
     epoch: int = field(init=False)
     sums: dict[tuple[int, int], bytes] = field(default_factory=dict)
     trail: bytes = b""
@@ -63,7 +62,17 @@ class Chunk:
     @property
     def is_pinned(self) -> bool:
         """Whether it is kept from eviction."""
-        return self.pin_end_s != 0
+        return self.pin_end_s != 0 and not self.is_cleared
+
+    @property
+    def is_cleared(self) -> bool:
+        """Whether its namespace was cleared since its write began."""
+        return self.epoch != self.space.epoch
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it cannot be found any more. From any thread."""
+        return self.is_dropped or self.is_cleared
 
 
 @dataclass
@@ -95,6 +104,7 @@ class Space:
         chunks: the least recently used first.
         trails: of those of them that have one.
         used_bytes: of all chunks, those being written included.
+        stored_bytes: of those that can be found.
         epoch: counts how often it was cleared.
         num_sessions: clients that use it now.
     """
@@ -102,9 +112,10 @@ class Space:
     namespace: Namespace
     layout: KVLayout
     quota_bytes: int = NO_QUOTA
-    chunks: OrderedDict[ChunkRef, Chunk] = field(default_factory=OrderedDict)
+    chunks: dict[ChunkRef, Chunk] = field(default_factory=dict)
     trails: Trails = field(default_factory=Trails)
     used_bytes: int = 0
+    stored_bytes: int = 0
     epoch: int = 0
     num_sessions: int = 0
     counters: SpaceCounters = field(default_factory=SpaceCounters)

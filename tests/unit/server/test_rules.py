@@ -41,7 +41,7 @@ def test_what_stays_while_others_want_its_pages(how: str) -> None:
     shop = Shop(chunks=1)
     chunk = shop.store(ONE)
     if how == "it is read":
-        assert shop.stock.acquire(shop.space, ONE) is chunk
+        assert shop.acquire(ONE) is chunk
     else:
         shop.stock.pins.set(chunk, LATER_S)  # whatever share of the memory may be pinned
     assert shop.reserve(TWO) is None
@@ -56,13 +56,13 @@ def test_what_stays_while_others_want_its_pages(how: str) -> None:
 def test_pages_for_a_read_that_failed_are_given_back() -> None:
     shop = Shop()
     shop.stock.found_on_disk(shop.space, ONE, CHUNK_BYTES)
-    chunk = shop.stock.acquire(shop.space, ONE)
+    chunk = shop.acquire(ONE)
     assert isinstance(chunk, Chunk)
     assert shop.free.num_free == 2
     shop.stock.loaded(chunk, Outcome.FAILED)
     shop.stock.release(chunk)
     assert shop.free.num_free == 4
-    assert shop.stock.acquire(shop.space, ONE) is chunk, "it may be tried again"
+    assert shop.acquire(ONE) is chunk, "it may be tried again"
 
 
 def test_a_quota_is_kept() -> None:
@@ -70,6 +70,14 @@ def test_a_quota_is_kept() -> None:
     shop.store(ONE)
     shop.store(TWO)
     assert (list(shop.space.chunks), shop.space.used_bytes) == ([TWO], CHUNK_BYTES)
+
+
+def test_what_is_pinned_stays_in_a_full_namespace() -> None:
+    shop = Shop(quota_bytes=CHUNK_BYTES)
+    shop.store(ONE)
+    assert shop.stock.pins.pin(shop.space, [ONE], LATER_S) == 1
+    assert shop.reserve(TWO) is None
+    assert list(shop.space.chunks) == [ONE]
 
 
 def test_a_replaced_chunk_is_counted_once() -> None:
@@ -82,7 +90,7 @@ def test_a_replaced_chunk_is_counted_once() -> None:
 def test_what_was_removed_is_not_written_to_disk() -> None:
     shop = Shop()
     chunk = shop.store(ONE)
-    assert shop.stock.acquire(shop.space, ONE) is chunk  # so that its pages are still there
+    assert shop.acquire(ONE) is chunk  # so that its pages are still there
     shop.stock.remove(shop.space, [ONE])
     assert not shop.stock.prepare_write(chunk, CHUNK_BYTES)
     assert shop.stock.num_on_disk == 0
@@ -91,7 +99,7 @@ def test_what_was_removed_is_not_written_to_disk() -> None:
 def test_a_pin_ends_with_its_chunk() -> None:
     shop = Shop()
     shop.store(ONE)
-    assert shop.stock.pin(shop.space, [ONE], LATER_S) == 1
+    assert shop.stock.pins.pin(shop.space, [ONE], LATER_S) == 1
     assert shop.stock.pins.used_bytes == CHUNK_BYTES
     shop.stock.remove(shop.space, [ONE])
     assert shop.stock.pins.used_bytes == 0
@@ -136,7 +144,7 @@ def test_pages_are_kept_while_pieces_are_on_their_way_to_them() -> None:
     assert chunk is not None
     lease = shop.sessions.lease(client, chunk, is_write=True)
     lease.copies = 1
-    shop.sessions.end(client)
+    list(shop.sessions.end(client))
     assert shop.free.num_free == 2
     shop.sessions.copied(lease, is_sound=True)
     assert (shop.free.num_free, list(shop.space.chunks)) == (4, [])

@@ -6,7 +6,7 @@ The deadline is an hour: who waits for it does not end its test.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -130,8 +130,8 @@ def test_what_a_full_receiver_refuses_is_computed(monkeypatch: pytest.MonkeyPatc
     """What came before it is used."""
     real = Stock.reserve
 
-    def reserve(stock: Stock, space: Space, ref: ChunkRef, capacity_bytes: int) -> Chunk | None:
-        return None if space.chunks else real(stock, space, ref, capacity_bytes)
+    def reserve(stock: Stock, space: Space, ref: ChunkRef, capacity_bytes: int) -> Generator[None, None, Chunk | None]:
+        return None if space.chunks else (yield from real(stock, space, ref, capacity_bytes))
 
     wire = Wire()
     with engines(wire, budget=CHUNK) as (first, second):
