@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,8 +89,6 @@ def run_server(hub: Hub, http_port: int | None, report: Callable[[dict[str, obje
         ConfigError: the pages cannot be served. Nothing was served yet.
     """
     keep_freed(_KEPT_BYTES)
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # a client has two connections, or one
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: hub.stop())
     state = planned(hub.options)

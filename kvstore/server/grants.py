@@ -104,7 +104,7 @@ class Grants:
     def _reserve(self, session: Session, ref: ChunkRef) -> messages.Grant:
         if self._core.is_closing or not self._may_lease(session, ref):
             return _no_grant(Outcome.FAILED)
-        chunk = self._core.stock.reserve(session.space, ref, session.capacity_bytes)
+        chunk = self._core.stock.reserve(session.space, ref)
         if chunk is None:
             return _no_grant(Outcome.FULL)
         return self._grant(session, chunk, Outcome.STORED)
@@ -160,7 +160,10 @@ class Grants:
 
     def _may_lease(self, session: Session, ref: ChunkRef) -> bool:
         payload_bytes = session.space.layout.payload_bytes(ref.num_blocks)
-        return self._core.sessions.may_lease(session, pages_of(payload_bytes) * PAGE_BYTES)
+        may = self._core.sessions.may_lease(session, pages_of(payload_bytes) * PAGE_BYTES)
+        if not may:
+            self._core.deny(session.client, "leases", "it, or all, have leased as much of the memory as they may")
+        return may
 
     def _grant(self, session: Session, chunk: Chunk, outcome: Outcome) -> messages.Grant:
         lease = self._core.sessions.lease(session, chunk, is_write=outcome is Outcome.STORED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from kvstore.server.spaces import Chunk
 
@@ -45,12 +45,14 @@ class Pins:
             for chunk in list(self._by_end[end_s]):
                 self.drop(chunk)
 
-    def listed(self, now_s: float, at_most: int) -> dict[str, object]:
-        """A report of what is pinned, by end and namespace, the pins first that end first."""
+    def listed(self, now_s: float, at_most: int, spaces: Container[bytes]) -> dict[str, object]:
+        """A report of what is pinned in some namespaces, by end and namespace, the pins first that end first."""
         found = []
         for end_s in sorted(self._by_end):
             chunks, sizes = Counter[str](), Counter[str]()
             for chunk in self._by_end[end_s]:
+                if chunk.space.id not in spaces:
+                    continue
                 chunks[chunk.space.namespace.id.hex()] += 1
                 sizes[chunk.space.namespace.id.hex()] += chunk.size_bytes
             ends_in_s = max(0, round(end_s - now_s))

@@ -4,8 +4,8 @@ As with ``ChunkIndex``, every move is prepared, carried out and completed. A chu
 until it is complete. A chunk that is being read may be removed or replaced meanwhile: its pages are freed with its last
 use.
 
-Memory and disk have a policy each, over the chunks of all namespaces. A namespace at its quota evicts its own chunks,
-the least recently used first.
+Memory and disk have a policy each, over the chunks of all namespaces. Namespaces at their common quota evict chunks of
+their own, the least recently used first.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from kvstore.protocol.runs import PAGE_BYTES, Run
 from kvstore.server.holds import Holds
 from kvstore.server.pins import Pins
 from kvstore.server.pool import FreePages
-from kvstore.server.spaces import NO_QUOTA, Chunk, Space
+from kvstore.server.quotas import Quotas
+from kvstore.server.spaces import Chunk, Quota, Space
 from kvstore.tiers.base import MAX_NEAREST
 
 MAX_SPACES = 4096
-ANY_SPACE = "*"  # in quotas: those not named
+MAX_TENANT_SPACES = MAX_SPACES // 4  # of one tenant
+MAX_FAR_SPACES = MAX_SPACES * 3 // 4  # beyond which clients from the network bring no more
 
 
 class Stock:
@@ -40,7 +42,7 @@ class Stock:
         disk_bytes: of the disk; 0 for none.
         policy: of the memory.
         disk_policy: of the disk.
-        quotas: bytes by a namespace's model or its id in hex; ``*`` for those not named.
+        quotas: bytes by tenant, model or id; see ``Quotas``.
         first_stamp: where ``stamp`` begins; later than any that clients know of an earlier server.
     """
 
@@ -63,7 +65,7 @@ class Stock:
         self.holds = Holds()
         self._max_pinned_bytes = pool_bytes // 2
         self._disk_bytes = disk_bytes
-        self._quotas = quotas or {}
+        self.quotas = Quotas(quotas or {})
         self._free = free
         self._memory = open_policy(policy, pool_bytes)
         self._disk = open_policy(disk_policy, disk_bytes)
@@ -83,25 +85,24 @@ class Stock:
 
     # -- namespaces --------------------------------------------------------------------------------------------------
 
-    def enter(self, namespace: Namespace, layout: KVLayout) -> Space | None:
-        """The chunks of a namespace; None if there are too many namespaces."""
-        fresh = Space(namespace, layout)
-        fresh.quota_bytes = self._quota_of(fresh)
+    def enter(self, namespace: Namespace, layout: KVLayout, tenant: str = "", most: int = MAX_SPACES) -> Space | None:
+        """A tenant's chunks of a namespace; None if it would be one more than ``most``, or the tenant may have."""
+        fresh = Space(namespace, layout, tenant)
         space = self.spaces.get(fresh.id)
         if space is not None:
             return space
-        if len(self.spaces) >= MAX_SPACES:
+        if self._is_crowded(tenant, most):
             self.forget_empty()
-        if len(self.spaces) >= MAX_SPACES:
+        if self._is_crowded(tenant, most):
             return None
+        fresh.quota = self.quotas.find(tenant, namespace, fresh.id)
         self.spaces[fresh.id] = fresh
         return fresh
 
-    def _quota_of(self, space: Space) -> int:
-        model = str(space.namespace.fields.get("model", ""))
-        ids = (space.namespace.id.hex(), space.id.hex())  # the second was shown by earlier versions
-        names = (*ids, model, model.removeprefix("id "), ANY_SPACE)
-        return next((self._quotas[name] for name in names if name in self._quotas), NO_QUOTA)
+    def _is_crowded(self, tenant: str, most: int) -> bool:
+        if tenant and sum(space.tenant == tenant for space in self.spaces.values()) >= MAX_TENANT_SPACES:
+            return True
+        return len(self.spaces) >= most
 
     def forget_empty(self) -> None:
         """Forget namespaces without chunks or clients."""
@@ -114,10 +115,6 @@ class Stock:
         """Namespaces that were forgotten, whose folders can be deleted. Their removals come first."""
         forgotten, self._forgotten = self._forgotten, []
         return forgotten
-
-    def limit(self, space: Space, capacity_bytes: int) -> None:
-        """Evict what a namespace holds beyond a client's bound."""
-        self._evict(self._least_recent(space, space.used_bytes - capacity_bytes, None)[0])
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
@@ -168,20 +165,18 @@ class Stock:
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
-    def reserve(self, space: Space, ref: ChunkRef, capacity_bytes: int) -> Chunk | None:
+    def reserve(self, space: Space, ref: ChunkRef) -> Chunk | None:
         """Pages for a chunk that is to be written; None: no room.
 
         Args:
             space: whose it is.
             ref: its name. If there is such a chunk, it stays until the new one is complete, if there is room for both.
-            capacity_bytes: what the client wants the namespace to hold at most.
         """
         chunk = Chunk(space, ref)
         old = space.chunks.get(ref)
-        if old is not None and space.used_bytes + chunk.size_bytes > min(capacity_bytes, space.quota_bytes):
+        if old is not None and space.quota.used_bytes + chunk.size_bytes > space.quota.limit_bytes:
             self._drop(old, MissReason.REMOVED)
-        fits = space.used_bytes + chunk.size_bytes <= capacity_bytes
-        fits = fits and self._shrink(space, space.quota_bytes - chunk.size_bytes, ref)
+        fits = self._shrink(space.quota, space.quota.limit_bytes - chunk.size_bytes)
         runs = self._take(chunk.size_bytes, chunk.key) if fits else None
         if runs is None:
             space.counters.full += 1
@@ -218,6 +213,7 @@ class Stock:
         if chunk.trail:
             chunk.space.trails.add(chunk.trail)
         self._chunks[chunk.key] = chunk
+        chunk.space.quota.touch(chunk)
         if chunk.runs:
             self._memory.add(chunk.key, chunk.size_bytes)
         if chunk.disk_bytes:
@@ -239,6 +235,7 @@ class Stock:
             space.counters.loaded_chunks += 1
         chunk.uses += 1
         space.chunks.move_to_end(ref)
+        space.quota.touch(chunk)
         self._memory.refresh_chain([chunk.key])
         return chunk
 
@@ -369,6 +366,7 @@ class Stock:
         if chunk.trail:
             space.trails.discard(chunk.trail)
         del self._chunks[chunk.key]
+        space.quota.drop(chunk)
         space.used_bytes -= chunk.size_bytes
         self.stamp += 1
         self.departed.note(chunk.key, reason)
@@ -425,25 +423,19 @@ class Stock:
         else:
             self._drop(chunk, MissReason.EVICTED)
 
-    def _shrink(self, space: Space, limit_bytes: int, keep: ChunkRef | None) -> bool:
-        """Evict the least recently used chunks of a namespace until it is within a limit; none if that cannot be."""
-        victims, is_enough = self._least_recent(space, space.used_bytes - limit_bytes, keep)
-        if is_enough:
-            self._evict(victims)
-        return is_enough
-
-    def _evict(self, chunks: Sequence[Chunk]) -> None:
-        self.num_displaced += len(chunks)
-        for chunk in chunks:
-            self._drop(chunk, MissReason.EVICTED)
-
-    def _least_recent(self, space: Space, num_bytes: int, keep: ChunkRef | None) -> tuple[list[Chunk], bool]:
-        """Chunks of a namespace that may be evicted and have so many bytes, or all of them; whether they have."""
-        found: list[Chunk] = []
-        for chunk in space.chunks.values() if num_bytes > 0 else ():
-            if self._may_go(chunk) and chunk.ref != keep:
-                found.append(chunk)
-                num_bytes -= chunk.size_bytes
-                if num_bytes <= 0:
+    def _shrink(self, quota: Quota, limit_bytes: int) -> bool:
+        """Evict the least recently used chunks of a quota until they are within a limit; none if that cannot be."""
+        missing_bytes = quota.used_bytes - limit_bytes
+        victims: list[Chunk] = []
+        for chunk in quota.by_age() if missing_bytes > 0 else ():
+            if self._may_go(chunk):
+                victims.append(chunk)
+                missing_bytes -= chunk.size_bytes
+                if missing_bytes <= 0:
                     break
-        return found, num_bytes <= 0
+        if missing_bytes > 0:
+            return False
+        self.num_displaced += len(victims)
+        for chunk in victims:
+            self._drop(chunk, MissReason.EVICTED)
+        return True

@@ -26,7 +26,7 @@ from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server import disk_tiers
 from kvstore.server.disk_tiers import DiskOptions
-from kvstore.server.spaces import NO_QUOTA, Chunk, Space
+from kvstore.server.spaces import Chunk, Space
 from kvstore.testing.harness import EVEN, MINE, make_buffer, make_ref, make_transfer
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.disk.tier import DiskTier
@@ -44,7 +44,7 @@ def fill(server: ServerThread) -> None:
     space = server.hub.stock.enter(Namespace({"model": "small"}), SMALL)
     assert space is not None
     for number in range(4000):
-        chunk = server.hub.stock.reserve(space, make_ref(number, 1), NO_QUOTA)
+        chunk = server.hub.stock.reserve(space, make_ref(number, 1))
         assert chunk is not None
         server.hub.stock.complete(chunk, is_whole=True)
 
@@ -249,9 +249,9 @@ class TestGrants:
             seen: list[int] = []
             lookup, reserve = server.hub.stock.lookup, server.hub.stock.reserve
 
-            def slowly(space: Space, ref: ChunkRef, capacity_bytes: int) -> Chunk | None:
+            def slowly(space: Space, ref: ChunkRef) -> Chunk | None:
                 time.sleep(0.05)  # so that what the other has sent has come, however busy the machine is
-                return reserve(space, ref, capacity_bytes)
+                return reserve(space, ref)
 
             def watched(space: Space, refs: Sequence[ChunkRef]) -> bytes:
                 seen.append(server.hub.stock.num_displaced)

@@ -11,9 +11,10 @@ from kvstore.chunks import ChunkRef, Outcome
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.server.clients import OURSELVES, TCP
 from kvstore.server.pool import FreePages
 from kvstore.server.sessions import Lease, Peer, Session, Sessions
-from kvstore.server.spaces import Chunk, Space
+from kvstore.server.spaces import Chunk
 from kvstore.server.stock import Stock
 from kvstore.testing.harness import make_ref
 
@@ -26,7 +27,7 @@ QUOTA_BYTES = 8 * PAGE_BYTES
 
 
 class StockMachine(RuleBasedStateMachine):
-    """Three namespaces, the last one with a quota, two clients each, and a disk whose work ends at any time."""
+    """Three namespaces, the last two with one quota, two clients each, and a disk whose work ends at any time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,19 +40,19 @@ class StockMachine(RuleBasedStateMachine):
             disk_policy="LRU",
             quotas={"2": QUOTA_BYTES},
         )
-        self.sessions = Sessions(self.stock, POOL_PAGES * PAGE_BYTES)
+        self.sessions = Sessions(self.stock, POOL_PAGES * PAGE_BYTES, {TCP: 6})
         self.clients: list[Session] = []
         for number in range(6):
-            space = self.stock.enter(Namespace({"model": str(number % 3)}), LAYOUTS[number % 3])
+            space = self.stock.enter(Namespace({"model": "12"[number % 3 > 0]}), LAYOUTS[number % 3])
             assert space is not None
-            self.clients.append(self.sessions.begin(Peer(0, bytes([number])), space, 1 << 60, b"", 0.0))
+            self.clients.append(self.sessions.begin(Peer(TCP, bytes([number])), OURSELVES, space, b"", 0.0))
         self.loading: list[tuple[Chunk, Session]] = []
         self.writing: list[Chunk] = []
 
     @rule(who=st.integers(0, 5), ref=REFS)
     def reserve(self, who: int, ref: ChunkRef) -> None:
         session = self.clients[who]
-        chunk = self.stock.reserve(session.space, ref, session.capacity_bytes)
+        chunk = self.stock.reserve(session.space, ref)
         if chunk is not None:
             self.sessions.lease(session, chunk, is_write=True)
 
@@ -60,7 +61,7 @@ class StockMachine(RuleBasedStateMachine):
         """As engines do, who then want them on disk."""
         for ref in refs:
             session = self.clients[who]
-            chunk = self.stock.reserve(session.space, ref, session.capacity_bytes)
+            chunk = self.stock.reserve(session.space, ref)
             if chunk is not None:
                 self._give_back(session, self.sessions.lease(session, chunk, is_write=True), is_whole=True)
                 self._end_writes()
@@ -153,7 +154,7 @@ class StockMachine(RuleBasedStateMachine):
             return
         session = self.clients[who]
         self.sessions.end(session)
-        self.clients[who] = self.sessions.begin(session.peer, session.space, 1 << 60, b"", 0.0)
+        self.clients[who] = self.sessions.begin(session.peer, OURSELVES, session.space, b"", 0.0)
 
     @invariant()
     def pages_add_up(self) -> None:
@@ -185,11 +186,10 @@ class StockMachine(RuleBasedStateMachine):
             ]
             chunks = [*space.chunks.values(), *pending]
             assert space.used_bytes == sum(chunk.size_bytes for chunk in chunks)
-            self._check_quota(space)
-
-    def _check_quota(self, space: Space) -> None:
-        if space.namespace.fields["model"] == "2":
-            assert space.used_bytes <= QUOTA_BYTES
+        (quota,) = (quota for quota in self.stock.quotas if quota.name)
+        shared = [space for space in self.stock.spaces.values() if space.quota is quota]
+        assert quota.used_bytes == sum(space.used_bytes for space in shared) <= QUOTA_BYTES
+        assert set(quota.by_age()) == {chunk for space in shared for chunk in space.chunks.values()}
 
     @invariant()
     def tiers_add_up(self) -> None:
