@@ -78,9 +78,12 @@ def test_every_kind_of_request_has_its_right() -> None:
     """Who adds one decides who may send it, says so in docs/FORMAT.md, and adds one to this file."""
     kinds = set(Request.__subclasses__())
     assert set(NEEDED) == kinds == {type(request) for request in REQUESTS}
-    rows = dict(re.findall(r"^\| (\w+) \| ([a-z, -]+) \|", FORMAT.read_text(encoding="utf-8"), re.MULTILINE))
-    names = {kind.__name__: ", ".join(str(r.name).lower() for r in Right if r & NEEDED[kind]) or "-" for kind in kinds}
-    assert rows == {"request": "right", **names}
+    page = FORMAT.read_text(encoding="utf-8")
+    rows = re.findall(r"^- ((?:`\w+`| or )+|none): ([\d, ]+)$", page, re.MULTILINE)
+    documented = {int(tag): words for words, tags in rows for tag in tags.split(", ")}
+    named = {kind: [str(right.name).lower() for right in Right if right & NEEDED[kind]] for kind in kinds}
+    words = {kind: " or ".join(f"`{name}`" for name in names) or "none" for kind, names in named.items()}
+    assert documented == {kind.__struct_config__.tag: text for kind, text in words.items()}
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: type(request).__name__)
