@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import resource
 import signal
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,8 +96,6 @@ def run_server(hub: Hub, http_port: int | None, report: Callable[[dict[str, obje
 
 
 def _run(hub: Hub, http_port: int | None, report: Callable[[dict[str, object]], None]) -> bool:
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # a client has two connections, or one
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: hub.stop())
     state = planned(hub.options)

@@ -81,7 +81,7 @@ class Grants:
 
     def _reserve(self, batch: _Batch, ref: ChunkRef) -> Iterator[None]:
         session = batch.session
-        chunk = yield from self._core.stock.reserve(session.space, ref, session.capacity_bytes)
+        chunk = yield from self._core.stock.reserve(session.space, ref)
         if chunk is None:
             batch.grants.append(_no_grant(Outcome.FULL))
         elif self._may_still_lease(session, ref):
@@ -143,7 +143,10 @@ class Grants:
 
     def _may_lease(self, session: Session, ref: ChunkRef) -> bool:
         payload_bytes = session.space.layout.payload_bytes(ref.num_blocks)
-        return self._core.sessions.may_lease(session, pages_of(payload_bytes) * PAGE_BYTES)
+        may = self._core.sessions.may_lease(session, pages_of(payload_bytes) * PAGE_BYTES)
+        if not may:
+            self._core.deny(session.client, "leases", "it, or all, have leased as much of the memory as they may")
+        return may
 
     def _may_still_lease(self, session: Session, ref: ChunkRef) -> bool:
         """The same once pages were found: others may have had their turn meanwhile."""

@@ -9,6 +9,7 @@ from typing import Final
 from kvstore.chunks import ChunkRef, chunk_of
 from kvstore.protocol import messages
 from kvstore.protocol.messages import Refusal
+from kvstore.server.clients import Client
 from kvstore.server.core import Core
 from kvstore.server.spaces import Chunk, Space
 
@@ -17,6 +18,8 @@ _MAX_LISTED: Final = 1024  # groups of pins
 
 class Orders:
     """Belongs to the thread that decides. The caller checks that the sender is an operator.
+
+    Of an operator that has a tenant, orders reach this tenant's chunks only; to it there are no others.
 
     Args:
         core: what the parts of the server share.
@@ -30,23 +33,24 @@ class Orders:
         self._pin_max_s = pin_max_s
         self._clear = clear
 
-    def carry_out(self, order: messages.Order) -> Generator[None, None, messages.Answer]:
-        """Carry out an order, in steps, and report its result."""
+    def carry_out(self, client: Client, order: messages.Order) -> Generator[None, None, messages.Answer]:
+        """Carry out an order of a client, in steps, and report its result."""
         match order:
             case messages.ClearSpaces():
                 count = 0
-                for cleared in self._spaces(order.namespace):
+                for cleared in self._spaces(client, order.namespace):
                     count += self._clear(cleared)
                     yield
                 return report(order, {"chunks": count})
             case messages.UnpinSpaces():
-                wanted = {space.id for space in self._spaces(order.namespace)}
+                wanted = {space.id for space in self._spaces(client, order.namespace)}
                 pinned = [chunk for chunk in self._stock.pins if chunk.space.id in wanted]
                 return report(order, {"chunks": (yield from self._unpin(pinned))})
             case messages.Pins():
-                return report(order, self._stock.pins.listed(self._core.now(), _MAX_LISTED))
+                spaces = {space.id for space in self._spaces(client)}
+                return report(order, self._stock.pins.listed(self._core.now(), _MAX_LISTED, spaces))
         space = self._stock.spaces.get(order.space)
-        if space is None:
+        if space is None or not _reaches(client, space):
             return messages.Refused(order.serial, Refusal.UNKNOWN, "there is no such namespace")
         refs = messages.unpack_refs(order.refs)
         if isinstance(order, messages.Explain):
@@ -84,8 +88,13 @@ class Orders:
             tree["nearest"] = [ref.prefix_key.hex(), ref.num_blocks, shared_blocks, self._stock.why(space, ref)]
         return tree
 
-    def _spaces(self, namespace_id: bytes) -> list[Space]:
-        return [space for space in self._stock.spaces.values() if namespace_id in {b"", space.namespace.id}]
+    def _spaces(self, client: Client, namespace_id: bytes = b"") -> list[Space]:
+        wanted = [space for space in self._stock.spaces.values() if namespace_id in {b"", space.namespace.id}]
+        return [space for space in wanted if _reaches(client, space)]
+
+
+def _reaches(client: Client, space: Space) -> bool:
+    return client.runs_all or client.tenant == space.tenant
 
 
 def holder_of(space: Space, ends: Sequence[ChunkRef]) -> tuple[ChunkRef, int] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -107,11 +107,11 @@ class Pins:
         due = [group for groups in self._groups.values() for end_s, group in groups.items() if end_s <= now_s]
         return [chunk for group in due for chunk in group.chunks]
 
-    def listed(self, now_s: float, at_most: int) -> dict[str, object]:
-        """A report of what is pinned, by end and namespace, the pins first that end first."""
+    def listed(self, now_s: float, at_most: int, spaces: Container[bytes]) -> dict[str, object]:
+        """A report of what is pinned in some namespaces, by end and namespace, the pins first that end first."""
         chunks, sizes = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
-        for groups in self._groups.values():
-            for end_s, group in groups.items():
+        for space_id, groups in self._groups.items():
+            for end_s, group in groups.items() if space_id in spaces else ():
                 name = next(iter(group.chunks)).space.namespace.id.hex()
                 chunks[end_s, name] += len(group.chunks)
                 sizes[end_s, name] += group.num_bytes

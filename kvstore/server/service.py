@@ -15,14 +15,18 @@ from kvstore.protocol import messages
 from kvstore.protocol.messages import Refusal
 from kvstore.protocol.outcomes import pack_outcomes
 from kvstore.protocol.progress import Progress
+from kvstore.protocol.rights import NEEDED, Right, is_allowed, names_of
+from kvstore.server.clients import IPC, Client
 from kvstore.server.core import Core
 from kvstore.server.grants import Grants
 from kvstore.server.offers import Offers
 from kvstore.server.orders import Orders, report
 from kvstore.server.owner import Owner
 from kvstore.server.payload import Payload
-from kvstore.server.sessions import MAX_SESSIONS, Peer, Session
-from kvstore.server.spaces import NO_QUOTA, Chunk, Space
+from kvstore.server.reports import part_of_stats
+from kvstore.server.sessions import Peer, Session
+from kvstore.server.spaces import Chunk, Space
+from kvstore.server.stock import MAX_FAR_SPACES, MAX_SPACES
 from kvstore.tiers.base import MAX_NEAREST
 
 if TYPE_CHECKING:
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
 
 _MAX_UNWRITTEN: Final = 65_536  # chunks that wait for the disk; beyond that, chunks stay in memory only
 _NO_OPERATOR: Final = (
-    "this is for those who run the server: ask over its kvs+ipc address, or as one of its server_operators"
+    "this is for those who run the server: ask over its kvs+ipc address, or with a key that has the right operate"
 )
 _MAX_TOUCHES: Final = 256  # parts of lookups that the policies have not been told of yet
 _TOUCHED: Final = 256  # chunks in such a part: about a millisecond
@@ -93,15 +97,22 @@ class Service:
         request, payload = messages.decode_request(memoryview(message[0])), message[1:]
         if isinstance(request, messages.Piece) != bool(payload):
             raise ProtocolError("payload must follow a piece, and nothing else")
-        if isinstance(request, messages.Order):
-            answer = self._order(peer, request)
-        elif (answer := self._answer_anybody(peer, request)) is None:
-            session = self._core.sessions.by_peer.get(peer)
-            if session is None:
-                answer = messages.Refused(request.serial, Refusal.NO_SESSION, "say hello first")
-            else:
-                session.heard_s = self._core.now()
-                answer = self._answer(session, request, payload)
+        client = self._core.sender(peer)
+        session = self._core.sessions.by_peer.get(peer)
+        if session is not None and session.client != client:
+            session = None  # of somebody who had this name before
+        if not is_allowed(type(request), client.rights):
+            answer: messages.Answer | None = self._deny(client, request)
+        elif isinstance(request, messages.Order):
+            self._core.slices.begin(self._order(peer, client, request))
+            answer = None
+        elif isinstance(request, messages.Hello | messages.Ping | messages.Stats):
+            answer = self._answer_anybody(peer, client, session, request)
+        elif session is None:
+            answer = messages.Refused(request.serial, Refusal.NO_SESSION, "say hello first")
+        else:
+            session.heard_s = self._core.now()
+            answer = self._answer(session, request, payload)
         if answer is not None:
             self._core.send(peer, answer, ())
         self._core.sweep()
@@ -184,27 +195,44 @@ class Service:
         self.offers.close()
         self._payload.close()
 
-    def _answer_anybody(self, peer: Peer, request: messages.Request) -> messages.Answer | None:
-        """The answer to a request that needs no session; None for any other."""
+    def _deny(self, client: Client, request: messages.Request) -> messages.Refused:
+        needed = NEEDED[type(request)]
+        kind = type(request).__name__
+        why = f"{kind} needs the right {names_of(needed)}, and this client has {names_of(client.rights)}"
+        self._core.deny(client, names_of(needed), why)
+        if needed == Right.OPERATE:
+            why = f"{_NO_OPERATOR}; {why}"
+        return messages.Refused(request.serial, Refusal.NO_RIGHT, why)
+
+    def _answer_anybody(
+        self,
+        peer: Peer,
+        client: Client,
+        session: Session | None,
+        request: messages.Hello | messages.Ping | messages.Stats,
+    ) -> messages.Answer:
+        """The answer to a request that needs no session."""
         match request:
             case messages.Hello():
-                return self._hello(peer, request)
+                return self._hello(peer, client, request)
             case messages.Ping():
-                return report(request, {"status": "closing" if self._core.is_closing else "ok"})
+                return report(request, {"status": self._core.status})
             case messages.Stats():
-                return report(request, self._core.stats())
-        return None
+                return report(request, self._stats(client, session))
 
-    def _order(self, peer: Peer, order: messages.Order) -> messages.Answer | None:
-        if not self._core.may_order(peer):
-            return messages.Refused(order.serial, Refusal.NO_OPERATOR, _NO_OPERATOR)
+    def _order(self, peer: Peer, client: Client, order: messages.Order) -> Iterator[None]:
+        answer = yield from self._orders.carry_out(client, order)
+        self._core.send(peer, answer, ())
 
-        def carry_out() -> Iterator[None]:
-            answer = yield from self._orders.carry_out(order)
-            self._core.send(peer, answer, ())
-
-        self._core.slices.begin(carry_out())
-        return None
+    def _stats(self, client: Client, session: Session | None) -> dict[str, object]:
+        """What a client may know: all, its tenant's namespaces, or the one that it uses."""
+        if client.runs_all:
+            return self._core.stats()
+        if client.rights & Right.OPERATE:
+            spaces = [space for space in self._core.stock.spaces.values() if space.tenant == client.tenant]
+        else:
+            spaces = [session.space] if session is not None else []
+        return part_of_stats(self._core, spaces)
 
     def _answer(self, session: Session, request: messages.Request, payload: Sequence[Buffer]) -> messages.Answer | None:
         """The answer to a client; None if there is none, or if it is sent later."""
@@ -255,9 +283,13 @@ class Service:
 
     # -- without a session -------------------------------------------------------------------------------------------
 
-    def _hello(self, peer: Peer, request: messages.Hello) -> messages.Answer:
+    def _hello(self, peer: Peer, client: Client, request: messages.Hello) -> messages.Answer:
         def refused(reason: Refusal, message: str) -> messages.Refused:
             return messages.Refused(request.serial, reason, message)
+
+        def limited(lacked: str, message: str) -> messages.Refused:
+            self._core.deny(client, lacked, message)
+            return refused(Refusal.LIMIT, message)
 
         sessions, stock, pool_bytes = self._core.sessions, self._core.stock, self._core.pool.num_bytes
         if not messages.OLDEST_VERSION <= request.version <= messages.PROTOCOL_VERSION:
@@ -273,8 +305,8 @@ class Service:
             return refused(Refusal.FOREIGN, objection)
         if peer in sessions.by_peer or (request.token and sessions.of_token(request.token)):
             raise ProtocolError("hello was said already")
-        if len(sessions.by_peer) >= MAX_SESSIONS:
-            return refused(Refusal.LIMIT, f"there are {MAX_SESSIONS} clients already")
+        if not sessions.may_begin(client):
+            return limited("sessions", "as many clients as may come with this key, or to this address, are here")
         if messages.fields_bytes(Namespace(dict(request.fields))) > messages.MAX_FIELDS_BYTES:
             return refused(Refusal.LIMIT, f"the fields of a namespace have at most {messages.MAX_FIELDS_BYTES} bytes")
         layout = request.geometry.layout()
@@ -282,12 +314,11 @@ class Service:
             return refused(
                 Refusal.LIMIT, f"a chunk of {layout.slot_bytes} bytes does not fit into the server's {pool_bytes}"
             )
-        space = stock.enter(Namespace(dict(request.fields)), layout)
+        most = MAX_SPACES if client.socket == IPC else MAX_FAR_SPACES
+        space = stock.enter(Namespace(dict(request.fields)), layout, client.tenant, most)
         if space is None:
-            return refused(Refusal.LIMIT, "there are too many namespaces")
-        capacity_bytes = request.capacity_bytes or NO_QUOTA
-        stock.limit(space, capacity_bytes)
-        sessions.begin(peer, space, capacity_bytes, request.token, self._core.now())
+            return limited("namespaces", "there are too many namespaces")
+        sessions.begin(peer, client, space, request.token, self._core.now())
         return messages.Welcome(request.serial, pool_bytes, self._core.usage(space))
 
     # -- of clients --------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ use. A namespace is cleared at once, and the chunks that it had are dropped one 
 
 Some calls are done in *steps*, as what they return is iterated: between these, others have their turn.
 
-Memory and disk have a policy each, over the chunks of all namespaces. A namespace at its quota evicts its own chunks,
-the least recently used first.
+Memory and disk have a policy each, over the chunks of all namespaces. Namespaces at their common quota evict chunks of
+their own, the least recently used first.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from kvstore.protocol.runs import PAGE_BYTES, Run
 from kvstore.server.holds import Holds
 from kvstore.server.pins import Pins
 from kvstore.server.pool import FreePages
-from kvstore.server.spaces import NO_QUOTA, Chunk, Space
+from kvstore.server.quotas import Quotas
+from kvstore.server.spaces import Chunk, Quota, Space
 
 MAX_SPACES = 4096
-ANY_SPACE = "*"  # in quotas: those not named
+MAX_TENANT_SPACES = MAX_SPACES // 4  # of one tenant
+MAX_FAR_SPACES = MAX_SPACES * 3 // 4  # beyond which clients from the network bring no more
 
 
 class Stock:
@@ -41,7 +43,7 @@ class Stock:
         disk_bytes: of the disk; 0 for none.
         policy: of the memory.
         disk_policy: of the disk.
-        quotas: bytes by a namespace's model or its id in hex; ``*`` for those not named.
+        quotas: bytes by tenant, model or id; see ``Quotas``.
         first_stamp: where ``stamp`` begins; later than any that clients know of an earlier server.
     """
 
@@ -62,7 +64,7 @@ class Stock:
         self.num_in_memory = 0
         self.holds = Holds()
         self._disk_bytes = disk_bytes
-        self._quotas = quotas or {}
+        self.quotas = Quotas(quotas or {})
         self._free = free
         self._memory = open_policy(policy, pool_bytes)
         self.pins = Pins(self._memory, pool_bytes // 2)
@@ -79,25 +81,24 @@ class Stock:
 
     # -- namespaces --------------------------------------------------------------------------------------------------
 
-    def enter(self, namespace: Namespace, layout: KVLayout) -> Space | None:
-        """The chunks of a namespace; None if there are too many namespaces."""
-        fresh = Space(namespace, layout)
-        fresh.quota_bytes = self._quota_of(fresh)
+    def enter(self, namespace: Namespace, layout: KVLayout, tenant: str = "", most: int = MAX_SPACES) -> Space | None:
+        """A tenant's chunks of a namespace; None if it would be one more than ``most``, or the tenant may have."""
+        fresh = Space(namespace, layout, tenant)
         space = self.spaces.get(fresh.id)
         if space is not None:
             return space
-        if len(self.spaces) >= MAX_SPACES:
+        if self._is_crowded(tenant, most):
             next(self.forget_empty(), None)
-        if len(self.spaces) >= MAX_SPACES:
+        if self._is_crowded(tenant, most):
             return None
+        fresh.quota = self.quotas.find(tenant, namespace, fresh.id)
         self.spaces[fresh.id] = fresh
         return fresh
 
-    def _quota_of(self, space: Space) -> int:
-        model = str(space.namespace.fields.get("model", ""))
-        ids = (space.namespace.id.hex(), space.id.hex())  # the second was shown by earlier versions
-        names = (*ids, model, model.removeprefix("id "), ANY_SPACE)
-        return next((self._quotas[name] for name in names if name in self._quotas), NO_QUOTA)
+    def _is_crowded(self, tenant: str, most: int) -> bool:
+        if tenant and sum(space.tenant == tenant for space in self.spaces.values()) >= MAX_TENANT_SPACES:
+            return True
+        return len(self.spaces) >= most
 
     def forget_empty(self) -> Iterator[None]:
         """Forget namespaces without chunks or clients, one a step."""
@@ -110,10 +111,6 @@ class Stock:
         """Namespaces that were forgotten, whose folders can be deleted. Their removals come first."""
         forgotten, self._forgotten = self._forgotten, []
         return forgotten
-
-    def limit(self, space: Space, capacity_bytes: int) -> None:
-        """Evict what a namespace holds beyond a client's bound."""
-        self._evict(self._least_recent(space, space.used_bytes - capacity_bytes, None)[0])
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
@@ -152,20 +149,20 @@ class Stock:
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
-    def reserve(self, space: Space, ref: ChunkRef, capacity_bytes: int) -> Generator[None, None, Chunk | None]:
+    def reserve(self, space: Space, ref: ChunkRef) -> Generator[None, None, Chunk | None]:
         """Find pages for a chunk that is to be written, in steps; None: no room.
 
         Args:
             space: whose it is.
             ref: its name. If there is such a chunk, it stays until the new one is complete, if there is room for both.
-            capacity_bytes: what the client wants the namespace to hold at most.
         """
         chunk = Chunk(space, ref)
         old = space.chunks.get(ref)
-        if old is not None and space.used_bytes + chunk.size_bytes > min(capacity_bytes, space.quota_bytes):
+        if old is not None and space.quota.used_bytes + chunk.size_bytes > space.quota.limit_bytes:
             self._drop(old, MissReason.REMOVED)
-        fits = space.used_bytes + chunk.size_bytes <= capacity_bytes
-        fits = fits and self._shrink(space, space.quota_bytes - chunk.size_bytes, ref)
+        while space.quota.used_bytes + chunk.size_bytes > space.quota.limit_bytes and self.drop_cleared():
+            yield  # or the search would look at all that was cleared
+        fits = self._shrink(space.quota, space.quota.limit_bytes - chunk.size_bytes)
         space.used_bytes += chunk.size_bytes  # before others may take what the quota has left
         runs = (yield from self._take(chunk, chunk.key)) if fits else None
         if runs is None:
@@ -204,6 +201,7 @@ class Stock:
         if chunk.trail:
             chunk.space.trails.add(chunk.trail)
         self._chunks[chunk.key] = chunk
+        chunk.space.quota.touch(chunk)
         if chunk.runs:
             self._enter_memory(chunk)
         if chunk.disk_bytes:
@@ -234,6 +232,7 @@ class Stock:
             self.release(chunk)
             return Outcome.MISS if chunk.is_gone else Outcome.FAILED
         space.chunks[ref] = space.chunks.pop(ref)  # the most recently used last
+        space.quota.touch(chunk)
         self._memory.refresh_chain([chunk.key])
         return chunk
 
@@ -368,6 +367,7 @@ class Stock:
             space.stored_bytes -= chunk.size_bytes
             self.stamp += 1
         del self._chunks[chunk.key]
+        space.quota.drop(chunk)
         self.num_in_memory -= bool(chunk.runs)
         self.departed.note(chunk.key, reason)
         if reason is MissReason.EVICTED:
@@ -425,24 +425,18 @@ class Stock:
         else:
             self._drop(chunk, MissReason.EVICTED)
 
-    def _shrink(self, space: Space, limit_bytes: int, keep: ChunkRef | None) -> bool:
-        """Evict the least recently used chunks of a namespace until it is within a limit; none if that cannot be."""
-        victims, is_enough = self._least_recent(space, space.used_bytes - limit_bytes, keep)
-        if is_enough:
-            self._evict(victims)
-        return is_enough
-
-    def _evict(self, chunks: Sequence[Chunk]) -> None:
-        for chunk in chunks:
-            self._drop(chunk, MissReason.EVICTED)
-
-    def _least_recent(self, space: Space, num_bytes: int, keep: ChunkRef | None) -> tuple[list[Chunk], bool]:
-        """Chunks of a namespace that may be evicted and have so many bytes, or all of them; whether they have."""
-        found: list[Chunk] = []
-        for chunk in space.chunks.values() if num_bytes > 0 else ():
-            if self._may_go(chunk) and chunk.ref != keep:
-                found.append(chunk)
-                num_bytes -= chunk.size_bytes
-                if num_bytes <= 0:
+    def _shrink(self, quota: Quota, limit_bytes: int) -> bool:
+        """Evict the least recently used chunks of a quota until they are within a limit; none if that cannot be."""
+        missing_bytes = quota.used_bytes - limit_bytes
+        victims: list[Chunk] = []
+        for chunk in quota.by_age() if missing_bytes > 0 else ():
+            if self._may_go(chunk):
+                victims.append(chunk)
+                missing_bytes -= chunk.size_bytes
+                if missing_bytes <= 0:
                     break
-        return found, num_bytes <= 0
+        if missing_bytes > 0:
+            return False
+        for chunk in victims:
+            self._drop(chunk, MissReason.EVICTED)
+        return True

@@ -40,12 +40,8 @@ class Play:
         self.first = self._producer()
         real = Stock.reserve
 
-        def reserve(
-            stock: Stock, space: Space, ref: ChunkRef, capacity_bytes: int
-        ) -> Generator[None, None, Chunk | None]:
-            if self.rng.random() < self.is_full:
-                return None
-            return (yield from real(stock, space, ref, capacity_bytes))
+        def reserve(stock: Stock, space: Space, ref: ChunkRef) -> Generator[None, None, Chunk | None]:
+            return None if self.rng.random() < self.is_full else (yield from real(stock, space, ref))
 
         monkeypatch.setattr(Stock, "reserve", reserve)
         monkeypatch.setattr("kvstore.handover.sender.PROBE_INTERVAL_S", 0.01)

@@ -27,7 +27,7 @@ from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server import disk_tiers
 from kvstore.server.disk_tiers import DiskOptions
-from kvstore.server.spaces import NO_QUOTA, Chunk, Space
+from kvstore.server.spaces import Chunk, Space
 from kvstore.testing.harness import EVEN, MINE, make_buffer, make_ref, make_transfer
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.disk.tier import DiskTier
@@ -45,7 +45,7 @@ def fill(server: ServerThread) -> None:
     space = server.hub.stock.enter(Namespace({"model": "small"}), SMALL)
     assert space is not None
     for number in range(4000):
-        chunk = whole(server.hub.stock.reserve(space, make_ref(number, 1), NO_QUOTA))
+        chunk = whole(server.hub.stock.reserve(space, make_ref(number, 1)))
         assert chunk is not None
         server.hub.stock.complete(chunk, is_whole=True)
 
@@ -250,9 +250,9 @@ class TestGrants:
             seen: list[int] = []
             lookup, reserve = server.hub.stock.lookup, server.hub.stock.reserve
 
-            def slowly(space: Space, ref: ChunkRef, capacity_bytes: int) -> Generator[None, None, Chunk | None]:
+            def slowly(space: Space, ref: ChunkRef) -> Generator[None, None, Chunk | None]:
                 time.sleep(0.05)  # so that what the other has sent has come, however busy the machine is
-                return (yield from reserve(space, ref, capacity_bytes))
+                return (yield from reserve(space, ref))
 
             def watched(space: Space, refs: Sequence[ChunkRef]) -> bytes:
                 seen.append(space.counters.evicted_chunks)

@@ -14,6 +14,7 @@ from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.outcomes import outcome_of
 from kvstore.protocol.pieces import checksum
 from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.server.clients import IPC, OURSELVES, TCP
 from kvstore.server.core import Core
 from kvstore.server.disk import Disk
 from kvstore.server.disk_tiers import DiskOptions
@@ -56,7 +57,7 @@ class Shop:
             pool_bytes, self.free, disk_bytes=disk_chunks * CHUNK_BYTES, policy="LRU", disk_policy="LRU", quotas=quotas
         )
         self.space = self._enter()
-        self.sessions = Sessions(self.stock, pool_bytes)
+        self.sessions = Sessions(self.stock, pool_bytes, {IPC: 8, TCP: 8})
 
     def _enter(self) -> Space:
         space = self.stock.enter(Namespace({"model": "mine"}), LAYOUT)
@@ -64,7 +65,7 @@ class Shop:
         return space
 
     def reserve(self, ref: ChunkRef) -> Chunk | None:
-        return whole(self.stock.reserve(self.space, ref, 1 << 60))
+        return whole(self.stock.reserve(self.space, ref))
 
     def acquire(self, ref: ChunkRef) -> Chunk | Outcome:
         return whole(self.stock.acquire(self.space, ref))
@@ -76,7 +77,7 @@ class Shop:
         return chunk
 
     def client(self, token: bytes = b"") -> Session:
-        return self.sessions.begin(Peer(0, b"one"), self.space, 1 << 60, token, 0.0)
+        return self.sessions.begin(Peer(0, b"one"), OURSELVES, self.space, token, 0.0)
 
 
 class Desk:
@@ -86,13 +87,14 @@ class Desk:
         self.pool = Pool(8 * CHUNK_BYTES)
         self.disk = Disk(disk, self._report) if disk is not None else None
         self.stock = Stock(self.pool.num_bytes, self.pool.free, disk_bytes=disk.capacity_bytes if disk else 0)
-        self.sessions = Sessions(self.stock, self.pool.num_bytes)
+        self.sessions = Sessions(self.stock, self.pool.num_bytes, {IPC: 8, TCP: 8})
         self.now_s = 0.0
         self.step_s = 0.0  # how long each look at the clock takes
         self.sent: list[messages.Answer] = []
         self.reports: list[Callable[[], None]] = []
         self.reported = threading.Semaphore(0)
         self.open_tokens: set[bytes] = set()
+        self.client = OURSELVES
         core = Core(
             self.pool,
             self.stock,
@@ -102,7 +104,7 @@ class Desk:
             report=self._report,
             is_open=self._is_open,
             stats=dict,
-            may_order=lambda _peer: True,
+            sender=lambda _peer: self.client,
             now=self._now,
         )
         self.service = Service(core, max_writes=1, pin_max_s=LATER_S, owner=owner)

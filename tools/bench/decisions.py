@@ -52,6 +52,7 @@ class _Server:
         from kvstore.protocol import messages  # noqa: PLC0415 - of an extra
         from kvstore.protocol.geometry import Geometry as Shape  # noqa: PLC0415
         from kvstore.protocol.runs import PAGE_BYTES  # noqa: PLC0415
+        from kvstore.server.clients import IPC, OURSELVES  # noqa: PLC0415
         from kvstore.server.core import Core  # noqa: PLC0415
         from kvstore.server.pool import FreePages, Pool  # noqa: PLC0415
         from kvstore.server.reports import stats  # noqa: PLC0415
@@ -75,17 +76,17 @@ class _Server:
         core = Core(
             pool,
             self._stock,
-            Sessions(self._stock, pool.num_bytes),
+            Sessions(self._stock, pool.num_bytes, {IPC: 1}),
             None,
             send=lambda _peer, answer, _frames: self._answers.append(answer),
             report=self._jobs.append,
             is_open=lambda _token: True,
             stats=lambda: stats(core, 0.0, 0),
-            may_order=lambda _peer: True,
+            sender=lambda _peer: OURSELVES,
             now=time.monotonic,
         )
         self._service = Service(core, max_writes=1, pin_max_s=3600.0)
-        self._peer = Peer(0, b"bench")
+        self._peer = Peer(IPC, b"bench")
         token = bytes(messages.TOKEN_BYTES)
         self._ask(messages.Hello(1, messages.PROTOCOL_VERSION, dict(NAMESPACE.fields), Shape.of(_LAYOUT), 0, token))
         (self._space,) = self._stock.spaces.values()

@@ -19,7 +19,7 @@ from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server.disk_tiers import DiskOptions
 from kvstore.server.pool import FreePages
 from kvstore.server.slices import SLICE_S
-from kvstore.server.spaces import NO_QUOTA, Chunk, Space
+from kvstore.server.spaces import Chunk, Space
 from kvstore.server.stock import Stock
 from kvstore.testing.harness import make_ref
 
@@ -71,7 +71,7 @@ def test_it_makes_room_before_any_living_chunk(policy: str) -> None:
     kept, gone, newcomer = enter(stock, "kept", small), enter(stock, "gone", small), enter(stock, "new", large)
     for space, count in ((kept, 2), (gone, 8)):
         for number in range(count):
-            chunk = whole(stock.reserve(space, make_ref(number, 1), NO_QUOTA))
+            chunk = whole(stock.reserve(space, make_ref(number, 1)))
             assert chunk is not None
             stock.complete(chunk, is_whole=True)
     for _ in range(3):
@@ -79,7 +79,7 @@ def test_it_makes_room_before_any_living_chunk(policy: str) -> None:
     assert stock.pins.pin(gone, list(gone.chunks)[:4], LATER_S) == 4
     stock.clear(gone)
     for number in range(2):
-        chunk = whole(stock.reserve(newcomer, make_ref(number, 1), NO_QUOTA))
+        chunk = whole(stock.reserve(newcomer, make_ref(number, 1)))
         assert chunk is not None, "refused"
         stock.complete(chunk, is_whole=True)
     assert len(kept.chunks) == 2, "displaced"
@@ -89,7 +89,7 @@ def test_it_makes_room_before_any_living_chunk(policy: str) -> None:
 def test_what_two_stores_at_once_need_is_dropped_for_both() -> None:
     shop = full()
     shop.stock.clear(shop.space)
-    first = shop.stock.reserve(shop.space, ONE, NO_QUOTA)
+    first = shop.stock.reserve(shop.space, ONE)
     next(first)
     assert shop.reserve(TWO) is not None, "takes what was dropped for the other"
     assert whole(first) is not None
@@ -109,7 +109,7 @@ def test_its_pins_count_no_more() -> None:
 def test_what_is_stored_after_it_stays() -> None:
     """Under the same names, while an old chunk is read and another one written, and after a second clear."""
     shop = full()
-    reading, coming = shop.acquire(ONE), shop.stock.reserve(shop.space, THREE, NO_QUOTA)
+    reading, coming = shop.acquire(ONE), shop.stock.reserve(shop.space, THREE)
     assert isinstance(reading, Chunk)
     writing = whole(coming)
     assert writing is not None
@@ -142,7 +142,7 @@ def test_what_finds_room_while_it_is_cleared_is_not_there() -> None:
     shop.stock.found_on_disk(shop.space, ONE, CHUNK_BYTES)
     other = enter(shop.stock, "other", KVLayout((PAGE_BYTES // 2,), 1, 16, 16))
     for number in range(2):
-        chunk = whole(shop.stock.reserve(other, make_ref(number, 1), NO_QUOTA))
+        chunk = whole(shop.stock.reserve(other, make_ref(number, 1)))
         assert chunk is not None
         shop.stock.complete(chunk, is_whole=True)
     reading = shop.stock.acquire(shop.space, ONE)
@@ -150,7 +150,7 @@ def test_what_finds_room_while_it_is_cleared_is_not_there() -> None:
     shop.stock.clear(shop.space)
     assert whole(reading) is Outcome.MISS
     drop_all(shop)
-    storing = shop.stock.reserve(shop.space, TWO, NO_QUOTA)
+    storing = shop.stock.reserve(shop.space, TWO)
     shop.stock.found_on_disk(shop.space, ONE, CHUNK_BYTES)
     list(storing)
     shop.stock.clear(shop.space)
@@ -159,7 +159,7 @@ def test_what_finds_room_while_it_is_cleared_is_not_there() -> None:
 
 def test_it_leaves_the_disk_before_any_living_chunk() -> None:
     shop = Shop(chunks=8, disk_chunks=4)
-    kept = whole(shop.stock.reserve(enter(shop.stock, "other"), ONE, NO_QUOTA))
+    kept = whole(shop.stock.reserve(enter(shop.stock, "other"), ONE))
     assert kept is not None
     shop.stock.complete(kept, is_whole=True)
     for chunk in (kept, *(shop.store(ref) for ref in REFS[:3])):

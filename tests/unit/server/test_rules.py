@@ -13,10 +13,12 @@ from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ConfigError, ProtocolError
 from kvstore.keys import Namespace
 from kvstore.protocol import messages
+from kvstore.protocol.keyfiles import ListedKey
 from kvstore.protocol.messages import Refusal
 from kvstore.protocol.outcomes import outcome_of
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server.client_keys import ClientKeys
+from kvstore.server.clients import OURSELVES
 from kvstore.server.owner import Owner
 from kvstore.server.pool import FreePages, Pool
 from kvstore.server.sessions import FORGET_S, MAX_PIECES, SILENCE_S, Peer
@@ -170,7 +172,7 @@ def test_only_the_end_of_its_connection_takes_the_pool_from_a_client_that_maps_i
     assert chunk is not None
     shop.sessions.lease(mapping, chunk, is_write=True)
     assert shop.sessions.expire(100 * FORGET_S) == []
-    elsewhere = shop.sessions.begin(Peer(0, b"two"), shop.space, 1 << 60, b"", 0.0)
+    elsewhere = shop.sessions.begin(Peer(0, b"two"), OURSELVES, shop.space, b"", 0.0)
     assert shop.sessions.expire(SILENCE_S + 1) == []
     other = shop.reserve(TWO)
     assert other is not None
@@ -323,11 +325,11 @@ def test_a_folder_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
 
 def test_one_server_to_a_folder(tmp_path: Path) -> None:
     pool = Pool(CHUNK_BYTES)
-    unix_socket = UnixSocket(tmp_path / "pool", pool.fd)
+    unix_socket = UnixSocket(tmp_path / "pool", pool.fd, 9)
     with pytest.raises(ConfigError, match="another cache server runs"):
-        UnixSocket(tmp_path / "pool", pool.fd)
+        UnixSocket(tmp_path / "pool", pool.fd, 9)
     unix_socket.close()
-    UnixSocket(tmp_path / "pool", pool.fd).close()
+    UnixSocket(tmp_path / "pool", pool.fd, 9).close()
     pool.close()
 
 
@@ -338,7 +340,7 @@ def test_one_server_to_a_folder(tmp_path: Path) -> None:
 )
 def test_whose_key_is_listed_comes_in(mechanism: bytes, key: bytes, status: bytes) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    client_keys = ClientKeys(context, {z85.encode(b"k" * 32): "engine 1"})
+    client_keys = ClientKeys(context, {z85.encode(b"k" * 32): ListedKey("engine 1")})
     question = [b"1.0", b"7", b"", b"10.0.0.1", b"", mechanism, key]
     assert client_keys._judge(question)[1:3] == [b"7", status]
     assert client_keys._judge(question[:5])[2] == b"400"

@@ -18,6 +18,7 @@ from kvstore.chunks import ChunkRef, Outcome
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.server.clients import OURSELVES, TCP
 from kvstore.server.pool import FreePages
 from kvstore.server.sessions import Lease, Peer, Session, Sessions
 from kvstore.server.spaces import Chunk, Space
@@ -33,7 +34,7 @@ QUOTA_BYTES = 8 * PAGE_BYTES
 
 
 class StockMachine(RuleBasedStateMachine):
-    """Three namespaces, the last one with a quota, two clients each, and a disk whose work ends at any time."""
+    """Three namespaces, the last two with one quota, two clients each, and a disk whose work ends at any time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,12 +51,12 @@ class StockMachine(RuleBasedStateMachine):
             disk_policy="LRU",
             quotas={"2": QUOTA_BYTES},
         )
-        self.sessions = Sessions(self.stock, POOL_PAGES * PAGE_BYTES)
+        self.sessions = Sessions(self.stock, POOL_PAGES * PAGE_BYTES, {TCP: 6})
         self.clients: list[Session] = []
         for number in range(6):
-            space = self.stock.enter(Namespace({"model": str(number % 3)}), LAYOUTS[number % 3])
+            space = self.stock.enter(Namespace({"model": "12"[number % 3 > 0]}), LAYOUTS[number % 3])
             assert space is not None
-            self.clients.append(self.sessions.begin(Peer(0, bytes([number])), space, 1 << 60, b"", 0.0))
+            self.clients.append(self.sessions.begin(Peer(TCP, bytes([number])), OURSELVES, space, b"", 0.0))
         self.loading: list[tuple[Chunk, Session]] = []
         self.writing: list[Chunk] = []
         self.in_vain: set[Chunk] = set()  # of those, whose files will be deleted at once
@@ -77,7 +78,7 @@ class StockMachine(RuleBasedStateMachine):
         self.begin(self._reserve(self.clients[who], ref), is_slow=is_slow)
 
     def _reserve(self, session: Session, ref: ChunkRef) -> Iterator[None]:
-        chunk = yield from self.watched(session.space, self.stock.reserve(session.space, ref, session.capacity_bytes))
+        chunk = yield from self.watched(session.space, self.stock.reserve(session.space, ref))
         if chunk is not None and session.is_over:
             self.stock.complete(chunk, is_whole=False)
         elif chunk is not None:
@@ -108,9 +109,11 @@ class StockMachine(RuleBasedStateMachine):
                 is_refused = end.value in (None, Outcome.FAILED)
                 found = end.value
                 break
-            assert self.num_evicted() == evicted or space.quota_bytes == QUOTA_BYTES or not self.idle_cleared()
+            assert self.num_evicted() == evicted or space.quota.limit_bytes == QUOTA_BYTES or not self.idle_cleared()
             yield
-        assert not (is_refused and self.idle_cleared() and space.quota_bytes != QUOTA_BYTES), "refused for its sake"
+        assert not (is_refused and self.idle_cleared() and space.quota.limit_bytes != QUOTA_BYTES), (
+            "refused for its sake"
+        )
         return found
 
     def num_evicted(self) -> int:
@@ -134,7 +137,7 @@ class StockMachine(RuleBasedStateMachine):
         """As engines do, who then want them on disk."""
         for ref in refs:
             session = self.clients[who]
-            chunk = whole(self.stock.reserve(session.space, ref, session.capacity_bytes))
+            chunk = whole(self.stock.reserve(session.space, ref))
             if chunk is not None:
                 self._give_back(session, self.sessions.lease(session, chunk, is_write=True), is_whole=True)
                 self._end_writes()
@@ -261,7 +264,7 @@ class StockMachine(RuleBasedStateMachine):
         ending = self.sessions.end(session)
         next(ending, None)
         self.clients.append(session)  # whose leases end one by one
-        self.clients[who] = self.sessions.begin(session.peer, session.space, 1 << 60, b"", 0.0)
+        self.clients[who] = self.sessions.begin(session.peer, OURSELVES, session.space, b"", 0.0)
         self.begin(ending, is_slow=True)
 
     @invariant()
@@ -312,11 +315,10 @@ class StockMachine(RuleBasedStateMachine):
             on_their_way = space.used_bytes - sum(chunk.size_bytes for chunk in chunks)
             assert on_their_way >= 0 if self.under_way else not on_their_way
             assert space.stored_bytes == sum(chunk.size_bytes for chunk in space.chunks.values())
-            self._check_quota(space)
-
-    def _check_quota(self, space: Space) -> None:
-        if space.namespace.fields["model"] == "2":
-            assert space.used_bytes <= QUOTA_BYTES
+        (quota,) = (quota for quota in self.stock.quotas if quota.name)
+        shared = [space for space in self.stock.spaces.values() if space.quota is quota]
+        assert quota.used_bytes == sum(space.used_bytes for space in shared) <= QUOTA_BYTES
+        assert set(quota.by_age()) - set(self.cleared()) == {c for space in shared for c in space.chunks.values()}
 
     @invariant()
     def tiers_add_up(self) -> None:
