@@ -9,7 +9,7 @@ from typing import Final
 import zmq
 
 from kvstore.protocol.keyfiles import ListedKey
-from kvstore.protocol.rights import EVERY_RIGHT, NO_RIGHT, Right
+from kvstore.protocol.rights import EVERY_RIGHT, NO_RIGHT, USUAL_RIGHTS, Right
 
 IPC: Final = 0  # the number of the socket for this host
 TCP: Final = 1  # and of that for the network
@@ -56,7 +56,8 @@ class Clients:
             return Client(key.name, TCP, key.rights | (Right.OPERATE if is_operator else NO_RIGHT), key.tenant)
 
         self._by_name = {key.name: client(key) for key in (listed or {}).values()}
-        self._anybody = client(ListedKey("")) if listed is None else None
+        # Whoever may replace chunks of all can do as much harm as by clearing, and an engine's reset must be for good.
+        self._anybody = client(ListedKey("", USUAL_RIGHTS | Right.CLEAR)) if listed is None else None
 
     def sender(self, socket: int, frame: zmq.Frame) -> Client:
         """Who sent a frame: ZeroMQ has noted the name of the key with which it was decrypted."""

@@ -105,7 +105,7 @@ class TestFramed(Served):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def _server(cls) -> Iterator[None]:
-        with serving_tcp(operators=frozenset({"*"})) as cls.server:  # who may clear
+        with serving_tcp() as cls.server:
             yield
 
 
@@ -123,9 +123,7 @@ class TestRestarted(Served):
     def open_tier(self, setup: TierSetup) -> Tier:
         self._stop_server()
         disk = DiskOptions(self.folder / "disk", 64 << 20)
-        type(self).server = ServerThread(
-            ServerOptions(POOL_BYTES, tcp=TcpAddress("127.0.0.1", 0), disk=disk, operators=frozenset({"*"}))
-        )
+        type(self).server = ServerThread(ServerOptions(POOL_BYTES, tcp=TcpAddress("127.0.0.1", 0), disk=disk))
         self.running.append(self.server)
         return ServerTier.open(self.with_options(setup, url=self.server.url, timeout_s=HANG_GUARD_S))
 
