@@ -23,6 +23,7 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -63,7 +64,7 @@ class Namespace:
         """The canonical form: sorted keys, no spaces."""
         return json.dumps(dict(self.fields), sort_keys=True, separators=(",", ":"))
 
-    @property
+    @cached_property
     def id(self) -> bytes:
         """8 bytes that name this namespace."""
         return hashlib.sha256(b"kvstore/namespace/1\0" + self.to_json().encode()).digest()[:NAMESPACE_ID_BYTES]

@@ -19,12 +19,13 @@ class ServerKeys(Keys):
     server_key_file: Text = None
     """File with the server's secret key. Needed to listen for other hosts."""
     server_clients: Text = None
-    """Folder with the public keys of the clients on other hosts."""
+    """Folder with the public keys of the clients on other hosts, their rights and tenants
+    ([server.md](server.md#who-may-do-what))."""
     server_operators: Text = None
-    """Which of `server_clients` may also clear, pin and explain: names with commas between them, or `*` for all. If
-    null, only the server's own user, over `kvs+ipc://`."""
+    """Which of `server_clients` have the right `operate`, too: names with commas between them, or `*` for all. The
+    server's own user has it over `kvs+ipc://`."""
     server_quotas: Text = None
-    """GiB that a namespace may hold at the server, by model or by id: `my-model=40, *=10`."""
+    """GiB that a tenant, a model or a namespace's id may hold at the server in all: `team-a=40, my-model=20, *=10`."""
     server_http_port: Annotated[int | None, Field(ge=0, le=65_535)] = None
     """Loopback port for `/metrics` and `/healthz` of the server; 0 for any free port."""
     server_drain_secs: Seconds = Field(default=30.0, ge=0)

@@ -36,7 +36,7 @@ class TcpTransport(Transport):
 
     def __init__(self, target: ServerTarget, namespace: Namespace, layout: KVLayout) -> None:
         self._layout = layout
-        self._links = Links(target, namespace, Geometry.of(layout), bound_bytes=0)
+        self._links = Links(target, namespace, Geometry.of(layout))
         self._link: Link | None = None  # in the middle of a delivery
         self._progress: Progress | None = None
         self._told: tuple[Link, Progress] | None = None

@@ -1,10 +1,17 @@
-"""CURVE keys in files: one line of 40 characters in Z85. Only their owner may read secret ones."""
+"""CURVE keys in files: 40 characters in Z85. Only their owner may read secret ones.
+
+Below a client's public key, the server's operator may write what the client may do::
+
+    rights: read, write
+    tenant: team-a
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -14,11 +21,14 @@ except ImportError as error:
     raise ImportError("the cache server and its clients need pyzmq: pip install 'vllm-kvstore[server]'") from error
 
 from kvstore.errors import ConfigError
+from kvstore.protocol.rights import EVERY_RIGHT, NO_RIGHT, USUAL_RIGHTS, Right, names_of
 
 PUBLIC_SUFFIX: Final = ".pub"
 _OWN_SUFFIX: Final = ".key"
 _KEY = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _MAX_FILE_BYTES: Final = 4096
+_RIGHTS: Final = {names_of(right): right for right in Right}
+_TENANT = re.compile(r"[0-9a-zA-Z._-]{1,64}")
 
 
 class KeyPair(NamedTuple):
@@ -65,15 +75,36 @@ def read_pair(path: Path) -> KeyPair:
     return KeyPair(zmq.curve_public(secret), secret)
 
 
-def read_list(folder: Path) -> dict[bytes, str]:
-    """The public keys in the ``.pub`` files of a folder, with the names of the files.
+class ListedKey(NamedTuple):
+    """A client that may connect, as the file of its public key describes it.
+
+    Attributes:
+        name: of the file, without its end.
+        rights: what the client may do.
+        tenant: whose chunks it shares; empty for those of all keys without a tenant.
+    """
+
+    name: str
+    rights: Right = USUAL_RIGHTS
+    tenant: str = ""
+
+
+def read_list(folder: Path) -> dict[bytes, ListedKey]:
+    """The public keys in the ``.pub`` files of a folder, and what their clients may do.
 
     Raises:
-        ConfigError: there is no such folder, or a file holds no key.
+        ConfigError: there is no such folder, or a file holds no key, or something that is not understood, or a key
+            that another file holds.
     """
     if not folder.is_dir():
         raise ConfigError(f"the folder of the clients' keys, {folder}, is not there")
-    return {read_public(path): path.stem for path in sorted(folder.glob(f"*{PUBLIC_SUFFIX}"))}
+    listed: dict[bytes, ListedKey] = {}
+    for path in sorted(folder.glob(f"*{PUBLIC_SUFFIX}")):
+        key, client = _read(path)
+        if key in listed:
+            raise ConfigError(f"{path} holds the same key as {listed[key].name}{PUBLIC_SUFFIX}: delete one of them")
+        listed[key] = client
+    return listed
 
 
 def read_public(path: Path) -> bytes:
@@ -82,11 +113,54 @@ def read_public(path: Path) -> bytes:
     Raises:
         ConfigError: there is none.
     """
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[bytes, ListedKey]:
+    """The key in a file, and what is said of its client.
+
+    Raises:
+        ConfigError: names the file, and the line.
+    """
     try:
         with path.open("rb") as file:
-            key = file.read(_MAX_FILE_BYTES).strip()
+            data = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from error
-    if _KEY.fullmatch(key) is None:
+    if len(data) > _MAX_FILE_BYTES:
+        raise ConfigError(f"the key file {path} has more than {_MAX_FILE_BYTES} bytes: is it one?")
+    lines = [(number, line.strip()) for number, line in enumerate(data.splitlines(), 1) if line.strip()]
+    if not lines or _KEY.fullmatch(lines[0][1]) is None:
         raise ConfigError(f"the file {path} holds no key of 40 characters: make one with kvstore keygen")
-    return key
+    (_, key), *others = lines
+    told = dict(_told(path, others))
+    rights = _rights(path, *told["rights"]) if "rights" in told else USUAL_RIGHTS
+    number, tenant = told.get("tenant", (0, ""))
+    if "tenant" in told and _TENANT.fullmatch(tenant) is None:
+        raise ConfigError(f"{path}:{number}: {tenant!r} is no tenant: 1 to 64 letters, digits, dots, dashes")
+    return key, ListedKey(path.stem, rights, tenant)
+
+
+def _told(path: Path, lines: list[tuple[int, bytes]]) -> Iterator[tuple[str, tuple[int, str]]]:
+    """The names of a file's lines below the key, with their numbers and values."""
+    seen = set()
+    for number, line in lines:
+        text = line.decode("utf-8", "backslashreplace")
+        if text.startswith("#"):
+            continue
+        name, colon, value = (part.strip() for part in text.partition(":"))
+        if not colon or name not in {"rights", "tenant"}:
+            raise ConfigError(f"{path}:{number}: {text[:80]!r} is neither rights: nor tenant: nor a # comment")
+        if name in seen:
+            raise ConfigError(f"{path}:{number}: {name}: is there twice: keep one")
+        seen.add(name)
+        yield name, (number, value)
+
+
+def _rights(path: Path, number: int, text: str) -> Right:
+    rights = NO_RIGHT
+    for word in map(str.strip, text.split(",")):
+        if word not in _RIGHTS:
+            raise ConfigError(f"{path}:{number}: {word[:80]!r} is no right: name some of {names_of(EVERY_RIGHT)}")
+        rights |= _RIGHTS[word]
+    return rights

@@ -70,7 +70,7 @@ class Refusal(IntEnum):
     MALFORMED = 7  # not a request; whatever else comes on this connection is ignored
     FOREIGN = 8  # the server belongs to an engine with other KV
     DISK = 9  # chunks were forgotten, but not all of their files could be deleted
-    NO_OPERATOR = 10  # only operators may send this
+    NO_RIGHT = 10  # the sender's key lacks the right
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -86,7 +86,7 @@ class Hello(Request, tag=1, frozen=True):
         version: of the protocol.
         fields: of the namespace.
         geometry: of its chunks.
-        capacity_bytes: the bound of the namespace for this client, beyond which it is told ``FULL``; 0 for none.
+        capacity_bytes: means nothing any more; 0.
         token: what the unix socket sent; empty for a client that does not map the pool.
     """
 
@@ -256,7 +256,7 @@ class Nearest(Request, tag=20, frozen=True):
 
 
 Order: TypeAlias = ClearSpaces | Pin | Explain | Pins | UnpinSpaces
-"""Requests that only operators may send."""
+"""Requests of operators, about namespaces that they name."""
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -5,7 +5,9 @@ State, without I/O:
     spaces.py       one namespace and its chunks
     pins.py         chunks that are kept from eviction
     pool.py         the memory: pages in a memfd, and which are free
+    quotas.py       what namespaces of one name may hold together
     sessions.py     clients, and their leases of pages
+    shares.py       how much one key or socket may take
 
 Requests:
     core.py         what the parts below share
@@ -26,6 +28,9 @@ Sockets:
     watch.py        connections that send without end
     unix_socket.py  hands out the pool, and tells when a client is gone
     client_keys.py  whose public key is listed
+    clients.py      who sent a message, and what it may do
+    files.py        how many clients can connect
+    door.py         the network's entrance
 
     options.py      configuration
     embedded.py     a server on a thread of an engine's worker

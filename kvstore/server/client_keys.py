@@ -13,6 +13,7 @@ from typing import Final
 import zmq
 from zmq.utils import z85
 
+from kvstore.protocol.keyfiles import ListedKey
 from kvstore.throttle import Throttle
 
 logger = logging.getLogger(__name__)
@@ -27,12 +28,12 @@ class ClientKeys:
 
     Args:
         context: whose sockets ask.
-        listed: the public keys in Z85, and the names of their clients.
+        listed: the public keys in Z85, and their clients.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], listed: Mapping[bytes, str]) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], listed: Mapping[bytes, ListedKey]) -> None:
         self.refused = 0
-        self._names = {z85.decode(key): name for key, name in listed.items()}
+        self._names = {z85.decode(key): client.name for key, client in listed.items()}
         self._throttle = Throttle(logger)
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0

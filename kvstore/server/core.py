@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvstore.protocol import messages
+from kvstore.server.clients import Client
 from kvstore.server.disk import Disk
 from kvstore.server.pool import Pool
 from kvstore.server.sessions import Peer, Sessions
+from kvstore.server.slices import Slices
 from kvstore.server.spaces import Space
 from kvstore.server.stock import Stock
+from kvstore.throttle import Throttle
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -30,9 +38,11 @@ class Core:
         report: lets the thread that decides call something.
         is_open: whether a token belongs to an open connection to the unix socket.
         stats: all counters, for a report.
-        may_order: whether the sender of the message at hand is an operator.
+        sender: who sent the message at hand, which came from a peer.
         now: the monotonic time in seconds.
         is_closing: the server is about to end: no new clients, no new chunks.
+        slices: what takes longer than others should wait.
+        denied: requests that were not carried out, by the name of the client's key, and the right or room it lacked.
     """
 
     pool: Pool
@@ -43,13 +53,31 @@ class Core:
     report: Callable[[Callable[[], None]], None]
     is_open: Callable[[bytes], bool]
     stats: Callable[[], dict[str, Any]]
-    may_order: Callable[[Peer], bool]
+    sender: Callable[[Peer], Client]
     now: Callable[[], float]
     is_closing: bool = False
+    slices: Slices = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.slices = Slices(self.report, self.now, self.sweep)
+
+    denied: Counter[tuple[str, str]] = field(default_factory=Counter)
+    _throttle: Throttle = field(default_factory=lambda: Throttle(logger))
+
+    @property
+    def status(self) -> str:
+        """``ok``, or ``closing``."""
+        return "closing" if self.is_closing else "ok"
 
     def usage(self, space: Space) -> messages.Usage:
         """What a namespace takes now, as clients are told with every answer."""
         return messages.Usage(self.stock.stamp, space.used_bytes)
+
+    def deny(self, client: Client, lacked: str, why: str) -> None:
+        """Count what a client was refused, and log it now and then."""
+        self.denied[client.name, lacked] += 1
+        who = client.name or "a client without a key"
+        self._throttle.log(f"{who} {lacked}", "refused %s: %s", who, why)
 
     def sweep(self) -> None:
         """Start to delete the files of evicted and removed chunks."""

@@ -135,13 +135,11 @@ class Disk:
     def remove(self, removals: Sequence[tuple[Space, ChunkRef]]) -> None:
         """Start to delete the files of chunks."""
         for space, ref in removals:
-            self._turns.take(space.id, space.key_of(ref), self._removal(space, ref))
+            removal = self._work(partial(self._remove, space, ref), lambda _: None, None)
+            self._turns.take(space.id, space.key_of(ref), removal)
 
-    def _removal(self, space: Space, ref: ChunkRef) -> Work:
-        return self._work(partial(self._remove, space, ref), lambda _: None, None)
-
-    def clear(self, space: Space, refs: Sequence[ChunkRef], done: Callable[[bool], None]) -> None:
-        """Start to delete all files of a namespace, of which ``refs`` are known.
+    def clear(self, space: Space, done: Callable[[bool], None]) -> None:
+        """Start to delete all files of a namespace.
 
         What was begun before ends first, and what comes later waits. ``done`` is called by the thread that decides:
         with True if no file can be found any more, not even after a crash; otherwise they are deleted one by one.
@@ -151,7 +149,7 @@ class Disk:
         def cleared(is_clear: bool) -> None:
             report(is_clear)
             if not is_clear:  # delete what is there now, but nothing that is written from now on
-                self._turns.take_next(space.id, [(space.key_of(ref), self._removal(space, ref)) for ref in refs])
+                self._turns.take_next(space.id, self._work(partial(self._remove_all, space), lambda _: None, None))
 
         self._turns.take_all(space.id, self._work(partial(self._clear, space), cleared, failed=False))
 
@@ -265,6 +263,11 @@ class Disk:
         with self._tiers.use(space, makes=False) as opened:
             if opened is not None:  # if this fails, the tier's breaker tries again later
                 opened.tier.remove([ref])
+
+    def _remove_all(self, space: Space) -> None:
+        with self._tiers.use(space, makes=False) as opened:
+            if opened is not None:
+                opened.tier.remove([ref for ref, _ in opened.raw.scan()])
 
     def _clear(self, space: Space) -> bool:
         with self._tiers.use(space, makes=False) as opened:

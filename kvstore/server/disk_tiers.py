@@ -275,7 +275,8 @@ def _describe(home: Path, space: Space) -> None:
     Raises:
         OSError: the system refused.
     """
-    text = json.dumps({"namespace": dict(space.namespace.fields), "geometry": asdict(space.layout)}) + "\n"
+    tree: dict[str, object] = {"namespace": dict(space.namespace.fields), "geometry": asdict(space.layout)}
+    text = json.dumps(tree | ({"tenant": space.tenant} if space.tenant else {})) + "\n"
     path = home / _folder.GEOMETRY_FILE
     if path.is_file() and path.read_text(encoding="utf-8") == text:
         return
@@ -292,7 +293,8 @@ def read_home(home: Path) -> Space | None:
     """
     try:
         found = json.loads((home / _folder.GEOMETRY_FILE).read_bytes())
-        return Space(Namespace(found["namespace"]), KVLayout.from_json(json.dumps(found["geometry"])))
+        layout, tenant = KVLayout.from_json(json.dumps(found["geometry"])), found.get("tenant", "")
+        return Space(Namespace(found["namespace"]), layout, tenant) if isinstance(tenant, str) else None
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError, LayoutError):
         return None
     except OSError as error:

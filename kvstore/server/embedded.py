@@ -21,7 +21,7 @@ from kvstore.heads import Part
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.memory.freed import keep_freed
-from kvstore.protocol.keyfiles import KeyPair
+from kvstore.protocol.keyfiles import KeyPair, ListedKey
 from kvstore.protocol.progress import Progress
 from kvstore.server.hub import Hub
 from kvstore.server.options import ServerOptions, TcpAddress
@@ -46,7 +46,7 @@ class EmbeddedOptions:
         host: that it listens on for other engines.
         port: the same; 0 for any that is free.
         keys: the server's own; None for no encryption, which only loopback may have.
-        listed: the public keys of the clients that may connect, and their names.
+        listed: the public keys of the clients that may connect, and what each may do; all of one tenant.
         hold_s: how long what others have sent stays at most until the owner has read it.
         parts: of the owner's chunks, which engines of other tensor-parallel sizes send here.
         channel: through which senders' memory is read; None for none.
@@ -56,7 +56,7 @@ class EmbeddedOptions:
     host: str
     port: int
     keys: KeyPair | None = None
-    listed: Mapping[bytes, str] = field(default_factory=dict)
+    listed: Mapping[bytes, ListedKey] = field(default_factory=dict)
     hold_s: float = 0.0
     parts: tuple[Part, ...] = ()
     channel: str | None = None
@@ -73,8 +73,8 @@ class EmbeddedServer:
         options: memory, address and keys.
 
     Raises:
-        ConfigError: the memory does not hold a chunk, the address cannot be listened on, or other hosts can reach it
-            and there are no keys.
+        ConfigError: the memory does not hold a chunk, the address cannot be listened on, other hosts can reach it
+            and there are no keys, or these are of several tenants.
     """
 
     def __init__(self, namespace: Namespace, layout: KVLayout, options: EmbeddedOptions) -> None:
@@ -157,14 +157,21 @@ def _server_options(options: EmbeddedOptions, folder: Path) -> ServerOptions:
     """The options of the server itself, checked with the host name that the user has given.
 
     Raises:
-        ConfigError: the host has no address, or others can reach it and there are no keys.
+        ConfigError: the host has no address, or others can reach it and there are no keys, or keys of several tenants.
     """
+    tenants = sorted({key.tenant for key in options.listed.values()})
+    if len(tenants) > 1:
+        names = ", ".join(tenant or "none" for tenant in tenants)
+        raise ConfigError(
+            f"server_clients lists keys of several tenants ({names}), and all that an engine receives belongs to one: "
+            "name a folder with the keys of one tenant"
+        )
     server = ServerOptions(
         options.pool_bytes,
         folder=folder,
         tcp=TcpAddress(options.host, options.port),
         keys=options.keys,
-        listed=options.listed,
+        listed={key: client._replace(tenant="") for key, client in options.listed.items()},  # the owner's
         policy=_POLICY,
         drain_s=0.0,
         channel=options.channel,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
 
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ProtocolError
@@ -14,10 +13,8 @@ from kvstore.protocol.outcomes import number_of
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server.core import Core
 from kvstore.server.pool import pages_of
-from kvstore.server.sessions import MAX_LATE, Session
+from kvstore.server.sessions import Session
 from kvstore.server.spaces import Chunk
-
-_MAX_DISPLACED: Final = 256  # chunks evicted for one request before others have their turn: some milliseconds
 
 
 @dataclass
@@ -31,7 +28,6 @@ class _Batch:
         is_write: whether to write them.
         grants: for the first chunks, so far.
         num_waiting: of these, the ones being read from disk.
-        is_late: the answer does not follow the request at once.
     """
 
     session: Session
@@ -40,7 +36,6 @@ class _Batch:
     is_write: bool
     grants: list[messages.Grant] = field(default_factory=list)
     num_waiting: int = 0
-    is_late: bool = False
 
     @property
     def is_done(self) -> bool:
@@ -58,8 +53,8 @@ class Grants:
         self._core = core
         self._loading: dict[Chunk, list[Callable[[Outcome], None]]] = {}
 
-    def find(self, session: Session, request: messages.Reserve | messages.Acquire) -> messages.Granted | None:
-        """The grants that a client asks for; None if the answer is sent later.
+    def find(self, session: Session, request: messages.Reserve | messages.Acquire) -> None:
+        """Find what a client asks for, and send the answer.
 
         Raises:
             ProtocolError: there can be no such chunks, or too many such requests of this client are unanswered.
@@ -67,65 +62,54 @@ class Grants:
         refs = messages.unpack_refs(request.refs)
         if not all(map(session.space.has_size, refs)):
             raise ProtocolError(f"a chunk of this namespace has 1 to {session.space.layout.blocks_per_chunk} blocks")
-        return self._collect(_Batch(session, request.serial, refs, isinstance(request, messages.Reserve)))
+        session.begin_late()
+        batch = _Batch(session, request.serial, refs, isinstance(request, messages.Reserve))
+        self._core.slices.begin(self._collect(batch))
 
-    def _collect(self, batch: _Batch) -> messages.Granted | None:
-        """Find pages for the chunks; after some evictions, let others have their turn and go on later."""
-        stock = self._core.stock
-        most = stock.num_displaced + _MAX_DISPLACED
-        while len(batch.grants) < len(batch.refs):
-            if stock.num_displaced >= most:
-                self._be_late(batch)
-                self._core.report(partial(self._resume, batch))
-                return None
-            ref = batch.refs[len(batch.grants)]
-            if batch.is_write:
-                batch.grants.append(self._reserve(batch.session, ref))
+    def _collect(self, batch: _Batch) -> Iterator[None]:
+        for ref in batch.refs:
+            yield
+            if batch.session.is_over:
+                return
+            if (batch.is_write and self._core.is_closing) or not self._may_lease(batch.session, ref):
+                batch.grants.append(_no_grant(Outcome.FAILED))
+            elif batch.is_write:
+                yield from self._reserve(batch, ref)
             else:
-                self._acquire(batch, ref)
-        if batch.is_done:
-            return self._granted(batch)
-        self._be_late(batch)
-        return None
+                yield from self._acquire(batch, ref)
+        self._answer_if_done(batch)
 
-    def _resume(self, batch: _Batch) -> None:
-        granted = None if batch.session.is_over else self._collect(batch)
-        if granted is not None:
-            self._core.send(batch.session.peer, granted, ())
-        self._core.sweep()
-
-    def _be_late(self, batch: _Batch) -> None:
-        if not batch.is_late:
-            batch.is_late = True
-            batch.session.num_late += 1
-            if batch.session.num_late > MAX_LATE:
-                raise ProtocolError(f"more than {MAX_LATE} requests for grants at once")
-
-    def _reserve(self, session: Session, ref: ChunkRef) -> messages.Grant:
-        if self._core.is_closing or not self._may_lease(session, ref):
-            return _no_grant(Outcome.FAILED)
-        chunk = self._core.stock.reserve(session.space, ref, session.capacity_bytes)
+    def _reserve(self, batch: _Batch, ref: ChunkRef) -> Iterator[None]:
+        session = batch.session
+        chunk = yield from self._core.stock.reserve(session.space, ref)
         if chunk is None:
-            return _no_grant(Outcome.FULL)
-        return self._grant(session, chunk, Outcome.STORED)
-
-    def _acquire(self, batch: _Batch, ref: ChunkRef) -> None:
-        number, session = len(batch.grants), batch.session
-        batch.grants.append(_no_grant(Outcome.FAILED))
-        if not self._may_lease(session, ref):
-            return
-        chunk = self._core.stock.acquire(session.space, ref)
-        if isinstance(chunk, Outcome):
-            batch.grants[number] = _no_grant(chunk)
-        elif chunk.is_whole:
-            batch.grants[number] = self._grant(session, chunk, Outcome.HIT)
+            batch.grants.append(_no_grant(Outcome.FULL))
+        elif self._may_still_lease(session, ref):
+            batch.grants.append(self._grant(session, chunk, Outcome.STORED))
         else:
+            batch.grants.append(_no_grant(self._core.stock.complete(chunk, is_whole=False)))
+
+    def _acquire(self, batch: _Batch, ref: ChunkRef) -> Iterator[None]:
+        session = batch.session
+        chunk = yield from self._core.stock.acquire(session.space, ref)
+        if isinstance(chunk, Outcome):
+            batch.grants.append(_no_grant(chunk))
+        elif not self._may_still_lease(session, ref):
+            batch.grants.append(_no_grant(Outcome.FAILED))
+            self._core.stock.release(chunk)
+        elif chunk.is_whole:
+            batch.grants.append(self._grant(session, chunk, Outcome.HIT))
+        else:
+            number = len(batch.grants)
+            batch.grants.append(_no_grant(Outcome.FAILED))
             batch.num_waiting += 1
             self._load(chunk, partial(self._arrived, batch, number, chunk))
 
-    def _granted(self, batch: _Batch) -> messages.Granted:
-        batch.session.num_late -= batch.is_late
-        return messages.Granted(batch.serial, batch.grants, self._core.usage(batch.session.space))
+    def _answer_if_done(self, batch: _Batch) -> None:
+        if batch.is_done and not batch.session.is_over:
+            batch.session.num_late -= 1
+            usage = self._core.usage(batch.session.space)
+            self._core.send(batch.session.peer, messages.Granted(batch.serial, batch.grants, usage), ())
 
     def _load(self, chunk: Chunk, arrived: Callable[[Outcome], None]) -> None:
         """Read a chunk, which is in use, from disk to its pages; several requests wait for one read."""
@@ -155,12 +139,18 @@ class Grants:
             batch.grants[number] = _no_grant(outcome)
             self._core.stock.release(chunk)
         batch.num_waiting -= 1
-        if batch.is_done and not batch.session.is_over:
-            self._core.send(batch.session.peer, self._granted(batch), ())
+        self._answer_if_done(batch)
 
     def _may_lease(self, session: Session, ref: ChunkRef) -> bool:
         payload_bytes = session.space.layout.payload_bytes(ref.num_blocks)
-        return self._core.sessions.may_lease(session, pages_of(payload_bytes) * PAGE_BYTES)
+        may = self._core.sessions.may_lease(session, pages_of(payload_bytes) * PAGE_BYTES)
+        if not may:
+            self._core.deny(session.client, "leases", "it, or all, have leased as much of the memory as they may")
+        return may
+
+    def _may_still_lease(self, session: Session, ref: ChunkRef) -> bool:
+        """The same once pages were found: others may have had their turn meanwhile."""
+        return not session.is_over and self._may_lease(session, ref)
 
     def _grant(self, session: Session, chunk: Chunk, outcome: Outcome) -> messages.Grant:
         lease = self._core.sessions.lease(session, chunk, is_write=outcome is Outcome.STORED)

@@ -7,6 +7,7 @@ decided. A client that does not read its answers is cut off when its queue is fu
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
@@ -27,10 +28,13 @@ from kvstore.protocol import messages
 from kvstore.protocol.contexts import close_context, open_context
 from kvstore.protocol.loopback import buffer_bytes
 from kvstore.server.client_keys import ClientKeys
+from kvstore.server.clients import IPC, TCP, Client, Clients
 from kvstore.server.core import Core
 from kvstore.server.disk import Disk
+from kvstore.server.door import Door
+from kvstore.server.files import allowed_clients
 from kvstore.server.intake import Intake
-from kvstore.server.options import ANYBODY, ServerOptions
+from kvstore.server.options import ServerOptions
 from kvstore.server.owner import Owner
 from kvstore.server.pool import Pool
 from kvstore.server.reports import stats
@@ -47,7 +51,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONTROL_NAME: Final = "control"
-_IPC, _TCP = 0, 1
 _FAILURES: Final = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _TICK_S: Final = 0.5
 _PAUSE_MS: Final = 2  # without a request, until work that can wait is done
@@ -55,6 +58,7 @@ _TURN: Final = 64  # messages of one socket before the others have their turn
 _RECEIVE_QUEUE: Final = 16  # messages of one client
 _SEND_QUEUE: Final = 64  # answers to one client, who never waits for so many
 _LOOK_EACH_S: Final = 2e-4  # between two looks, for each connection: a look takes some microseconds
+_SPARE_PART: Final = 64  # one of so many connections is for those who say no hello, but ask or order
 _MAX_KICKED: Final = 16_384  # connections that are remembered as kicked
 _HEARTBEAT_MS: Final = 5000
 _SILENCE_MS: Final = 30_000
@@ -90,6 +94,7 @@ class Hub:
         self._kicked: OrderedDict[Peer, None] = OrderedDict()  # the longest ago first
         self._monitor: zmq.Socket[bytes] | None = None
         self._watch: Watch | None = None
+        self._door: Door | None = None
         self._looked_s = 0.0
         self._by_fd: dict[int, Session] = {}  # clients from the network, by their connections
         with contextlib.ExitStack() as opened:
@@ -100,11 +105,7 @@ class Hub:
     @property
     def tcp_port(self) -> int | None:
         """The TCP port that the server listens on; None without one."""
-        if _TCP not in self._sockets:
-            return None
-        endpoint = self._sockets[_TCP].get(zmq.LAST_ENDPOINT)
-        assert isinstance(endpoint, bytes)
-        return int(endpoint.rstrip(b"\0").rsplit(b":", 1)[1])
+        return self._door.port if self._door is not None else None
 
     def stop(self) -> None:
         """End after at most ``drain_s`` for writes to disk; at once if called again. From any thread."""
@@ -144,6 +145,8 @@ class Hub:
 
     def _open(self, opened: contextlib.ExitStack) -> None:
         options = self.options
+        self._most = allowed_clients(has_ipc=options.folder is not None, has_tcp=options.tcp is not None)
+        self._clients = Clients(options.listed if options.keys else None, options.operators)
         self.pool = Pool(options.pool_bytes)
         opened.callback(self.pool.close)
         self._context = open_context(io_threads=2 if options.tcp else 1)
@@ -151,18 +154,18 @@ class Hub:
         self._client_keys = ClientKeys(self._context, options.listed) if options.keys else None
         self._unix_socket: UnixSocket | None = None
         if options.folder is not None:
-            self._unix_socket = UnixSocket(options.folder, self.pool.fd)
+            self._unix_socket = UnixSocket(options.folder, self.pool.fd, self._most[IPC])
             opened.callback(self._unix_socket.close)
-            self._sockets[_IPC] = self._bind(f"ipc://{options.folder / CONTROL_NAME}")
+            self._sockets[IPC] = self._bind(f"ipc://{options.folder / CONTROL_NAME}")
             (options.folder / CONTROL_NAME).chmod(0o600)
         self._open_core(opened)
         if options.tcp is not None:  # last: a client that is let in must be served
-            self._sockets[_TCP] = self._bind(str(options.tcp))
-            assert self.tcp_port is not None
-            self._watch = Watch(self.tcp_port)
+            self._sockets[TCP] = self._bind(str(options.tcp))
+            self._door = Door(self._sockets[TCP], self._wake)
+            self._watch = Watch(self._door.port, self._most[TCP])
             opened.callback(self._watch.close)
             events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _FAILURES
-            self._monitor = self._sockets[_TCP].get_monitor_socket(events)
+            self._monitor = self._sockets[TCP].get_monitor_socket(events)
         self._intakes = {number: Intake(router) for number, router in self._sockets.items()}
         self._poller = zmq.Poller()
         keys = self._client_keys and self._client_keys.socket
@@ -184,7 +187,8 @@ class Hub:
             quotas=options.quotas,
             first_stamp=time.time_ns(),
         )
-        self.sessions = Sessions(self.stock, self.pool.num_bytes)
+        most = {socket: count - count // _SPARE_PART for socket, count in self._most.items()}
+        self.sessions = Sessions(self.stock, self.pool.num_bytes, most, len(options.listed))
         self.core = Core(
             self.pool,
             self.stock,
@@ -194,7 +198,7 @@ class Hub:
             self._report,
             self._is_open,
             self._stats,
-            self._may_order,
+            self._sender,
             time.monotonic,
         )
         self.service = Service(
@@ -210,7 +214,7 @@ class Hub:
 
     def _take_stock(self, disk: Disk) -> None:
         for found, chunks, trails in disk.open_all():
-            space = self.stock.enter(found.namespace, found.layout)
+            space = self.stock.enter(found.namespace, found.layout, found.tenant)
             if space is None:  # nobody could ever use its chunks
                 disk.forget(found)
                 continue
@@ -242,7 +246,8 @@ class Hub:
     # -- serving -----------------------------------------------------------------------------------------------------
 
     def _turn(self, timeout_s: float) -> None:
-        if self._watch:
+        if self._watch and self._door:
+            self._door.look()
             timeout_s = min(timeout_s, LOOK_S)
         ready = dict(self._poller.poll(_PAUSE_MS if self.service.has_leisure_work else int(timeout_s * 1000)))
         if not ready or self.service.is_behind:
@@ -258,14 +263,14 @@ class Hub:
         if self._client_keys is not None and self._client_keys.socket in ready:
             self._client_keys.answer()
         if self._monitor in ready:
-            self._note_connections()
+            self._note_connections(_TURN)
         for number, router in self._sockets.items():
             if router in ready:
                 self._receive(number, router)
         now_s = time.monotonic()
         if self._watch and now_s - self._looked_s > max(LOOK_S, _LOOK_EACH_S * len(self._watch)):
             self._looked_s = now_s
-            self._cut_endless(self._watch.look(self._by_fd))
+            self._cut_endless(self._watch.look())
             self.service.forget_silent()
         if now_s - self._expired_s > _TICK_S:
             self._expired_s = now_s
@@ -283,7 +288,7 @@ class Hub:
             if message is None:
                 return
             peer = Peer(number, message.name)
-            if self._watch is not None and number == _TCP and message.frames:
+            if self._watch is not None and number == TCP and message.frames:
                 self._watch.hear(self._fd_of(peer, message.frames[0]))
             if not message.is_whole:
                 if peer not in self._kicked:
@@ -295,7 +300,7 @@ class Hub:
 
     def _handle(self, peer: Peer, frames: Sequence[zmq.Frame]) -> None:
         self._at_hand = frames
-        is_new = peer.socket == _TCP and peer not in self.sessions.by_peer
+        is_new = peer.socket == TCP and peer not in self.sessions.by_peer
         if is_new:  # the end of an earlier connection with its number must not end this client, its own end must
             self._note_connections()
         try:
@@ -317,12 +322,21 @@ class Hub:
         if session is not None:
             session.fd = int(frame.get(zmq.SRCFD))
             self._by_fd[session.fd] = session
+            assert self._watch is not None
+            self._watch.meet(session.fd)
 
-    def _note_connections(self) -> None:
-        """Note new connections, and end the clients of closed ones: ZeroMQ reports an end before it closes one."""
+    def _note_connections(self, at_most: int | None = None) -> None:
+        """Note new connections, and end the clients of closed ones: ZeroMQ reports an end before it closes one.
+
+        In a flood of connections others must have their turn: then ``at_most`` so many are noted.
+        """
         assert self._monitor is not None
         assert self._watch is not None
-        while self._monitor.poll(0):
+        assert self._door is not None
+        for _ in itertools.count() if at_most is None else range(at_most):
+            self._door.look()
+            if not self._monitor.poll(0):
+                return
             event = parse_monitor_message(self._monitor.recv_multipart())
             if event["event"] & _FAILURES:  # a client without a key, or one that expects another server
                 self.num_strangers += 1
@@ -365,14 +379,8 @@ class Hub:
         counted |= self.service.offers.stats()
         return {**counted, "malformed": self.num_malformed, "refused": refused}
 
-    def _may_order(self, peer: Peer) -> bool:
-        """Whether the sender of the message at hand may give orders: on this host our own user, elsewhere operators."""
-        if peer.socket == _IPC or ANYBODY in self.options.operators:
-            return True
-        try:
-            return self.options.keys is not None and self._at_hand[0].get("User-Id") in self.options.operators
-        except zmq.ZMQError:  # it came without a key
-            return False
+    def _sender(self, peer: Peer) -> Client:
+        return self._clients.sender(peer.socket, self._at_hand[0])
 
     def _is_open(self, token: bytes) -> bool:
         return self._unix_socket is not None and self._unix_socket.is_open(token)

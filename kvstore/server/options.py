@@ -9,12 +9,12 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from kvstore.errors import ConfigError
-from kvstore.protocol.keyfiles import KeyPair
+from kvstore.protocol.keyfiles import KeyPair, ListedKey
 from kvstore.protocol.loopback import is_loopback
+from kvstore.server.clients import ANYBODY
 from kvstore.server.disk_tiers import DiskOptions
 from kvstore.tiers.given import host_and_port
 
-ANYBODY: Final = "*"
 MAX_SOCKET_PATH_BYTES: Final = 107  # of sun_path
 
 
@@ -38,14 +38,14 @@ class ServerOptions:
         folder: of the sockets for clients on the same host; None for no such clients.
         tcp: the address for other clients; None for no such clients.
         keys: the server's own; None for no encryption.
-        listed: the public keys of the clients that may connect, and their names.
+        listed: the public keys of the clients that may connect, and what each may do.
         disk: None for none.
         policy: which chunks are evicted first from memory.
         disk_policy: the same for the disk.
-        quotas: bytes by model or namespace; see ``Stock``.
+        quotas: bytes by tenant, model or namespace; see ``Stock``.
         drain_s: how long writes to disk may take at the end.
         max_writes: chunks being written to disk at once.
-        operators: names of the listed clients that may give orders; ``*`` for everybody. On this host our own user may.
+        operators: names of the listed clients that have the right to operate, too; ``*`` for everybody.
         pin_max_s: the longest time for which a chunk may be pinned.
         channel: the name of that through which clients' memory is read; None for none.
     """
@@ -54,7 +54,7 @@ class ServerOptions:
     folder: Path | None = None
     tcp: TcpAddress | None = None
     keys: KeyPair | None = None
-    listed: Mapping[bytes, str] = field(default_factory=dict)
+    listed: Mapping[bytes, ListedKey] = field(default_factory=dict)
     disk: DiskOptions | None = None
     policy: str = "ADAPTIVE"
     disk_policy: str = "ADAPTIVE"
@@ -83,9 +83,10 @@ class ServerOptions:
             )
 
     def _check_operators(self) -> None:
-        unknown = sorted(self.operators - {ANYBODY, *self.listed.values()})
+        names = {client.name for client in self.listed.values()}
+        unknown = sorted(self.operators - {ANYBODY} - names)
         if unknown:
-            known = ", ".join(sorted(self.listed.values())) or "nobody"
+            known = ", ".join(sorted(names)) or "nobody"
             raise ConfigError(f"server_operators names {unknown[0]!r}, and server_clients lists {known}")
 
 
@@ -130,6 +131,6 @@ def parse_quotas(text: str) -> dict[str, int]:
         except (ValueError, OverflowError):
             size_bytes = -1
         if not name.strip() or size_bytes <= 0:
-            raise ConfigError(f"server_quotas has {part!r}: it must be a model or an id, =, and a number of GiB")
+            raise ConfigError(f"server_quotas has {part!r}: it must be a tenant, model or id, =, and a number of GiB")
         quotas[name.strip()] = size_bytes
     return quotas

@@ -19,6 +19,7 @@ from kvstore.protocol.outcomes import pack_outcomes
 from kvstore.protocol.pieces import Placing, checksum
 from kvstore.server.core import Core
 from kvstore.server.sessions import MAX_PIECES, Lease, Session
+from kvstore.server.shares import Shares
 from kvstore.server.spaces import Chunk
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_COPY_THREADS: Final = 4
-_MAX_UNSENT_BYTES: Final = 256 << 20  # copies of leading blocks, beside the pool
+_MAX_UNSENT_BYTES: Final = 256 << 20  # copies of leading blocks, beside the pool; a half of those for one key
+_MAX_SESSION_UNSENT_BYTES: Final = MAX_PIECES * messages.PIECE_BYTES
 _MAX_SUMS: Final = 256  # of one chunk: those of all pieces of one GiB
 
 
@@ -41,7 +43,7 @@ class Payload:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._copiers = ThreadPoolExecutor(_copy_threads(), "kvstore-copy")
-        self._unsent_bytes = 0
+        self._unsent = Shares(_MAX_UNSENT_BYTES, by_key=_MAX_UNSENT_BYTES // 2)
 
     def take(self, session: Session, request: messages.Piece, frame: Buffer) -> messages.Answer | None:
         """Start to copy a piece to its pages. The answer is sent once it is there; returned if it cannot be.
@@ -82,7 +84,9 @@ class Payload:
         if lease is None or lease.is_write:
             return done(request, Outcome.FAILED)
         if isinstance(request, messages.Front):
-            if self._unsent_bytes >= _MAX_UNSENT_BYTES:
+            is_fair = session.unsent_bytes + request.num_bytes <= _MAX_SESSION_UNSENT_BYTES
+            if not (is_fair and self._unsent.has_room(session.client, request.num_bytes)):
+                self._core.deny(session.client, "bodies", "it does not take what it has asked for")
                 return done(request, Outcome.FAILED)
             self._add_up(session, request, lease, self._front(lease, request))
             return None
@@ -108,7 +112,7 @@ class Payload:
                 self._core.send(session.peer, done(request, Outcome.FAILED), ())
             else:
                 if isinstance(request, messages.Front):
-                    self._note_copies(parts)
+                    self._note_copies(session, parts)
                 else:
                     self._note(lease.chunk, (request.offset_bytes, request.num_bytes), added_up)
                 self._send(session, request, added_up, parts)
@@ -126,15 +130,17 @@ class Payload:
         self.begin(session, lease)
         self.start(add_up, give_up)
 
-    def _note_copies(self, parts: Sequence[ByteArray]) -> None:
+    def _note_copies(self, session: Session, parts: Sequence[ByteArray]) -> None:
         """Count what takes memory of its own until it is sent: a client may ask for much, and read nothing."""
         for part in parts:
-            self._unsent_bytes += part.nbytes
-            sent = weakref.finalize(part, self._core.report, partial(self._note_sent, part.nbytes))
+            session.unsent_bytes += part.nbytes
+            self._unsent.take(session.client, part.nbytes)
+            sent = weakref.finalize(part, self._core.report, partial(self._note_sent, session, part.nbytes))
             sent.atexit = False
 
-    def _note_sent(self, num_bytes: int) -> None:
-        self._unsent_bytes -= num_bytes
+    def _note_sent(self, session: Session, num_bytes: int) -> None:
+        session.unsent_bytes -= num_bytes
+        self._unsent.give(session.client, num_bytes)
 
     def _send(self, session: Session, request: messages.Request, added_up: bytes, parts: Sequence[ByteArray]) -> None:
         self._core.send(session.peer, messages.Data(request.serial, added_up), [part.data for part in parts])

@@ -4,58 +4,119 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import takewhile
 
-from kvstore.server.spaces import Chunk
+from kvstore.chunks import ChunkRef, chunk_of
+from kvstore.policies import Policy
+from kvstore.server.spaces import Chunk, Space
+
+
+@dataclass
+class _Group:
+    chunks: dict[Chunk, None] = field(default_factory=dict)
+    num_bytes: int = 0
 
 
 class Pins:
-    """All pins, in groups that end in the same second. Belongs to the thread that decides."""
+    """All pins, in groups of one namespace that end in the same second. Belongs to the thread that decides.
 
-    def __init__(self) -> None:
+    Args:
+        memory: the policy of the memory. It does not order what is pinned, or every search for room would look at that.
+        max_bytes: the most that may be pinned.
+    """
+
+    def __init__(self, memory: Policy, max_bytes: int) -> None:
         self.used_bytes = 0
-        self._by_end: dict[int, dict[Chunk, None]] = {}
+        self._memory = memory
+        self._max_bytes = max_bytes
+        self._groups: dict[bytes, dict[int, _Group]] = {}  # by namespace, then by end
 
     def __iter__(self) -> Iterator[Chunk]:
         """All chunks that are pinned."""
-        for chunks in self._by_end.values():
-            yield from chunks
+        for groups in self._groups.values():
+            for group in groups.values():
+                yield from group.chunks
+
+    def pin(self, space: Space, refs: Iterable[ChunkRef], end_s: float) -> int:
+        """Pin chunks until then, as far as the bound allows; how many."""
+        count = 0
+        for ref in refs:
+            chunk = space.chunks.get(ref)
+            if chunk is None:
+                continue
+            if not chunk.is_pinned and self.used_bytes + chunk.size_bytes > self._max_bytes:
+                break
+            self.set(chunk, end_s)
+            count += 1
+        return count
+
+    def unpin(self, chunks: Iterable[Chunk]) -> int:
+        """Unpin chunks; how many were pinned."""
+        pinned = [chunk for chunk in chunks if chunk.is_pinned]
+        for chunk in pinned:
+            self.drop(chunk)
+            if chunk.runs:
+                self._memory.add(chunk.key, chunk.size_bytes)
+        return len(pinned)
+
+    def move(self, tail: Chunk) -> None:
+        """A pinned chunk goes. If a longer one holds its blocks, pin that, as far as the bound allows."""
+        space, num_blocks = tail.space, tail.ref.num_blocks
+        near = takewhile(lambda found: found[1] == num_blocks, space.trails.neighbours(tail.trail))
+        refs = (chunk_of(trail) for trail, _ in near)
+        longer = next((space.chunks[ref] for ref in refs if ref != tail.ref), None)
+        if longer is None or longer.pin_end_s >= tail.pin_end_s:
+            return
+        pinned_bytes = self.used_bytes - tail.size_bytes + (0 if longer.is_pinned else longer.size_bytes)
+        if pinned_bytes <= self._max_bytes:
+            self.set(longer, tail.pin_end_s)
 
     def set(self, chunk: Chunk, end_s: float) -> None:
         """Pin a chunk until then; replaces an earlier pin."""
         self.drop(chunk)
+        self._memory.evict(chunk.key)
         chunk.pin_end_s = max(1, math.floor(end_s))
+        group = self._groups.setdefault(chunk.space.id, {}).setdefault(chunk.pin_end_s, _Group())
+        group.chunks[chunk] = None
+        group.num_bytes += chunk.size_bytes
         self.used_bytes += chunk.size_bytes
-        self._by_end.setdefault(chunk.pin_end_s, {})[chunk] = None
 
     def drop(self, chunk: Chunk) -> None:
-        """Unpin a chunk."""
+        """Unpin a chunk that goes."""
         if not chunk.is_pinned:
             return
-        together = self._by_end[chunk.pin_end_s]
-        del together[chunk]
-        if not together:
-            del self._by_end[chunk.pin_end_s]
+        groups = self._groups[chunk.space.id]
+        group = groups[chunk.pin_end_s]
+        del group.chunks[chunk]
+        group.num_bytes -= chunk.size_bytes
+        if not group.chunks:
+            del groups[chunk.pin_end_s]
+            if not groups:
+                del self._groups[chunk.space.id]
         self.used_bytes -= chunk.size_bytes
         chunk.pin_end_s = 0
 
-    def expire(self, now_s: float) -> None:
-        """Unpin the chunks whose time is over."""
-        for end_s in [end_s for end_s in self._by_end if end_s <= now_s]:
-            for chunk in list(self._by_end[end_s]):
-                self.drop(chunk)
+    def forget(self, space: Space) -> None:
+        """Unpin all chunks of a namespace that was cleared."""
+        self.used_bytes -= sum(group.num_bytes for group in self._groups.pop(space.id, {}).values())
 
-    def listed(self, now_s: float, at_most: int) -> dict[str, object]:
-        """A report of what is pinned, by end and namespace, the pins first that end first."""
-        found = []
-        for end_s in sorted(self._by_end):
-            chunks, sizes = Counter[str](), Counter[str]()
-            for chunk in self._by_end[end_s]:
-                chunks[chunk.space.namespace.id.hex()] += 1
-                sizes[chunk.space.namespace.id.hex()] += chunk.size_bytes
-            ends_in_s = max(0, round(end_s - now_s))
-            found += [
-                {"namespace": name, "chunks": count, "bytes": sizes[name], "ends_in_s": ends_in_s}
-                for name, count in chunks.items()
-            ]
+    def due(self, now_s: float) -> list[Chunk]:
+        """The chunks whose time is over; they are still pinned."""
+        due = [group for groups in self._groups.values() for end_s, group in groups.items() if end_s <= now_s]
+        return [chunk for group in due for chunk in group.chunks]
+
+    def listed(self, now_s: float, at_most: int, spaces: Container[bytes]) -> dict[str, object]:
+        """A report of what is pinned in some namespaces, by end and namespace, the pins first that end first."""
+        chunks, sizes = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
+        for space_id, groups in self._groups.items():
+            for end_s, group in groups.items() if space_id in spaces else ():
+                name = next(iter(group.chunks)).space.namespace.id.hex()
+                chunks[end_s, name] += len(group.chunks)
+                sizes[end_s, name] += group.num_bytes
+        found = [
+            {"namespace": name, "chunks": count, "bytes": sizes[end_s, name], "ends_in_s": max(0, round(end_s - now_s))}
+            for (end_s, name), count in sorted(chunks.items())
+        ]
         return {"pins": found[:at_most], "left_out": max(0, len(found) - at_most)}

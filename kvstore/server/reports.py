@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from heapq import nlargest
 from itertools import accumulate
 from operator import attrgetter
@@ -13,27 +12,48 @@ from typing import Any, Final
 import kvstore
 from kvstore.protocol.messages import fields_bytes
 from kvstore.server.core import Core
-from kvstore.server.spaces import NO_QUOTA, Space
+from kvstore.server.spaces import NO_QUOTA, Quota, Space
 
 _MAX_SPACES: Final = 256
 _MAX_FIELDS_BYTES: Final = 256 << 10  # of all of them
 
 
 def stats(core: Core, uptime_s: float, num_unwritten: int) -> dict[str, Any]:
-    """The server, its tiers, and the namespaces that hold most: a report must not keep clients waiting."""
-    spaces = nlargest(_MAX_SPACES, core.stock.spaces.values(), key=attrgetter("used_bytes"))
-    sizes = accumulate(fields_bytes(space.namespace) for space in spaces)
-    listed = [_space(space) for space, size in zip(spaces, sizes, strict=True) if size <= _MAX_FIELDS_BYTES]
+    """The server, its tiers, and the namespaces that hold most."""
     return {
-        "version": kvstore.__version__,
+        **part_of_stats(core, core.stock.spaces.values()),
         "uptime_s": round(uptime_s, 1),
-        "status": "closing" if core.is_closing else "ok",
         "clients": len(core.sessions.by_peer),
         "leases": core.sessions.num_leases,
         "leased_bytes": core.sessions.leased_bytes,
         "tiers": _tiers(core, num_unwritten),
+        "quotas": [_quota(quota) for quota in core.stock.quotas if quota.limit_bytes != NO_QUOTA],
+        "denied": [{"client": name, "lacked": lacked, "count": n} for (name, lacked), n in core.denied.items()],
+    }
+
+
+def part_of_stats(core: Core, spaces: Collection[Space]) -> dict[str, Any]:
+    """Those of some namespaces that hold most, for whom others are none of their business.
+
+    A report must not keep clients waiting, so it is short.
+    """
+    largest = nlargest(_MAX_SPACES, spaces, key=attrgetter("used_bytes"))
+    sizes = accumulate(fields_bytes(space.namespace) for space in largest)
+    listed = [_space(space) for space, size in zip(largest, sizes, strict=True) if size <= _MAX_FIELDS_BYTES]
+    return {
+        "version": kvstore.__version__,
+        "status": core.status,
         "namespaces": listed,
-        "namespaces_left_out": len(core.stock.spaces) - len(listed),
+        "namespaces_left_out": len(spaces) - len(listed),
+    }
+
+
+def _quota(quota: Quota) -> dict[str, Any]:
+    return {
+        "tenant": quota.tenant,
+        "name": quota.name,
+        "used_bytes": quota.used_bytes,
+        "capacity_bytes": quota.limit_bytes,
     }
 
 
@@ -59,15 +79,16 @@ def _tiers(core: Core, num_unwritten: int) -> dict[str, Any]:
 def _space(space: Space) -> dict[str, Any]:
     return {
         "id": space.namespace.id.hex(),
+        "tenant": space.tenant,
         "space": space.id.hex(),
         "fields": dict(space.namespace.fields),
         "chunk_tokens": space.layout.chunk_tokens,
         "block_tokens": space.layout.block_tokens,
         "chunks": len(space.chunks),
         "used_bytes": space.used_bytes,
-        "quota_bytes": None if space.quota_bytes == NO_QUOTA else space.quota_bytes,
+        "quota_bytes": None if space.quota.limit_bytes == NO_QUOTA else space.quota.limit_bytes,
         "clients": space.num_sessions,
-        "counters": asdict(space.counters),
+        "counters": dict(vars(space.counters)),
     }
 
 
@@ -85,6 +106,11 @@ def exposition(tree: Mapping[str, Any]) -> str:
     for what in ("capacity_bytes", "used_bytes", "chunks"):
         values = [({"tier": tier}, numbers[what]) for tier, numbers in tree["tiers"].items()]
         lines += _metric(f"kvstore_server_tier_{what}", "gauge", f"Of each tier: {what}.", values)
+    denied = [({"client": each["client"], "lacked": each["lacked"]}, each["count"]) for each in tree["denied"]]
+    lines += _metric("kvstore_server_denied_total", "counter", "Requests without the right or the room.", denied)
+    for what in ("capacity_bytes", "used_bytes"):
+        values = [({"tenant": each["tenant"], "quota": each["name"]}, each[what]) for each in tree["quotas"]]
+        lines += _metric(f"kvstore_server_quota_{what}", "gauge", f"Of each quota: {what}.", values)
     spaces = tree["namespaces"]
     for what in ("chunks", "used_bytes", "clients"):
         values = _by_namespace((space, space[what]) for space in spaces)
@@ -97,10 +123,13 @@ def exposition(tree: Mapping[str, Any]) -> str:
 
 def _by_namespace(values: Iterable[tuple[Mapping[str, Any], int]]) -> list[tuple[dict[str, str], float]]:
     """Values by namespace: clients may come to one with several geometries, and a series must not be there twice."""
-    totals = Counter[tuple[str, str]]()
+    totals = Counter[tuple[str, str, str]]()
     for space, value in values:
-        totals[space["id"], str(space["fields"].get("model", ""))] += value
-    return [({"namespace": name, "model": model}, total) for (name, model), total in totals.items()]
+        totals[space["id"], str(space["fields"].get("model", "")), space["tenant"]] += value
+    return [
+        ({"namespace": name, "model": model, **({"tenant": tenant} if tenant else {})}, total)
+        for (name, model, tenant), total in totals.items()
+    ]
 
 
 def _metric(name: str, kind: str, meaning: str, values: list[tuple[dict[str, str], float]]) -> Iterator[str]:

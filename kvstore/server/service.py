@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
@@ -15,23 +15,29 @@ from kvstore.protocol import messages
 from kvstore.protocol.messages import Refusal
 from kvstore.protocol.outcomes import pack_outcomes
 from kvstore.protocol.progress import Progress
+from kvstore.protocol.rights import NEEDED, Right, is_allowed, names_of
+from kvstore.server.clients import IPC, Client
 from kvstore.server.core import Core
 from kvstore.server.grants import Grants
 from kvstore.server.offers import Offers
 from kvstore.server.orders import Orders, report
 from kvstore.server.owner import Owner
 from kvstore.server.payload import Payload
-from kvstore.server.sessions import MAX_SESSIONS, Peer, Session
-from kvstore.server.spaces import NO_QUOTA, Chunk, Space
+from kvstore.server.reports import part_of_stats
+from kvstore.server.sessions import Peer, Session
+from kvstore.server.spaces import Chunk, Space
+from kvstore.server.stock import MAX_FAR_SPACES, MAX_SPACES
+from kvstore.tiers.base import MAX_NEAREST
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _MAX_UNWRITTEN: Final = 65_536  # chunks that wait for the disk; beyond that, chunks stay in memory only
 _NO_OPERATOR: Final = (
-    "this is for those who run the server: ask over its kvs+ipc address, or as one of its server_operators"
+    "this is for those who run the server: ask over its kvs+ipc address, or with a key that has the right operate"
 )
-_MAX_TOUCHES: Final = 256  # lookups that the policies have not been told of yet
+_MAX_TOUCHES: Final = 256  # parts of lookups that the policies have not been told of yet
+_TOUCHED: Final = 256  # chunks in such a part: about a millisecond
 
 
 class Service:
@@ -58,6 +64,8 @@ class Service:
         channel: Channel | None = None,
     ) -> None:
         self.num_writing = 0
+        self._is_dropping = False  # what was cleared
+        self._is_expiring = False
         self._core = core
         self._max_writes = max_writes
         self._owner = owner
@@ -89,14 +97,22 @@ class Service:
         request, payload = messages.decode_request(memoryview(message[0])), message[1:]
         if isinstance(request, messages.Piece) != bool(payload):
             raise ProtocolError("payload must follow a piece, and nothing else")
-        answer = self._answer_anybody(peer, request)
-        if answer is None:
-            session = self._core.sessions.by_peer.get(peer)
-            if session is None:
-                answer = messages.Refused(request.serial, Refusal.NO_SESSION, "say hello first")
-            else:
-                session.heard_s = self._core.now()
-                answer = self._answer(session, request, payload)
+        client = self._core.sender(peer)
+        session = self._core.sessions.by_peer.get(peer)
+        if session is not None and session.client != client:
+            session = None  # of somebody who had this name before
+        if not is_allowed(type(request), client.rights):
+            answer: messages.Answer | None = self._deny(client, request)
+        elif isinstance(request, messages.Order):
+            self._core.slices.begin(self._order(peer, client, request))
+            answer = None
+        elif isinstance(request, messages.Hello | messages.Ping | messages.Stats):
+            answer = self._answer_anybody(peer, client, session, request)
+        elif session is None:
+            answer = messages.Refused(request.serial, Refusal.NO_SESSION, "say hello first")
+        else:
+            session.heard_s = self._core.now()
+            answer = self._answer(session, request, payload)
         if answer is not None:
             self._core.send(peer, answer, ())
         self._core.sweep()
@@ -112,7 +128,7 @@ class Service:
         return len(self._touches) == _MAX_TOUCHES
 
     def do_leisure_work(self) -> None:
-        """Tell the policies of one lookup."""
+        """Tell the policies of a part of a lookup."""
         if self._touches:
             self._core.stock.touch(*self._touches.popleft())
 
@@ -124,19 +140,29 @@ class Service:
 
     def end(self, session: Session) -> None:
         """A client is gone."""
-        self._core.sessions.end(session)
+        self._core.slices.begin(self._core.sessions.end(session))
         self.offers.leave(session)
         self._note_progress(session, None)
-        self._core.sweep()
 
     def expire(self) -> None:
         """End silent clients and expired pins, and forget empty namespaces."""
-        for session in self._core.sessions.expire(self._core.now()):
-            self.end(session)
-        self._core.stock.pins.expire(self._core.now())
-        self._core.stock.holds.expire(self._core.now())
-        self._core.stock.forget_empty()
-        self._core.sweep()
+        if not self._is_expiring:
+            self._is_expiring = True
+            self._core.slices.begin(self._expire())
+
+    def _expire(self) -> Iterator[None]:
+        sessions, stock, now_s = self._core.sessions, self._core.stock, self._core.now()
+        for session in sessions.expire(now_s):
+            if session.heard_s <= now_s:  # still
+                self.end(session)
+            yield
+        for chunk in stock.pins.due(now_s):
+            if chunk.pin_end_s <= now_s:  # still
+                stock.pins.unpin([chunk])
+            yield
+        stock.holds.expire(now_s)
+        yield from stock.forget_empty()
+        self._is_expiring = False
 
     def forget_silent(self) -> None:
         """Let nobody wait for what silent clients hand over."""
@@ -152,8 +178,7 @@ class Service:
                 self.end(session)
         for space in self._core.stock.spaces.values():
             if not self._is_owners(space):
-                self._core.stock.clear(space)
-        self._core.sweep()
+                self._clear_space(space)
 
     def let_go(self, refs: Sequence[ChunkRef]) -> None:
         """Hold these chunks of the owner's no longer."""
@@ -170,20 +195,44 @@ class Service:
         self.offers.close()
         self._payload.close()
 
-    def _answer_anybody(self, peer: Peer, request: messages.Request) -> messages.Answer | None:
-        """The answer to a request that needs no session; None for any other."""
+    def _deny(self, client: Client, request: messages.Request) -> messages.Refused:
+        needed = NEEDED[type(request)]
+        kind = type(request).__name__
+        why = f"{kind} needs the right {names_of(needed)}, and this client has {names_of(client.rights)}"
+        self._core.deny(client, names_of(needed), why)
+        if needed == Right.OPERATE:
+            why = f"{_NO_OPERATOR}; {why}"
+        return messages.Refused(request.serial, Refusal.NO_RIGHT, why)
+
+    def _answer_anybody(
+        self,
+        peer: Peer,
+        client: Client,
+        session: Session | None,
+        request: messages.Hello | messages.Ping | messages.Stats,
+    ) -> messages.Answer:
+        """The answer to a request that needs no session."""
         match request:
             case messages.Hello():
-                return self._hello(peer, request)
+                return self._hello(peer, client, request)
             case messages.Ping():
-                return report(request, {"status": "closing" if self._core.is_closing else "ok"})
+                return report(request, {"status": self._core.status})
             case messages.Stats():
-                return report(request, self._core.stats())
-        if not isinstance(request, messages.Order):
-            return None
-        if not self._core.may_order(peer):
-            return messages.Refused(request.serial, Refusal.NO_OPERATOR, _NO_OPERATOR)
-        return self._orders.carry_out(request)
+                return report(request, self._stats(client, session))
+
+    def _order(self, peer: Peer, client: Client, order: messages.Order) -> Iterator[None]:
+        answer = yield from self._orders.carry_out(client, order)
+        self._core.send(peer, answer, ())
+
+    def _stats(self, client: Client, session: Session | None) -> dict[str, object]:
+        """What a client may know: all, its tenant's namespaces, or the one that it uses."""
+        if client.runs_all:
+            return self._core.stats()
+        if client.rights & Right.OPERATE:
+            spaces = [space for space in self._core.stock.spaces.values() if space.tenant == client.tenant]
+        else:
+            spaces = [session.space] if session is not None else []
+        return part_of_stats(self._core, spaces)
 
     def _answer(self, session: Session, request: messages.Request, payload: Sequence[Buffer]) -> messages.Answer | None:
         """The answer to a client; None if there is none, or if it is sent later."""
@@ -191,7 +240,8 @@ class Service:
             case messages.Lookup():
                 return self._lookup(session, request)
             case messages.Acquire() | messages.Reserve():
-                return self._grants.find(session, request)
+                self._grants.find(session, request)
+                return None
             case messages.Commit():
                 return self._commit(session, request)
             case messages.Nearest():
@@ -216,7 +266,9 @@ class Service:
             case messages.Scan():
                 return self._scan(session, request)
             case messages.Remove():
-                self._core.stock.remove(session.space, messages.unpack_refs(request.refs))
+                session.begin_late()
+                self._core.slices.begin(self._remove(session, request))
+                return None
         return self._done(session, request)
 
     def _move(
@@ -231,9 +283,13 @@ class Service:
 
     # -- without a session -------------------------------------------------------------------------------------------
 
-    def _hello(self, peer: Peer, request: messages.Hello) -> messages.Answer:
+    def _hello(self, peer: Peer, client: Client, request: messages.Hello) -> messages.Answer:
         def refused(reason: Refusal, message: str) -> messages.Refused:
             return messages.Refused(request.serial, reason, message)
+
+        def limited(lacked: str, message: str) -> messages.Refused:
+            self._core.deny(client, lacked, message)
+            return refused(Refusal.LIMIT, message)
 
         sessions, stock, pool_bytes = self._core.sessions, self._core.stock, self._core.pool.num_bytes
         if not messages.OLDEST_VERSION <= request.version <= messages.PROTOCOL_VERSION:
@@ -249,8 +305,8 @@ class Service:
             return refused(Refusal.FOREIGN, objection)
         if peer in sessions.by_peer or (request.token and sessions.of_token(request.token)):
             raise ProtocolError("hello was said already")
-        if len(sessions.by_peer) >= MAX_SESSIONS:
-            return refused(Refusal.LIMIT, f"there are {MAX_SESSIONS} clients already")
+        if not sessions.may_begin(client):
+            return limited("sessions", "as many clients as may come with this key, or to this address, are here")
         if messages.fields_bytes(Namespace(dict(request.fields))) > messages.MAX_FIELDS_BYTES:
             return refused(Refusal.LIMIT, f"the fields of a namespace have at most {messages.MAX_FIELDS_BYTES} bytes")
         layout = request.geometry.layout()
@@ -258,12 +314,11 @@ class Service:
             return refused(
                 Refusal.LIMIT, f"a chunk of {layout.slot_bytes} bytes does not fit into the server's {pool_bytes}"
             )
-        space = stock.enter(Namespace(dict(request.fields)), layout)
+        most = MAX_SPACES if client.socket == IPC else MAX_FAR_SPACES
+        space = stock.enter(Namespace(dict(request.fields)), layout, client.tenant, most)
         if space is None:
-            return refused(Refusal.LIMIT, "there are too many namespaces")
-        capacity_bytes = request.capacity_bytes or NO_QUOTA
-        stock.limit(space, capacity_bytes)
-        sessions.begin(peer, space, capacity_bytes, request.token, self._core.now())
+            return limited("namespaces", "there are too many namespaces")
+        sessions.begin(peer, client, space, request.token, self._core.now())
         return messages.Welcome(request.serial, pool_bytes, self._core.usage(space))
 
     # -- of clients --------------------------------------------------------------------------------------------------
@@ -273,7 +328,7 @@ class Service:
         found = self._core.stock.lookup(session.space, refs)
         if session.progress is not None:  # it does not send again what is there
             self._hold(chunk for ref in refs if (chunk := session.space.chunks.get(ref)) is not None)
-        self._touches.append((session.space, refs))
+        self._touches.extend((session.space, refs[at : at + _TOUCHED]) for at in range(0, len(refs), _TOUCHED))
         return messages.Held(request.serial, found, self._core.usage(session.space))
 
     def _nearest(self, session: Session, request: messages.Nearest) -> messages.Answer:
@@ -281,7 +336,7 @@ class Service:
         named: list[list[bytes]] = []
         left_bytes = messages.MAX_MESSAGE_BYTES
         for trail in request.trails:
-            near = self._core.stock.nearest(session.space, trail)
+            near = list(session.space.trails.closest(trail, MAX_NEAREST))
             left_bytes -= sum(map(len, near))
             named.append(near if left_bytes >= 0 else [])
         return messages.Named(request.serial, named)
@@ -313,6 +368,13 @@ class Service:
             if lease is not None and not lease.is_write:
                 self._core.sessions.give_back(session, lease, is_whole=True)
 
+    def _remove(self, session: Session, request: messages.Remove) -> Iterator[None]:
+        for ref in messages.unpack_refs(request.refs):
+            self._core.stock.remove(session.space, [ref])
+            yield
+        session.num_late -= 1
+        self._core.send(session.peer, self._done(session, request), ())
+
     def _clear(self, session: Session, request: messages.Clear) -> messages.Answer | None:
         """Forget the chunks of a namespace. The answer comes once no crash can bring them back."""
 
@@ -328,10 +390,18 @@ class Service:
         """Forget the chunks of a namespace, and start to delete their files; how many there were."""
         self._core.sweep()
         count = self._core.stock.clear(space)
-        refs = [ref for _, ref in self._core.stock.take_removals()]
         if self._core.disk is not None:
-            self._core.disk.clear(space, refs, cleared)
+            self._core.disk.clear(space, cleared)
+        if not self._is_dropping:
+            self._is_dropping = True
+            self._core.slices.begin(self._drop_cleared())
         return count
+
+    def _drop_cleared(self) -> Iterator[None]:
+        while self._core.stock.drop_cleared():
+            yield
+        self._is_dropping = False
+        yield from self._write_waiting()
 
     def _hold(self, chunks: Iterable[Chunk]) -> None:
         """Keep what was handed over until the owner has read it."""
@@ -358,7 +428,7 @@ class Service:
         core, disk = self._core, self._core.disk
         if disk is None:
             return
-        if self.num_writing >= self._max_writes:
+        if self.num_writing >= self._max_writes or core.stock.has_cleared:
             self._unwritten.append(chunk)
             return
         if not core.stock.prepare_write(chunk, disk.size_of(chunk.space, chunk.ref)):
@@ -369,8 +439,11 @@ class Service:
         def written(size_bytes: int | None) -> None:
             self.num_writing -= 1
             core.stock.written(chunk, size_bytes)
-            while self._unwritten and self.num_writing < self._max_writes:
-                self._write_behind(self._unwritten.popleft())
-            core.sweep()
+            core.slices.begin(self._write_waiting())
 
         disk.write(chunk, core.pool.parts(chunk.runs, 0, chunk.size_bytes), written)
+
+    def _write_waiting(self) -> Iterator[None]:
+        while self._unwritten and self.num_writing < self._max_writes and not self._core.stock.has_cleared:
+            self._write_behind(self._unwritten.popleft())
+            yield

@@ -12,20 +12,23 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvstore.chunks import Outcome
+from kvstore.errors import ProtocolError
 from kvstore.protocol.progress import SILENT_BEATS, Progress
+from kvstore.server.clients import IPC, TCP, Client
+from kvstore.server.shares import Shares
 from kvstore.server.spaces import Chunk, Space
 from kvstore.server.stock import Stock
 
 SILENCE_S = 30.0  # after which the leases of a client that does not map the pool end
 FORGET_S = 600.0  # after which such a client is forgotten; it may say hello again
-MAX_SESSIONS = 4096
 MAX_PIECES = 16  # under way for one client
 _MAX_PARTS = 64  # of one chunk, with gaps between them
-MAX_LATE = 16  # requests for grants, of one client, that are answered later
+MAX_LATE = 16  # requests of one client that are answered later
 
 
 @dataclass
@@ -79,14 +82,15 @@ class Session:
 
     Attributes:
         peer: its name at the sockets.
+        client: who it is.
         space: the namespace that it uses.
-        capacity_bytes: what it wants the namespace to hold at most.
         token: of its connection to the unix socket; empty without one.
         heard_s: when it last sent something.
         leases: by their numbers.
         leased_bytes: of the pages of all of them.
         num_pieces: pieces that are being copied for it.
-        num_late: its requests for grants that are to be answered later.
+        unsent_bytes: copies that were made for it, and that it has not taken yet.
+        num_late: its requests that are to be answered later, in slices or from disk.
         is_over: it has ended.
         fd: of its connection, where that is known; otherwise -1.
         progress: what it says of the hand-overs that it sends; None if it says nothing, or no longer.
@@ -95,19 +99,30 @@ class Session:
     """
 
     peer: Peer
+    client: Client
     space: Space
-    capacity_bytes: int
     token: bytes
     heard_s: float
     leases: dict[int, Lease] = field(default_factory=dict)
     leased_bytes: int = 0
     num_pieces: int = 0
+    unsent_bytes: int = 0
     num_late: int = 0
     is_over: bool = False
     fd: int = -1
     progress: Progress | None = None
     beat_s: float = 0.0
     attached: bytes = b""
+
+    def begin_late(self) -> None:
+        """Count a request that is answered later, and then to be taken off ``num_late``.
+
+        Raises:
+            ProtocolError: there are too many.
+        """
+        self.num_late += 1
+        if self.num_late > MAX_LATE:
+            raise ProtocolError(f"more than {MAX_LATE} requests at once that take long")
 
 
 class Peer(NamedTuple):
@@ -127,56 +142,73 @@ class Sessions:
 
     Args:
         stock: of the chunks that are leased.
-        pool_bytes: all leases together may hold three quarters of them, and those of one client a quarter.
+        pool_bytes: all leases together may hold three quarters of them, and those of one session a quarter.
+        most: sessions by socket.
+        num_keys: with which clients may come. Of several, one may have half of the sessions and of the bytes.
     """
 
-    def __init__(self, stock: Stock, pool_bytes: int) -> None:
+    def __init__(self, stock: Stock, pool_bytes: int, most: Mapping[int, int], num_keys: int = 0) -> None:
         self.by_peer: dict[Peer, Session] = {}
-        self.leased_bytes = 0
         self.num_leases = 0
+        key_sessions = most.get(TCP, 0) // 2 if num_keys > 1 else None
+        self._counts = Shares(sum(most.values()), most, key_sessions)
+        key_bytes = pool_bytes // 2 if num_keys > 1 else None
+        far_bytes = {TCP: pool_bytes * 5 // 8} if IPC in most else None  # an eighth is left for this host
+        self._leased = Shares(pool_bytes * 3 // 4, far_bytes, key_bytes)
         self._by_token: dict[bytes, Session] = {}
         self._stock = stock
-        self._max_bytes = pool_bytes * 3 // 4
         self._max_session_bytes = max(pool_bytes // 4, 1)
         self._numbers = itertools.count(1)
 
-    def begin(self, peer: Peer, space: Space, capacity_bytes: int, token: bytes, now_s: float) -> Session:
+    @property
+    def leased_bytes(self) -> int:
+        """Of the pages of all leases."""
+        return self._leased.held
+
+    def may_begin(self, client: Client) -> bool:
+        """Whether a client may have one session more."""
+        return self._counts.has_room(client, 1)
+
+    def begin(self, peer: Peer, client: Client, space: Space, token: bytes, now_s: float) -> Session:
         """Begin the session of a client that said hello."""
-        session = Session(peer, space, capacity_bytes, token, now_s)
+        session = Session(peer, client, space, token, now_s)
+        self._counts.take(client, 1)
         space.num_sessions += 1
         self.by_peer[peer] = session
         if token:
             self._by_token[token] = session
         return session
 
-    def end(self, session: Session) -> None:
-        """End the session of a client that is gone, and all of its leases."""
+    def end(self, session: Session) -> Iterator[None]:
+        """End the session of a client that is gone, and then one of its leases a step."""
         if session.is_over:
             return
         session.is_over = True
+        self._counts.give(session.client, 1)
         session.space.num_sessions -= 1
         self.by_peer.pop(session.peer, None)
         self._by_token.pop(session.token, None)
         for lease in list(session.leases.values()):
             self.give_back(session, lease, is_whole=False)
+            yield
 
     def of_token(self, token: bytes) -> Session | None:
         """The client of a connection to the unix socket, if it said hello."""
         return self._by_token.get(token)
 
     def may_lease(self, session: Session, num_bytes: int) -> bool:
-        """Whether a client may lease so much more. One lease is always allowed: a pool may be small."""
-        if not session.leases:
-            return self.leased_bytes + num_bytes <= self._max_bytes or not self.num_leases
-        is_fair = session.leased_bytes + num_bytes <= self._max_session_bytes
-        return is_fair and self.leased_bytes + num_bytes <= self._max_bytes
+        """Whether a session may lease so much more. One lease is always allowed: a pool may be small."""
+        if not self.num_leases:
+            return True
+        is_fair = not session.leases or session.leased_bytes + num_bytes <= self._max_session_bytes
+        return is_fair and self._leased.has_room(session.client, num_bytes)
 
     def lease(self, session: Session, chunk: Chunk, *, is_write: bool) -> Lease:
         """Lease a chunk, whose use for this was counted already, to a client."""
         lease = Lease(next(self._numbers), chunk, is_write)
         session.leases[lease.number] = lease
         session.leased_bytes += chunk.size_bytes
-        self.leased_bytes += chunk.size_bytes
+        self._leased.take(session.client, chunk.size_bytes)
         self.num_leases += 1
         return lease
 
@@ -184,7 +216,7 @@ class Sessions:
         """End a lease, and say what became of it. A write succeeds if ``is_whole``: all bytes are there."""
         del session.leases[lease.number]
         session.leased_bytes -= lease.chunk.size_bytes
-        self.leased_bytes -= lease.chunk.size_bytes
+        self._leased.give(session.client, lease.chunk.size_bytes)
         self.num_leases -= 1
         lease.is_over = True
         if lease.copies:  # it cannot be whole while pieces of it are being copied

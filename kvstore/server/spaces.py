@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvstore.catalog.trails import Trails
@@ -33,7 +34,7 @@ class Chunk:
         uses: reads, loads and writes under way, while which its pages are given to nobody else.
         pin_end_s: when its pin ends; 0 if it is not pinned.
         is_whole: all of it is in memory. Not so while it is written, or read from disk.
-        is_gone: it was removed; its pages are freed with the last use.
+        is_dropped: nothing knows it any more; its pages are freed with the last use.
         epoch: of its namespace, when its write began.
         sums: known checksums of parts of its payload as it is in memory, by offset and length.
         trail: the keys at the ends of its blocks; empty if they were not told.
@@ -49,7 +50,7 @@ class Chunk:
     uses: int = 0
     pin_end_s: int = 0
     is_whole: bool = False
-    is_gone: bool = False
+    is_dropped: bool = False
     epoch: int = field(init=False)
     sums: dict[tuple[int, int], bytes] = field(default_factory=dict)
     trail: bytes = b""
@@ -63,7 +64,49 @@ class Chunk:
     @property
     def is_pinned(self) -> bool:
         """Whether it is kept from eviction."""
-        return self.pin_end_s != 0
+        return self.pin_end_s != 0 and not self.is_cleared
+
+    @property
+    def is_cleared(self) -> bool:
+        """Whether its namespace was cleared since its write began."""
+        return self.epoch != self.space.epoch
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it cannot be found any more. From any thread."""
+        return self.is_dropped or self.is_cleared
+
+
+class Quota:
+    """What some namespaces may hold, and do hold.
+
+    Attributes:
+        tenant: of the namespaces.
+        name: under which the quota was given; empty if none was.
+        limit_bytes: in memory and on disk together, each chunk counted once.
+        used_bytes: of all chunks of these namespaces, those being written included.
+    """
+
+    def __init__(self, tenant: str = "", name: str = "", limit_bytes: int = NO_QUOTA) -> None:
+        self.tenant = tenant
+        self.name = name
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._chunks: OrderedDict[Chunk, None] = OrderedDict()  # only where there is a limit
+
+    def touch(self, chunk: Chunk) -> None:
+        """Note that a chunk was stored or read."""
+        if self.limit_bytes != NO_QUOTA:
+            self._chunks[chunk] = None
+            self._chunks.move_to_end(chunk)
+
+    def drop(self, chunk: Chunk) -> None:
+        """Note that a chunk is gone."""
+        self._chunks.pop(chunk, None)
+
+    def by_age(self) -> Iterator[Chunk]:
+        """The chunks of all of these namespaces, the least recently used first."""
+        return iter(self._chunks)
 
 
 @dataclass
@@ -88,30 +131,44 @@ class Space:
     """A namespace.
 
     Attributes:
-        id: 8 bytes that stand for the namespace and the geometry; people see the namespace's own id.
+        id: 8 bytes that stand for namespace, geometry and tenant; people see the namespace's own id.
         namespace: its fields.
         layout: the geometry of its chunks.
-        quota_bytes: what it may hold, in memory and on disk together, each chunk counted once.
+        tenant: whose chunks these are; empty for those of all clients without one.
+        quota: what it may hold together with others.
         chunks: the least recently used first.
         trails: of those of them that have one.
-        used_bytes: of all chunks, those being written included.
+        stored_bytes: of those of the chunks that can be found.
         epoch: counts how often it was cleared.
         num_sessions: clients that use it now.
     """
 
     namespace: Namespace
     layout: KVLayout
-    quota_bytes: int = NO_QUOTA
-    chunks: OrderedDict[ChunkRef, Chunk] = field(default_factory=OrderedDict)
+    tenant: str = ""
+    quota: Quota = field(default_factory=Quota)
+    chunks: dict[ChunkRef, Chunk] = field(default_factory=dict)
     trails: Trails = field(default_factory=Trails)
-    used_bytes: int = 0
+    stored_bytes: int = 0
     epoch: int = 0
     num_sessions: int = 0
     counters: SpaceCounters = field(default_factory=SpaceCounters)
 
     def __post_init__(self) -> None:
-        # With another geometry, the same names would stand for other bytes.
-        self.id = hashlib.sha256(self.namespace.id + encode_geometry(self.layout)).digest()[:NAMESPACE_ID_BYTES]
+        # With another geometry, the same names would stand for other bytes; with another tenant, for another's.
+        name = self.namespace.id + encode_geometry(self.layout) + self.tenant.encode()
+        self.id = hashlib.sha256(name).digest()[:NAMESPACE_ID_BYTES]
+        self._used_bytes = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Of all chunks, those being written included."""
+        return self._used_bytes
+
+    @used_bytes.setter
+    def used_bytes(self, value: int) -> None:
+        self.quota.used_bytes += value - self._used_bytes
+        self._used_bytes = value
 
     def key_of(self, ref: ChunkRef) -> bytes:
         """The name of a chunk among those of all namespaces."""

@@ -2,21 +2,23 @@
 
 As with ``ChunkIndex``, every move is prepared, carried out and completed. A chunk that is being written cannot be found
 until it is complete. A chunk that is being read may be removed or replaced meanwhile: its pages are freed with its last
-use.
+use. A namespace is cleared at once, and the chunks that it had are dropped one by one.
 
-Memory and disk have a policy each, over the chunks of all namespaces. A namespace at its quota evicts its own chunks,
-the least recently used first.
+Some calls are done in *steps*, as what they return is iterated: between these, others have their turn.
+
+Memory and disk have a policy each, over the chunks of all namespaces. Namespaces at their common quota evict chunks of
+their own, the least recently used first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 
 from kvstore.catalog.departed import Departed
 from kvstore.catalog.plans import MissReason
-from kvstore.catalog.trails import TRAIL_SHARE
-from kvstore.chunks import ChunkRef, Outcome, chunk_of, is_trail_of
+from kvstore.catalog.trails import TRAIL_SHARE, Trails
+from kvstore.chunks import ChunkRef, Outcome, is_trail_of
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.policies import Policy, open_policy
@@ -24,11 +26,12 @@ from kvstore.protocol.runs import PAGE_BYTES, Run
 from kvstore.server.holds import Holds
 from kvstore.server.pins import Pins
 from kvstore.server.pool import FreePages
-from kvstore.server.spaces import NO_QUOTA, Chunk, Space
-from kvstore.tiers.base import MAX_NEAREST
+from kvstore.server.quotas import Quotas
+from kvstore.server.spaces import Chunk, Quota, Space
 
 MAX_SPACES = 4096
-ANY_SPACE = "*"  # in quotas: those not named
+MAX_TENANT_SPACES = MAX_SPACES // 4  # of one tenant
+MAX_FAR_SPACES = MAX_SPACES * 3 // 4  # beyond which clients from the network bring no more
 
 
 class Stock:
@@ -40,7 +43,7 @@ class Stock:
         disk_bytes: of the disk; 0 for none.
         policy: of the memory.
         disk_policy: of the disk.
-        quotas: bytes by a namespace's model or its id in hex; ``*`` for those not named.
+        quotas: bytes by tenant, model or id; see ``Quotas``.
         first_stamp: where ``stamp`` begins; later than any that clients know of an earlier server.
     """
 
@@ -58,23 +61,18 @@ class Stock:
         self.spaces: dict[bytes, Space] = {}
         self.departed = Departed()
         self.stamp = first_stamp  # counts the changes of the sizes that clients are told
-        self.num_displaced = 0  # chunks evicted so far, which is the work that this has cost
-        self.pins = Pins()
+        self.num_in_memory = 0
         self.holds = Holds()
-        self._max_pinned_bytes = pool_bytes // 2
         self._disk_bytes = disk_bytes
-        self._quotas = quotas or {}
+        self.quotas = Quotas(quotas or {})
         self._free = free
         self._memory = open_policy(policy, pool_bytes)
+        self.pins = Pins(self._memory, pool_bytes // 2)
         self._disk = open_policy(disk_policy, disk_bytes)
-        self._chunks: dict[bytes, Chunk] = {}  # all that can be found, by key
+        self._chunks: dict[bytes, Chunk] = {}  # all that are not dropped, by key
+        self._cleared: deque[tuple[dict[ChunkRef, Chunk], Trails]] = deque()  # that are yet to be dropped
         self._removals: list[tuple[Space, ChunkRef]] = []
         self._forgotten: list[Space] = []
-
-    @property
-    def num_in_memory(self) -> int:
-        """Chunks in memory."""
-        return len(self._memory)
 
     @property
     def num_on_disk(self) -> int:
@@ -83,41 +81,36 @@ class Stock:
 
     # -- namespaces --------------------------------------------------------------------------------------------------
 
-    def enter(self, namespace: Namespace, layout: KVLayout) -> Space | None:
-        """The chunks of a namespace; None if there are too many namespaces."""
-        fresh = Space(namespace, layout)
-        fresh.quota_bytes = self._quota_of(fresh)
+    def enter(self, namespace: Namespace, layout: KVLayout, tenant: str = "", most: int = MAX_SPACES) -> Space | None:
+        """A tenant's chunks of a namespace; None if it would be one more than ``most``, or the tenant may have."""
+        fresh = Space(namespace, layout, tenant)
         space = self.spaces.get(fresh.id)
         if space is not None:
             return space
-        if len(self.spaces) >= MAX_SPACES:
-            self.forget_empty()
-        if len(self.spaces) >= MAX_SPACES:
+        if self._is_crowded(tenant, most):
+            next(self.forget_empty(), None)
+        if self._is_crowded(tenant, most):
             return None
+        fresh.quota = self.quotas.find(tenant, namespace, fresh.id)
         self.spaces[fresh.id] = fresh
         return fresh
 
-    def _quota_of(self, space: Space) -> int:
-        model = str(space.namespace.fields.get("model", ""))
-        ids = (space.namespace.id.hex(), space.id.hex())  # the second was shown by earlier versions
-        names = (*ids, model, model.removeprefix("id "), ANY_SPACE)
-        return next((self._quotas[name] for name in names if name in self._quotas), NO_QUOTA)
+    def _is_crowded(self, tenant: str, most: int) -> bool:
+        if tenant and sum(space.tenant == tenant for space in self.spaces.values()) >= MAX_TENANT_SPACES:
+            return True
+        return len(self.spaces) >= most
 
-    def forget_empty(self) -> None:
-        """Forget namespaces without chunks or clients."""
+    def forget_empty(self) -> Iterator[None]:
+        """Forget namespaces without chunks or clients, one a step."""
         for space in list(self.spaces.values()):
-            if not (space.num_sessions or space.chunks or space.used_bytes):
-                del self.spaces[space.id]
-                self._forgotten.append(space)
+            if not (space.num_sessions or space.chunks or space.used_bytes) and space.id in self.spaces:
+                self._forgotten.append(self.spaces.pop(space.id))
+                yield
 
     def take_forgotten(self) -> list[Space]:
         """Namespaces that were forgotten, whose folders can be deleted. Their removals come first."""
         forgotten, self._forgotten = self._forgotten, []
         return forgotten
-
-    def limit(self, space: Space, capacity_bytes: int) -> None:
-        """Evict what a namespace holds beyond a client's bound."""
-        self._evict(self._least_recent(space, space.used_bytes - capacity_bytes, None)[0])
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
@@ -131,19 +124,6 @@ class Stock:
         counters.found_chunks += num_found
         counters.missing_chunks += len(found) - num_found
         return found
-
-    @staticmethod
-    def nearest(space: Space, trail: bytes) -> list[bytes]:
-        """The trails of chunks that share blocks with a trail, the one that shares most first."""
-        return list(space.trails.closest(trail, MAX_NEAREST))
-
-    @staticmethod
-    def holder_of(space: Space, ends: Sequence[ChunkRef]) -> tuple[ChunkRef, int] | None:
-        """The chunk that holds most of a chunk's first blocks, given as the tails that end with each, and how many."""
-        if [ref.num_blocks for ref in ends] != list(range(1, len(ends) + 1)):
-            return None
-        trail, shared = next(space.trails.neighbours(b"".join(ref.prefix_key for ref in ends)), (b"", 0))
-        return (chunk_of(trail), shared) if shared else None
 
     def describe(self, chunk: Chunk, trail: bytes) -> None:
         """Take in the trail of a chunk that is being written, unless it would take much of the room of its bytes."""
@@ -161,34 +141,36 @@ class Stock:
         """Where a chunk is, or why it is nowhere; for people."""
         chunk = space.chunks.get(ref)
         if chunk is None:
-            reason = self.departed.reason(space.key_of(ref))
+            key = space.key_of(ref)
+            reason = MissReason.REMOVED if key in self._chunks else self.departed.reason(key)
             return (reason or MissReason.NEVER_STORED).value
         places = [name for name, there in (("memory", chunk.is_whole), ("disk", chunk.disk_bytes)) if there]
         return "+".join(places) + (" pinned" if chunk.is_pinned else "")
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
-    def reserve(self, space: Space, ref: ChunkRef, capacity_bytes: int) -> Chunk | None:
-        """Pages for a chunk that is to be written; None: no room.
+    def reserve(self, space: Space, ref: ChunkRef) -> Generator[None, None, Chunk | None]:
+        """Find pages for a chunk that is to be written, in steps; None: no room.
 
         Args:
             space: whose it is.
             ref: its name. If there is such a chunk, it stays until the new one is complete, if there is room for both.
-            capacity_bytes: what the client wants the namespace to hold at most.
         """
         chunk = Chunk(space, ref)
         old = space.chunks.get(ref)
-        if old is not None and space.used_bytes + chunk.size_bytes > min(capacity_bytes, space.quota_bytes):
+        if old is not None and space.quota.used_bytes + chunk.size_bytes > space.quota.limit_bytes:
             self._drop(old, MissReason.REMOVED)
-        fits = space.used_bytes + chunk.size_bytes <= capacity_bytes
-        fits = fits and self._shrink(space, space.quota_bytes - chunk.size_bytes, ref)
-        runs = self._take(chunk.size_bytes, chunk.key) if fits else None
+        while space.quota.used_bytes + chunk.size_bytes > space.quota.limit_bytes and self.drop_cleared():
+            yield  # or the search would look at all that was cleared
+        fits = self._shrink(space.quota, space.quota.limit_bytes - chunk.size_bytes)
+        space.used_bytes += chunk.size_bytes  # before others may take what the quota has left
+        runs = (yield from self._take(chunk, chunk.key)) if fits else None
         if runs is None:
+            space.used_bytes -= chunk.size_bytes
             space.counters.full += 1
             return None
         chunk.runs = runs
         chunk.uses = 1
-        space.used_bytes += chunk.size_bytes
         self.stamp += 1
         return chunk
 
@@ -197,13 +179,13 @@ class Stock:
         space = chunk.space
         chunk.uses -= 1
         self.stamp += 1
-        if not is_whole or chunk.epoch != space.epoch:
+        if not is_whole or chunk.is_cleared:
             space.used_bytes -= chunk.size_bytes
             self._free.give(chunk.runs)
-            chunk.runs, chunk.is_gone = (), True
+            chunk.runs, chunk.is_dropped = (), True
             space.counters.failed += 1
             return Outcome.FAILED
-        old = space.chunks.get(chunk.ref)
+        old = self._chunks.get(chunk.key)  # perhaps one that was cleared
         if old is not None:
             chunk.trail = chunk.trail or old.trail  # of the same key: an older client tells none
             self._drop(old, MissReason.REMOVED)
@@ -215,30 +197,42 @@ class Stock:
 
     def _admit(self, chunk: Chunk) -> None:
         chunk.space.chunks[chunk.ref] = chunk
+        chunk.space.stored_bytes += chunk.size_bytes
         if chunk.trail:
             chunk.space.trails.add(chunk.trail)
         self._chunks[chunk.key] = chunk
+        chunk.space.quota.touch(chunk)
         if chunk.runs:
-            self._memory.add(chunk.key, chunk.size_bytes)
+            self._enter_memory(chunk)
         if chunk.disk_bytes:
             self._disk.add(chunk.key, chunk.disk_bytes)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    def acquire(self, space: Space, ref: ChunkRef) -> Chunk | Outcome:
-        """A chunk, in use from now on, which must be read from disk if it is not whole; or why there is none."""
+    def _enter_memory(self, chunk: Chunk) -> None:
+        self.num_in_memory += 1
+        if not chunk.is_pinned:
+            self._memory.add(chunk.key, chunk.size_bytes)
+
+    def acquire(self, space: Space, ref: ChunkRef) -> Generator[None, None, Chunk | Outcome]:
+        """Take a chunk into use, in steps; it must be read from disk if it is not whole. Or why there is none."""
         chunk = space.chunks.get(ref)
         if chunk is None:
             return Outcome.MISS
-        if not chunk.runs:
-            runs = self._take(chunk.size_bytes, None, chunk)
-            if runs is None:
-                return Outcome.FAILED
-            chunk.runs = runs
-            self._memory.add(chunk.key, chunk.size_bytes)
-            space.counters.loaded_chunks += 1
         chunk.uses += 1
-        space.chunks.move_to_end(ref)
+        if not chunk.runs:
+            runs = yield from self._take(chunk, None)
+            if chunk.is_gone or chunk.runs:  # removed, or wanted by another, who was faster
+                self._free.give(runs or ())
+            elif runs is not None:
+                chunk.runs = runs
+                self._enter_memory(chunk)
+                space.counters.loaded_chunks += 1
+        if chunk.is_gone or not chunk.runs:
+            self.release(chunk)
+            return Outcome.MISS if chunk.is_gone else Outcome.FAILED
+        space.chunks[ref] = space.chunks.pop(ref)  # the most recently used last
+        space.quota.touch(chunk)
         self._memory.refresh_chain([chunk.key])
         return chunk
 
@@ -250,7 +244,7 @@ class Stock:
     def release(self, chunk: Chunk) -> None:
         """A use has ended."""
         chunk.uses -= 1
-        if not chunk.uses and (chunk.is_gone or not chunk.is_whole):
+        if not chunk.uses and (chunk.is_dropped or not chunk.is_whole):
             self._unmap(chunk)
 
     def loaded(self, chunk: Chunk, outcome: Outcome) -> None:
@@ -275,7 +269,8 @@ class Stock:
         """Make room on disk for a chunk in memory. True: it is in use until ``written``; False: do not write it."""
         if chunk.disk_bytes or chunk.is_gone or not chunk.is_whole:
             return False
-        missing = self._disk.used_bytes + size_bytes - self._disk_bytes
+        while (missing := self._disk.used_bytes + size_bytes - self._disk_bytes) > 0 and self.drop_cleared():
+            pass  # seldom: the server writes nothing while there are any
         if missing > 0:
             victims = self._disk.make_room(missing, self._may_leave_disk, chunk.key)
             if victims is None:
@@ -289,7 +284,7 @@ class Stock:
 
     def written(self, chunk: Chunk, size_bytes: int | None) -> None:
         """A write to disk has ended with a file of that size, or (None) has failed."""
-        if not chunk.is_gone:  # otherwise its removal follows
+        if not chunk.is_dropped:  # otherwise its removal follows
             if size_bytes is None:
                 self._disk.remove(chunk.key)
             else:
@@ -321,67 +316,71 @@ class Stock:
         found = [chunk for ref in dict.fromkeys(refs) if (chunk := space.chunks.get(ref)) is not None]
         for chunk in found:
             if chunk.is_pinned:
-                self._move_pin(chunk)
+                self.pins.move(chunk)
             self._drop(chunk, MissReason.REMOVED)
         return len(found)
 
-    def _move_pin(self, tail: Chunk) -> None:
-        """A pinned chunk goes. If a longer one holds its blocks, pin that, as far as the bound for pins allows."""
-        space, num_blocks = tail.space, tail.ref.num_blocks
-        near = takewhile(lambda found: found[1] == num_blocks, space.trails.neighbours(tail.trail))
-        refs = (chunk_of(trail) for trail, _ in near)
-        longer = next((space.chunks[ref] for ref in refs if ref != tail.ref), None)
-        if longer is None or longer.pin_end_s >= tail.pin_end_s:
-            return
-        pinned_bytes = self.pins.used_bytes - tail.size_bytes + (0 if longer.is_pinned else longer.size_bytes)
-        if pinned_bytes <= self._max_pinned_bytes:
-            self.pins.set(longer, tail.pin_end_s)
-
     def clear(self, space: Space) -> int:
-        """Forget all chunks of a namespace, and those just being written; how many there were."""
-        space.epoch += 1
-        return self.remove(space, list(space.chunks))
+        """Forget all chunks of a namespace, and those just being written; how many there were.
 
-    def pin(self, space: Space, refs: Iterable[ChunkRef], end_s: float) -> int:
-        """Pin chunks until then; how many. At most half of the memory is pinned."""
-        count = 0
-        for ref in refs:
-            chunk = space.chunks.get(ref)
-            if chunk is None:
-                continue
-            if not chunk.is_pinned and self.pins.used_bytes + chunk.size_bytes > self._max_pinned_bytes:
-                break
-            self.pins.set(chunk, end_s)
-            count += 1
+        That costs the same however many there are, as these are dropped later: see ``drop_cleared``. The caller has
+        their files deleted.
+        """
+        count = len(space.chunks)
+        if count:
+            self._cleared.append((space.chunks, space.trails))
+        space.chunks, space.trails = {}, Trails()
+        space.used_bytes -= space.stored_bytes
+        space.stored_bytes = 0
+        space.epoch += 1
+        self.stamp += 1
+        self.pins.forget(space)
         return count
 
-    def unpin(self, chunks: Iterable[Chunk]) -> int:
-        """Unpin chunks; how many were pinned."""
-        pinned = [chunk for chunk in chunks if chunk.is_pinned]
-        for chunk in pinned:
-            self.pins.drop(chunk)
-        return len(pinned)
+    @property
+    def has_cleared(self) -> bool:
+        """Whether cleared chunks are yet to be dropped."""
+        return bool(self._cleared)
+
+    def drop_cleared(self) -> bool:
+        """Drop one of the chunks that were cleared; False if there is none. Who needs room takes theirs first."""
+        if not self._cleared:
+            return False
+        chunks, trails = self._cleared[0]
+        _, chunk = chunks.popitem()  # the latest first: these have pages
+        if not chunks:
+            self._cleared.popleft()
+        if chunk.trail:
+            trails.discard(chunk.trail)
+        if not chunk.is_dropped:
+            self._drop(chunk, MissReason.REMOVED)
+        return True
 
     def _drop(self, chunk: Chunk, reason: MissReason) -> None:
         """Make a chunk unreachable, and free what nobody uses."""
         space = chunk.space
-        del space.chunks[chunk.ref]
-        if chunk.trail:
-            space.trails.discard(chunk.trail)
+        if not chunk.is_cleared:
+            del space.chunks[chunk.ref]
+            if chunk.trail:
+                space.trails.discard(chunk.trail)
+            space.used_bytes -= chunk.size_bytes
+            space.stored_bytes -= chunk.size_bytes
+            self.stamp += 1
         del self._chunks[chunk.key]
-        space.used_bytes -= chunk.size_bytes
-        self.stamp += 1
+        space.quota.drop(chunk)
+        self.num_in_memory -= bool(chunk.runs)
         self.departed.note(chunk.key, reason)
         if reason is MissReason.EVICTED:
             space.counters.evicted_chunks += 1
         self._forget_in(self._memory, chunk, reason)
         if chunk.disk_bytes:
             self._forget_in(self._disk, chunk, reason)
-            self._removals.append((space, chunk.ref))
+            if not chunk.is_cleared:
+                self._removals.append((space, chunk.ref))
             chunk.disk_bytes = 0
         self.pins.drop(chunk)
         self.holds.drop(chunk)
-        chunk.is_gone = True
+        chunk.is_dropped = True
         if not chunk.uses:
             self._unmap(chunk)
 
@@ -394,57 +393,51 @@ class Stock:
 
     def _unmap(self, chunk: Chunk) -> None:
         """Free the pages of a chunk that is gone, or only on disk."""
+        if chunk.runs and not chunk.is_dropped:
+            self.num_in_memory -= 1
+            self._memory.evict(chunk.key)
         self._free.give(chunk.runs)
         chunk.runs = ()
         chunk.is_whole = False
         chunk.sums = {}  # a codec may bring other bytes back
-        if not chunk.is_gone:
-            self._memory.evict(chunk.key)
 
-    def _take(self, size_bytes: int, newcomer: bytes | None, keep: Chunk | None = None) -> tuple[Run, ...] | None:
-        """Pages, after evictions if need be; None if too little may be evicted."""
-
-        def may_go(key: bytes) -> bool:
-            chunk = self._chunks[key]
-            return self._may_go(chunk) and chunk is not keep
-
-        victims = self._memory.make_room(size_bytes - self._free.num_free * PAGE_BYTES, may_go, newcomer)
-        if victims is None:
-            return None
-        for key in victims:
-            self._leave_memory(self._chunks[key])
-        return self._free.take(size_bytes // PAGE_BYTES)
+    def _take(self, chunk: Chunk, newcomer: bytes | None) -> Generator[None, None, tuple[Run, ...] | None]:
+        """Take pages, in steps: what was cleared makes room first, then evictions do; None if too little may go."""
+        while (missing_bytes := chunk.size_bytes - self._free.num_free * PAGE_BYTES) > 0:
+            if self.drop_cleared():
+                yield
+                continue
+            keys = self._memory.make_room(missing_bytes, lambda key: self._may_go(self._chunks[key]), newcomer)
+            if keys is None:
+                return None
+            for victim in [self._chunks[key] for key in keys]:
+                if victim.runs and not victim.is_gone and self._may_go(victim):
+                    self._leave_memory(victim)
+                    yield
+        return self._free.take(chunk.size_bytes // PAGE_BYTES)
 
     def _may_go(self, chunk: Chunk) -> bool:
         """Whether a chunk may be evicted from memory."""
         return not (chunk.uses or chunk.is_pinned or chunk in self.holds)
 
     def _leave_memory(self, chunk: Chunk) -> None:
-        self.num_displaced += 1
         if chunk.disk_bytes:
             self._unmap(chunk)
         else:
             self._drop(chunk, MissReason.EVICTED)
 
-    def _shrink(self, space: Space, limit_bytes: int, keep: ChunkRef | None) -> bool:
-        """Evict the least recently used chunks of a namespace until it is within a limit; none if that cannot be."""
-        victims, is_enough = self._least_recent(space, space.used_bytes - limit_bytes, keep)
-        if is_enough:
-            self._evict(victims)
-        return is_enough
-
-    def _evict(self, chunks: Sequence[Chunk]) -> None:
-        self.num_displaced += len(chunks)
-        for chunk in chunks:
-            self._drop(chunk, MissReason.EVICTED)
-
-    def _least_recent(self, space: Space, num_bytes: int, keep: ChunkRef | None) -> tuple[list[Chunk], bool]:
-        """Chunks of a namespace that may be evicted and have so many bytes, or all of them; whether they have."""
-        found: list[Chunk] = []
-        for chunk in space.chunks.values() if num_bytes > 0 else ():
-            if self._may_go(chunk) and chunk.ref != keep:
-                found.append(chunk)
-                num_bytes -= chunk.size_bytes
-                if num_bytes <= 0:
+    def _shrink(self, quota: Quota, limit_bytes: int) -> bool:
+        """Evict the least recently used chunks of a quota until they are within a limit; none if that cannot be."""
+        missing_bytes = quota.used_bytes - limit_bytes
+        victims: list[Chunk] = []
+        for chunk in quota.by_age() if missing_bytes > 0 else ():
+            if self._may_go(chunk):
+                victims.append(chunk)
+                missing_bytes -= chunk.size_bytes
+                if missing_bytes <= 0:
                     break
-        return found, num_bytes <= 0
+        if missing_bytes > 0:
+            return False
+        for chunk in victims:
+            self._drop(chunk, MissReason.EVICTED)
+        return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -87,10 +87,10 @@ class Turns:
         """Work on a whole namespace: what was begun before ends first, and what comes later waits."""
         self._take(space_id, _Held(None, work))
 
-    def take_next(self, space_id: bytes, works: Sequence[tuple[bytes, Work]]) -> None:
-        """Work on files before anything that waits. For work on the whole namespace, to be called before it ends."""
+    def take_next(self, space_id: bytes, work: Work) -> None:
+        """Work on a whole namespace before anything that waits. To be called by such work before it ends."""
         with self._lock:
-            self._traffic[space_id].held.extendleft(_Held(key, work) for key, work in reversed(works))
+            self._traffic[space_id].held.appendleft(_Held(None, work))
 
     def _take(self, space_id: bytes, item: _Held) -> None:
         with self._lock:

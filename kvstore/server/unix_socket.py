@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 POOL_SOCKET = "pool"
 FOLDER_MODE = 0o700
 _SOCKET_MODE = 0o600
-_MAX_CONNECTIONS = 2048
 _BACKLOG = 128
 _CREDENTIALS = struct.Struct("3i")
 
@@ -38,14 +37,16 @@ class UnixSocket:
     Args:
         folder: where it is; made if missing.
         pool_fd: the memfd to hand out.
+        most: connections that may be open.
 
     Raises:
         ConfigError: the folder belongs to somebody else or is open to others, or another server runs in it.
     """
 
-    def __init__(self, folder: Path, pool_fd: int) -> None:
+    def __init__(self, folder: Path, pool_fd: int, most: int) -> None:
         self._path = folder / POOL_SOCKET
         self._pool_fd = pool_fd
+        self._most = most
         self._tokens: dict[int, bytes] = {}  # by the connection's file descriptor
         self._connections: dict[bytes, socket.socket] = {}
         self._throttle = Throttle(logger)
@@ -96,7 +97,7 @@ class UnixSocket:
             return
         connection.setblocking(False)
         uid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
-        if uid not in {0, os.geteuid()} or len(self._tokens) >= _MAX_CONNECTIONS:
+        if uid not in {0, os.geteuid()} or len(self._tokens) >= self._most:
             self._throttle.log(
                 "turned away", "a client of user %d was turned away; %d are here", uid, len(self._tokens)
             )

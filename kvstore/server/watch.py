@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 from kvstore.protocol import messages
-from kvstore.server.sessions import MAX_PIECES, MAX_SESSIONS
+from kvstore.server.sessions import MAX_PIECES
 
 LOOK_S: Final = 0.05
 _STRANGER_BYTES: Final = 1 << 20  # before a hello
@@ -24,7 +23,6 @@ _ALL_STRANGERS_BYTES: Final = 64 << 20
 _CLIENT_BYTES: Final = (MAX_PIECES + 4) * (
     messages.PIECE_BYTES + messages.MAX_MESSAGE_BYTES
 )  # more than may be under way
-_MAX_CONNECTIONS: Final = MAX_SESSIONS + 1024
 _RECEIVED = struct.Struct("<Q")
 _RECEIVED_OFFSET: Final = 128  # of tcpi_bytes_received in struct tcp_info
 
@@ -61,11 +59,18 @@ class _Connection:
 
 
 class Watch:
-    """The connections of a TCP socket. Belongs to the thread that decides."""
+    """The connections of a TCP socket. Belongs to the thread that decides.
 
-    def __init__(self, port: int) -> None:
+    Args:
+        port: of the socket.
+        most: connections that may be open. Beyond that the oldest goes of which no client has said hello.
+    """
+
+    def __init__(self, port: int, most: int) -> None:
         self._port = port
+        self._most = most
         self._connections: dict[int, _Connection] = {}
+        self._strangers: dict[int, None] = {}  # those without a hello, the oldest first
 
     def __len__(self) -> int:
         return len(self._connections)
@@ -76,12 +81,20 @@ class Watch:
         own = _duplicate(fd, self._port)
         if own is None:
             return
-        connection = self._connections[fd] = _Connection(own)
-        if len(self._connections) > _MAX_CONNECTIONS:
-            connection.cut()
+        self._connections[fd] = _Connection(own)
+        self._strangers[fd] = None
+        if len(self._connections) > self._most:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]  # it is cut off once
+            self._connections[oldest].cut()
+
+    def meet(self, fd: int) -> None:
+        """A client has said hello through a connection."""
+        self._strangers.pop(fd, None)
 
     def go(self, fd: int) -> None:
         """A connection has ended."""
+        self._strangers.pop(fd, None)
         connection = self._connections.pop(fd, None)
         if connection is not None:
             connection.own.close()
@@ -92,8 +105,8 @@ class Watch:
         if connection is not None:
             connection.is_heard = True
 
-    def look(self, known: Container[int]) -> int:
-        """Cut off connections that send without end; how many. ``known`` are those of clients that said hello."""
+    def look(self) -> int:
+        """Cut off connections that send without end; how many."""
         strangers: list[tuple[int, int]] = []
         guilty: list[int] = []
         for fd, connection in self._connections.items():
@@ -101,7 +114,7 @@ class Watch:
                 unheard_bytes = connection.unheard_bytes()
             except OSError:
                 continue
-            if fd not in known:
+            if fd in self._strangers:
                 strangers.append((unheard_bytes, fd))
             elif unheard_bytes > _CLIENT_BYTES:
                 guilty.append(fd)
@@ -133,7 +146,8 @@ def _duplicate(fd: int, port: int) -> socket.socket | None:
         return None
     with suppress(OSError):
         name = own.getsockname()
-        if own.family in {socket.AF_INET, socket.AF_INET6} and name[1] == port:
+        is_listener = own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)  # bound anew, under a number of before
+        if own.family in {socket.AF_INET, socket.AF_INET6} and name[1] == port and not is_listener:
             return own
     own.close()
     return None

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from support.bounded_client import BoundedServerTier
 from support.cache_server import POOL_BYTES, ServerThread, serving_ipc, serving_tcp
+from support.raw_client import scan
 from support.redis_server import wait_for
 
 from kvstore.chunks import ChunkRef, Outcome
@@ -18,7 +18,7 @@ from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server.disk_tiers import DiskOptions
 from kvstore.server.options import ServerOptions, TcpAddress
 from kvstore.server.spaces import Space
-from kvstore.testing import MINE, BoundedTierConformance, LendingTests, TierConformance
+from kvstore.testing import MINE, LendingTests, TierConformance
 from kvstore.testing.harness import make_ref, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
 from kvstore.tiers.guards import GuardOptions, guarded, layers
@@ -35,14 +35,13 @@ class Served(TierConformance):
     persistent = True
     keeps_trails = True
     server: ClassVar[ServerThread]
-    client: ClassVar[type[ServerTier]] = ServerTier
     _last_folder: Path | None = None
 
     def open_tier(self, setup: TierSetup) -> Tier:
         if self.folder != self._last_folder:  # a new harness begins with an empty storage
             self._clear_all()
             self._last_folder = self.folder
-        return self.client.open(self.with_options(setup, url=self.server.url, timeout_s=HANG_GUARD_S))
+        return ServerTier.open(self.with_options(setup, url=self.server.url, timeout_s=HANG_GUARD_S))
 
     def _clear_all(self) -> None:
         stock = self.server.hub.stock
@@ -90,14 +89,7 @@ class Served(TierConformance):
         return sum(pages for chunk in chunks for _, pages in chunk.runs) * PAGE_BYTES
 
 
-class ServedAlone(Served, BoundedTierConformance):
-    """By one server, which keeps to a bound for the namespace."""
-
-    pause_s = 0.01
-    client = BoundedServerTier
-
-
-class TestMapped(ServedAlone, LendingTests):
+class TestMapped(LendingTests, Served):
     """Through the memory."""
 
     @pytest.fixture(scope="class", autouse=True)
@@ -107,7 +99,7 @@ class TestMapped(ServedAlone, LendingTests):
             yield
 
 
-class TestFramed(ServedAlone):
+class TestFramed(Served):
     """In messages."""
 
     @pytest.fixture(scope="class", autouse=True)
@@ -117,7 +109,7 @@ class TestFramed(ServedAlone):
             yield
 
 
-class TestRestarted(ServedAlone):
+class TestRestarted(Served):
     """With a disk, and a server that is started anew whenever the tier is opened."""
 
     pause_s = 1.1
@@ -133,7 +125,7 @@ class TestRestarted(ServedAlone):
         disk = DiskOptions(self.folder / "disk", 64 << 20)
         type(self).server = ServerThread(ServerOptions(POOL_BYTES, tcp=TcpAddress("127.0.0.1", 0), disk=disk))
         self.running.append(self.server)
-        return self.client.open(self.with_options(setup, url=self.server.url, timeout_s=HANG_GUARD_S))
+        return ServerTier.open(self.with_options(setup, url=self.server.url, timeout_s=HANG_GUARD_S))
 
     def stop(self) -> None:
         """The server too: it might still write to a folder that is about to be deleted."""
@@ -163,23 +155,23 @@ class TestRestarted(ServedAlone):
     def test_scan_names_the_longest_untouched_first(self) -> None:
         """What is read from memory does not touch the file, so a restart knows of stores only."""
         refs = [make_ref(number) for number in range(8)]
-        tier = self.start_bounded()
+        self.start()
         self.put(*refs)
         self._settle()
         time.sleep(self.pause_s)  # longer than what counts as one moment
         self.get(*refs[::2])
         self.put(refs[1], version=1)
         self._settle()
-        order = [ref for ref, _ in tier.scan()]
+        order = self.server_tier()._links.use(scan)
         assert set(order[:3]) == set(refs[3::2])
         assert order[-1] == refs[1]
         self.restart()
-        order = [ref for ref, _ in self.bounded.scan()]
+        order = self.server_tier()._links.use(scan)
         assert set(order) == set(refs)
         assert order[-1] == refs[1]
 
 
-class TestGuarded(ServedAlone, LendingTests):
+class TestGuarded(LendingTests, Served):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def _server(cls) -> Iterator[None]:

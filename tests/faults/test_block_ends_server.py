@@ -119,12 +119,12 @@ def test_leading_blocks_in_messages(monkeypatch: pytest.MonkeyPatch, version: in
         monkeypatch.setattr(messages, "PIECE_BYTES", piece_bytes := layout.payload_bytes(1) // 3 + 1)
         buffer = make_buffer(layout.slot_bytes)
         with monkeypatch.context() as patch:  # what is not read by others has taken all room
-            patch.setattr(payload_rules, "_MAX_UNSENT_BYTES", 0)
+            patch.setattr(payload_rules, "_MAX_SESSION_UNSENT_BYTES", 0)
             refused = tier.get([Transfer(ref, make_buffer(layout.slot_bytes), front_blocks=1)])
             assert (refused == [Outcome.HIT]) == (version == 1)
         sent.clear()
         assert tier.get([Transfer(ref, buffer, front_blocks=1)]) == [Outcome.HIT]
-        wait_for("what was sent is counted out", lambda: server.hub.service._payload._unsent_bytes == 0)
+        wait_for("what was sent is counted out", lambda: server.hub.service._payload._unsent.held == 0)
     ranges, payload = layout.front_ranges(ref.num_blocks, 1), make_payload(layout, ref)
     assert buffer[: layout.payload_bytes(1)].tobytes() == b"".join(payload[begin:end] for begin, end in ranges)
     asked = [request for request in sent if isinstance(request, messages.Fetch | messages.Front)]

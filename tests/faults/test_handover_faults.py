@@ -6,6 +6,7 @@ KV that a request computes on.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from contextlib import closing
 from random import Random
 
@@ -39,8 +40,8 @@ class Play:
         self.first = self._producer()
         real = Stock.reserve
 
-        def reserve(stock: Stock, space: Space, ref: ChunkRef, capacity_bytes: int) -> Chunk | None:
-            return None if self.rng.random() < self.is_full else real(stock, space, ref, capacity_bytes)
+        def reserve(stock: Stock, space: Space, ref: ChunkRef) -> Generator[None, None, Chunk | None]:
+            return None if self.rng.random() < self.is_full else (yield from real(stock, space, ref))
 
         monkeypatch.setattr(Stock, "reserve", reserve)
         monkeypatch.setattr("kvstore.handover.sender.PROBE_INTERVAL_S", 0.01)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from support.cache_server import ServerThread, serving_ipc, serving_tcp
 from support.gate import Gate
 from support.redis_server import wait_for
 from support.served import WAIT_S, A, Raw, open_tier, settle
+from support.shop import whole
 
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import TierError
@@ -26,7 +27,7 @@ from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server import disk_tiers
 from kvstore.server.disk_tiers import DiskOptions
-from kvstore.server.spaces import NO_QUOTA, Chunk, Space
+from kvstore.server.spaces import Chunk, Space
 from kvstore.testing.harness import EVEN, MINE, make_buffer, make_ref, make_transfer
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.disk.tier import DiskTier
@@ -44,7 +45,7 @@ def fill(server: ServerThread) -> None:
     space = server.hub.stock.enter(Namespace({"model": "small"}), SMALL)
     assert space is not None
     for number in range(4000):
-        chunk = server.hub.stock.reserve(space, make_ref(number, 1), NO_QUOTA)
+        chunk = whole(server.hub.stock.reserve(space, make_ref(number, 1)))
         assert chunk is not None
         server.hub.stock.complete(chunk, is_whole=True)
 
@@ -249,12 +250,12 @@ class TestGrants:
             seen: list[int] = []
             lookup, reserve = server.hub.stock.lookup, server.hub.stock.reserve
 
-            def slowly(space: Space, ref: ChunkRef, capacity_bytes: int) -> Chunk | None:
+            def slowly(space: Space, ref: ChunkRef) -> Generator[None, None, Chunk | None]:
                 time.sleep(0.05)  # so that what the other has sent has come, however busy the machine is
-                return reserve(space, ref, capacity_bytes)
+                return (yield from reserve(space, ref))
 
             def watched(space: Space, refs: Sequence[ChunkRef]) -> bytes:
-                seen.append(server.hub.stock.num_displaced)
+                seen.append(space.counters.evicted_chunks)
                 return lookup(space, refs)
 
             server.hub.stock.lookup = watched  # type: ignore[method-assign]
@@ -271,7 +272,7 @@ class TestGrants:
             assert [grant.lease > 0 for grant in granted.grants] == [True] * 5
             for _ in range(3):
                 assert isinstance(other.link.receive(), messages.Held)
-            assert server.hub.stock.num_displaced == 1000
+            assert [space.counters.evicted_chunks for space in server.hub.stock.spaces.values()] == [1000, 0]
             assert min(seen) < 1000
             client.close()
             other.close()

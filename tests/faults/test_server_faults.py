@@ -234,7 +234,7 @@ class TestLeases:
             "from kvstore.tiers.server.url import parse_server; from kvstore.testing.harness import *;"
             "from kvstore.protocol.geometry import Geometry;"
             "link = Link(zmq.Context(), parse_server(sys.argv[1], {}));"
-            "link.hello(MINE, Geometry.of(EVEN), 0);"
+            "link.hello(MINE, Geometry.of(EVEN));"
             "link.ask(messages.Reserve(1, messages.pack_refs([make_ref(7)])), messages.Granted);"
             "print('reserved', flush=True);"
             "time.sleep(600)"

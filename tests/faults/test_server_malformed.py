@@ -152,7 +152,7 @@ def fuzz(server: ServerThread, count: int) -> None:
         if link is None:
             link = Link(context, parse_server(server.url, {}))
             if dice.random() < 0.7:
-                link.hello(MINE, Geometry.of(EVEN), 0)
+                link.hello(MINE, Geometry.of(EVEN))
         link._socket.send_multipart(malformed(dice))
         if number % 2:  # after the first that is malformed nothing more is listened to
             link._socket.linger = 5000
@@ -283,7 +283,7 @@ class TestMessages:
         with serving_tcp() as server:
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             link = Link(context, parse_server(server.url, {"timeout_s": 60.0}))
-            link.hello(MINE, Geometry.of(layout), 0)
+            link.hello(MINE, Geometry.of(layout))
             granted = link.ask(
                 messages.Reserve(link.new_serial(), messages.pack_refs([ChunkRef(bytes(16), 8)])), messages.Granted
             )

@@ -8,8 +8,8 @@ import socket
 import time
 from pathlib import Path
 
-from support.bounded_client import scan, used_bytes
 from support.cache_server import ServerProcess, ServerThread, serving_ipc, serving_tcp
+from support.raw_client import scan, used_bytes
 from support.redis_server import free_port, wait_for
 from support.served import BIG, A, check_quiet, check_read, open_tier
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from support.bounded_client import used_bytes
 from support.cache_server import ServerThread, serving_ipc
+from support.raw_client import used_bytes
 from typer.testing import CliRunner
 
 from kvstore.chunks import ChunkRef

@@ -30,7 +30,7 @@ def open_tier(url: str, layout: KVLayout = EVEN, namespace: Namespace = MINE, **
 def open_link(url: str, layout: KVLayout = EVEN) -> tuple[zmq.Context[zmq.Socket[bytes]], Link]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     link = Link(context, parse_server(url, {}))
-    link.hello(MINE, Geometry.of(layout), 0)
+    link.hello(MINE, Geometry.of(layout))
     return context, link
 
 
@@ -73,7 +73,7 @@ class Raw:
         self.link = Link(self.context, parse_server(server.url, {"timeout_s": 10.0}))
 
     def hello(self, fields: dict[str, str | int], geometry: Geometry) -> messages.Welcome:
-        return self.link.hello(Namespace(fields), geometry, 0)
+        return self.link.hello(Namespace(fields), geometry)
 
     def close(self) -> None:
         self.link.close()

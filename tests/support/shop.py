@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
 
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.keys import Namespace
@@ -14,7 +14,10 @@ from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.outcomes import outcome_of
 from kvstore.protocol.pieces import checksum
 from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.server.clients import IPC, OURSELVES, TCP
 from kvstore.server.core import Core
+from kvstore.server.disk import Disk
+from kvstore.server.disk_tiers import DiskOptions
 from kvstore.server.owner import Owner
 from kvstore.server.pool import FreePages, Pool
 from kvstore.server.service import Service
@@ -30,6 +33,19 @@ HANG_GUARD_S = 30.0
 LATER_S = 1e9
 
 
+T = TypeVar("T")
+
+
+def whole(steps: Generator[None, None, T]) -> T:
+    """What comes of work in steps between which nothing else happens."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
 class Shop:
     """A stock with room for two chunks in memory and one on disk, and one namespace."""
 
@@ -41,7 +57,7 @@ class Shop:
             pool_bytes, self.free, disk_bytes=disk_chunks * CHUNK_BYTES, policy="LRU", disk_policy="LRU", quotas=quotas
         )
         self.space = self._enter()
-        self.sessions = Sessions(self.stock, pool_bytes)
+        self.sessions = Sessions(self.stock, pool_bytes, {IPC: 8, TCP: 8})
 
     def _enter(self) -> Space:
         space = self.stock.enter(Namespace({"model": "mine"}), LAYOUT)
@@ -49,7 +65,10 @@ class Shop:
         return space
 
     def reserve(self, ref: ChunkRef) -> Chunk | None:
-        return self.stock.reserve(self.space, ref, 1 << 60)
+        return whole(self.stock.reserve(self.space, ref))
+
+    def acquire(self, ref: ChunkRef) -> Chunk | Outcome:
+        return whole(self.stock.acquire(self.space, ref))
 
     def store(self, ref: ChunkRef) -> Chunk:
         chunk = self.reserve(ref)
@@ -58,35 +77,42 @@ class Shop:
         return chunk
 
     def client(self, token: bytes = b"") -> Session:
-        return self.sessions.begin(Peer(0, b"one"), self.space, 1 << 60, token, 0.0)
+        return self.sessions.begin(Peer(0, b"one"), OURSELVES, self.space, token, 0.0)
 
 
 class Desk:
     """A service over a small pool. What it sends is in ``sent``; ``settle`` lets what its threads reported happen."""
 
-    def __init__(self, owner: Owner | None = None) -> None:
+    def __init__(self, owner: Owner | None = None, disk: DiskOptions | None = None) -> None:
         self.pool = Pool(8 * CHUNK_BYTES)
-        self.stock = Stock(self.pool.num_bytes, self.pool.free)
-        self.sessions = Sessions(self.stock, self.pool.num_bytes)
+        self.disk = Disk(disk, self._report) if disk is not None else None
+        self.stock = Stock(self.pool.num_bytes, self.pool.free, disk_bytes=disk.capacity_bytes if disk else 0)
+        self.sessions = Sessions(self.stock, self.pool.num_bytes, {IPC: 8, TCP: 8})
         self.now_s = 0.0
+        self.step_s = 0.0  # how long each look at the clock takes
         self.sent: list[messages.Answer] = []
         self.reports: list[Callable[[], None]] = []
         self.reported = threading.Semaphore(0)
         self.open_tokens: set[bytes] = set()
+        self.client = OURSELVES
         core = Core(
             self.pool,
             self.stock,
             self.sessions,
-            None,
+            self.disk,
             send=lambda _peer, answer, _frames: self.sent.append(answer),
             report=self._report,
             is_open=self._is_open,
             stats=dict,
-            may_order=lambda _peer: True,
-            now=lambda: self.now_s,
+            sender=lambda _peer: self.client,
+            now=self._now,
         )
         self.service = Service(core, max_writes=1, pin_max_s=LATER_S, owner=owner)
         self.peer = Peer(0, b"one")
+
+    def _now(self) -> float:
+        self.now_s += self.step_s
+        return self.now_s
 
     def _report(self, work: Callable[[], None]) -> None:
         self.reports.append(work)

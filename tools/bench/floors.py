@@ -71,6 +71,7 @@ COMMON: dict[str, Bound] = {
     "server store over TCP": Bound(0.80, 0.50),
     "server retrieve over TCP": Bound(0.80, 0.50),
     "server lookup, 128 known keys": Bound(1.0, 0.50),
+    "server: longest decision, 40,000 chunks": Bound(1.0, 0.50),
     "hand-over over TCP": Bound(0.85, 0.40),
     "hand-over by NIXL": Bound(0.90, 0.40),
     "proxy: added at 100 requests/s": Bound(0.30, 0.10),

@@ -13,6 +13,7 @@ import torch
 from kvstore.errors import ConfigError
 from kvstore.memory.limits import require_memory
 from kvstore.tools.bench.cpu import measure_cpu
+from kvstore.tools.bench.decisions import measure_decisions
 from kvstore.tools.bench.disk import measure_disk
 from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.gpu.calls import measure_gpu
@@ -126,7 +127,7 @@ def _sections(workbench: Workbench, options: BenchOptions, tick: Tick) -> Iterat
     yield "start", (lambda: measure_start(rounds, tick)) if options.start else None
     redis_server = options.redis_server
     yield "redis", (lambda: measure_redis(workbench, redis_server, rounds, tick)) if redis_server else None
-    yield "server", (lambda: measure_server(workbench, rounds, tick)) if options.cache_server else None
+    yield "server", (lambda: _at_server(workbench, rounds, tick)) if options.cache_server else None
     for name, channel in (("hand-over", None), ("NIXL", "nixl")):
         yield name, partial(_handed_over, workbench, options, tick, channel) if options.handover else None
     yield "proxy", (lambda: measure_proxy(rounds, tick)) if options.proxy else None
@@ -145,6 +146,10 @@ def _handed_over(workbench: Workbench, options: BenchOptions, tick: Tick, channe
     except ImportError as error:
         raise ConfigError(str(error)) from error
     return measure_handover(workbench, options.rounds, tick, channel)
+
+
+def _at_server(workbench: Workbench, rounds: int, tick: Tick) -> list[Line]:
+    return [*measure_server(workbench, rounds, tick), *measure_decisions(workbench.geometry)]
 
 
 def _calls(tick: Tick) -> list[Line]:

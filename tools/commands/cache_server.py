@@ -263,10 +263,14 @@ def _reason(each: Found, others: list[Found]) -> str:
 
 def _tables(tree: dict[str, Any]) -> Group:
     """The state of a server as tables of at most 80 columns."""
-    title = f"kvstore {tree['version']}, {tree['status']}, up {tree['uptime_s']:.0f} s, {tree['clients']} clients"
+    title = f"kvstore {tree['version']}, {tree['status']}"
+    if "tiers" in tree:
+        title += f", up {tree['uptime_s']:.0f} s, {tree['clients']} clients"
     tiers = Table("tier", *_figures("used MiB", "of MiB", "chunks"), title=title, title_justify="left")
-    for name, tier in tree["tiers"].items():
+    for name, tier in tree.get("tiers", {}).items():
         tiers.add_row(name, _mib(tier["used_bytes"]), _mib(tier["capacity_bytes"]), f"{tier['chunks']:,}")
+    if "tiers" not in tree:
+        tiers.caption = "this client may see no more: that needs the right operate, without a tenant"
     model = Column("model", overflow="ellipsis")  # alone gives way where the terminal is narrow
     ids = [Column("namespace", no_wrap=True) for _ in range(2)]
     held = Table(ids[0], model, *_figures("clients", "chunks", "MiB", "quota MiB"))

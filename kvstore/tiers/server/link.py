@@ -51,6 +51,10 @@ class NoSessionError(TierError):
     """The server was restarted, or has forgotten this connection: a new connection will do."""
 
 
+class NoRightError(TierError):
+    """This client's key lacks the right to what was asked: the connection can be used for other things."""
+
+
 class _VersionError(TierSetupError):
     """The server does not speak this version."""
 
@@ -100,7 +104,7 @@ class Link:
         """Whether the server understands a kind of request; one that it does not would end the connection."""
         return is_known(kind, self.version)
 
-    def hello(self, namespace: Namespace, geometry: Geometry, capacity_bytes: int) -> messages.Welcome:
+    def hello(self, namespace: Namespace, geometry: Geometry) -> messages.Welcome:
         """Introduce this client, and the namespace that its requests are about.
 
         Raises:
@@ -110,7 +114,7 @@ class Link:
         self.namespace = namespace
         fields = dict(namespace.fields)
         while True:
-            message = messages.Hello(self.new_serial(), self.version, fields, geometry, capacity_bytes, self.token)
+            message = messages.Hello(self.new_serial(), self.version, fields, geometry, 0, self.token)
             try:
                 return self.ask(message, messages.Welcome)
             except _VersionError:
@@ -127,6 +131,7 @@ class Link:
 
         Raises:
             NoSessionError: the server does not know this connection.
+            NoRightError: this client may not.
             TierError: it does not answer in time, or otherwise.
         """
         self.send(request, frames)
@@ -320,6 +325,8 @@ def _refused(answer: messages.Refused, address: str) -> TierError:
     message = f"the cache server at {address} refuses: {answer.message[:300]}"
     if answer.reason in {Refusal.NO_SESSION, Refusal.TOKEN}:
         return NoSessionError(message)
+    if answer.reason == Refusal.NO_RIGHT:
+        return NoRightError(message)
     if answer.reason == Refusal.VERSION:
         return _VersionError(message)
     if answer.reason in {Refusal.LIMIT, Refusal.FOREIGN}:

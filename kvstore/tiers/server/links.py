@@ -26,14 +26,12 @@ class Links:
         target: where the server is.
         namespace: what the connections are for, until ``move``.
         geometry: of its chunks.
-        bound_bytes: what the namespace may hold; 0 leaves that to the server.
     """
 
-    def __init__(self, target: ServerTarget, namespace: Namespace, geometry: Geometry, bound_bytes: int = 0) -> None:
+    def __init__(self, target: ServerTarget, namespace: Namespace, geometry: Geometry) -> None:
         self.namespace = namespace
         self._target = target
         self._geometry = geometry
-        self._bound_bytes = bound_bytes
         self._context = open_context()
         self._changed = threading.Condition()
         self._idle: list[Link] = []
@@ -184,7 +182,7 @@ class Links:
     def _connect(self, namespace: Namespace) -> Link:
         link = Link(self._context, self._target)
         try:
-            link.hello(namespace, self._geometry, self._bound_bytes)
+            link.hello(namespace, self._geometry)
         except BaseException:
             link.close()
             raise

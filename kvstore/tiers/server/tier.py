@@ -8,6 +8,8 @@ What keeps it right:
 - Bytes that travel in messages carry a checksum, piece by piece.
 - A connection on which anything went wrong is closed, which ends all of its leases.
 
+What this client's key may not do at the server is a value, too: nothing is found, or there is no room.
+
 The server may be down when the tier is opened, or go down at any time: calls then raise ``TierError`` within their
 deadline, and the next call makes new connections.
 """
@@ -26,6 +28,7 @@ from kvstore.layout import KVLayout
 from kvstore.protocol import messages
 from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.outcomes import outcome_of
+from kvstore.throttle import Throttle
 from kvstore.tiers.base import (
     MAX_LENT,
     Loan,
@@ -37,8 +40,8 @@ from kvstore.tiers.base import (
     payload_view,
 )
 from kvstore.tiers.server import calls
-from kvstore.tiers.server.link import Link
-from kvstore.tiers.server.links import Links
+from kvstore.tiers.server.link import Link, NoRightError
+from kvstore.tiers.server.links import Links, Result
 from kvstore.tiers.server.moves import Framed, Mapped
 from kvstore.tiers.server.url import ServerTarget, parse_server
 
@@ -60,6 +63,7 @@ class ServerTier(Tier):
 
     def __init__(self, target: ServerTarget, namespace: Namespace, layout: KVLayout) -> None:
         self.counters = TierCounters()
+        self._throttle = Throttle(logger)
         self._target = target
         self._layout = layout
         self._mover: Framed | Mapped = Framed() if target.folder is None else Mapped()
@@ -94,7 +98,7 @@ class ServerTier(Tier):
             TierError: the server failed.
         """
         self._links.require_open()
-        return self._links.use(partial(calls.lookup, refs=refs)) if refs else []
+        return self._use(partial(calls.lookup, refs=refs), [False] * len(refs)) if refs else []
 
     @property
     def keeps_trails(self) -> bool:
@@ -111,13 +115,14 @@ class ServerTier(Tier):
             TierError: the server failed.
         """
         self._links.require_open()
-        named = self._links.use(partial(calls.nearest, trails=trails)) if trails else []
+        none: list[tuple[bytes, ...]] = [()] * len(trails)
+        named = self._use(partial(calls.nearest, trails=trails), none) if trails else []
         blocks_per_chunk = self._layout.blocks_per_chunk
         return [tuple(trail for trail in near if is_trail(trail, blocks_per_chunk)) for near in named]
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read chunks into their buffers, one after the other; call from several threads to overlap them."""
-        return self._each(transfers, self._get, reads_fronts=True)
+        return self._each(transfers, self._get, Outcome.MISS, reads_fronts=True)
 
     @property
     def reads_fronts(self) -> bool:
@@ -145,10 +150,10 @@ class ServerTier(Tier):
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Store chunks from their buffers, one after the other; call from several threads to overlap them."""
-        return self._each(transfers, self._put)
+        return self._each(transfers, self._put, Outcome.FULL)
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
-        """Forget chunks.
+        """Forget chunks. They stay if this client may not write.
 
         Raises:
             TierError: the server failed; some of the chunks may be left.
@@ -156,13 +161,13 @@ class ServerTier(Tier):
         wanted = list(dict.fromkeys(refs))
         self._links.require_open()
         if wanted:
-            self._links.use(partial(calls.remove, refs=wanted))
+            self._use(partial(calls.remove, refs=wanted), None)
 
     def clear(self) -> None:
         """Forget every chunk of the namespace, for all engines; a ``put`` under way answers ``FAILED``.
 
         Raises:
-            TierError: the server failed, and may have forgotten nothing.
+            TierError: the server failed, and may have forgotten nothing; or this client's key lacks the right to clear.
         """
         self._links.use(calls.clear)
 
@@ -181,13 +186,34 @@ class ServerTier(Tier):
         self._links.close()
         self._mover.close()
 
+    def _use(self, action: Callable[[Link], Result], denied: Result) -> Result:
+        """Do something over a connection; ``denied`` if this client may not, which is logged now and then.
+
+        Raises:
+            TierError: the server failed.
+        """
+
+        def attempt(link: Link) -> Result:  # the connection goes on
+            try:
+                return action(link)
+            except NoRightError as error:
+                self._throttle.log("right", "%s", error)
+                return denied
+
+        return self._links.use(attempt)
+
     def _each(
-        self, transfers: Sequence[Transfer], move: Callable[[Link, Transfer], Outcome], *, reads_fronts: bool = False
+        self,
+        transfers: Sequence[Transfer],
+        move: Callable[[Link, Transfer], Outcome],
+        denied: Outcome,
+        *,
+        reads_fronts: bool = False,
     ) -> list[Outcome]:
-        """Check all transfers, then move one after the other."""
+        """Check all transfers, then move one after the other; ``denied`` becomes of each that is not allowed."""
 
         def moved(transfer: Transfer) -> Outcome:
-            outcome = self._links.use(lambda link: move(link, transfer))
+            outcome = self._use(lambda link: move(link, transfer), denied)
             return self.counters.count(outcome, len(transfer.buffer))
 
         views = [payload_view(self._layout, transfer, reads_fronts=reads_fronts) for transfer in transfers]

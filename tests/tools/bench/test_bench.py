@@ -28,7 +28,20 @@ from kvstore.paged.device import DevicePagedKV
 from kvstore.policies import Adaptive
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.redis.chunk import PART_BYTES
-from kvstore.tools.bench import cpu, disk, floors, handover, lookup, proxy, redis, remote, scheduling, server, start
+from kvstore.tools.bench import (
+    cpu,
+    decisions,
+    disk,
+    floors,
+    handover,
+    lookup,
+    proxy,
+    redis,
+    remote,
+    scheduling,
+    server,
+    start,
+)
 from kvstore.tools.bench.bare_http import ANSWER
 from kvstore.tools.bench.codecs import codec_table, measure_codecs
 from kvstore.tools.bench.floors import Bound
@@ -214,12 +227,13 @@ def test_run_measures_redis(toy: Geometry) -> None:
     assert len(ticks) == options.total_ticks
 
 
-def test_run_measures_the_cache_server(toy: Geometry) -> None:
+def test_run_measures_the_cache_server(toy: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decisions, "NUM_CHUNKS", 8192)
     report = run_bench(BenchOptions(toy, BATCH_BYTES, rounds=7, cache_server=True))
     assert not report.failed
     subjects = {line.subject for line in report.lines}
     assert subjects >= {server.STORE, server.RETRIEVE, server.TCP_STORE, server.TCP_RETRIEVE, server.LOOKUP}
-    assert subjects >= {server.QUARTER, server.TCP_QUARTER}
+    assert subjects >= {server.QUARTER, server.TCP_QUARTER, decisions.SERVER}
 
 
 def test_run_measures_handovers(toy: Geometry) -> None:

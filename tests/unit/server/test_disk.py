@@ -259,7 +259,7 @@ def test_a_clear_that_fails_takes_nothing_along_that_is_stored_later(
 
     monkeypatch.setattr(DiskTier, "clear", refuse)
     cleared: list[bool] = []
-    desk.disk.clear(FULL, [make_ref(1), make_ref(2)], cleared.append)
+    desk.disk.clear(FULL, cleared.append)
     assert gate.reached.wait(HANG_GUARD_S)
     later = desk.write(FULL, 1)
     gate.open()

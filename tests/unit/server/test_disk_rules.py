@@ -81,7 +81,7 @@ def test_a_chunk_in_several_runs_comes_back(disk: Disk, there: int, back: int) -
 
 def test_what_went_while_it_waited_for_the_disk_is_not_written(disk: Disk) -> None:
     chunk = chunk_of(ONE)
-    chunk.is_gone = True
+    chunk.is_dropped = True
     assert written(disk, chunk, payload(1)) is None
     assert read(disk, chunk_of(ONE), payload(1)) is Outcome.MISS
 

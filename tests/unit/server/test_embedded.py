@@ -237,6 +237,6 @@ def test_the_next_one_sweeps_what_killed_ones_left(tmp_path: Path, monkeypatch: 
 def test_operators_see_what_it_holds() -> None:
     with embedded() as server, client(server.url) as own:
         own.put([make_transfer(EVEN, make_ref(1))])
-        result = CliRunner().invoke(app, ["stats", "--url", at_tcp(server), "--json"])
+        result = CliRunner().invoke(app, ["stats", "--url", server.url, "--json"])
         assert result.exit_code == 0
         assert json.loads(result.output)["tiers"]["memory"]["chunks"] == 1

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
+from support.shop import whole
 
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server.pool import FreePages
-from kvstore.server.spaces import NO_QUOTA, Space
+from kvstore.server.spaces import Space
 from kvstore.server.stock import Stock
 from kvstore.testing.harness import make_ref
 
@@ -33,7 +34,7 @@ def test_a_large_chunk_displaces_no_more_than_it_needs(policy: str) -> None:
     small, large = enter(stock, "small", SMALL), enter(stock, "large", LARGE)
     refs = [make_ref(number, 1) for number in range(POOL_PAGES // 3)]
     for ref in refs:
-        chunk = stock.reserve(small, ref, NO_QUOTA)
+        chunk = whole(stock.reserve(small, ref))
         assert chunk is not None
         stock.complete(chunk, is_whole=True)
     random.Random(1).shuffle(refs)
@@ -41,7 +42,7 @@ def test_a_large_chunk_displaces_no_more_than_it_needs(policy: str) -> None:
         stock.touch(small, [ref])
     for number in range(3):
         before, pages = len(small.chunks), free.num_free
-        chunk = stock.reserve(large, make_ref(number), NO_QUOTA)
+        chunk = whole(stock.reserve(large, make_ref(number)))
         assert chunk is not None
         assert sum(length for _, length in chunk.runs) == 256
         assert before - len(small.chunks) <= -(-(256 - pages) // 3)
@@ -52,12 +53,12 @@ def test_nothing_goes_for_a_quota_that_cannot_be_kept() -> None:
     stock = Stock(POOL_PAGES * PAGE_BYTES, FreePages(100), policy="LRU", quotas={"*": 12 * PAGE_BYTES})
     space = enter(stock, "small", SMALL)
     for number in range(4):
-        chunk = stock.reserve(space, make_ref(number, 1), NO_QUOTA)
+        chunk = whole(stock.reserve(space, make_ref(number, 1)))
         assert chunk is not None
         stock.complete(chunk, is_whole=True)
-    stock.acquire(space, make_ref(1, 1))
-    stock.acquire(space, make_ref(2, 1))
-    assert stock.reserve(space, make_ref(9, 4), NO_QUOTA) is None
+    whole(stock.acquire(space, make_ref(1, 1)))
+    whole(stock.acquire(space, make_ref(2, 1)))
+    assert whole(stock.reserve(space, make_ref(9, 4))) is None
     assert len(space.chunks) == 4
 
 
@@ -65,7 +66,7 @@ def test_a_quota_names_a_namespace_by_its_id_or_by_the_one_that_earlier_versions
     space = enter(Stock(PAGE_BYTES, FreePages(1), policy="LRU"), "small", SMALL)
     for name in (space.namespace.id.hex(), space.id.hex()):
         stock = Stock(PAGE_BYTES, FreePages(1), policy="LRU", quotas={name: 1000, "*": 9})
-        assert enter(stock, "small", SMALL).quota_bytes == 1000
+        assert enter(stock, "small", SMALL).quota.limit_bytes == 1000
 
 
 class CountedDict(dict[int, int]):

@@ -13,10 +13,12 @@ from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ConfigError, ProtocolError
 from kvstore.keys import Namespace
 from kvstore.protocol import messages
+from kvstore.protocol.keyfiles import ListedKey
 from kvstore.protocol.messages import Refusal
 from kvstore.protocol.outcomes import outcome_of
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server.client_keys import ClientKeys
+from kvstore.server.clients import OURSELVES
 from kvstore.server.owner import Owner
 from kvstore.server.pool import FreePages, Pool
 from kvstore.server.sessions import FORGET_S, MAX_PIECES, SILENCE_S, Peer
@@ -41,7 +43,7 @@ def test_what_stays_while_others_want_its_pages(how: str) -> None:
     shop = Shop(chunks=1)
     chunk = shop.store(ONE)
     if how == "it is read":
-        assert shop.stock.acquire(shop.space, ONE) is chunk
+        assert shop.acquire(ONE) is chunk
     else:
         shop.stock.pins.set(chunk, LATER_S)  # whatever share of the memory may be pinned
     assert shop.reserve(TWO) is None
@@ -56,13 +58,13 @@ def test_what_stays_while_others_want_its_pages(how: str) -> None:
 def test_pages_for_a_read_that_failed_are_given_back() -> None:
     shop = Shop()
     shop.stock.found_on_disk(shop.space, ONE, CHUNK_BYTES)
-    chunk = shop.stock.acquire(shop.space, ONE)
+    chunk = shop.acquire(ONE)
     assert isinstance(chunk, Chunk)
     assert shop.free.num_free == 2
     shop.stock.loaded(chunk, Outcome.FAILED)
     shop.stock.release(chunk)
     assert shop.free.num_free == 4
-    assert shop.stock.acquire(shop.space, ONE) is chunk, "it may be tried again"
+    assert shop.acquire(ONE) is chunk, "it may be tried again"
 
 
 def test_a_quota_is_kept() -> None:
@@ -70,6 +72,14 @@ def test_a_quota_is_kept() -> None:
     shop.store(ONE)
     shop.store(TWO)
     assert (list(shop.space.chunks), shop.space.used_bytes) == ([TWO], CHUNK_BYTES)
+
+
+def test_what_is_pinned_stays_in_a_full_namespace() -> None:
+    shop = Shop(quota_bytes=CHUNK_BYTES)
+    shop.store(ONE)
+    assert shop.stock.pins.pin(shop.space, [ONE], LATER_S) == 1
+    assert shop.reserve(TWO) is None
+    assert list(shop.space.chunks) == [ONE]
 
 
 def test_a_replaced_chunk_is_counted_once() -> None:
@@ -82,7 +92,7 @@ def test_a_replaced_chunk_is_counted_once() -> None:
 def test_what_was_removed_is_not_written_to_disk() -> None:
     shop = Shop()
     chunk = shop.store(ONE)
-    assert shop.stock.acquire(shop.space, ONE) is chunk  # so that its pages are still there
+    assert shop.acquire(ONE) is chunk  # so that its pages are still there
     shop.stock.remove(shop.space, [ONE])
     assert not shop.stock.prepare_write(chunk, CHUNK_BYTES)
     assert shop.stock.num_on_disk == 0
@@ -91,7 +101,7 @@ def test_what_was_removed_is_not_written_to_disk() -> None:
 def test_a_pin_ends_with_its_chunk() -> None:
     shop = Shop()
     shop.store(ONE)
-    assert shop.stock.pin(shop.space, [ONE], LATER_S) == 1
+    assert shop.stock.pins.pin(shop.space, [ONE], LATER_S) == 1
     assert shop.stock.pins.used_bytes == CHUNK_BYTES
     shop.stock.remove(shop.space, [ONE])
     assert shop.stock.pins.used_bytes == 0
@@ -136,7 +146,7 @@ def test_pages_are_kept_while_pieces_are_on_their_way_to_them() -> None:
     assert chunk is not None
     lease = shop.sessions.lease(client, chunk, is_write=True)
     lease.copies = 1
-    shop.sessions.end(client)
+    list(shop.sessions.end(client))
     assert shop.free.num_free == 2
     shop.sessions.copied(lease, is_sound=True)
     assert (shop.free.num_free, list(shop.space.chunks)) == (4, [])
@@ -162,7 +172,7 @@ def test_only_the_end_of_its_connection_takes_the_pool_from_a_client_that_maps_i
     assert chunk is not None
     shop.sessions.lease(mapping, chunk, is_write=True)
     assert shop.sessions.expire(100 * FORGET_S) == []
-    elsewhere = shop.sessions.begin(Peer(0, b"two"), shop.space, 1 << 60, b"", 0.0)
+    elsewhere = shop.sessions.begin(Peer(0, b"two"), OURSELVES, shop.space, b"", 0.0)
     assert shop.sessions.expire(SILENCE_S + 1) == []
     other = shop.reserve(TWO)
     assert other is not None
@@ -315,11 +325,11 @@ def test_a_folder_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
 
 def test_one_server_to_a_folder(tmp_path: Path) -> None:
     pool = Pool(CHUNK_BYTES)
-    unix_socket = UnixSocket(tmp_path / "pool", pool.fd)
+    unix_socket = UnixSocket(tmp_path / "pool", pool.fd, 9)
     with pytest.raises(ConfigError, match="another cache server runs"):
-        UnixSocket(tmp_path / "pool", pool.fd)
+        UnixSocket(tmp_path / "pool", pool.fd, 9)
     unix_socket.close()
-    UnixSocket(tmp_path / "pool", pool.fd).close()
+    UnixSocket(tmp_path / "pool", pool.fd, 9).close()
     pool.close()
 
 
@@ -330,7 +340,7 @@ def test_one_server_to_a_folder(tmp_path: Path) -> None:
 )
 def test_whose_key_is_listed_comes_in(mechanism: bytes, key: bytes, status: bytes) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    client_keys = ClientKeys(context, {z85.encode(b"k" * 32): "engine 1"})
+    client_keys = ClientKeys(context, {z85.encode(b"k" * 32): ListedKey("engine 1")})
     question = [b"1.0", b"7", b"", b"10.0.0.1", b"", mechanism, key]
     assert client_keys._judge(question)[1:3] == [b"7", status]
     assert client_keys._judge(question[:5])[2] == b"400"

@@ -10,6 +10,7 @@ from support.shop import ONE, THREE, Desk, Shop
 
 from kvstore.chunks import ChunkRef, chunk_of
 from kvstore.protocol import messages
+from kvstore.server.orders import holder_of
 from kvstore.server.spaces import Chunk
 from kvstore.testing.harness import make_ref
 
@@ -60,7 +61,7 @@ def test_the_chunk_that_holds_most_of_the_asked_block_ends(
     asked: Sequence[ChunkRef], expected: tuple[ChunkRef, int] | None
 ) -> None:
     shop = stocked()
-    assert shop.stock.holder_of(shop.space, asked) == expected
+    assert holder_of(shop.space, asked) == expected
 
 
 def test_an_operator_is_told(desk: Desk) -> None:
@@ -84,7 +85,7 @@ class TestPins:
     def test_that_of_a_tail_goes_over_to_the_chunk_that_replaced_it(self) -> None:
         shop = stocked()
         tail = store(shop, key(50) + key(51))
-        shop.stock.pin(shop.space, [TAIL], LATER)
+        shop.stock.pins.pin(shop.space, [TAIL], LATER)
         assert shop.stock.remove(shop.space, [TAIL]) == 1
         assert not tail.is_pinned
         assert [(chunk.ref, chunk.pin_end_s) for chunk in shop.stock.pins] == [(ONE, LATER)]
@@ -94,8 +95,8 @@ class TestPins:
     def test_the_later_of_two_counts(self, end_s: int, kept_s: int) -> None:
         shop = stocked()
         store(shop, key(50) + key(51))
-        shop.stock.pin(shop.space, [TAIL], LATER)
-        shop.stock.pin(shop.space, [ONE], end_s)
+        shop.stock.pins.pin(shop.space, [TAIL], LATER)
+        shop.stock.pins.pin(shop.space, [ONE], end_s)
         shop.stock.remove(shop.space, [TAIL])
         assert [(chunk.ref, chunk.pin_end_s) for chunk in shop.stock.pins] == [(ONE, kept_s)]
 
@@ -103,7 +104,7 @@ class TestPins:
         """As when a prefix is cleared: what holds it goes as well."""
         shop = stocked()
         store(shop, key(50) + key(51))
-        shop.stock.pin(shop.space, [TAIL], LATER)
+        shop.stock.pins.pin(shop.space, [TAIL], LATER)
         shop.stock.remove(shop.space, [TAIL, ONE])
         assert list(shop.stock.pins) == []
         assert shop.stock.pins.used_bytes == 0
@@ -113,7 +114,7 @@ class TestPins:
         shop = Shop(chunks=3, disk_chunks=0)
         store(shop, LONGER)
         store(shop, key(50) + key(51))
-        shop.stock._max_pinned_bytes = shop.space.chunks[TAIL].size_bytes
-        shop.stock.pin(shop.space, [TAIL], LATER)
+        shop.stock.pins._max_bytes = shop.space.chunks[TAIL].size_bytes
+        shop.stock.pins.pin(shop.space, [TAIL], LATER)
         shop.stock.remove(shop.space, [TAIL])
         assert list(shop.stock.pins) == []

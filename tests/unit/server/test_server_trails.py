@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.shop import CHUNK_BYTES, ONE, THREE, TWO, Desk
+from support.shop import CHUNK_BYTES, ONE, THREE, TWO, Desk, whole
 
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.keys import Namespace
@@ -64,7 +64,7 @@ def test_a_trail_as_large_as_its_chunk_is_not_kept() -> None:
     stock = Stock(64 * PAGE_BYTES, FreePages(64))
     space = stock.enter(Namespace({"model": "tiny"}), tiny)
     assert space is not None
-    chunk = stock.reserve(space, ONE, 1 << 60)
+    chunk = whole(stock.reserve(space, ONE))
     assert chunk is not None
     stock.describe(chunk, trail_of(ONE))
     stock.complete(chunk, is_whole=True)

@@ -1,16 +1,24 @@
-"""The state of the cache server, in any order of events: every page accounted for, what is in use left alone."""
+"""The state of the cache server, in any order of events: every page accounted for, what is in use left alone.
+
+What takes steps is under way while anything else happens, and so is the dropping of what was cleared.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from support.schedules import schedule_settings
+from support.shop import whole
 
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.server.clients import OURSELVES, TCP
 from kvstore.server.pool import FreePages
 from kvstore.server.sessions import Lease, Peer, Session, Sessions
 from kvstore.server.spaces import Chunk, Space
@@ -26,10 +34,14 @@ QUOTA_BYTES = 8 * PAGE_BYTES
 
 
 class StockMachine(RuleBasedStateMachine):
-    """Three namespaces, the last one with a quota, two clients each, and a disk whose work ends at any time."""
+    """Three namespaces, the last two with one quota, two clients each, and a disk whose work ends at any time."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.files: dict[bytes, Chunk] = {}
+        self.open()
+
+    def open(self) -> None:
         self.free = FreePages(POOL_PAGES)
         self.stock = Stock(
             POOL_PAGES * PAGE_BYTES,
@@ -39,38 +51,110 @@ class StockMachine(RuleBasedStateMachine):
             disk_policy="LRU",
             quotas={"2": QUOTA_BYTES},
         )
-        self.sessions = Sessions(self.stock, POOL_PAGES * PAGE_BYTES)
+        self.sessions = Sessions(self.stock, POOL_PAGES * PAGE_BYTES, {TCP: 6})
         self.clients: list[Session] = []
         for number in range(6):
-            space = self.stock.enter(Namespace({"model": str(number % 3)}), LAYOUTS[number % 3])
+            space = self.stock.enter(Namespace({"model": "12"[number % 3 > 0]}), LAYOUTS[number % 3])
             assert space is not None
-            self.clients.append(self.sessions.begin(Peer(0, bytes([number])), space, 1 << 60, b"", 0.0))
+            self.clients.append(self.sessions.begin(Peer(TCP, bytes([number])), OURSELVES, space, b"", 0.0))
         self.loading: list[tuple[Chunk, Session]] = []
         self.writing: list[Chunk] = []
+        self.in_vain: set[Chunk] = set()  # of those, whose files will be deleted at once
+        self.under_way: list[Iterator[None]] = []
 
-    @rule(who=st.integers(0, 5), ref=REFS)
-    def reserve(self, who: int, ref: ChunkRef) -> None:
-        session = self.clients[who]
-        chunk = self.stock.reserve(session.space, ref, session.capacity_bytes)
-        if chunk is not None:
+    @rule(chance=SELDOM)
+    def restart(self, chance: int) -> None:
+        """What is on disk then is found again, and nothing else; what was being written is lost."""
+        if not chance:
+            return
+        self.open()
+        for chunk in self.files.values():
+            space = self.stock.spaces[chunk.space.id]
+            self.stock.found_on_disk(space, chunk.ref, chunk.size_bytes)
+        self.files = {key: self.stock._chunks[key] for key in self.files}
+
+    @rule(who=st.integers(0, 5), ref=REFS, is_slow=st.booleans())
+    def reserve(self, who: int, ref: ChunkRef, is_slow: bool) -> None:
+        self.begin(self._reserve(self.clients[who], ref), is_slow=is_slow)
+
+    def _reserve(self, session: Session, ref: ChunkRef) -> Iterator[None]:
+        chunk = yield from self.watched(session.space, self.stock.reserve(session.space, ref))
+        if chunk is not None and session.is_over:
+            self.stock.complete(chunk, is_whole=False)
+        elif chunk is not None:
             self.sessions.lease(session, chunk, is_write=True)
+
+    def begin(self, work: Iterator[None], *, is_slow: bool) -> None:
+        if is_slow:
+            self.under_way.append(work)
+        else:
+            list(work)
+
+    @precondition(lambda self: self.under_way)
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def go_on(self, data: st.DataObject, count: int) -> None:
+        work = data.draw(st.sampled_from(range(len(self.under_way))))
+        for _ in range(count):
+            if next(self.under_way[work], self) is self:
+                self.under_way.pop(work)
+                return
+
+    def watched(self, space: Space, steps: Generator[None, None, Any]) -> Generator[None, None, Any]:
+        """Room is made by what was cleared, as long as there is any; nobody's chunk is evicted, and none refused."""
+        while True:
+            evicted = self.num_evicted()
+            try:
+                next(steps)
+            except StopIteration as end:
+                is_refused = end.value in (None, Outcome.FAILED)
+                found = end.value
+                break
+            assert self.num_evicted() == evicted or space.quota.limit_bytes == QUOTA_BYTES or not self.idle_cleared()
+            yield
+        assert not (is_refused and self.idle_cleared() and space.quota.limit_bytes != QUOTA_BYTES), (
+            "refused for its sake"
+        )
+        return found
+
+    def num_evicted(self) -> int:
+        return sum(space.counters.evicted_chunks for space in self.stock.spaces.values())
+
+    def cleared(self) -> list[Chunk]:
+        piles = [chunk for chunks, _ in self.stock._cleared for chunk in chunks.values()]
+        return [chunk for chunk in piles if not chunk.is_dropped]
+
+    def idle_cleared(self) -> bool:
+        return any(chunk.runs and not chunk.uses for chunk in self.cleared())
+
+    @precondition(lambda self: self.stock.has_cleared)
+    @rule(count=st.integers(1, 3))
+    def drop_cleared(self, count: int) -> None:
+        for _ in range(count):
+            self.stock.drop_cleared()
 
     @rule(who=st.integers(0, 5), refs=st.lists(REFS, min_size=1, max_size=4))
     def store(self, who: int, refs: list[ChunkRef]) -> None:
         """As engines do, who then want them on disk."""
         for ref in refs:
             session = self.clients[who]
-            chunk = self.stock.reserve(session.space, ref, session.capacity_bytes)
+            chunk = whole(self.stock.reserve(session.space, ref))
             if chunk is not None:
                 self._give_back(session, self.sessions.lease(session, chunk, is_write=True), is_whole=True)
                 self._end_writes()
 
-    @rule(who=st.integers(0, 5), ref=REFS)
-    def acquire(self, who: int, ref: ChunkRef) -> None:
-        session = self.clients[who]
-        chunk = self.stock.acquire(session.space, ref)
+    @rule(who=st.integers(0, 5), ref=REFS, is_slow=st.booleans())
+    def acquire(self, who: int, ref: ChunkRef, is_slow: bool) -> None:
+        self.begin(self._acquire(self.clients[who], ref), is_slow=is_slow)
+
+    def _acquire(self, session: Session, ref: ChunkRef) -> Iterator[None]:
+        wanted = session.space.chunks.get(ref)
+        chunk = yield from self.watched(session.space, self.stock.acquire(session.space, ref))
         if isinstance(chunk, Outcome):
-            assert chunk is Outcome.FAILED or ref not in session.space.chunks
+            assert chunk is Outcome.FAILED or session.space.chunks.get(ref) is not wanted or wanted is None
+            return
+        assert session.space.chunks[ref] is chunk, "found what was removed meanwhile"
+        if session.is_over:
+            self.stock.release(chunk)
         elif chunk.is_whole:
             self.sessions.lease(session, chunk, is_write=False)
         else:
@@ -82,7 +166,7 @@ class StockMachine(RuleBasedStateMachine):
     def end_load(self, data: st.DataObject, outcome: Outcome) -> None:
         chunk, session = self.loading.pop(data.draw(st.integers(0, len(self.loading) - 1)))
         self.stock.loaded(chunk, outcome)
-        if outcome is Outcome.HIT and not session.is_over:
+        if outcome is Outcome.HIT and not session.is_over and not chunk.is_gone:
             self.sessions.lease(session, chunk, is_write=False)
         else:
             self.stock.release(chunk)
@@ -100,23 +184,44 @@ class StockMachine(RuleBasedStateMachine):
         if lease.is_write and outcome is Outcome.STORED:
             assert session.space.chunks[lease.chunk.ref] is lease.chunk
             if self.stock.prepare_write(lease.chunk, lease.chunk.size_bytes):
+                self.sweep()
                 self.writing.append(lease.chunk)
 
     def _end_writes(self) -> None:
         while self.writing:
-            chunk = self.writing.pop()
-            self.stock.written(chunk, chunk.size_bytes)
+            self._end_write(0, is_written=True)
+
+    def _end_write(self, number: int, *, is_written: bool) -> None:
+        """Of one file, in order. A write that was overtaken is deleted before its end is heard of."""
+        key = self.writing[number].key
+        chunk = self.writing.pop(next(place for place, other in enumerate(self.writing) if other.key == key))
+        is_lost = chunk in self.in_vain
+        self.in_vain.discard(chunk)
+        if is_written and not is_lost:
+            self.files[key] = chunk
+        self.stock.written(chunk, chunk.size_bytes if is_written else None)
+
+    def sweep(self) -> None:
+        for space, ref in self.stock.take_removals():
+            self.delete({space.key_of(ref)})
+
+    def delete(self, keys: set[bytes]) -> None:
+        self.in_vain.update(chunk for chunk in self.writing if chunk.key in keys)
+        for key in keys:
+            self.files.pop(key, None)
 
     @precondition(lambda self: self.writing)
     @rule(data=st.data(), is_written=st.booleans())
     def end_write(self, data: st.DataObject, is_written: bool) -> None:
-        chunk = self.writing.pop(data.draw(st.integers(0, len(self.writing) - 1)))
-        self.stock.written(chunk, chunk.size_bytes if is_written else None)
+        self._end_write(data.draw(st.integers(0, len(self.writing) - 1)), is_written=is_written)
 
     @rule(who=st.integers(0, 5), refs=st.lists(REFS, max_size=4))
     def look_up(self, who: int, refs: list[ChunkRef]) -> None:
         space = self.clients[who].space
         assert list(self.stock.lookup(space, refs)) == [ref in space.chunks for ref in refs]
+        places = ("memory", "disk")
+        assert all(self.stock.why(space, ref).startswith(places) or ref not in space.chunks for ref in refs)
+        assert not any(self.stock.why(space, ref).startswith(places) and ref not in space.chunks for ref in refs)
         self.stock.touch(space, refs)
 
     @rule(who=st.integers(0, 5), refs=st.lists(REFS, max_size=3), chance=SELDOM)
@@ -126,25 +231,29 @@ class StockMachine(RuleBasedStateMachine):
         self.stock.remove(space, refs)
         assert not any(ref in space.chunks for ref in refs)
 
-    @rule(who=st.integers(0, 5), chance=SELDOM)
+    @rule(who=st.integers(0, 5), chance=st.integers(0, 3).map(lambda number: int(number == 0)))
     def clear(self, who: int, chance: int) -> None:
         if not chance:
             return
-        self.stock.clear(self.clients[who].space)
-        assert not self.clients[who].space.chunks
+        space = self.clients[who].space
+        self.sweep()
+        count = len(space.chunks)
+        assert self.stock.clear(space) == count
+        assert not space.chunks
+        self.delete({chunk.key for chunk in [*self.files.values(), *self.writing] if chunk.space.id == space.id})
 
     @rule(who=st.integers(0, 5), ref=REFS, end_s=st.integers(1, 20))
     def pin(self, who: int, ref: ChunkRef, end_s: int) -> None:
-        self.stock.pin(self.clients[who].space, [ref], end_s)
+        self.stock.pins.pin(self.clients[who].space, [ref], end_s)
 
     @rule(who=st.integers(0, 5), ref=REFS)
     def unpin(self, who: int, ref: ChunkRef) -> None:
         chunks = self.clients[who].space.chunks
-        self.stock.unpin([chunks[ref]] if ref in chunks else [])
+        self.stock.pins.unpin([chunks[ref]] if ref in chunks else [])
 
     @rule(now_s=st.integers(1, 20))
     def end_pins(self, now_s: int) -> None:
-        self.stock.pins.expire(now_s)
+        self.stock.pins.unpin(self.stock.pins.due(now_s))
         assert all(chunk.pin_end_s > now_s for chunk in self.stock.pins)
 
     @rule(who=st.integers(0, 5), chance=SELDOM)
@@ -152,8 +261,11 @@ class StockMachine(RuleBasedStateMachine):
         if not chance:
             return
         session = self.clients[who]
-        self.sessions.end(session)
-        self.clients[who] = self.sessions.begin(session.peer, session.space, 1 << 60, b"", 0.0)
+        ending = self.sessions.end(session)
+        next(ending, None)
+        self.clients.append(session)  # whose leases end one by one
+        self.clients[who] = self.sessions.begin(session.peer, OURSELVES, session.space, b"", 0.0)
+        self.begin(ending, is_slow=True)
 
     @invariant()
     def pages_add_up(self) -> None:
@@ -164,6 +276,7 @@ class StockMachine(RuleBasedStateMachine):
         for session in self.clients:
             chunks.update({id(lease.chunk): lease.chunk for lease in session.leases.values()})
         chunks.update({id(chunk): chunk for chunk, _ in self.loading} | {id(chunk): chunk for chunk in self.writing})
+        chunks.update({id(chunk): chunk for chunk in self.cleared()})
         pages = [page for c in chunks.values() for first, count in c.runs for page in range(first, first + count)]
         assert len(pages) == len(set(pages)) == POOL_PAGES - self.free.num_free
 
@@ -175,6 +288,21 @@ class StockMachine(RuleBasedStateMachine):
                 assert lease.is_write or lease.chunk.is_whole
 
     @invariant()
+    def nothing_of_before_a_clear_is_found(self) -> None:
+        for space in self.stock.spaces.values():
+            assert not any(chunk.is_gone for chunk in space.chunks.values())
+        assert not any(chunk.is_gone for chunk in self.stock.pins)
+
+    @invariant()
+    def files_are_those_of_what_is_there(self) -> None:
+        """What was stored after a clear keeps its file, and a restart finds nothing of before."""
+        self.sweep()
+        assert all(not chunk.is_gone and chunk.disk_bytes for chunk in self.files.values())
+        for space in self.stock.spaces.values():
+            for chunk in space.chunks.values():
+                assert not chunk.disk_bytes or chunk in self.writing or self.files[chunk.key] is chunk
+
+    @invariant()
     def namespaces_add_up(self) -> None:
         for space in self.stock.spaces.values():
             pending = [
@@ -184,19 +312,23 @@ class StockMachine(RuleBasedStateMachine):
                 if lease.is_write and lease.chunk.space is space
             ]
             chunks = [*space.chunks.values(), *pending]
-            assert space.used_bytes == sum(chunk.size_bytes for chunk in chunks)
-            self._check_quota(space)
-
-    def _check_quota(self, space: Space) -> None:
-        if space.namespace.fields["model"] == "2":
-            assert space.used_bytes <= QUOTA_BYTES
+            on_their_way = space.used_bytes - sum(chunk.size_bytes for chunk in chunks)
+            assert on_their_way >= 0 if self.under_way else not on_their_way
+            assert space.stored_bytes == sum(chunk.size_bytes for chunk in space.chunks.values())
+        (quota,) = (quota for quota in self.stock.quotas if quota.name)
+        shared = [space for space in self.stock.spaces.values() if space.quota is quota]
+        assert quota.used_bytes == sum(space.used_bytes for space in shared) <= QUOTA_BYTES
+        assert set(quota.by_age()) - set(self.cleared()) == {c for space in shared for c in space.chunks.values()}
 
     @invariant()
     def tiers_add_up(self) -> None:
         chunks = [chunk for space in self.stock.spaces.values() for chunk in space.chunks.values()]
-        assert sum(chunk.disk_bytes for chunk in chunks) <= DISK_BYTES
-        assert self.stock.num_on_disk == sum(chunk.disk_bytes > 0 for chunk in chunks)
-        assert self.stock.num_in_memory == sum(bool(chunk.runs) for chunk in chunks)
+        both = [*chunks, *self.cleared()]
+        assert sum(chunk.disk_bytes for chunk in both) <= DISK_BYTES
+        assert self.stock.num_on_disk == sum(chunk.disk_bytes > 0 for chunk in both)
+        assert self.stock.num_in_memory == sum(bool(chunk.runs) for chunk in both)
+        cleared = {chunk.key for chunk in self.cleared() if chunk.runs}
+        assert set(self.stock._memory) - cleared == {c.key for c in chunks if c.runs and not c.is_pinned} - cleared
         assert self.stock.pins.used_bytes == sum(chunk.size_bytes for chunk in chunks if chunk.is_pinned)
         assert set(self.stock.pins) == {chunk for chunk in chunks if chunk.is_pinned}
         assert all(chunk.runs or chunk.disk_bytes for chunk in chunks)

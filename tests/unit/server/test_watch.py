@@ -21,7 +21,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 def test_a_number_that_stands_for_something_else_leaves_nothing_open(pair: tuple[socket.socket, socket.socket]) -> None:
     client, server = pair
     port = server.getsockname()[1]
-    watch = Watch(port)
+    watch = Watch(port, 9)
     reader, writer = os.pipe()
     ours, theirs = socket.socketpair()
     before = psutil.Process().num_fds()
@@ -43,7 +43,7 @@ def test_a_number_that_stands_for_something_else_leaves_nothing_open(pair: tuple
 
 def test_what_is_heard_does_not_count(pair: tuple[socket.socket, socket.socket]) -> None:
     client, server = pair
-    watch = Watch(server.getsockname()[1])
+    watch = Watch(server.getsockname()[1], 9)
     fd = server.fileno()
     watch.come(fd)
     for heard in (True, True, False):
@@ -51,12 +51,33 @@ def test_what_is_heard_does_not_count(pair: tuple[socket.socket, socket.socket])
         assert len(server.recv(800 << 10, socket.MSG_WAITALL)) == 800 << 10
         if heard:
             watch.hear(fd)
-        assert watch.look(()) == 0
+        assert watch.look() == 0
     client.sendall(bytes(800 << 10))
     assert len(server.recv(800 << 10, socket.MSG_WAITALL)) == 800 << 10
-    assert watch.look({fd}) == 0  # a client may have so much under way
-    assert watch.look(()) == 1
+    watch.meet(fd)
+    assert watch.look() == 0  # a client may have so much under way
+    watch.come(fd)  # another one, without a hello
+    assert watch.look() == 1
     assert client.recv(1) == b""
     watch.close()
     client.close()
     server.close()
+
+
+def test_beyond_the_bound_the_oldest_goes_that_said_no_hello() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = [socket.create_connection(listener.getsockname(), timeout=30) for _ in range(4)]
+        far = [listener.accept()[0] for _ in near]
+        watch = Watch(listener.getsockname()[1], 3)
+        for each in far[:3]:
+            watch.come(each.fileno())
+        watch.meet(far[0].fileno())
+        watch.come(far[3].fileno())
+        assert near[1].recv(1) == b"", "the oldest stranger"
+        for each in (near[0], near[2], near[3]):
+            each.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                each.recv(1)
+        watch.close()
+        for each in (*near, *far):
+            each.close()

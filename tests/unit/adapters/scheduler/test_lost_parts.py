@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Generator
 from contextlib import closing
 
 import pytest
@@ -28,8 +29,8 @@ def test_what_one_rank_has_refused_is_not_waited_for_on_the_other(monkeypatch: p
         assert server is not None
         full = server._hub.stock
 
-        def reserve(stock: Stock, space: Space, ref: ChunkRef, capacity_bytes: int) -> Chunk | None:
-            return None if stock is full else real(stock, space, ref, capacity_bytes)
+        def reserve(stock: Stock, space: Space, ref: ChunkRef) -> Generator[None, None, Chunk | None]:
+            return None if stock is full else (yield from real(stock, space, ref))
 
         def hang() -> None:
             hangs.set()

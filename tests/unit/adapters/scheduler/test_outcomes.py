@@ -6,7 +6,7 @@ The deadline is an hour: who waits for it does not end its test.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -130,8 +130,8 @@ def test_what_a_full_receiver_refuses_is_computed(monkeypatch: pytest.MonkeyPatc
     """What came before it is used."""
     real = Stock.reserve
 
-    def reserve(stock: Stock, space: Space, ref: ChunkRef, capacity_bytes: int) -> Chunk | None:
-        return None if space.chunks else real(stock, space, ref, capacity_bytes)
+    def reserve(stock: Stock, space: Space, ref: ChunkRef) -> Generator[None, None, Chunk | None]:
+        return None if space.chunks else (yield from real(stock, space, ref))
 
     wire = Wire()
     with engines(wire, budget=CHUNK) as (first, second):
@@ -287,10 +287,10 @@ def test_an_older_receiver_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     real_hello, real_answer = Service._hello, Service._answer
     heard: list[object] = []
 
-    def hello(service: Service, peer: object, request: messages.Hello) -> messages.Answer:
+    def hello(service: Service, peer: object, client: object, request: messages.Hello) -> messages.Answer:
         if request.version != 1:
             return messages.Refused(request.serial, messages.Refusal.VERSION, "this server speaks version 1")
-        return real_hello(service, peer, request)  # type: ignore[arg-type]
+        return real_hello(service, peer, client, request)  # type: ignore[arg-type]
 
     def answer(service: Service, session: object, request: object, payload: object) -> messages.Answer | None:
         heard.append(request)

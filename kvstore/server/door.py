@@ -1,0 +1,70 @@
+"""The network's entrance, which is shut while few files can be opened.
+
+libzmq accepts connections faster than they can be counted here. A flood of them would take the last file, and libzmq
+ends the process where a unix socket's client then comes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Final
+
+import zmq
+
+from kvstore.server.files import limit_of_files
+from kvstore.throttle import Throttle
+
+logger = logging.getLogger(__name__)
+
+_SHUT_ABOVE: Final = 0.75  # of the files that may be open; the system gives out the lowest number first
+_OPEN_BELOW: Final = 0.6
+
+
+class Door:
+    """Binds and unbinds a socket. Belongs to the thread that decides.
+
+    Args:
+        router: a socket that is bound to one address.
+        probe_fd: any open file, which is duplicated to see what number comes next.
+    """
+
+    def __init__(self, router: zmq.Socket[bytes], probe_fd: int) -> None:
+        self._router = router
+        self._probe_fd = probe_fd
+        endpoint = router.get(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        self._endpoint = endpoint.rstrip(b"\0").decode()
+        self._limit = limit_of_files()
+        self._throttle = Throttle(logger)
+        self.is_open = True
+
+    @property
+    def port(self) -> int:
+        """Of the address."""
+        return int(self._endpoint.rsplit(":", 1)[1])
+
+    def look(self) -> None:
+        """Shut it, or open it again. Takes microseconds."""
+        used = self._next_fd() / self._limit
+        try:
+            if self.is_open and used >= _SHUT_ABOVE:
+                self._router.unbind(self._endpoint)
+                self.is_open = False
+                said = (
+                    "few of %d files that may be open are left: no more clients from the network until some have gone"
+                )
+                self._throttle.log("shut", said, self._limit)
+            elif not self.is_open and used < _OPEN_BELOW:
+                self._router.bind(self._endpoint)
+                self.is_open = True
+        except zmq.ZMQError as error:  # it is not shut yet: it is tried again
+            self._throttle.log("door", "%s: %s", self._endpoint, error.strerror)
+
+    def _next_fd(self) -> int:
+        try:
+            found = os.dup(self._probe_fd)
+        except OSError:
+            return self._limit
+        os.close(found)
+        return found

@@ -1,0 +1,56 @@
+"""Open files: the system's limit for this process, and how many clients can connect within it.
+
+Clients take only a part of what the limit allows: before others are cut off, some more may have been let in.
+"""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Final
+
+from kvstore.errors import ConfigError
+from kvstore.server.clients import IPC, TCP
+
+_WANTED: Final = 65_536
+_OWN: Final = 32  # files of the server's own that it opens later: of the disk, of its pages
+_PER_CLIENT: Final = 2  # of this host: two sockets; of the network: one, and its duplicate
+_FEWEST: Final = 256  # clients
+_MOST: Final = {IPC: 2048, TCP: 16_384}
+
+
+def allowed_clients(*, has_ipc: bool, has_tcp: bool) -> dict[int, int]:
+    """How many clients may be connected to each socket at once, after the limit was raised as far as it is needed.
+
+    Raises:
+        ConfigError: the limit allows too few.
+    """
+    _raise_limit()
+    limit = limit_of_files()
+    used = sum(1 for _ in Path("/proc/self/fd").iterdir()) + _OWN
+    clients = (limit - limit // 4 - used) // _PER_CLIENT
+    if clients < _FEWEST:
+        raise ConfigError(
+            f"this process may open {limit} files and has {used} of its own: too few for clients; raise the limit "
+            "(ulimit -n, LimitNOFILE of systemd), best to 65536"
+        )
+    if not has_tcp:
+        return {IPC: min(clients, _MOST[IPC])}
+    if not has_ipc:
+        return {TCP: min(clients, _MOST[TCP])}
+    near = min(max(clients // 8, _FEWEST // 2), _MOST[IPC])
+    return {IPC: near, TCP: min(clients - near, _MOST[TCP])}
+
+
+def limit_of_files() -> int:
+    """How many files this process may have open; at most as many as are of use."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _WANTED if soft == resource.RLIM_INFINITY else min(soft, _WANTED)
+
+
+def _raise_limit() -> None:
+    """Raise the limit to what many clients need, as far as the system lets us."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _WANTED if hard == resource.RLIM_INFINITY else min(hard, _WANTED)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

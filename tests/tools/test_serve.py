@@ -1,0 +1,42 @@
+"""The process around a cache server."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.server.hub import Hub
+from kvstore.server.options import ServerOptions
+from kvstore.tools.serve import run_server
+
+
+def test_python_does_not_look_for_cycles_among_all_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take 200 ms at a time, on the thread that decides."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)  # Python's own
+    hub = Hub(ServerOptions(16 * PAGE_BYTES, folder=tmp_path / "run"))
+    seen: list[int] = []
+
+    def note(phase: str, info: dict[str, Any]) -> None:
+        seen.append(info["generation"] if phase == "stop" else -1)
+
+    def grow(_state: dict[str, object]) -> None:
+        gc.callbacks.append(note)
+        kept = [[number] for number in range(200_000)]
+        gc.callbacks.remove(note)
+        assert kept
+        hub.stop()
+
+    assert run_server(hub, None, grow)
+    assert gc.get_threshold() == (700, 10, 10)
+    gc.set_threshold(*thresholds)
+    assert 1 in seen
+    assert 2 not in seen

@@ -1,0 +1,58 @@
+"""What the file of a client's key says: the key, its rights and its tenant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import ConfigError
+from kvstore.protocol.keyfiles import ListedKey, make_keys, read_list, read_public
+from kvstore.protocol.rights import EVERY_RIGHT, USUAL_RIGHTS, Right
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    public, secret = make_keys(tmp_path, "engine")
+    secret.unlink()
+    return public
+
+
+def add(file: Path, text: str) -> None:
+    file.write_text(file.read_text() + text)
+
+
+def test_a_key_alone_may_read_and_write(file: Path) -> None:
+    assert read_list(file.parent) == {read_public(file): ListedKey("engine", USUAL_RIGHTS, "")}
+
+
+def test_rights_and_tenant(file: Path) -> None:
+    key = read_public(file)
+    add(file, "\n# of the batch cluster\nrights: read,clear ,  operate\r\ntenant: team-a\n")
+    assert read_list(file.parent) == {key: ListedKey("engine", EVERY_RIGHT & ~Right.WRITE, "team-a")}
+    assert read_public(file) == key
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("rights: read, wirte", r":2: 'wirte' is no right: name some of read, write, clear, operate"),
+        ("rights:", r":2: '' is no right"),
+        ("\nright: read", r":3: 'right: read' is neither"),
+        ("rights: read\nrights: write", r":3: rights: is there twice"),
+        ("tenant: a b", r":2: 'a b' is no tenant"),
+        ("tenant: *", r":2: '\*' is no tenant"),
+        ("tenant:", r":2: '' is no tenant"),
+        ("x" * 5000, "more than 4096 bytes"),
+    ],
+)
+def test_errors_name_the_file_and_the_line(file: Path, lines: str, message: str) -> None:
+    add(file, lines)
+    with pytest.raises(ConfigError, match=f"engine.pub.*{message}"):
+        read_list(file.parent)
+
+
+def test_a_key_is_listed_once(file: Path) -> None:
+    file.with_name("other.pub").write_text(file.read_text() + "rights: read\n")
+    with pytest.raises(ConfigError, match=r"other.pub holds the same key as engine.pub"):
+        read_list(file.parent)

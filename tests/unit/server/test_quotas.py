@@ -1,0 +1,88 @@
+"""Quotas bound what all namespaces of one name hold together, and a tenant's name is that of its key."""
+
+from __future__ import annotations
+
+import pytest
+from support.shop import CHUNK_BYTES, LAYOUT, ONE, TWO, whole
+
+from kvstore.chunks import ChunkRef
+from kvstore.keys import Namespace
+from kvstore.server.pool import FreePages
+from kvstore.server.spaces import Space
+from kvstore.server.stock import MAX_FAR_SPACES, MAX_SPACES, MAX_TENANT_SPACES, Stock
+from kvstore.testing.harness import make_ref
+
+QUOTAS = {"model": 2 * CHUNK_BYTES, "team": 2 * CHUNK_BYTES, "*": CHUNK_BYTES}
+
+
+@pytest.fixture
+def stock() -> Stock:
+    return Stock(64 * CHUNK_BYTES, FreePages(128), policy="LRU", quotas=QUOTAS)
+
+
+def enter(stock: Stock, tenant: str = "", **fields: str) -> Space:
+    space = stock.enter(Namespace({"model": "model", **fields}), LAYOUT, tenant)
+    assert space is not None
+    return space
+
+
+def store(stock: Stock, space: Space, ref: ChunkRef) -> None:
+    chunk = whole(stock.reserve(space, ref))
+    assert chunk is not None
+    stock.complete(chunk, is_whole=True)
+
+
+def held(*spaces: Space) -> list[list[ChunkRef]]:
+    return [list(space.chunks) for space in spaces]
+
+
+def test_all_shards_of_a_model_have_one(stock: Stock) -> None:
+    shards = [enter(stock, shard=f"{number}/4") for number in range(4)]
+    for ref in (ONE, TWO):
+        for shard in shards:
+            store(stock, shard, ref)
+    assert held(*shards) == [[], [], [TWO], [TWO]], "the least recently used went, whosever they were"
+    assert sum(shard.used_bytes for shard in shards) == shards[0].quota.used_bytes == 2 * CHUNK_BYTES
+
+
+def test_what_was_read_stays_longer(stock: Stock) -> None:
+    one, two = enter(stock, shard="0"), enter(stock, shard="1")
+    store(stock, one, ONE)
+    store(stock, two, ONE)
+    chunk = whole(stock.acquire(one, ONE))
+    assert not isinstance(chunk, str)
+    stock.release(next(iter(one.chunks.values())))
+    store(stock, two, TWO)
+    assert held(one, two) == [[ONE], [TWO]]
+
+
+def test_a_tenant_has_its_own_whatever_it_calls_its_models(stock: Stock) -> None:
+    spaces = [enter(stock, "team", model=name) for name in ("model", "other", "*")]
+    for number, space in enumerate(spaces):
+        store(stock, space, make_ref(number, 4))
+    assert [len(refs) for refs in held(*spaces)] == [0, 1, 1]
+    ours = enter(stock)
+    store(stock, ours, ONE)
+    store(stock, ours, TWO)
+    assert [len(refs) for refs in held(*spaces)] == [0, 1, 1], "one tenant's chunks never go for those of another"
+
+
+def test_those_not_named_share_one_and_each_tenant_not_named_has_one(stock: Stock) -> None:
+    spaces = [enter(stock, model="made up 1"), enter(stock, model="made up 2"), enter(stock, "a"), enter(stock, "b")]
+    for space in spaces:
+        store(stock, space, ONE)
+    assert held(*spaces) == [[], [ONE], [ONE], [ONE]]
+
+
+def test_a_tenant_cannot_take_all_namespaces() -> None:
+    stock = Stock(64 * CHUNK_BYTES, FreePages(128), policy="LRU")
+    for number in range(MAX_TENANT_SPACES):
+        enter(stock, "a", model=str(number)).num_sessions = 1
+    assert stock.enter(Namespace({"model": "more"}), LAYOUT, "a") is None
+    assert stock.enter(Namespace({"model": "more"}), LAYOUT, "b", MAX_FAR_SPACES) is not None
+    for number in range(MAX_SPACES):
+        space = stock.enter(Namespace({"model": f"any {number}"}), LAYOUT, "", MAX_FAR_SPACES)
+        if space is not None:
+            space.num_sessions = 1
+    assert len(stock.spaces) == MAX_FAR_SPACES
+    assert stock.enter(Namespace({"model": "ours"}), LAYOUT) is not None, "there is room left for this host"
