@@ -1,7 +1,11 @@
-"""Grants: which pages of the pool a client may write a chunk to, or read it from once it is in memory."""
+"""Grants: which pages of the pool a client may write a chunk to, or read it from once it is in memory.
+
+Until the pool has all of its pages, nothing is evicted for those that are yet to come: who needs them waits.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,6 +61,7 @@ class Grants:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._loading: dict[Chunk, list[Callable[[Outcome], None]]] = {}
+        self._waiting: deque[_Batch] = deque()  # for pages
 
     def find(self, session: Session, request: messages.Reserve | messages.Acquire) -> messages.Granted | None:
         """The grants that a client asks for; None if the answer is sent later.
@@ -69,8 +74,15 @@ class Grants:
             raise ProtocolError(f"a chunk of this namespace has 1 to {session.space.layout.blocks_per_chunk} blocks")
         return self._collect(_Batch(session, request.serial, refs, isinstance(request, messages.Reserve)))
 
+    def go_on(self) -> None:
+        """Go on, in order, with requests that wait for pages, until one still lacks some."""
+        waiting, self._waiting = self._waiting, deque()
+        while waiting and not self._waiting:
+            self._resume(waiting.popleft())
+        self._waiting.extend(waiting)
+
     def _collect(self, batch: _Batch) -> messages.Granted | None:
-        """Find pages for the chunks; after some evictions, let others have their turn and go on later."""
+        """Find pages for the chunks; go on later after some evictions, so that others have their turn."""
         stock = self._core.stock
         most = stock.num_displaced + _MAX_DISPLACED
         while len(batch.grants) < len(batch.refs):
@@ -79,6 +91,10 @@ class Grants:
                 self._core.report(partial(self._resume, batch))
                 return None
             ref = batch.refs[len(batch.grants)]
+            if self._lacks_pages(batch, ref):
+                self._be_late(batch)
+                self._waiting.append(batch)
+                return None
             if batch.is_write:
                 batch.grants.append(self._reserve(batch.session, ref))
             else:
@@ -87,6 +103,16 @@ class Grants:
             return self._granted(batch)
         self._be_late(batch)
         return None
+
+    def _lacks_pages(self, batch: _Batch, ref: ChunkRef) -> bool:
+        """Whether a chunk needs pages that the pool will have soon."""
+        pool, space = self._core.pool, batch.session.space
+        if not pool.is_growing or self._core.is_closing:
+            return False
+        chunk = space.chunks.get(ref)
+        if not batch.is_write and (chunk is None or chunk.runs):
+            return False
+        return pages_of(space.layout.payload_bytes(ref.num_blocks)) > pool.free.num_free
 
     def _resume(self, batch: _Batch) -> None:
         granted = None if batch.session.is_over else self._collect(batch)

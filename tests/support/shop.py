@@ -13,7 +13,7 @@ from kvstore.protocol import messages
 from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.outcomes import outcome_of
 from kvstore.protocol.pieces import checksum
-from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.protocol.runs import PAGE_BYTES, Run
 from kvstore.server.core import Core
 from kvstore.server.owner import Owner
 from kvstore.server.pool import FreePages, Pool
@@ -65,7 +65,11 @@ class Desk:
     """A service over a small pool. What it sends is in ``sent``; ``settle`` lets what its threads reported happen."""
 
     def __init__(self, owner: Owner | None = None) -> None:
-        self.pool = Pool(8 * CHUNK_BYTES)
+        allocated: list[Run] = []
+        self.pool = Pool(8 * CHUNK_BYTES, allocated.append)
+        assert self.pool.wait_allocated(HANG_GUARD_S)
+        for run in allocated:
+            self.pool.add(run)
         self.stock = Stock(self.pool.num_bytes, self.pool.free)
         self.sessions = Sessions(self.stock, self.pool.num_bytes)
         self.now_s = 0.0
