@@ -104,6 +104,21 @@ class TestItComesBack:
         wait_for("nothing of it is left", lambda: mapped_pools() == before)
         tier.close()
 
+    def test_when_a_use_has_ended_that_did_not_notice(self) -> None:
+        gate = Gate()
+        with serving_ipc() as server:
+            before = mapped_pools()
+            tier = open_tier(server.url)
+            assert works(tier)
+            using = threading.Thread(target=tier._links.use, args=(lambda _: gate(),))
+            using.start()
+            assert gate.reached.wait(WAIT_S)
+        assert mapped_pools() > before
+        gate.open()
+        using.join(WAIT_S)
+        wait_for("nothing of it is left", lambda: mapped_pools() == before)
+        tier.close()
+
     def test_from_a_forked_child(self, process: ServerProcess) -> None:
         before = held_pools()
         tier = open_tier(process.url)
