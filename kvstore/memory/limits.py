@@ -6,6 +6,7 @@ versions of control groups are read, from the process's own group up to the root
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,9 @@ import psutil
 from kvstore.errors import ConfigError
 
 _GIB_BYTES = 2**30
+_GROWTH_BYTES = 16 << 20  # less is noise
+_LOOK_S = 0.2
+_MAX_PATIENCES = 60
 _ROOT = Path("/")
 
 
@@ -66,7 +70,12 @@ def available_memory_bytes(root: Path = _ROOT) -> MemoryLimit:
 
 
 def require_memory(
-    needed_bytes: int, purpose: str, *, key: str = "max_local_cpu_size", root: Path = _ROOT
+    needed_bytes: int,
+    purpose: str,
+    *,
+    key: str = "max_local_cpu_size",
+    root: Path = _ROOT,
+    patience_s: float = 0.0,
 ) -> MemoryLimit:
     """Check that ``needed_bytes`` can be taken, before they are.
 
@@ -75,16 +84,25 @@ def require_memory(
         purpose: what the memory is for, as the message names it: "the CPU tier of 2 workers".
         key: the configuration key that makes it smaller.
         root: where ``proc`` and ``sys`` are found.
+        patience_s: how long to wait while there is less, since it last became more: the system takes half a second to
+            free a GiB of a process that has ended.
 
     Raises:
         ConfigError: there is less.
     """
-    limit = available_memory_bytes(root)
-    if needed_bytes > limit.available_bytes:
-        raise ConfigError(
-            f"{purpose} needs {_gib(needed_bytes)} of memory and {_gib(limit.available_bytes)} are left"
-            f" ({limit.decided_by}): lower {key}, or give the process more memory"
-        )
+    limit, most_bytes, begin_s = available_memory_bytes(root), -_GIB_BYTES, time.monotonic()
+    while needed_bytes > limit.available_bytes:
+        now_s = time.monotonic()
+        if limit.available_bytes >= most_bytes + _GROWTH_BYTES:
+            most_bytes = limit.available_bytes
+            end_s = min(now_s, begin_s + _MAX_PATIENCES * patience_s) + patience_s
+        if now_s >= end_s:
+            raise ConfigError(
+                f"{purpose} needs {_gib(needed_bytes)} of memory and {_gib(limit.available_bytes)} are left"
+                f" ({limit.decided_by}): lower {key}, or give the process more memory"
+            )
+        time.sleep(_LOOK_S)
+        limit = available_memory_bytes(root)
     return limit
 
 

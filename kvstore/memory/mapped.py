@@ -13,6 +13,7 @@ from kvstore.chunks import ByteArray
 _STEP_BYTES = 8 << 20  # populated between two checks whether to stop
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
+_MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)  # unlike mmap.madvise, a foreign call releases the GIL
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -39,7 +40,7 @@ def keep_from_children(memory: ByteArray) -> None:
 
 
 def populate(memory: ByteArray, begin: int, end: int, stops: Callable[[], bool]) -> bool:
-    """Touch every page of a range without changing its content; False if ``stops`` ended it early."""
+    """Allocate every page of a range without changing its content; False if ``stops`` ended it early."""
     address = memory.ctypes.data
     for offset in range(begin, end, _STEP_BYTES):
         if stops():
@@ -47,3 +48,9 @@ def populate(memory: ByteArray, begin: int, end: int, stops: Callable[[], bool])
         # Fails on Linux before 5.14, where pages are allocated on first use.
         _libc.madvise(address + offset, min(_STEP_BYTES, end - offset), _MADV_POPULATE_WRITE)
     return True
+
+
+def populate_read(memory: ByteArray, begin: int, end: int) -> None:
+    """Fill this process's page tables for a range of a file that others have allocated."""
+    # Fails on Linux before 5.14, where each page is mapped on first use.
+    _libc.madvise(memory.ctypes.data + begin, end - begin, _MADV_POPULATE_READ)

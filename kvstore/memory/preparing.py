@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -81,11 +81,20 @@ class Preparation:
         pieces: begin and end of each, in bytes.
         pinner: None pins nothing.
         pace: how.
+        ready: called on these threads with begin and end of each piece that was touched.
     """
 
-    def __init__(self, memory: ByteArray, pieces: Sequence[tuple[int, int]], pinner: Pinner | None, pace: Pace) -> None:
+    def __init__(
+        self,
+        memory: ByteArray,
+        pieces: Sequence[tuple[int, int]],
+        pinner: Pinner | None,
+        pace: Pace,
+        ready: Callable[[int, int], None] | None = None,
+    ) -> None:
         self._memory = memory
         self._pieces = pieces
+        self._ready = ready
         self._pinner = pinner
         self._pace = pace
         self._total_bytes = sum(end - begin for begin, end in pieces)
@@ -145,6 +154,8 @@ class Preparation:
         for begin, end in self._pieces[first_piece :: len(self._threads)]:
             if not populate(self._memory, begin, end, self._closing.is_set):
                 return
+            if self._ready is not None:
+                self._ready(begin, end)
             if self._pins:
                 self._pin(self._memory.ctypes.data + begin, end - begin)
                 self._closing.wait(self._pace.pause_s)

@@ -1,7 +1,11 @@
-"""Grants: which pages of the pool a client may write a chunk to, or read it from once it is in memory."""
+"""Grants: which pages of the pool a client may write a chunk to, or read it from once it is in memory.
+
+Until the pool has all of its pages, nothing is evicted for those that are yet to come: who needs them waits.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,6 +56,7 @@ class Grants:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._loading: dict[Chunk, list[Callable[[Outcome], None]]] = {}
+        self._waiting: deque[_Batch] = deque()  # for pages
 
     def find(self, session: Session, request: messages.Reserve | messages.Acquire) -> None:
         """Find what a client asks for, and send the answer.
@@ -66,10 +71,20 @@ class Grants:
         batch = _Batch(session, request.serial, refs, isinstance(request, messages.Reserve))
         self._core.slices.begin(self._collect(batch))
 
+    def go_on(self) -> None:
+        """Go on, in order, with requests that wait for pages, until one still lacks some."""
+        waiting, self._waiting = self._waiting, deque()
+        while waiting and not self._waiting:
+            self._core.slices.begin(self._collect(waiting.popleft()))
+        self._waiting.extend(waiting)
+
     def _collect(self, batch: _Batch) -> Iterator[None]:
-        for ref in batch.refs:
+        for ref in batch.refs[len(batch.grants) :]:
             yield
             if batch.session.is_over:
+                return
+            if self._lacks_pages(batch, ref):
+                self._waiting.append(batch)
                 return
             if (batch.is_write and self._core.is_closing) or not self._may_lease(batch.session, ref):
                 batch.grants.append(_no_grant(Outcome.FAILED))
@@ -78,6 +93,16 @@ class Grants:
             else:
                 yield from self._acquire(batch, ref)
         self._answer_if_done(batch)
+
+    def _lacks_pages(self, batch: _Batch, ref: ChunkRef) -> bool:
+        """Whether a chunk needs pages that the pool will have soon."""
+        pool, space = self._core.pool, batch.session.space
+        if not pool.is_growing or self._core.is_closing:
+            return False
+        chunk = space.chunks.get(ref)
+        if not batch.is_write and (chunk is None or chunk.runs):
+            return False
+        return pages_of(space.layout.payload_bytes(ref.num_blocks)) > pool.free.num_free
 
     def _reserve(self, batch: _Batch, ref: ChunkRef) -> Iterator[None]:
         session = batch.session

@@ -27,6 +27,7 @@ from kvstore.keys import Namespace
 from kvstore.protocol import messages
 from kvstore.protocol.contexts import close_context, open_context
 from kvstore.protocol.loopback import buffer_bytes
+from kvstore.protocol.runs import Run
 from kvstore.server.client_keys import ClientKeys
 from kvstore.server.clients import IPC, TCP, Client, Clients
 from kvstore.server.core import Core
@@ -147,7 +148,7 @@ class Hub:
         options = self.options
         self._most = allowed_clients(has_ipc=options.folder is not None, has_tcp=options.tcp is not None)
         self._clients = Clients(options.listed if options.keys else None, options.operators)
-        self.pool = Pool(options.pool_bytes)
+        self.pool = Pool(options.pool_bytes, self._note_pages)
         opened.callback(self.pool.close)
         self._context = open_context(io_threads=2 if options.tcp else 1)
         opened.callback(close_context, self._context)
@@ -384,6 +385,15 @@ class Hub:
 
     def _is_open(self, token: bytes) -> bool:
         return self._unix_socket is not None and self._unix_socket.is_open(token)
+
+    def _note_pages(self, run: Run) -> None:
+        """Take in pages that were allocated. From any thread."""
+
+        def add() -> None:
+            self.pool.add(run)
+            self.service.go_on()
+
+        self._report(add)
 
     def _report(self, job: Callable[[], None]) -> None:
         """Let the thread that decides call something. From any thread."""

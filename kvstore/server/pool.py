@@ -1,26 +1,31 @@
 """The server's memory: pages in a memfd, which clients on the same host map, and a list of the free ones.
 
 A memfd belongs to no filesystem: a container's small ``/dev/shm`` does not bound it, and it is freed with the last
-process that has it. Chunks of all sizes share the pool. A chunk lies in one run of pages if there is one that is long
-enough, otherwise in several. So only the end of its last page is wasted, and all free pages can be used.
+process that has it. A page is charged to the container of the process that touches it first, so the server touches all
+of them, and gives out none before. Chunks of all sizes share the pool. A chunk lies in one run of pages if there is one
+that is long enough, otherwise in several. So only the end of its last page is wasted, and all free pages can be used.
 """
 
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
-import threading
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from kvstore.chunks import ByteArray
 from kvstore.errors import ConfigError
-from kvstore.memory.mapped import map_bytes, populate
+from kvstore.memory.mapped import map_bytes
+from kvstore.memory.preparing import Pace, Preparation
 from kvstore.protocol.runs import PAGE_BYTES, Run, extents
 
 # From linux/fcntl.h; only Python 3.12 and later has them. No client can truncate the pool under the others.
 _F_ADD_SEALS = 1033
 _SEALS = 0x0001 | 0x0002 | 0x0004  # no more seals, no shrinking, no growing
+_PIECE_BYTES: Final = 16 << 20
+_PACE: Final = Pace(threads=min(4, len(os.sched_getaffinity(0))), piece_bytes=_PIECE_BYTES)
 
 
 def pages_of(num_bytes: int) -> int:
@@ -97,20 +102,27 @@ class FreePages:
 
 
 class Pool:
-    """Memory of ``num_bytes``, rounded down to pages, populated in the background.
+    """Memory of ``num_bytes``, rounded down to pages, allocated in the background.
 
-    Any thread may read and write bytes; ``free`` belongs to the thread that decides.
+    Any thread may read and write bytes of pages that were taken; ``free`` belongs to the thread that decides.
+
+    Args:
+        num_bytes: of all pages.
+        allocated: called on other threads with each run of pages that has been allocated: the thread that decides then
+            calls ``add``.
 
     Raises:
         ConfigError: the system cannot make a memfd of that size.
     """
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, allocated: Callable[[Run], None]) -> None:
         num_pages = num_bytes // PAGE_BYTES
         if num_pages < 1:
             raise ConfigError(f"a pool of {num_bytes} bytes has no page of {PAGE_BYTES}: raise max_local_cpu_size")
         self.num_bytes = num_pages * PAGE_BYTES
-        self.free = FreePages(num_pages)
+        self.free = FreePages(0)
+        self._left_pages = num_pages
+        self._allocated = allocated
         try:
             self.fd = os.memfd_create("kvstore-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, self.num_bytes)
@@ -120,15 +132,28 @@ class Pool:
             raise ConfigError(
                 f"cannot make a pool of {self.num_bytes / 2**30:.1f} GiB ({error}): lower max_local_cpu_size"
             ) from error
-        self._closing = threading.Event()
-        work = (self.bytes, 0, self.num_bytes, self._closing.is_set)
-        self._thread = threading.Thread(target=populate, args=work, name="kvstore-populate", daemon=True)
-        self._thread.start()
+        begins = range(0, self.num_bytes, _PIECE_BYTES)
+        pieces = [(begin, min(begin + _PIECE_BYTES, self.num_bytes)) for begin in begins]
+        self._preparation = Preparation(self.bytes, pieces, None, _PACE, self._touch)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the pages that are not free."""
-        return self.num_bytes - self.free.num_free * PAGE_BYTES
+        """Bytes of the pages that are taken."""
+        return self.num_bytes - (self._left_pages + self.free.num_free) * PAGE_BYTES
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether there will be more pages than ``add`` has added so far."""
+        return self._left_pages > 0
+
+    def add(self, run: Run) -> None:
+        """Add pages that were allocated to the free ones."""
+        self._left_pages -= run[1]
+        self.free.give([run])
+
+    def wait_allocated(self, timeout_s: float) -> bool:
+        """Wait until ``allocated`` was called for all pages; False if time ran out first. For tests."""
+        return self._preparation.wait(timeout_s)
 
     def parts(self, runs: Sequence[Run], offset_bytes: int, num_bytes: int) -> list[ByteArray]:
         """Views of ``num_bytes`` from an offset on in what lies in some runs.
@@ -139,9 +164,12 @@ class Pool:
         return [self.bytes[begin : begin + size] for begin, size in extents(runs, offset_bytes, num_bytes)]
 
     def close(self) -> None:
-        """Stop populating, and close the memfd; the memory lives until its last user is gone."""
-        self._closing.set()
-        self._thread.join()
+        """Stop allocating, and close the memfd; the memory lives until its last user is gone."""
+        self._preparation.close()
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def _touch(self, begin: int, end: int) -> None:
+        self.bytes[begin : end : mmap.PAGESIZE] = 0  # on Linux before 5.14 nothing else has allocated them
+        self._allocated((begin // PAGE_BYTES, (end - begin) // PAGE_BYTES))

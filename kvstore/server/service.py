@@ -164,6 +164,10 @@ class Service:
         yield from stock.forget_empty()
         self._is_expiring = False
 
+    def go_on(self) -> None:
+        """The pool has more pages: answer those who wait for some."""
+        self._grants.go_on()
+
     def forget_silent(self) -> None:
         """Let nobody wait for what silent clients hand over."""
         for session in self._core.sessions.silent(self._core.now()):

@@ -34,10 +34,9 @@ def use_borrowed(lane: Lane, refs: Sequence[ChunkRef], use: Callable[[int, ByteA
             numbers, lending = lent[0]
             with lending.result() as loan:
                 lent.popleft()
-                for number, outcome, payload in zip(numbers, loan.outcomes, loan.payloads, strict=True):
+                _use(loan, numbers, use)
+                for number, outcome in zip(numbers, loan.outcomes, strict=True):
                     outcomes[number] = outcome
-                    if payload is not None:
-                        use(number, payload)
             if Outcome.HIT in loan.outcomes:
                 refused = (n for n, outcome in zip(numbers, loan.outcomes, strict=True) if outcome is Outcome.FAILED)
                 waiting.extend(range(number, number + 1) for number in refused)
@@ -45,6 +44,13 @@ def use_borrowed(lane: Lane, refs: Sequence[ChunkRef], use: Callable[[int, ByteA
         for _, lending in lent:
             lending.add_done_callback(_end)
     return outcomes
+
+
+def _use(loan: Loan, numbers: Sequence[int], use: Callable[[int, ByteArray], None]) -> None:
+    """Call ``use`` with each payload. No view of one is left behind: the last view of a mapping unmaps it."""
+    for number, payload in zip(numbers, loan.payloads, strict=True):
+        if payload is not None:
+            use(number, payload)
 
 
 def _end(lending: Future[Loan]) -> None:

@@ -44,6 +44,7 @@ def fill(server: ServerThread) -> None:
     """4000 chunks of a page each, of one namespace."""
     space = server.hub.stock.enter(Namespace({"model": "small"}), SMALL)
     assert space is not None
+    wait_for("the pool has all pages", lambda: not server.hub.pool.is_growing)
     for number in range(4000):
         chunk = whole(server.hub.stock.reserve(space, make_ref(number, 1)))
         assert chunk is not None

@@ -13,7 +13,7 @@ from kvstore.protocol import messages
 from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.outcomes import outcome_of
 from kvstore.protocol.pieces import checksum
-from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.protocol.runs import PAGE_BYTES, Run
 from kvstore.server.clients import IPC, OURSELVES, TCP
 from kvstore.server.core import Core
 from kvstore.server.disk import Disk
@@ -84,7 +84,11 @@ class Desk:
     """A service over a small pool. What it sends is in ``sent``; ``settle`` lets what its threads reported happen."""
 
     def __init__(self, owner: Owner | None = None, disk: DiskOptions | None = None) -> None:
-        self.pool = Pool(8 * CHUNK_BYTES)
+        allocated: list[Run] = []
+        self.pool = Pool(8 * CHUNK_BYTES, allocated.append)
+        assert self.pool.wait_allocated(HANG_GUARD_S)
+        for run in allocated:
+            self.pool.add(run)
         self.disk = Disk(disk, self._report) if disk is not None else None
         self.stock = Stock(self.pool.num_bytes, self.pool.free, disk_bytes=disk.capacity_bytes if disk else 0)
         self.sessions = Sessions(self.stock, self.pool.num_bytes, {IPC: 8, TCP: 8})

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from kvstore.tools.console import FAILED, Answer, log_to_stderr, print_report
+
+_FREEING_S: Final = 10.0  # without progress: engines unmap an earlier server's memory before the system frees any
 
 
 def serve(
@@ -32,7 +34,7 @@ def serve(
     log_to_stderr()
     ignore_hangup()
     loaded = load_config(path=config).config
-    require_memory(loaded.max_local_cpu_bytes, "the cache server")
+    require_memory(loaded.max_local_cpu_bytes, "the cache server", patience_s=_FREEING_S)
     options = server_options(loaded)
     options.check()
     if check:

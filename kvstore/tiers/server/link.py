@@ -1,15 +1,14 @@
 """One connection to a cache server: says hello, sends requests, and waits for answers within a deadline.
 
 A connection that failed in any way is closed and never used again: a late answer could be taken for another one. On
-the same host it consists of two sockets: one carries messages, and a unix socket stands for this process's hold on the
-pool. The unix socket is closed last, when nothing here can touch the pool through this connection any more.
+the same host there are two sockets: one carries messages, the other is this process's hold on the pool (``hold.py``).
+The hold is closed last, when nothing here can touch the pool through this connection any more.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.loopback import buffer_bytes
 from kvstore.protocol.messages import Refusal
 from kvstore.protocol.pieces import Placing
+from kvstore.tiers.server.hold import Hold
 from kvstore.tiers.server.url import ServerTarget
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ SomeAnswer = TypeVar("SomeAnswer", bound=messages.Answer)
 
 _CONNECT_TIMEOUT_S = 2.0
 _SEND_QUEUE = 64
-_POOL_SOCKET = "pool"
 # Versions of the protocol.
 _SINCE = {
     **dict.fromkeys((messages.Sending, messages.Describe, messages.Nearest), 2),
@@ -65,8 +64,8 @@ class Link:
     Attributes:
         namespace: what ``hello`` was said for.
         version: of the protocol, that both sides speak.
-        token: what the unix socket handed out; empty without one.
-        pool_fd: the same; -1 without one.
+        hold: on the server's memory; None over the network.
+        token: of the hold; empty without one.
         memory: the server's pool, once it is mapped.
 
     Args:
@@ -74,6 +73,7 @@ class Link:
         target: where the server is.
 
     Raises:
+        TierSetupError: on this host, it is not a server of this user.
         TierError: it cannot be reached.
     """
 
@@ -82,23 +82,24 @@ class Link:
         self._serials = itertools.count(1)
         self.namespace = Namespace({})
         self.version = messages.PROTOCOL_VERSION
-        self.token, self.pool_fd = b"", -1
         self.memory: ByteArray | None = None
-        self._unix_socket = None if target.folder is None else self._open_pool(str(target.folder / _POOL_SOCKET))
+        connect_s = min(_CONNECT_TIMEOUT_S, target.timeout_s)
+        self.hold = None if target.folder is None else Hold(target.folder, connect_s)
+        self.token = b"" if self.hold is None else self.hold.token
         self._socket = self._open_socket(context)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        if self._unix_socket is not None:
-            self._poller.register(self._unix_socket, zmq.POLLIN)
+        if self.hold is not None:
+            self._poller.register(self.hold, zmq.POLLIN)
             _links.add(self)
-        if not self._socket.poll(int(min(_CONNECT_TIMEOUT_S, target.timeout_s) * 1000), zmq.POLLOUT):
+        if not self._socket.poll(int(connect_s * 1000), zmq.POLLOUT):
             self.close()
             raise TierError(f"the cache server at {target.address} cannot be reached{self._why()}")
 
     @property
     def is_alive(self) -> bool:
         """Whether, as far as is known, the server still has this connection."""
-        return self._unix_socket is None or not _is_over(self._unix_socket)
+        return self.hold is None or not self.hold.is_over
 
     def knows(self, kind: type[messages.Request]) -> bool:
         """Whether the server understands a kind of request; one that it does not would end the connection."""
@@ -108,7 +109,8 @@ class Link:
         """Introduce this client, and the namespace that its requests are about.
 
         Raises:
-            TierSetupError: the server does not speak this protocol, or has no room for more clients.
+            TierSetupError: the server does not speak this protocol, has no room for more clients, or has handed out
+                memory of another size.
             TierError: it does not answer.
         """
         self.namespace = namespace
@@ -116,11 +118,14 @@ class Link:
         while True:
             message = messages.Hello(self.new_serial(), self.version, fields, geometry, 0, self.token)
             try:
-                return self.ask(message, messages.Welcome)
+                welcome = self.ask(message, messages.Welcome)
             except _VersionError:
                 if self.version <= messages.OLDEST_VERSION:
                     raise
                 self.version -= 1  # the server is older
+            else:
+                self._check_size(welcome.pool_bytes)
+                return welcome
 
     def new_serial(self) -> int:
         """A number for a request."""
@@ -189,7 +194,7 @@ class Link:
         Raises:
             NoSessionError, TierError: as ``ask``; or ``place`` returns None, or an array of another size.
         """
-        self._wait()
+        self._wait(f"no answer of the cache server at {self._target.address}{self._why()}")
         is_sound = False
         try:
             answer = messages.decode_answer(self._socket.recv())
@@ -213,17 +218,24 @@ class Link:
 
     def drop(self) -> None:
         """Close descriptors only. In a forked child, which would otherwise keep the connection and its leases alive."""
-        if self._unix_socket is not None:
-            self._unix_socket.close()
-        if self.pool_fd >= 0:
-            os.close(self.pool_fd)
-            self.pool_fd = -1
+        if self.hold is not None:
+            self.hold.close()
+
+    def _check_size(self, pool_bytes: int) -> None:
+        if self.hold is not None and self.hold.pool_bytes != pool_bytes:
+            raise TierSetupError(
+                f"the cache server at {self._target.address} announces {pool_bytes} bytes of memory, and has handed "
+                f"out {self.hold.pool_bytes}: it may be another program"
+            )
 
     def _wait_until_writable(self) -> None:
-        if not self._socket.poll(int(self._target.timeout_s * 1000), zmq.POLLOUT):
-            raise TierError(f"the cache server at {self._target.address} does not take a request")
+        self._poller.modify(self._socket, zmq.POLLOUT)
+        try:
+            self._wait(f"the cache server at {self._target.address} does not take a request")
+        finally:
+            self._poller.modify(self._socket, zmq.POLLIN)
 
-    def _wait(self) -> None:
+    def _wait(self, failure: str) -> None:
         deadline_s = time.monotonic() + self._target.timeout_s
         while True:
             ready = self._poller.poll(max(0, int((deadline_s - time.monotonic()) * 1000) + 1))
@@ -232,7 +244,7 @@ class Link:
             if ready:
                 raise TierError(f"the cache server at {self._target.address} has gone")
             if time.monotonic() >= deadline_s:
-                raise TierError(f"no answer of the cache server at {self._target.address}{self._why()}")
+                raise TierError(failure)
 
     def _fill(self, target: ByteArray) -> bytes:
         """Copy the frames that have arrived, which must fill ``target``; returns the checksum of what is there then."""
@@ -258,6 +270,8 @@ class Link:
             made.sndhwm = _SEND_QUEUE
             made.sndbuf = made.rcvbuf = buffer_bytes(target.address)
             made.ipv6 = "[" in target.address
+            if self.hold is not None:
+                made.reconnect_ivl = -1  # whoever listens there later is not the one that was checked
             if target.keys is not None and target.server_key is not None:
                 made.curve_publickey, made.curve_secretkey = target.keys
                 made.curve_serverkey = target.server_key
@@ -269,18 +283,6 @@ class Link:
             raise TierError(f"the cache server at {target.address} cannot be reached: {error.strerror}") from error
         return made
 
-    def _open_pool(self, path: str) -> socket.socket:
-        unix_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        unix_socket.settimeout(min(_CONNECT_TIMEOUT_S, self._target.timeout_s))
-        try:
-            unix_socket.connect(path)
-            self.token, self.pool_fd = _receive_pool(unix_socket)
-            unix_socket.setblocking(False)
-        except OSError as error:
-            unix_socket.close()
-            raise TierError(f"the cache server at {path} cannot be reached: {error.strerror or error}") from error
-        return unix_socket
-
     def _why(self) -> str:
         return " (or does not know this client's key)" if self._target.keys is not None else ""
 
@@ -290,35 +292,11 @@ _links: weakref.WeakSet[Link] = weakref.WeakSet()
 
 def _drop_links_in_child() -> None:
     for link in list(_links):
+        link.memory = None
         link.drop()
 
 
 os.register_at_fork(after_in_child=_drop_links_in_child)
-
-
-def _receive_pool(unix_socket: socket.socket) -> tuple[bytes, int]:
-    """The token and the memfd that the server hands out.
-
-    Raises:
-        OSError: it does not.
-    """
-    token, fds, _, _ = socket.recv_fds(unix_socket, messages.TOKEN_BYTES, 1)
-    if len(token) != messages.TOKEN_BYTES or len(fds) != 1:
-        for fd in fds:
-            os.close(fd)
-        raise OSError("it hands out no memory")
-    os.set_inheritable(fds[0], False)
-    return token, fds[0]
-
-
-def _is_over(unix_socket: socket.socket) -> bool:
-    """Whether the other end has closed."""
-    try:
-        return not unix_socket.recv(1)
-    except BlockingIOError:
-        return False
-    except ConnectionError:
-        return True
 
 
 def _refused(answer: messages.Refused, address: str) -> TierError:

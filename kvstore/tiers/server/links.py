@@ -1,4 +1,8 @@
-"""The connections of one tier to its cache server: opened when a call needs one, kept while they work."""
+"""The connections of one tier to its cache server: opened when a call needs one, kept while they work.
+
+Those on this host are closed as soon as their server has gone, also if no call needs one: what they have mapped is the
+memory that the next server needs.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from kvstore.protocol.contexts import close_context, open_context
 from kvstore.protocol.geometry import Geometry
 from kvstore.tiers.server.link import Link, NoSessionError, is_known
 from kvstore.tiers.server.url import ServerTarget
+from kvstore.tiers.server.watcher import Watcher
 
 _CLOSE_WAIT_S = 2.0
 Result = TypeVar("Result")
@@ -33,6 +38,7 @@ class Links:
         self._target = target
         self._geometry = geometry
         self._context = open_context()
+        self._watcher = Watcher(self._close_ended)
         self._changed = threading.Condition()
         self._idle: list[Link] = []
         self._in_use = 0
@@ -58,7 +64,8 @@ class Links:
     def hold(self, action: Callable[[Link], Result]) -> tuple[Result, Callable[[messages.Request], None]]:
         """As ``use``, but the connection stays the caller's until it calls what is returned, on whatever thread.
 
-        That sends a last request. If it cannot be sent, it closes the connection, and ends all that belongs to it.
+        That sends a last request. If it cannot be sent, it has the connection closed, with all that belongs to it:
+        by another thread, as its memory may take seconds to unmap.
 
         Raises:
             ClosedError, TierError: as ``use``.
@@ -73,7 +80,7 @@ class Links:
                 if link.tell(last_request):
                     self._give(link)
                 else:
-                    link.close()
+                    self._watcher.do(link.close)
 
         return result, end
 
@@ -117,6 +124,7 @@ class Links:
             self._in_use += 1  # this call counts as one, so that no other ends the context before it
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._in_use == 1, self._target.timeout_s + _CLOSE_WAIT_S)
+        self._watcher.close()
         self._hang_up_idle()
         self._end_use()
 
@@ -183,6 +191,11 @@ class Links:
         link = Link(self._context, self._target)
         try:
             link.hello(namespace, self._geometry)
+            if link.hold is not None:
+                self._watcher.watch(link.hold)
+        except OSError as error:
+            link.close()
+            raise TierError(f"the cache server at {self._target.address} cannot be watched: {error}") from error
         except BaseException:
             link.close()
             raise
@@ -191,10 +204,18 @@ class Links:
 
     def _give(self, link: Link) -> None:
         with self._changed:
-            is_kept = self.is_home(link) and not self._is_closed
+            is_kept = self.is_home(link) and not self._is_closed and link.is_alive
             if is_kept:
                 self._idle.append(link)
         if not is_kept:
+            link.close()
+
+    def _close_ended(self) -> None:
+        """Close the idle connections whose server has gone. One in use is closed when that ends."""
+        with self._changed:
+            ended = [link for link in self._idle if not link.is_alive]
+            self._idle = [link for link in self._idle if link not in ended]
+        for link in ended:
             link.close()
 
     def _hang_up_idle(self) -> None:

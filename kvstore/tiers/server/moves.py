@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Final, TypeAlias
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from kvstore.chunks import ByteArray, Outcome
 from kvstore.errors import ClosedError, ProtocolError, TierError
-from kvstore.memory.mapped import map_bytes, populate
+from kvstore.memory.mapped import map_bytes, populate_read
 from kvstore.protocol import messages
 from kvstore.protocol.outcomes import number_of
 from kvstore.protocol.pieces import checksum, scatter
@@ -24,11 +25,15 @@ from kvstore.tiers.server.link import Link
 
 Ranges: TypeAlias = Sequence[tuple[int, int]]
 """Begin and end of some bytes of a payload, in their order."""
+_STEP_BYTES: Final = 64 << 20
+_LOOK_S: Final = 0.1
 _READ_WINDOW: Final = 4  # pieces; with more, the C library returns memory and takes fresh pages for the next ones
 
 
 class Mapped:
     """Moves payloads through the server's memory, which is mapped here too. A restarted server has another one.
+
+    The memory belongs to the connections, and to the views that are lent: the last of them unmaps it.
 
     Thread-safe; a connection belongs to one thread. Every method may raise ``TierError``: the server failed.
     """
@@ -36,7 +41,7 @@ class Mapped:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._inode = -1
-        self._memory: ByteArray | None = None
+        self._memory: weakref.ref[ByteArray] | None = None
         self._is_closed = False
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -65,44 +70,67 @@ class Mapped:
         return payload
 
     def close(self) -> None:
-        """Stop touching pages, and unmap the memory."""
+        """Stop mapping pages, and map nothing any more."""
         with self._lock:
             self._is_closed = True
             self._stop_populating()
-            self._memory = None
 
     def _memory_of(self, link: Link) -> ByteArray:
         """The memory of the server that a connection leads to."""
         if link.memory is None:
+            assert link.hold is not None
             with self._lock:
-                link.memory = self._map(link.pool_fd)
+                link.memory = self._map(link.hold.pool_fd, link.hold.pool_bytes)
         return link.memory
 
-    def _map(self, fd: int) -> ByteArray:
+    def _map(self, fd: int, num_bytes: int) -> ByteArray:
         if self._is_closed:  # a call that ``close`` did not wait for
             raise ClosedError("the server tier was closed during the call")
         try:
-            status = os.fstat(fd)
-            if self._memory is None or status.st_ino != self._inode:
-                self._memory = map_bytes(status.st_size, fd)
-                self._inode = status.st_ino
-                self._populate(self._memory)
+            inode = os.fstat(fd).st_ino
+            memory = self._memory() if self._memory is not None else None
+            if memory is None or inode != self._inode:
+                memory = map_bytes(num_bytes, fd)
+                self._inode = inode
+                self._populate(memory, fd)
         except (OSError, ValueError, OverflowError) as error:
             raise TierError(f"the memory of the cache server cannot be mapped: {error}") from error
-        return self._memory
+        return memory
 
-    def _populate(self, memory: ByteArray) -> None:
+    def _populate(self, memory: ByteArray, fd: int) -> None:
         """Fill this process's page tables before they are needed."""
         self._stop_populating()  # of an earlier server
-        self._stopping.clear()
-        work = (memory, 0, len(memory), self._stopping.is_set)
-        self._thread = threading.Thread(target=populate, args=work, name="kvstore-populate-server", daemon=True)
+        self._stopping = stopping = threading.Event()
+        self._memory = weakref.ref(memory)
+        work = (self._memory, os.dup(fd), memory.nbytes, stopping)
+        self._thread = threading.Thread(target=_follow, args=work, name="kvstore-populate-server", daemon=True)
         self._thread.start()
 
     def _stop_populating(self) -> None:
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
+
+
+def _follow(memory: weakref.ref[ByteArray], fd: int, num_bytes: int, stopping: threading.Event) -> None:
+    """Map the pages that the server has allocated, as it goes on, and close ``fd``.
+
+    Touching others would allocate them here, and charge them to this process's container.
+    """
+    begin = 0
+    try:
+        while begin < num_bytes and not stopping.is_set():
+            end = min(os.lseek(fd, begin, os.SEEK_HOLE), begin + _STEP_BYTES)
+            mapped = memory()
+            if mapped is None:
+                break
+            populate_read(mapped, begin, end)
+            del mapped  # or this thread would keep it while it waits
+            if end == begin:
+                stopping.wait(_LOOK_S)
+            begin = end
+    finally:
+        os.close(fd)
 
 
 def _views(memory: ByteArray, grant: messages.Grant, begin: int, end: int) -> list[ByteArray]:

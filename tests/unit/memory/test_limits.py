@@ -143,3 +143,41 @@ def test_require_memory_names_what_was_asked_what_is_left_and_the_key(tmp_path: 
     message = str(caught.value)
     for part in ("the CPU tier of 2 workers", "10.00 GiB", "3.00 GiB", "memory.max", "lower max_local_cpu_size"):
         assert part in message
+
+
+class Clock:
+    """Time that passes only when somebody sleeps, and frees memory then."""
+
+    def __init__(self, current: Path, freed: list[int]) -> None:
+        self.now_s = 0.0
+        self._current = current
+        self._freed = freed
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        if self._freed and self.now_s >= 5.0 * (4 - len(self._freed)):
+            self._current.write_text(str(int(self._current.read_text()) - self._freed.pop()))
+
+
+@pytest.mark.parametrize(("freed", "gets"), [([GIB, GIB, GIB], True), ([GIB], False), ([], False)])
+def test_memory_that_is_being_freed_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, freed: list[int], gets: bool
+) -> None:
+    """As long as it becomes more: of a server that was just killed, before its successor takes as much."""
+    files = {
+        "proc/self/cgroup": "0::/",
+        "sys/fs/cgroup/memory.max": 4 * GIB,
+        "sys/fs/cgroup/memory.current": 4 * GIB,
+    }
+    write_tree(tmp_path, files)
+    clock = Clock(tmp_path / "sys/fs/cgroup/memory.current", list(freed))
+    monkeypatch.setattr(limits, "time", clock)
+    if gets:
+        assert limits.require_memory(3 * GIB, "it", root=tmp_path, patience_s=10.0).available_bytes == 3 * GIB
+    else:
+        with pytest.raises(ConfigError):
+            limits.require_memory(3 * GIB, "it", root=tmp_path, patience_s=10.0)
+        assert clock.now_s < 40.0

@@ -324,7 +324,7 @@ def test_a_folder_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
 
 
 def test_one_server_to_a_folder(tmp_path: Path) -> None:
-    pool = Pool(CHUNK_BYTES)
+    pool = Pool(CHUNK_BYTES, lambda _: None)
     unix_socket = UnixSocket(tmp_path / "pool", pool.fd, 9)
     with pytest.raises(ConfigError, match="another cache server runs"):
         UnixSocket(tmp_path / "pool", pool.fd, 9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import cast
@@ -84,6 +85,21 @@ def test_every_chunk_once(count: int, most: int, missing: set[int], broken_after
     if lender.calls_left >= 0:
         here = [Outcome.MISS if number in missing else Outcome.HIT for number in range(count)]
         assert outcomes == here
+
+
+def test_no_view_is_left_when_a_loan_ends() -> None:
+    """The last view of a server's memory unmaps it, for which the model's thread has no time."""
+    seen: list[weakref.ref[ByteArray]] = []
+    left_at_end: list[bool] = []
+
+    class Watched(Lender):
+        def _lend(self, refs: Sequence[ChunkRef]) -> Loan:
+            payloads: list[ByteArray | None] = [np.zeros(1, np.uint8) for _ in refs]
+            give_back = lambda: left_at_end.append(any(view() is not None for view in seen))  # noqa: E731
+            return Loan([Outcome.HIT] * len(refs), payloads, give_back)
+
+    use_borrowed(cast("Lane", Watched(8, set(), 9)), REFS[:1], lambda _, payload: seen.append(weakref.ref(payload)))
+    assert left_at_end == [False]
 
 
 def test_a_loan_that_ends_twice_is_given_back_once() -> None:

@@ -1,0 +1,147 @@
+"""A client's hold on the memory of a server on the same host: a unix socket, and the memfd that comes through it.
+
+The socket's end is the only sign, for either side, that the other has gone. So a client closes it last, when it can no
+longer touch the memory through the connection to which the hold belongs.
+
+A client takes what it reads there for KV, and dies if the memory shrinks under it. So folder and server must belong to
+the client's own user or to root, nobody else may enter the folder, and the memfd must be sealed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import stat
+import struct
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+from kvstore.errors import TierError, TierSetupError
+from kvstore.protocol.messages import TOKEN_BYTES
+
+_POOL_SOCKET: Final = "pool"
+_CREDENTIALS: Final = struct.Struct("3i")  # process, user, group
+# From linux/fcntl.h.
+_F_GET_SEALS: Final = 1034
+_F_SEAL_SHRINK: Final = 0x0002
+
+
+class Hold:
+    """A connection to a server's unix socket. Belongs to one thread at a time, but for ``is_over``.
+
+    Attributes:
+        token: names the connection in the hello.
+        pool_fd: the server's memory; -1 once it is closed.
+        pool_bytes: its size, which cannot shrink.
+
+    Args:
+        folder: of the server's sockets.
+        timeout_s: how long the server may take.
+
+    Raises:
+        TierSetupError: the server is not one of this user or of root, or its memory could shrink.
+        TierError: it cannot be reached.
+    """
+
+    def __init__(self, folder: Path, timeout_s: float) -> None:
+        try:
+            with ExitStack() as opened:
+                _check_folder(folder)
+                self._socket = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                self._socket.settimeout(timeout_s)
+                self._socket.connect(str(folder / _POOL_SOCKET))
+                _check_server(self._socket, folder)
+                self.token, self.pool_fd = _receive_pool(self._socket)
+                opened.callback(os.close, self.pool_fd)
+                self.pool_bytes = _sealed_size(self.pool_fd, folder)
+                self._socket.setblocking(False)
+                opened.pop_all()
+        except OSError as error:
+            reason = error.strerror or error
+            raise TierError(f"the cache server in {folder} cannot be reached: {reason}") from error
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the other end was closed."""
+        try:
+            return not self._socket.recv(1)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def fileno(self) -> int:
+        """Readable when the server has gone, or wants this client to go."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Close both descriptors. Idempotent. A mapping of the memory stays."""
+        self._socket.close()
+        if self.pool_fd >= 0:
+            os.close(self.pool_fd)
+            self.pool_fd = -1
+
+
+def _is_trusted(user: int) -> bool:
+    """Whether memory that a user hands out may be mapped: root can do anything anyway."""
+    return user in {0, os.geteuid()}
+
+
+def _check_folder(folder: Path) -> None:
+    """Check that only this process's user, or root, can have put a socket into a folder.
+
+    Raises:
+        TierSetupError: somebody else can.
+        OSError: there is no such folder.
+    """
+    status = folder.stat()
+    if not _is_trusted(status.st_uid) or stat.S_IMODE(status.st_mode) & 0o077:
+        raise TierSetupError(
+            f"the folder {folder} of the cache server has user {status.st_uid} and mode "
+            f"{stat.S_IMODE(status.st_mode):04o}: it must belong to user {os.geteuid()} and be closed to others (0700)"
+        )
+
+
+def _check_server(unix_socket: socket.socket, folder: Path) -> None:
+    """Check whose process listens.
+
+    Raises:
+        TierSetupError: it is neither this process's user's, nor root's.
+    """
+    user = _CREDENTIALS.unpack(unix_socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
+    if not _is_trusted(user):
+        raise TierSetupError(
+            f"the cache server in {folder} runs as user {user}, and this process as {os.geteuid()}: run both as one"
+        )
+
+
+def _receive_pool(unix_socket: socket.socket) -> tuple[bytes, int]:
+    """The token and the memfd that the server hands out.
+
+    Raises:
+        OSError: it does not.
+    """
+    token, fds, _, _ = socket.recv_fds(unix_socket, TOKEN_BYTES, 1)
+    if len(token) != TOKEN_BYTES or len(fds) != 1:
+        for fd in fds:
+            os.close(fd)
+        raise OSError("it hands out no memory")
+    os.set_inheritable(fds[0], False)
+    return token, fds[0]
+
+
+def _sealed_size(fd: int, folder: Path) -> int:
+    """The size of a memfd, in bytes.
+
+    Raises:
+        TierSetupError: it could shrink, and what has mapped it would then be killed by SIGBUS.
+    """
+    try:
+        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError:  # no memfd
+        seals = 0
+    if not seals & _F_SEAL_SHRINK:
+        raise TierSetupError(f"the memory of the cache server in {folder} is not sealed: it may be another program")
+    return os.fstat(fd).st_size
