@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import Final
 
 import zmq
 
-from kvstore.server.files import limit_of_files
+from kvstore.server.files import limit_of_files, room_for_clients
 from kvstore.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
-_SHUT_ABOVE: Final = 0.75  # of the files that may be open; the system gives out the lowest number first
-_OPEN_BELOW: Final = 0.6
+_OPEN_BELOW: Final = 0.8  # of those at which it is shut
 
 
 class Door:
@@ -26,7 +26,7 @@ class Door:
 
     Args:
         router: a socket that is bound to one address.
-        probe_fd: any open file, which is duplicated to see what number comes next.
+        probe_fd: any open file, which is duplicated to see what number is free.
     """
 
     def __init__(self, router: zmq.Socket[bytes], probe_fd: int) -> None:
@@ -36,6 +36,7 @@ class Door:
         assert isinstance(endpoint, bytes)
         self._endpoint = endpoint.rstrip(b"\0").decode()
         self._limit = limit_of_files()
+        self._room = room_for_clients(self._limit)
         self._throttle = Throttle(logger)
         self.is_open = True
 
@@ -46,25 +47,26 @@ class Door:
 
     def look(self) -> None:
         """Shut it, or open it again. Takes microseconds."""
-        used = self._next_fd() / self._limit
+        used = self._used()
         try:
-            if self.is_open and used >= _SHUT_ABOVE:
+            if self.is_open and used >= self._room:
                 self._router.unbind(self._endpoint)
                 self.is_open = False
                 said = (
                     "few of %d files that may be open are left: no more clients from the network until some have gone"
                 )
                 self._throttle.log("shut", said, self._limit)
-            elif not self.is_open and used < _OPEN_BELOW:
+            elif not self.is_open and used < _OPEN_BELOW * self._room:
                 self._router.bind(self._endpoint)
                 self.is_open = True
         except zmq.ZMQError as error:  # it is not shut yet: it is tried again
             self._throttle.log("door", "%s: %s", self._endpoint, error.strerror)
 
-    def _next_fd(self) -> int:
+    def _used(self) -> int:
+        """How many files are open: as Linux 6.2 and later tell, or at least those below the lowest free number."""
         try:
-            found = os.dup(self._probe_fd)
+            free_fd = os.dup(self._probe_fd)
         except OSError:
             return self._limit
-        os.close(found)
-        return found
+        os.close(free_fd)
+        return max(free_fd, Path("/proc/self/fd").stat().st_size)

@@ -13,9 +13,10 @@ from kvstore.errors import ConfigError
 from kvstore.server.clients import IPC, TCP
 
 _WANTED: Final = 65_536
+_KEPT: Final = 512
 _OWN: Final = 32  # files of the server's own that it opens later: of the disk, of its pages
 _PER_CLIENT: Final = 2  # of this host: two sockets; of the network: one, and its duplicate
-_FEWEST: Final = 256  # clients
+_FEWEST: Final = 128  # clients
 _MOST: Final = {IPC: 2048, TCP: 16_384}
 
 
@@ -28,7 +29,7 @@ def allowed_clients(*, has_ipc: bool, has_tcp: bool) -> dict[int, int]:
     _raise_limit()
     limit = limit_of_files()
     used = sum(1 for _ in Path("/proc/self/fd").iterdir()) + _OWN
-    clients = (limit - limit // 4 - used) // _PER_CLIENT
+    clients = (room_for_clients(limit) - used) // _PER_CLIENT
     if clients < _FEWEST:
         raise ConfigError(
             f"this process may open {limit} files and has {used} of its own: too few for clients; raise the limit "
@@ -40,6 +41,11 @@ def allowed_clients(*, has_ipc: bool, has_tcp: bool) -> dict[int, int]:
         return {TCP: min(clients, _MOST[TCP])}
     near = min(max(clients // 8, _FEWEST // 2), _MOST[IPC])
     return {IPC: near, TCP: min(clients - near, _MOST[TCP])}
+
+
+def room_for_clients(limit: int) -> int:
+    """How many of the files that may be open clients and the server may have: the others are kept for a flood."""
+    return limit - max(limit // 4, _KEPT)
 
 
 def limit_of_files() -> int:

@@ -53,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 CONTROL_NAME: Final = "control"
 _FAILURES: Final = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_MONITOR: Final = "inproc://connections"
 _TICK_S: Final = 0.5
 _PAUSE_MS: Final = 2  # without a request, until work that can wait is done
 _TURN: Final = 64  # messages of one socket before the others have their turn
@@ -165,8 +166,10 @@ class Hub:
             self._door = Door(self._sockets[TCP], self._wake)
             self._watch = Watch(self._door.port, self._most[TCP])
             opened.callback(self._watch.close)
-            events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _FAILURES
-            self._monitor = self._sockets[TCP].get_monitor_socket(events)
+            self._sockets[TCP].monitor(_MONITOR, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _FAILURES)
+            self._monitor = self._context.socket(zmq.PAIR)
+            self._monitor.rcvhwm = 0  # a full queue stops ZeroMQ's thread, which then holds a lock that closing needs
+            self._monitor.connect(_MONITOR)
         self._intakes = {number: Intake(router) for number, router in self._sockets.items()}
         self._poller = zmq.Poller()
         keys = self._client_keys and self._client_keys.socket

@@ -76,7 +76,7 @@ def test_the_limit_of_files_bounds_the_clients(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
     monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.__setitem__(0, new[0]))
     few = allowed_clients(has_ipc=True, has_tcp=True)
-    assert 256 <= sum(few.values()) <= 384
+    assert 128 <= sum(few.values()) <= 256
     assert allowed_clients(has_ipc=True, has_tcp=False).keys() == {IPC}
     limits[:] = [1024, 1 << 20]
     many = allowed_clients(has_ipc=False, has_tcp=True)
@@ -104,19 +104,19 @@ def test_the_door_is_shut_while_few_files_are_left(monkeypatch: pytest.MonkeyPat
     router = context.socket(zmq.ROUTER)
     router.bind("tcp://127.0.0.1:0")
     made = Door(router, router.FD)
-    port, next_fd = made.port, 10
-    monkeypatch.setattr(made, "_next_fd", lambda: next_fd)
-    limit = files.limit_of_files()
+    port, used = made.port, 10
+    monkeypatch.setattr(made, "_used", lambda: used)
+    room = files.room_for_clients(files.limit_of_files())
 
     def is_open_at(share: float) -> bool:
-        nonlocal next_fd
-        next_fd = int(limit * share)
+        nonlocal used
+        used = int(room * share)
         for _ in range(100):  # what it was bound to is let go of by a thread of ZeroMQ's
             made.look()
         return made.is_open
 
-    assert is_open_at(door._SHUT_ABOVE - 0.01)
-    assert not is_open_at(door._SHUT_ABOVE + 0.01)
+    assert is_open_at(0.99)
+    assert not is_open_at(1.01)
     assert not is_open_at(door._OPEN_BELOW + 0.01)
     while not is_open_at(door._OPEN_BELOW - 0.01):
         pass
