@@ -13,8 +13,8 @@ from typing import Any, Final, NamedTuple, Self
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvstore.ops.entrance import HANG_UP
 from kvstore.protocol.loopback import is_from_here
-from kvstore.tools.proxy.entrance import HANG_UP
 from kvstore.tools.proxy.meters import ProxyMeters
 from kvstore.tools.proxy.options import ProxyOptions
 from kvstore.tools.proxy.reply import AnswerError, ClientGoneError, Reason, Reply

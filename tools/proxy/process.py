@@ -40,7 +40,7 @@ try:
     from starlette.routing import Route
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from kvstore.tools.proxy.entrance import entrance
+    from kvstore.ops.entrance import entrance
     from kvstore.tools.proxy.fleet import Fleet
     from kvstore.tools.proxy.gate import HEALTH, Doorkeeper, Endpoint, Gate
     from kvstore.tools.proxy.meters import ProxyMeters
