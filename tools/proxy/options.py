@@ -14,7 +14,7 @@ import typer
 
 from kvstore.errors import ConfigError
 from kvstore.protocol.loopback import is_loopback
-from kvstore.tools.proxy.listing import Listed, Listing, Receiver, read_listing
+from kvstore.tools.proxy.listing import Listed, Listing, Receiver
 
 _KEY: Final = re.compile(r"[\x21-\x7e]{8,512}")
 _MAX_FILE_BYTES: Final = 16 << 10
@@ -131,6 +131,8 @@ class ProxyOptions(Limits):
             ConfigError: not as they must be.
         """
         if self.engines_file is not None:
+            from kvstore.tools.proxy.enginesfile import read_listing  # noqa: PLC0415 - costs what a command costs
+
             return read_listing(self.engines_file)
         receivers = self.receivers or (None,) * len(self.decode)
         listing = Listing(
