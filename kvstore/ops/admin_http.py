@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import threading
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_CONNECTIONS: Final = 16
+_MAX_CONNECTIONS: Final = 64
 _MAX_BODY_BYTES: Final = 4 << 20  # half a million tokens
+_BODY_TIMEOUT_S: Final = 10.0
+_PATIENCE_S: Final = 10.0  # with a client that reads nothing of its answer
 _END_WAIT_S: Final = 5.0
 
 
@@ -119,28 +122,36 @@ def _make_server(respond: Respond, name: str) -> uvicorn.Server:
         import uvicorn  # noqa: PLC0415 - an extra
         from starlette.applications import Starlette  # noqa: PLC0415
         from starlette.concurrency import run_in_threadpool  # noqa: PLC0415
+        from starlette.requests import ClientDisconnect  # noqa: PLC0415
         from starlette.responses import PlainTextResponse  # noqa: PLC0415
         from starlette.routing import Route  # noqa: PLC0415
+
+        from kvstore.ops.entrance import entrance  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(f"{name}: {error.name} is not installed: pip install 'vllm-kvstore[admin]'") from error
 
     async def handle(request: Request) -> Response:
-        body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > _MAX_BODY_BYTES:
-                return PlainTextResponse("the body is too long\n", HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-        return await run_in_threadpool(respond, request, body)  # it may wait a moment
+        body = bytearray()
+        try:
+            async with asyncio.timeout(_BODY_TIMEOUT_S):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > _MAX_BODY_BYTES:
+                        return PlainTextResponse("the body is too long\n", HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+        except (TimeoutError, ClientDisconnect):
+            return PlainTextResponse("the body does not come\n", HTTPStatus.REQUEST_TIMEOUT)
+        return await run_in_threadpool(respond, request, bytes(body))  # it may wait a moment
 
     app = Starlette(routes=[Route("/{path:path}", handle, methods=["GET", "POST"])])
     return uvicorn.Server(
         uvicorn.Config(
             app,
+            http=entrance(_MAX_CONNECTIONS, _PATIENCE_S),
+            ws="none",
             log_config=None,  # the process configures its logging itself
             log_level=None,
             lifespan="off",
             loop="asyncio",
-            limit_concurrency=_MAX_CONNECTIONS,
             timeout_keep_alive=2,
             timeout_graceful_shutdown=1,
             server_header=False,

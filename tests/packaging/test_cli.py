@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,15 @@ def test_every_command_has_an_example_and_json(command: list[str]) -> None:
     assert result.exit_code == 0
     assert f"Example: kvstore {' '.join(command)}" in result.output
     assert "--json" in result.output
+
+
+def test_the_command_imports_nothing_that_only_some_commands_need() -> None:
+    """A probe runs it every few seconds."""
+    heavy = {"httpx", "numpy", "torch", "urllib.request", "vllm", "yaml"}
+    run = "from kvstore.tools.cli import main\ntry: main()\nfinally:"
+    code = f"import sys; sys.argv[1:] = ['ping', '--help']; {run} print({heavy} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == "set()"
 
 
 def test_version_as_json() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
+from kvstore.ops.entrance import entrance
 from kvstore.tools.demo.client import read_counter
-from kvstore.tools.proxy.entrance import entrance
 from kvstore.tools.proxy.listing import Receiver
 from kvstore.tools.proxy.options import ProxyOptions
 from kvstore.tools.proxy.process import Proxy

@@ -45,6 +45,7 @@ def test_checked(run_json: Run) -> None:
         (("--first-token",), "needs --decode-kv"),
         (("--host", "0.0.0.0"), "give --api-key-file too"),
         (("--api-key-file", "nowhere"), "cannot be read"),
+        (("--max-bodies-mb", "8"), "less than one body may have"),
         (("--engines", "nowhere"), "give either it, or --prefill, --decode and --decode-kv"),
     ],
 )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.request
-from http.client import HTTPException
 from typing import Annotated, Any
 
 import typer
@@ -48,6 +46,9 @@ def _ask(admin: str, path: str, method: str) -> dict[str, Any]:
     """
     if not admin.startswith("http://"):
         raise ConfigError(f"--admin is {admin!r}: it must be http://127.0.0.1:PORT")
+    import urllib.request  # noqa: PLC0415 - takes longer than most commands
+    from http.client import HTTPException  # noqa: PLC0415
+
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         request = urllib.request.Request(admin.rstrip("/") + path, method=method)  # noqa: S310 - http

@@ -10,7 +10,7 @@ import typer
 
 from kvstore.tools.console import FAILED, AsJson, errors, log_to_stderr, print_report
 from kvstore.tools.proxy.listing import Receiver
-from kvstore.tools.proxy.options import Choice, Limits, ProxyOptions, read_key
+from kvstore.tools.proxy.options import Choice, Limits, ProxyOptions, read_key, read_keys
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Entrance:
 
     host: Annotated[str, typer.Option(help="Where to listen; beyond loopback only with --api-key-file.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free port.")] = 8080
-    api_key_file: Annotated[Path | None, typer.Option(help="File with the key that clients must send.")] = None
+    api_key_file: Annotated[Path | None, typer.Option(help="File with the keys of clients, one a line.")] = None
     engine_api_key_file: Annotated[
         Path | None, typer.Option(help="File with the key for the engines; by default they get the client's.")
     ] = None
@@ -95,7 +95,7 @@ def proxy(
         bidirectional=engines.bidirectional,
         host=entrance.host,
         port=entrance.port,
-        api_key=_key(entrance.api_key_file),
+        api_keys=() if entrance.api_key_file is None else read_keys(entrance.api_key_file),
         engine_api_key=_key(entrance.engine_api_key_file),
         **asdict(tls),
         **asdict(limits),

@@ -6,18 +6,19 @@ import asyncio
 import hmac
 import re
 import secrets
-from collections.abc import Callable, Container, Coroutine, Mapping
+from collections.abc import Callable, Container, Coroutine, Iterable, Mapping
 from http import HTTPStatus
 from typing import Any, Final, NamedTuple, Self
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvstore.ops.entrance import HANG_UP
 from kvstore.protocol.loopback import is_from_here
-from kvstore.tools.proxy.entrance import HANG_UP
 from kvstore.tools.proxy.meters import ProxyMeters
 from kvstore.tools.proxy.options import ProxyOptions
 from kvstore.tools.proxy.reply import AnswerError, ClientGoneError, Reason, Reply
+from kvstore.tools.proxy.shares import Bound, Taken
 
 HEALTH: Final = "/health"
 
@@ -26,6 +27,7 @@ _REQUEST_ID: Final = re.compile(r"(?!.*___)[A-Za-z0-9._:\-]{1,128}")
 _TRACE_PARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _TRACE_STATE: Final = re.compile(r"[\x20-\x7e]{1,512}")
 _BODY_TIMEOUT_S: Final = 60.0
+_MIB: Final = 1 << 20
 
 Headers = Mapping[str, str]
 """Of a request, by their names in lower case; of several of one name the last."""
@@ -55,13 +57,13 @@ Answer = Callable[[Call, Reply], Coroutine[Any, Any, None]]
 class Doorkeeper:
     """Turns away who may not ask, and counts all answers. An ASGI middleware.
 
-    If there is a key, everything but ``/health`` needs it. Otherwise only programs on this machine may ask, see
+    If there are keys, everything but ``/health`` needs one. Otherwise only programs on this machine may ask, see
     ``is_from_here``.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str | None, paths: frozenset[str], meters: ProxyMeters) -> None:
+    def __init__(self, app: ASGIApp, api_keys: Iterable[str], paths: frozenset[str], meters: ProxyMeters) -> None:
         self._app = app
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._expected = [f"Bearer {key}".encode() for key in api_keys]
         self._paths = paths
         self._meters = meters
 
@@ -86,11 +88,11 @@ class Doorkeeper:
             await Reply(counted, request_id_of(headers)).error(refusal)
 
     def _refusal(self, path: str, headers: Headers) -> AnswerError | None:
-        if self._expected is None:
+        if not self._expected:
             message = "only programs on this machine may ask, under a loopback name"
             return None if is_from_here(headers) else AnswerError(Reason.FROM_A_BROWSER, message)
         given = headers.get("authorization", "").encode("latin-1")
-        if path == HEALTH or hmac.compare_digest(given, self._expected):
+        if path == HEALTH or sum(hmac.compare_digest(given, expected) for expected in self._expected):
             return None
         return AnswerError(Reason.WRONG_KEY, "the API key is missing or wrong", {"www-authenticate": "Bearer"})
 
@@ -137,7 +139,12 @@ class Gate:
         self.cut = 0  # requests ended by ``halt``
         self._options = options
         self._meters = meters
-        self._in_flight = 0
+        self._most_body_bytes = int(options.max_body_mb * _MIB)
+        share = options.key_share if len(options.api_keys) > 1 else 1.0
+        self._requests = Bound(options.max_requests, max(1, int(options.max_requests * share)))
+        most_bytes = int(options.max_bodies_mb * _MIB)
+        self._bodies = Bound(most_bytes, max(self._most_body_bytes, int(most_bytes * share)))
+        meters.in_flight.set_function(lambda: self._requests.taken)
         self._running: set[_Running] = set()
         self._is_halted = False
 
@@ -151,8 +158,6 @@ class Gate:
         """Answer a request, whatever happens."""
         headers = headers_of(scope)
         reply = Reply(send, request_id_of(headers))
-        self._in_flight += 1
-        self._meters.in_flight.inc()
         try:
             try:
                 await self._attend(answer, scope, headers, receive, reply)
@@ -162,19 +167,18 @@ class Gate:
         except ClientGoneError:
             reply.failure = "client_gone"
         finally:
-            self._in_flight -= 1
-            self._meters.in_flight.dec()
             if reply.failure is not None:
                 self._meters.errors.labels(reply.failure).inc()
 
     async def _attend(self, answer: Answer, scope: Scope, headers: Headers, receive: Receive, reply: Reply) -> None:
-        if self._in_flight > self._options.max_requests:
-            message = f"{self._options.max_requests} requests are under way: try again soon"
-            raise AnswerError(Reason.BUSY, message, {"retry-after": "1"})
-        with _Running(reply, self._running) as running:
+        key = headers.get("authorization", "") if self._options.api_keys else ""
+        running = _Running(reply, self._running)
+        with Taken(self._bodies, key) as bodies, Taken(self._requests, key) as requests, running:
             if self._is_halted:
                 running.end(_ending())
-            content = await self._body(headers, receive, running)
+            content = await self._body(headers, receive, running, bodies)
+            if not requests.take():  # only now: one whose body does not come keeps nobody out
+                raise _busy("too many requests are under way, or too many of this key")
             told = self._told(headers, reply.request_id)
             call = Call(scope["method"], scope["path"], content, told, reply.request_id)
             unwatch = scope["state"][HANG_UP](lambda: running.end(ClientGoneError("the client hung up")))
@@ -183,8 +187,8 @@ class Gate:
             finally:
                 unwatch()
 
-    async def _body(self, headers: Headers, receive: Receive, running: _Running) -> bytearray:
-        most = int(self._options.max_body_mb * (1 << 20))
+    async def _body(self, headers: Headers, receive: Receive, running: _Running, bodies: Taken) -> bytearray:
+        most = self._most_body_bytes
         declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > most:
             raise AnswerError(Reason.TOO_LARGE, f"the body has more than {most} bytes")
@@ -195,9 +199,12 @@ class Gate:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise ClientGoneError("the client hung up")
-                content += message.get("body", b"")
-                if len(content) > most:
+                piece = message.get("body", b"")
+                if len(content) + len(piece) > most:
                     raise AnswerError(Reason.TOO_LARGE, f"the body has more than {most} bytes")
+                if not bodies.take(len(piece)):
+                    raise _busy("the bodies under way are too large, or those of this key")
+                content += piece
                 if not message.get("more_body", False):
                     return content
         finally:
@@ -250,6 +257,10 @@ def request_id_of(headers: Headers) -> str:
 
 def _late() -> AnswerError:
     return AnswerError(Reason.SLOW_BODY, f"the body did not come within {_BODY_TIMEOUT_S:.0f} s")
+
+
+def _busy(why: str) -> AnswerError:
+    return AnswerError(Reason.BUSY, f"{why}: try again soon", {"retry-after": "1"})
 
 
 def _ending() -> AnswerError:

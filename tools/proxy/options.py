@@ -14,10 +14,10 @@ import typer
 
 from kvstore.errors import ConfigError
 from kvstore.protocol.loopback import is_loopback
-from kvstore.tools.proxy.listing import Listed, Listing, Receiver, read_listing
+from kvstore.tools.proxy.listing import Listed, Listing, Receiver
 
 _KEY: Final = re.compile(r"[\x21-\x7e]{8,512}")
-_MAX_FILE_BYTES: Final = 4096
+_MAX_FILE_BYTES: Final = 16 << 10
 
 
 class Choice(StrEnum):
@@ -32,7 +32,13 @@ class Limits:
     """How much, and how long: each is an option of the command. A client may leave a piece unread for ``timeout_s``."""
 
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest body of a request, in MiB.")] = 32.0
+    max_bodies_mb: Annotated[
+        float, typer.Option(min=0.001, help="Bodies of all requests under way, those still coming included, in MiB.")
+    ] = 512.0
     max_requests: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 256
+    key_share: Annotated[
+        float, typer.Option(min=0.01, max=1, help="How much of these two one of several API keys may take.")
+    ] = 0.5
     max_connections: Annotated[int, typer.Option(min=1, help="Connections of clients, idle ones included.")] = 4096
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two bytes of an answer.")] = 600.0
     connect_timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds to connect to an engine.")] = 5.0
@@ -55,9 +61,9 @@ class ProxyOptions(Limits):
         choice: by what the engine of a request is chosen.
         bidirectional: tell clients of streams where the KV of an answer is.
         first_token: begin streams with the token that the prefill engine computed, where that is the same.
-        host: where to listen; beyond loopback only with ``api_key``.
+        host: where to listen; beyond loopback only with ``api_keys``.
         port: 0 for any free one.
-        api_key: what clients must present.
+        api_keys: of which clients must present one; with several, none may take more than ``key_share``.
         engine_api_key: what the proxy presents to engines; None passes on the client's.
         tls_cert: file of the certificates that clients see; None for plain HTTP.
         tls_key: file of its key.
@@ -73,7 +79,7 @@ class ProxyOptions(Limits):
     first_token: bool = False
     host: str = "127.0.0.1"
     port: int = 0
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
     engine_api_key: str | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
@@ -96,12 +102,17 @@ class ProxyOptions(Limits):
                 f"--decode-kv is given {len(self.receivers)} times and --decode {len(self.decode)} times: give one for "
                 "each, in the same order, or none"
             )
+        if self.max_bodies_mb < self.max_body_mb:
+            raise ConfigError(
+                f"--max-bodies-mb is {self.max_bodies_mb:g}, less than one body may have: raise it, or lower "
+                f"--max-body-mb, which is {self.max_body_mb:g}"
+            )
         listing = self.listing()
         if self.bidirectional and self.engines_file is None and not self.receivers:
             raise ConfigError("--bidirectional needs --decode-kv: it tells clients where the KV of an answer is")
         if self.first_token and self.engines_file is None and not self.receivers:
             raise ConfigError("--first-token needs --decode-kv: it is for prompts whose KV is handed over")
-        if not is_loopback(self.host) and self.api_key is None:
+        if not is_loopback(self.host) and not self.api_keys:
             raise ConfigError(
                 f"--host is {self.host!r}, which other machines can reach: give --api-key-file too, or leave it out"
             )
@@ -120,6 +131,8 @@ class ProxyOptions(Limits):
             ConfigError: not as they must be.
         """
         if self.engines_file is not None:
+            from kvstore.tools.proxy.enginesfile import read_listing  # noqa: PLC0415 - costs what a command costs
+
             return read_listing(self.engines_file)
         receivers = self.receivers or (None,) * len(self.decode)
         listing = Listing(
@@ -166,17 +179,32 @@ def read_key(path: Path) -> str:
     """The API key in a file, on its only line.
 
     Raises:
-        ConfigError: there is none, or other users can read the file.
+        ConfigError: there is none, or several, or other users can read the file.
+    """
+    keys = read_keys(path)
+    if len(keys) > 1:
+        raise ConfigError(f"the file {path} holds {len(keys)} API keys: it must be one")
+    return keys[0]
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """The API keys in a file, one a line.
+
+    Raises:
+        ConfigError: there is none, or something else, or other users can read the file.
     """
     _require_private(path)
     try:
         with path.open("rb") as file:
-            key = file.read(_MAX_FILE_BYTES).strip().decode("ascii", "replace")
+            keys = file.read(_MAX_FILE_BYTES + 1).decode("ascii", "replace").split("\n")
     except OSError as error:
         raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from error
-    if _KEY.fullmatch(key) is None:
+    found = tuple(dict.fromkeys(key for line in keys if (key := line.strip())))
+    if not found or not all(map(_KEY.fullmatch, found)):
         raise ConfigError(f"the file {path} holds no API key: it must be 8 to 512 characters without spaces")
-    return key
+    if sum(map(len, keys)) + len(keys) > _MAX_FILE_BYTES:
+        raise ConfigError(f"the file {path} has more than {_MAX_FILE_BYTES} bytes: use fewer API keys")
+    return found
 
 
 def _require_private(path: Path) -> None:

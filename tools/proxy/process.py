@@ -8,6 +8,7 @@ process ── routes ── asks      what each engine is told
 │          │            └─ upstream   connections to them
 │          └──────── events    streams
 ├─ gate ──────────── reply     who may ask, and how an answer ends
+│  └─ shares                   how much they may take
 └─ entrance                    connections of clients
 """
 
@@ -41,7 +42,7 @@ try:
     from starlette.routing import Route
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from kvstore.tools.proxy.entrance import entrance
+    from kvstore.ops.entrance import entrance
     from kvstore.tools.proxy.fleet import Fleet
     from kvstore.tools.proxy.gate import HEALTH, Doorkeeper, Endpoint, Gate
     from kvstore.tools.proxy.meters import ProxyMeters
@@ -84,7 +85,7 @@ class Proxy:
         )
         others.router.redirect_slashes = False
         direct = {("POST", path): generate for path in _GENERATING}
-        self.app = Doorkeeper(_Shortcut(direct, others), options.api_key, paths, meters)
+        self.app = Doorkeeper(_Shortcut(direct, others), options.api_keys, paths, meters)
 
     def _routes(self, generate: Endpoint, forward: Endpoint) -> list[Route]:
         forwarded = [Route(path, forward, methods=[method]) for path, method in _FORWARDED.items()]

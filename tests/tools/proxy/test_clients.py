@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
@@ -85,6 +86,29 @@ class TestClients:
         assert counted(client, "errors_total", reason="slow_body") == 1
         assert counted(client, "in_flight") == 0
 
+    def test_those_whose_bodies_do_not_come_keep_nobody_out(self, serve: Serve) -> None:
+        client = serve(max_requests=1)
+        with ExitStack() as stack:
+            for _ in range(3):
+                stack.enter_context(unfinished(client, b"{"))
+            assert client.post(PATH, json=ASKED).status_code == 200
+
+    def test_bodies_share_a_budget(self, serve: Serve, decode: FakeEngine) -> None:
+        client = serve(max_body_mb=0.1, max_bodies_mb=0.15)
+        large = b'{"prompt": "' + b"x" * 90_000
+        with unfinished(client, large) as first:
+            wait_for("its body is there", lambda: client.post(PATH, content=large + b'"}').status_code == 503)
+            assert client.post(PATH, json=ASKED).status_code == 200, "a small one has room"
+            assert counted(client, "errors_total", reason="busy") >= 1
+            first.sendall(b'"}')
+        decode.script.holds_after = 0
+        wait_for("it is over", lambda: counted(client, "in_flight") == 0)
+        with send_raw(client, large + b'"}'):
+            wait_for("the engine has it", lambda: decode.held == 1)
+            assert client.post(PATH, content=large + b'"}').status_code == 503, "one that is being answered counts"
+        decode.gate.set()
+        wait_for("it is given back", lambda: client.post(PATH, content=large + b'"}').status_code == 200)
+
     def test_too_many_at_once(self, serve: Serve, decode: FakeEngine) -> None:
         decode.script.holds_after = 1
         client = serve(max_requests=2)
@@ -143,9 +167,38 @@ class TestClients:
         assert client.post(PATH, json=STREAMED).content.endswith(DONE)
 
 
+@contextmanager
+def unfinished(client: httpx.Client, begin: bytes, more: str = "") -> Iterator[socket.socket]:
+    """A connection on which two bytes of a body are missing."""
+    with socket.create_connection((client.base_url.host, client.base_url.port or 0), timeout=20) as connection:
+        head = f"POST {PATH} HTTP/1.1\r\nHost: 127.0.0.1\r\n{more}Content-Length: {len(begin) + 2}\r\n\r\n"
+        connection.sendall(head.encode() + begin)
+        yield connection
+
+
 class TestKeys:
+    def test_one_key_leaves_a_share_to_others(self, serve: Serve, decode: FakeEngine) -> None:
+        client = serve(max_requests=4, max_body_mb=0.1, max_bodies_mb=0.2, api_keys=("greedy-key", "modest-key"))
+        greedy, modest = ({"Authorization": f"Bearer {name}-key"} for name in ("greedy", "modest"))
+        large = b'{"prompt": "' + b"x" * 90_000
+        with unfinished(client, large, "Authorization: Bearer greedy-key\r\n"):
+            wait_for(
+                "its body is there",
+                lambda: client.post(PATH, content=large + b'"}', headers=greedy).status_code == 503,
+            )
+            assert client.post(PATH, content=large + b'"}', headers=modest).status_code == 200
+        decode.script.holds_after = 1
+        streams = [client.stream("POST", PATH, json=STREAMED, headers=greedy) for _ in range(2)]
+        for stream in streams:
+            stream.__enter__()
+        assert client.post(PATH, json=ASKED, headers=greedy).status_code == 503
+        assert client.post(PATH, json=ASKED, headers=modest).status_code == 200
+        decode.gate.set()
+        for stream in streams:
+            stream.__exit__(None, None, None)
+
     def test_clients_need_the_key(self, serve: Serve, prefill: FakeEngine, decode: FakeEngine) -> None:
-        client = serve(api_key="secret-key")
+        client = serve(api_keys=("other-key", "secret-key"))
         for given in ({}, {"Authorization": "Bearer secret-kex"}, {"Authorization": "secret-key"}):
             for method, path in (("POST", PATH), ("GET", "/metrics"), ("GET", "/v1/models"), ("GET", "/nothing")):
                 answer = client.request(method, path, headers=given)
@@ -159,7 +212,7 @@ class TestKeys:
         assert [seen.headers["authorization"] for seen in (prefill.last, decode.last)] == ["Bearer secret-key"] * 2
 
     def test_engines_may_have_another(self, serve: Serve, prefill: FakeEngine, decode: FakeEngine) -> None:
-        client = serve(api_key="secret-key", engine_api_key="engine-key")
+        client = serve(api_keys=("secret-key",), engine_api_key="engine-key")
         client.post(PATH, json=ASKED, headers={"Authorization": "Bearer secret-key"}).raise_for_status()
         assert [seen.headers["authorization"] for seen in (prefill.last, decode.last)] == ["Bearer engine-key"] * 2
 

@@ -20,7 +20,7 @@ from support.proxied import PATH, counted
 from support.redis_server import wait_for
 from uvicorn.server import ServerState
 
-from kvstore.tools.proxy import entrance
+from kvstore.ops import entrance
 
 Serve = Callable[..., httpx.Client]
 
@@ -106,22 +106,30 @@ def test_requests_that_do_not_wait_for_answers(serve: Serve) -> None:
         assert is_closed(connection)
 
 
-def test_too_many_connections(serve: Serve) -> None:
+def test_one_connection_too_many_takes_the_place_of_the_idlest(serve: Serve) -> None:
     client = serve(max_connections=4)
     assert client.get("/health").status_code == 200
     with ExitStack() as stack:
-        held = [stack.enter_context(connected(client)) for _ in range(3)]
+        held = [stack.enter_context(connected(client)) for _ in range(5)]
+        assert is_closed(held[0])
+        assert counted(client, "in_flight") == 0, "the client's own was closed, too, and another one comes in"
+        assert is_closed(held[1])
+        held[4].sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert begun(held[4])
+
+
+def test_where_all_are_answered_nobody_else_comes_in(serve: Serve, decode: FakeEngine) -> None:
+    decode.script.holds_after = 0
+    client = serve(max_connections=2)
+    with connected(client) as first, connected(client) as second:
+        for connection in (first, second):
+            connection.sendall(HEAD + LARGE_ASKED)
+        wait_for("both are being answered", lambda: decode.held == 2)
         with connected(client) as one_more:
             assert is_closed(one_more)
-        held[0].close()
-        assert counted(client, "in_flight") == 0, "those who are in are answered"
-
-        def comes_in() -> bool:
-            with connected(client) as another:
-                another.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-                return not is_closed(another)
-
-        wait_for("one has left, so one may come in", comes_in)
+        decode.gate.set()
+        assert begun(first)
+        assert begun(second)
 
 
 def is_served(client: httpx.Client) -> bool:

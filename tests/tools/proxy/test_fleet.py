@@ -14,7 +14,8 @@ from support.proxied import ASKED, PATH, STREAMED, TO_A, TO_B, counted
 from support.redis_server import wait_for
 
 from kvstore.errors import ConfigError
-from kvstore.tools.proxy.listing import Listed, read_listing
+from kvstore.tools.proxy.enginesfile import read_listing
+from kvstore.tools.proxy.listing import Listed
 
 Serve = Callable[..., httpx.Client]
 

@@ -9,12 +9,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
 from support.fake_parts import BLOCK, CHUNK, Setup
 from support.fake_vllm import FakeVllm
+from support.redis_server import wait_for
 from support.remote import FakeServer
 from support.uses import uses_of
 from typer.testing import CliRunner
@@ -296,6 +298,40 @@ def test_pages_in_a_browser_are_turned_away(client: httpx.Client) -> None:
         ({"Origin": "https://evil.example"}, 403),
     ):
         assert client.get("/health", headers=headers).status_code == status, headers
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"GET /healthz HTT",
+        b"POST /kv HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{",
+        b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    ],
+    ids=["nothing", "half a head", "half a body", "all, and the answer is not read"],
+)
+def test_idle_and_slow_connections_keep_no_probe_out(client: httpx.Client, said: bytes) -> None:
+    """However many there are: those that wait for longest make room."""
+    address = "127.0.0.1", client.base_url.port or 0
+    with ExitStack() as stack:
+        for _ in range(80):
+            stack.enter_context(socket.create_connection(address, timeout=20)).sendall(said)
+        probe = stack.enter_context(socket.create_connection(address, timeout=20))
+        probe.sendall(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert probe.recv(12, socket.MSG_WAITALL) == b"HTTP/1.1 200"
+
+
+def test_who_is_answered_keeps_a_place(client: httpx.Client, vllm: FakeVllm) -> None:
+    """A clear waits for the engine's next step."""
+    with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        asked = pool.submit(client.post, "/clear")
+        wait_for("it is being answered", lambda: vllm.scheduler._actions.qsize() == 1)
+        address = "127.0.0.1", client.base_url.port or 0
+        connections = [stack.enter_context(socket.create_connection(address, timeout=20)) for _ in range(80)]
+        assert connections[0].recv(1) == b"", "it was closed in favour of a later one"
+        while not asked.done():
+            vllm.step()
+    assert asked.result().status_code == 200
 
 
 def test_wrong_paths_and_methods(client: httpx.Client) -> None:

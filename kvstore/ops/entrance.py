@@ -1,4 +1,7 @@
-"""Connections of clients: HTTP by uvicorn, with bounds on their number, on their heads and on what they ask ahead."""
+"""HTTP connections of clients, by uvicorn, with bounds on their number, on their heads and on what they ask ahead.
+
+Uvicorn alone waits for ever for a head, and counts a connection that says nothing like one that asks.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,16 @@ _MAX_WAITING: Final = 8
 
 
 def entrance(max_connections: int, patience_s: float) -> type[HttpToolsProtocol]:
-    """The protocol for at most so many connections; one more is closed at once.
+    """The protocol for at most so many connections.
+
+    One more takes the place of the one that has asked for nothing for longest, be it silent, slow with its request or
+    kept after an answer. Where all are being answered, the new one is closed.
 
     Args:
         max_connections: of all clients.
         patience_s: how long one may read nothing of what waits for it.
     """
+    waiting: dict[Entrance, None] = {}  # for requests, or for the rest of one; the one that does so longest is first
 
     class Entrance(HttpToolsProtocol):
         """One connection of a client. One whose next head is too large, or does not come in time, is closed.
@@ -45,12 +52,18 @@ def entrance(max_connections: int, patience_s: float) -> type[HttpToolsProtocol]
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             if len(self.connections) > max_connections:
-                transport.abort()
-                return
+                if not waiting:
+                    transport.abort()
+                    return
+                oldest = next(iter(waiting))
+                del waiting[oldest]
+                oldest.transport.abort()
+            self._note()
             self._start_timer()
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
+            waiting.pop(self, None)
             for cycle in self._cycles:
                 cycle.disconnected = True
             self._stop_timer()
@@ -93,6 +106,10 @@ def entrance(max_connections: int, patience_s: float) -> type[HttpToolsProtocol]
             if self._at_hang_up:
                 self.flow.resume_reading()  # uvicorn stops behind what is asked ahead, too
 
+        def on_message_complete(self) -> None:
+            super().on_message_complete()
+            self._note()
+
         def pause_writing(self) -> None:
             super().pause_writing()
             self._wait_for_reader()
@@ -103,8 +120,16 @@ def entrance(max_connections: int, patience_s: float) -> type[HttpToolsProtocol]
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
+            self._note()
             if self._unread_timer is None:  # a little may wait that pauses nothing, and closing waits for it
                 self._wait_for_reader()
+
+        def _note(self) -> None:
+            """Note whether it waits, or a request that is wholly there is being answered."""
+            if any(not cycle.more_body and not cycle.response_complete for cycle in self._cycles):
+                waiting.pop(self, None)
+            else:
+                waiting.setdefault(self)
 
         def _wait_for_reader(self, before_bytes: float = math.inf) -> None:
             """Close the connection unless the client reads; nothing is added to what waits for it meanwhile."""
