@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.fake_parts import BLOCK, CHUNK, ONE_GROUP, FakeRequest
-from support.gate import HANG_GUARD_S
+from support.gate import HANG_GUARD_S, Gate
 from support.idle import are_loads_idle
 
 from kvstore.adapters.vllm.plan import Fetch, FetchResult, StepPlan, StepReport, StepResult, WorkerFacts
@@ -22,7 +23,7 @@ from kvstore.adapters.vllm.scheduler.loads import LoadPlanner
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.scheduler.steps import Step
-from kvstore.adapters.vllm.worker.background import Background
+from kvstore.adapters.vllm.worker.background import SLOW_LOADS, Background
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import LoadStep, Place
 from kvstore.keys import NO_EXTRAS, Namespace
@@ -51,7 +52,7 @@ class FakeMover:
         )
         self.paged = SimpleNamespace(streams=streams)
 
-    def for_thread(self) -> FakeMover:
+    def for_thread(self, _paged: object = None) -> FakeMover:
         return self
 
     def load(self, jobs: Sequence[LoadJob]) -> LoadResult:
@@ -84,6 +85,34 @@ def test_a_load_beside_waits_for_what_was_launched_before_it() -> None:
     mover = FakeMover()
     fetched_by(mover, revoked=False)
     assert mover.calls[:4] == ["moment", "after", "moment", "load 1"]  # the second one is the watch's
+
+
+def test_slow_loads_go_side_by_side_and_their_time_in_the_queue_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As many hang as may go at once, and one more waits for a thread."""
+    gate, began = Gate(), threading.Semaphore(0)
+
+    def load(_self: FakeMover, _jobs: Sequence[LoadJob]) -> LoadResult:
+        began.release()
+        gate()
+        return LoadResult(set(), set())
+
+    monkeypatch.setattr(FakeMover, "load", load)
+    mover: Any = FakeMover()
+    courier = Background(mover)
+    job = LoadJob(LoadStep(make_ref(1), 0, Place.DISK), as_block_ids([1]), 0)
+    for number in range(SLOW_LOADS):
+        courier.fetch(Fetch(number, "one", [job]))
+    begun = [began.acquire(timeout=HANG_GUARD_S) for _ in range(SLOW_LOADS)]
+    courier.fetch(Fetch(SLOW_LOADS, "last", [job]))
+    begun_more = began.acquire(timeout=0.02)
+    gate.open()
+    assert courier.wait(HANG_GUARD_S)
+    assert (begun, begun_more) == ([True] * SLOW_LOADS, False)
+    (last,) = (fetched for fetched in courier.take_fetched() if fetched.fetch.number == SLOW_LOADS)
+    assert last.seconds >= 0.02, "it was in the queue for as long"
+    courier.stop()
 
 
 def test_nobody_relies_on_a_load_that_another_request_waits_for() -> None:
