@@ -15,7 +15,7 @@ from support.idle import are_loads_idle
 
 from kvstore.adapters.vllm.plan import Fetch, FetchResult, StepPlan, StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover
-from kvstore.adapters.vllm.requests.rows import NO_STATES
+from kvstore.adapters.vllm.requests.rows import NO_STATES, RowMap
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice, LoadRules
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions, Handovers
@@ -25,7 +25,9 @@ from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.scheduler.steps import Step
 from kvstore.adapters.vllm.worker.background import SLOW_LOADS, Background
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import LoadStep, Place
+from kvstore.catalog.plans import LoadStep, Match, Place
+from kvstore.checkpoints.groups import Group, Groups, Kind
+from kvstore.checkpoints.parts import Checkpoints
 from kvstore.keys import NO_EXTRAS, Namespace
 from kvstore.layout import KVLayout
 from kvstore.testing.harness import make_ref
@@ -140,6 +142,31 @@ def scheduler_of(num_ranks: int) -> StoreScheduler:
     scheduler = StoreScheduler(SchedulerOptions(RULES))
     scheduler.connect([FACTS] * num_ranks)
     return scheduler
+
+
+def test_steps_of_many_decodes_teach_nothing_of_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[int] = []
+    monkeypatch.setattr(LoadChoice, "computed", lambda _, num_tokens, seconds: computed.append(num_tokens))
+    scheduler = scheduler_of(1)
+    for scheduled in ({f"{number}": 1 for number in range(128)}, {"one": 256}):
+        plan = scheduler.plan_step(scheduled, lambda _: [[]])
+        assert plan.computes
+        scheduler.complete(StepReport(computed=plan.number))
+    assert computed == [0, 256]
+
+
+def test_a_checkpoint_counts_where_it_lies_and_by_its_bytes() -> None:
+    groups = Groups((Group(Kind.FULL, BLOCK, LAYOUT.block_bytes), Group(Kind.WINDOW, BLOCK, 3 * BLOCK, 5 * BLOCK)))
+    checkpoints = Checkpoints((groups,), (LAYOUT,))
+    parts, chunk = tuple(checkpoints.refs(make_ref(1).prefix_key, CHUNK)), make_ref(1, CHUNK // BLOCK)
+    where = {chunk: Place.MEMORY, **dict.fromkeys(parts, Place.REMOTE)}
+    index: Any = SimpleNamespace(source=lambda ref, _told: where[ref])
+    planner = LoadPlanner(index, RULES, LoadChoice(LoadRules()), 1, RowMap(groups, checkpoints))
+    spec = LoadSpec(Match((chunk,), CHUNK, 0, parts, CHUNK), 0, CHUNK)
+    part_blocks = sum(part.num_blocks for part in parts)
+    assert part_blocks > 0
+    assert planner.carried(spec) == {Place.MEMORY: CHUNK, Place.REMOTE: part_blocks * BLOCK}
+    assert planner.sources(spec) == {Place.MEMORY: CHUNK}
 
 
 def acked(scheduler: StoreScheduler) -> int:
