@@ -212,15 +212,16 @@ class DevicePagedKV:
             places.last_use = self.streams.now()
 
     def _carry_whole(self, way: Way, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
-        """Carry whole chunks, as many at once as fit into a buffer. A moment for each."""
+        """Carry whole chunks, as many at once as fit into a buffer, by one thread at a time. A moment for each."""
         for chunk in chunks:
             check_block_ids(chunk.block_ids, self._allowed)  # before anything is copied
             self._check_fits(chunk.chunk_blocks * self.layout.block_bytes)
         moments: list[Moment] = []
-        for some in self._batches(self._all_layers, chunks):
-            places = self._ring.write([_pieces(own) for own in some])
-            for own, part in zip(some, places.parts(), strict=True):
-                moments += [self._carry(way, self._all_layers, own, part)] * len(own)
+        with self._staging.lock:
+            for some in self._batches(self._all_layers, chunks):
+                places = self._ring.write([_pieces(own) for own in some])
+                for own, part in zip(some, places.parts(), strict=True):
+                    moments += [self._carry(way, self._all_layers, own, part)] * len(own)
         return moments
 
     def _check_fits(self, size_bytes: int) -> None:

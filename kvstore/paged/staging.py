@@ -7,6 +7,7 @@ current stream, and a third may wait for either. Moments order all of it on the 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -26,10 +27,12 @@ class Staging:
 
     Attributes:
         last_use: the end of the last gather or scatter. Set also if one raised.
+        lock: for callers on several threads.
     """
 
     def __init__(self, size_bytes: int, streams: Streams) -> None:
         self.size_bytes = size_bytes
+        self.lock = threading.Lock()
         self.last_use: Moment = None
         self._streams = streams
         self.buffers = [streams.allocate(size_bytes) for _ in range(BUFFERS)]

@@ -3,8 +3,7 @@
 On the host gathers and scatters run within the call, because the blocks belong to a model that must not run meanwhile.
 On a device they are launched, in the order of what the model launches, and nobody waits for them but who needs the
 bytes: slots remember how long the device uses them. Reads from slower tiers run on their lanes' threads, several at
-once, and the caller scatters each chunk as it arrives. Writes run on other threads, after the call, so that a load
-never queues behind a store.
+once, and the caller scatters each chunk as it arrives. Writes run on other threads, after the call.
 """
 
 from __future__ import annotations
@@ -145,12 +144,14 @@ class Mover:
         may_borrow = is_passage and Place.DISK not in self._lanes and not self.launches
         self._may_lend = self._lanes.get(Place.REMOTE) if may_borrow else None
 
-    def for_thread(self) -> Mover:
+    def for_thread(self, paged: PagedKV | None = None) -> Mover:
         """A mover over the same tiers for another thread, for blocks that the model does not use meanwhile.
 
-        It has its own counters, uses no copies on the device, and must be at rest when this one is closed.
+        It has its own counters, uses no copies on the device, and must be at rest when this one is closed. ``paged`` is
+        that of a mover whose streams and buffers it shares to load; None for its own.
         """
-        return Mover(self.paged.for_thread(), self.cpu, self._lanes, stuck=self._stuck, is_passage=self._is_passage)
+        paged = self.paged.for_thread() if paged is None else paged
+        return Mover(paged, self.cpu, self._lanes, stuck=self._stuck, is_passage=self._is_passage)
 
     def load(self, jobs: Sequence[LoadJob]) -> LoadResult:
         """Load chunks into the paged cache; the blocks of those that failed hold garbage.
@@ -388,8 +389,7 @@ class Mover:
 
     def flush(self, timeout_s: float) -> Flushed:
         """Wait until all writes and removals so far have ended. Returns how those since the last flush ended."""
-        deadline_s = time.monotonic() + timeout_s
-        flushed = Flushed()
+        deadline_s, flushed = time.monotonic() + timeout_s, Flushed()
         for lane in self._lanes.values():
             flushed = flushed.plus(lane.flush(max(0.0, deadline_s - time.monotonic())))
         return flushed

@@ -18,10 +18,14 @@ class Stopwatch:
 
     Args:
         paged: whose current stream the copies are launched on.
+
+    Attributes:
+        queued_s: how long it took until a thread began; counts in full.
     """
 
     def __init__(self, paged: PagedKV) -> None:
         self._streams = paged.streams
+        self.queued_s = 0.0
         self._host_s = 0.0
         self._begin_s = 0.0
         self._begin: Moment = None
@@ -46,4 +50,4 @@ class Stopwatch:
     def seconds(self) -> float:
         """What it took; once it ``has_stopped``."""
         device_s = sum(self._streams.seconds_between(begin, end) for begin, end in self._laps)
-        return max(self._host_s, device_s)
+        return self.queued_s + max(self._host_s, device_s)

@@ -56,6 +56,7 @@ COMMON: dict[str, Bound] = {
     "KV event, 50,000 chunks of one prefix": Bound(1.0, 0.50),
     "256 lookups at 3 ms, longest pass": Bound(1.0, 0.40),
     "500 requests of 32,768 tokens wait, a step": Bound(1.0, 0.60),
+    "load from memory, while a disk hangs": Bound(1.0, 1.0),
     "keys of 131,072 tokens, 1,024 images": Bound(1.0, 0.40),
     "GPU to host": Bound(0.90, 0.0),  # nobody has recorded any yet
     "host to GPU": Bound(0.90, 0.0),

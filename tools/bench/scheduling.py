@@ -1,8 +1,9 @@
-"""The lines of what delays vLLM's scheduler: events, the lookups of one pass, keys. Their limits are targets."""
+"""The lines of what delays vLLM's scheduler, or a request: events, lookups, keys, loads. Their limits are targets."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -10,26 +11,35 @@ from dataclasses import dataclass
 from functools import partial
 from tempfile import TemporaryDirectory
 
-from kvstore.adapters.vllm.plan import WorkerFacts
+import torch
+
+from kvstore.adapters.vllm.plan import Fetch, WorkerFacts
 from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadRules
 from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.telemetry.announcer import Adapter, Announcer
+from kvstore.adapters.vllm.worker.background import Background
 from kvstore.catalog.index import ChunkIndex
+from kvstore.catalog.plans import LoadStep, Place, StoreStep
 from kvstore.catalog.remote_view import RemoteView
 from kvstore.catalog.sequence import chunk_refs
-from kvstore.chunks import ChunkRef
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.keys import NO_EXTRAS, Feature, KeyExtras, PrefixHasher
 from kvstore.layout import KVLayout
+from kvstore.memory.labelled import LabelledPool
+from kvstore.memory.slabs import SlabPool
 from kvstore.tiers import open_tier
-from kvstore.tiers.base import TierSetup
+from kvstore.tiers.base import TierSetup, Transfer
 from kvstore.tiers.directory import RemoteDirectory
 from kvstore.tiers.guards import TierWrapper
 from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.lines import Line, Subject
 from kvstore.tools.bench.samples import NAMESPACE, Pair, require, timed
+from kvstore.tools.bench.workbench import Workbench
+from kvstore.transfer.lane import Lane
+from kvstore.transfer.mover import LoadJob, Mover, StoreJob, as_block_ids
 
 EVENT_CHUNKS = 50_000
 EVENT_ROUNDS = 100
@@ -37,11 +47,13 @@ LOOKUP_REQUESTS = 256
 LOOKUP_LATENCY_S = 0.003
 KEY_TOKENS = 131_072
 KEY_IMAGES = 1_024
+LOAD_CHUNKS = 16
 ROUNDS = 15
 WAITING_REQUESTS = 500
 WAITING_TOKENS = 32_768
 _TIMEOUT_S = 0.5  # the default of lookup_timeout_ms
 _STEP_S = 0.02  # between two passes, while other requests decode
+_POLL_S = 0.0005
 _BLOCKS = 16  # of a chunk
 _TINY = Geometry("tiny", layers=1, kv_heads=1, head_size=8)
 EVENT = Subject(
@@ -59,6 +71,11 @@ WAITING = Subject(
     "500 requests of 32,768 tokens wait, a step",
     "3 ms",
     "what each step costs the scheduler while 500 requests wait for a load of their common prefix",
+)
+BESIDE = Subject(
+    "load from memory, while a disk hangs",
+    "50 ms",
+    "an asynchronous load of 16 chunks from memory, until it is seen to have ended; a read of another request hangs",
 )
 KEYS = Subject("keys of 131,072 tokens, 1,024 images", "100 ms", "the keys of a new prompt, from a Python list")
 
@@ -92,6 +109,16 @@ class _Far(TierWrapper):
         return [True] * len(refs)
 
 
+class _Hanging(TierWrapper):
+    """Answers no read before it may."""
+
+    may_answer = threading.Event()
+
+    def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        self.may_answer.wait(_TIMEOUT_S * ROUNDS)
+        return [Outcome.FAILED] * len(transfers)
+
+
 def measure_scheduling() -> list[Line]:
     """Measure what the scheduler's thread does for events, lookups and keys.
 
@@ -102,6 +129,7 @@ def measure_scheduling() -> list[Line]:
         EVENT.line(_TINY, [Pair(50e-6, seconds) for seconds in _events()]),
         PASS.line(_TINY, [Pair(10e-3, _longest_pass()) for _ in range(ROUNDS)]),
         WAITING.line(_TINY, [Pair(3e-3, seconds) for seconds in _steps_of_waiting()]),
+        BESIDE.line(_TINY, [Pair(50e-3, seconds) for seconds in _loads_beside_a_hanging_disk()]),
         KEYS.line(_TINY, [Pair(100e-3, seconds) for seconds in _keys()]),
     ]
 
@@ -170,6 +198,37 @@ def _steps_of_waiting() -> list[float]:
             if number:  # the first step looks each of them up
                 seconds.append(took_s)
     return seconds
+
+
+def _loads_beside_a_hanging_disk() -> list[float]:
+    """The times of some loads from memory while a read hangs."""
+    bench = Workbench(_TINY, LOAD_CHUNKS)
+    pool = LabelledPool(SlabPool(LOAD_CHUNKS + 1, bench.paged.layout.slot_bytes, torch.device("cpu")))
+    refs = [ChunkRef(os.urandom(16), _BLOCKS) for _ in range(LOAD_CHUNKS + 1)]
+    ids = [as_block_ids(range(first * _BLOCKS, (first + 1) * _BLOCKS)) for first in range(LOAD_CHUNKS)]
+    with TemporaryDirectory() as folder:
+        setup = TierSetup(NAMESPACE, bench.paged.layout, 1 << 20, {"folder": folder})
+        disk = _Hanging(open_tier("disk", setup))
+        mover = Mover(bench.paged, pool, {Place.DISK: Lane(pool, disk, lambda *_: None)})
+        background = Background(mover)
+        mover.store([StoreJob(StoreStep(refs[slot], slot, ()), blocks) for slot, blocks in enumerate(ids)])
+        loads = [LoadJob(LoadStep(refs[slot], slot, Place.MEMORY), blocks, 0) for slot, blocks in enumerate(ids)]
+        background.fetch(Fetch(0, "slow", [LoadJob(LoadStep(refs[-1], LOAD_CHUNKS, Place.DISK), ids[0], 0)]))
+        seconds = [timed(partial(_load, background, Fetch(number + 1, "brief", loads)))[0] for number in range(ROUNDS)]
+        disk.may_answer.set()
+        background.stop()
+        require(background.wait(_TIMEOUT_S), "a load has not ended")
+        mover.close(_TIMEOUT_S)
+    return seconds
+
+
+def _load(background: Background, fetch: Fetch) -> None:
+    """Load, and wait for it."""
+    background.fetch(fetch)
+    deadline_s = time.perf_counter() + _TIMEOUT_S
+    while fetch.number not in {fetched.fetch.number for fetched in background.take_fetched()}:
+        require(time.perf_counter() < deadline_s, "a load from memory waits for a disk that hangs")
+        time.sleep(_POLL_S)
 
 
 def _keys() -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,7 +12,8 @@ from kvstore.catalog.plans import Place
 BRIEF_S: Final = 0.01  # a load from memory that would hold up others for longer is asynchronous
 RETRY_EVERY: Final = 16  # of so many loads that seem too slow, one is done anyway, to measure again
 _LEAST_SAMPLES: Final = 3
-_LEAST_TOKENS: Final = 64  # fewer measure the overhead, and a step of fewer decodes
+_LEAST_TOKENS: Final = 64  # fewer measure the overhead; a request has fewer in a step that decodes it
+_PREFILL_SHARE: Final = 0.75  # of a step's tokens, for it to measure prefill
 _WEIGHT: Final = 0.3  # of the newest sample
 _SLOWNESS: Final = (Place.MEMORY, Place.DISK, Place.REMOTE)
 _MAX_PLANNED: Final = 16
@@ -39,6 +40,8 @@ class LoadRules:
 class LoadChoice:
     """Decides for each load. For the scheduler's thread.
 
+    What is carried is counted in tokens of a chunk, each of as many bytes; of a checkpoint, too.
+
     A load may carry more tokens than it is for: a slower tier may give a chunk as a whole only, as its checksums are
     for that, or because the rest takes hardly longer.
     """
@@ -50,11 +53,18 @@ class LoadChoice:
         self._declined = 0
 
     def loaded(self, carried: Mapping[Place, int], seconds: float) -> None:
-        """A load that carried so many tokens from each place took so long. It counts for the slowest place."""
-        self._loading[_slowest(carried)].note(sum(carried.values()), seconds)
+        """A load that carried so many tokens from each place took so long.
+
+        It counts for the slowest place, less what the others are known to take. That one is no faster than the whole.
+        """
+        slowest = _slowest(carried)
+        num_tokens = carried.get(slowest, 0)
+        others_s = sum(self._loading[place].seconds(carried[place]) or 0.0 for place in carried if place is not slowest)
+        least_s = seconds * num_tokens / max(1, sum(carried.values()))
+        self._loading[slowest].note(num_tokens, max(seconds - others_s, least_s))
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """A step that loaded nothing took so long for so many tokens."""
+        """A step that loaded nothing took so long for so many tokens, as ``prefilled`` counts them."""
         self._computing.note(num_tokens, seconds)
 
     def declines(self, carried: Mapping[Place, int], num_tokens: int) -> bool:
@@ -78,7 +88,16 @@ class LoadChoice:
         return others_run and (self._load_s(carried) or 0.0) > BRIEF_S
 
     def _load_s(self, carried: Mapping[Place, int]) -> float | None:
-        return self._loading[_slowest(carried)].seconds(sum(carried.values()))
+        """None if the slowest place is not known."""
+        seconds = {place: self._loading[place].seconds(num_tokens) for place, num_tokens in carried.items()}
+        return None if seconds.get(_slowest(carried)) is None else sum(each or 0.0 for each in seconds.values())
+
+
+def prefilled(num_scheduled_tokens: Collection[int]) -> int:
+    """The tokens of a step, given those of each request; 0 if it tells little of prefill, since it decodes many."""
+    num_tokens = sum(num_scheduled_tokens)
+    prefill_tokens = sum(tokens for tokens in num_scheduled_tokens if tokens >= _LEAST_TOKENS)
+    return num_tokens if prefill_tokens >= _PREFILL_SHARE * num_tokens else 0
 
 
 class StepClock:
@@ -106,22 +125,23 @@ class StepClock:
 
 
 class _Pace:
-    """Seconds a token, a moving average."""
+    """Seconds a token: a moving average of the seconds by one of the tokens, so that short samples tell little."""
 
     def __init__(self) -> None:
-        self._seconds_per_token = 0.0
+        self._seconds = self._tokens = 0.0
         self._samples = 0
 
     def note(self, num_tokens: int, seconds: float) -> None:
         if num_tokens < _LEAST_TOKENS:
             return
         weight = _WEIGHT if self._samples else 1.0
-        self._seconds_per_token += weight * (seconds / num_tokens - self._seconds_per_token)
+        self._seconds += weight * (seconds - self._seconds)
+        self._tokens += weight * (num_tokens - self._tokens)
         self._samples += 1
 
     def seconds(self, num_tokens: int) -> float | None:
         """What so many tokens would take; None before enough has been measured."""
-        return num_tokens * self._seconds_per_token if self._samples >= _LEAST_SAMPLES else None
+        return num_tokens * self._seconds / self._tokens if self._samples >= _LEAST_SAMPLES else None
 
 
 def _slowest(tokens: Mapping[Place, int]) -> Place:

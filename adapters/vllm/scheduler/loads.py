@@ -153,21 +153,28 @@ class LoadPlanner:
 
     def sources(self, spec: LoadSpec) -> Counter[Place]:
         """How many tokens of a load would come from each place."""
-        return self._by_source(spec, lambda part, _: (part.stop - part.start) * self._rules.block_tokens)
+        tokens = self._by_source(spec, lambda part, _: (part.stop - part.start) * self._rules.block_tokens)
+        if not self._rows.has_chunks:
+            sources = [self._index.source(ref, spec.told) for ref in spec.match.checkpoint]
+            slowest = max((source for source in sources if source is not None), key=_SPEEDS.index, default=Place.MEMORY)
+            tokens[slowest] += spec.num_external_tokens
+        return tokens
 
     def carried(self, spec: LoadSpec) -> Counter[Place]:
-        """How many tokens a load would carry from each place: of a chunk that is not in memory, all that is read."""
-        return self._by_source(spec, self.carried_of)
+        """How many tokens a load would carry from each place: of a chunk that is not in memory, all that is read.
+
+        A part of a checkpoint counts for as many tokens of a chunk as have its bytes.
+        """
+        tokens = self._by_source(spec, self.carried_of)
+        for ref in spec.match.checkpoint:
+            tokens[self._index.source(ref, spec.told) or Place.MEMORY] += ref.num_blocks * self._rules.block_tokens
+        return tokens
 
     def _by_source(self, spec: LoadSpec, tokens_of: Callable[[Part, Place], int]) -> Counter[Place]:
         tokens: Counter[Place] = Counter()
         for part in overlapping(spec.match, self._rules, spec.num_local_tokens, spec.num_external_tokens):
             source = self._index.source(part.ref, spec.told) or Place.MEMORY
             tokens[source] += tokens_of(part, source)
-        if not self._rows.has_chunks:
-            sources = [self._index.source(ref, spec.told) for ref in spec.match.checkpoint]
-            slowest = max((source for source in sources if source is not None), key=_SPEEDS.index, default=Place.MEMORY)
-            tokens[slowest] += spec.num_external_tokens
         return tokens
 
     def carried_of(self, part: Part, source: Place) -> int:
@@ -261,14 +268,14 @@ class LoadPlanner:
     ) -> Counter[Place]:
         """Plan to load chunks and the checkpoint behind them. If any of it is missing, the request starts over."""
         loads = self._group_loads(spec, tables, num_external_tokens)
+        tokens, carried = self.sources(spec), self.carried(spec)  # before: then each has a slot in memory
         steps = self._prepare(tracker, spec, [load.ref for load in loads or ()])
         is_whole = loads is not None and len(steps) == len(loads)
-        tokens = self.sources(spec) if is_whole else Counter[Place]()
         jobs = [LoadJob(step, load.rows, 0) for step, load in zip(steps, loads or (), strict=False)]
         lost_block_ids = [] if is_whole else [_NOT_LOADED]
         fetch = Fetch(0, tracker.request.request_id, jobs, lost_block_ids, has_gaps=True)
-        self._plan_fetch(fetch, self.carried(spec) if is_whole else Counter(), is_whole=is_whole)
-        return tokens
+        self._plan_fetch(fetch, carried, is_whole=is_whole)
+        return tokens if is_whole else Counter()
 
     def _group_loads(self, spec: LoadSpec, tables: Tables, num_external_tokens: int) -> list[_Load] | None:
         """What a hit brings to which rows; None if the request lacks a block, or takes less than it was promised."""

@@ -14,7 +14,7 @@ from kvstore.adapters.vllm.requests.params import NO_PARAMS, Handover, RequestPa
 from kvstore.adapters.vllm.requests.rows import NO_STATES, States, StatesOf, Tables
 from kvstore.adapters.vllm.requests.tracker import RequestTracker, RequestView, SaveSpec
 from kvstore.adapters.vllm.scheduler.canary import Canary
-from kvstore.adapters.vllm.scheduler.choice import StepClock
+from kvstore.adapters.vllm.scheduler.choice import StepClock, prefilled
 from kvstore.adapters.vllm.scheduler.connected import Connected
 from kvstore.adapters.vllm.scheduler.handovers import Handovers
 from kvstore.adapters.vllm.scheduler.loads import TablesOf
@@ -289,10 +289,10 @@ class StoreScheduler:
         if self._connected is not None:
             plan.recalls = self._connected.index.take_recalls()
             self._fill(plan, self._connected, num_scheduled_tokens, tables_of, states_of)
-        num_tokens = sum(num_scheduled_tokens.values())
-        plan.computes = num_tokens > 0
+        plan.computes = any(num_scheduled_tokens.values())
         loads_within = any(meta.loads for meta in plan.requests)
-        self._clock.planned(plan.number, time.monotonic(), 0 if loads_within else num_tokens)
+        num_tokens = 0 if loads_within else prefilled(num_scheduled_tokens.values())
+        self._clock.planned(plan.number, time.monotonic(), num_tokens)
         return plan
 
     def _fill(

@@ -1,7 +1,8 @@
 """Asynchronous loads and stores: requests wait for their loads while others compute, and stores follow a step.
 
-Two threads, so that a load never queues behind a store. Everything else here is for the model's thread, which starts
-the moves and collects what has ended.
+A load never queues behind a store, and one from memory never behind one that reads a slower tier: that may hang. Of
+the slower ones a few go side by side. Everything else here is for the model's thread, which starts the moves and
+collects what has ended.
 
 On a device the model's thread also launches a step's gathers, on a stream of their own: a thread that comes late would
 read blocks that have been overwritten. What the model launches can then be ordered after them on the device, by
@@ -16,11 +17,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from typing import Any, NamedTuple
+from queue import SimpleQueue
+from typing import Any, Final, NamedTuple
 
 from torch.profiler import record_function
 
 from kvstore.adapters.vllm.plan import Fetch
+from kvstore.catalog.plans import Place
 from kvstore.keys import PrefixKey
 from kvstore.paged.streams import Moment
 from kvstore.transfer.mover import LoadResult, Mover, MoverCounters, StoreJob, Stores
@@ -28,9 +31,11 @@ from kvstore.transfer.stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)
 
+SLOW_LOADS: Final = 4  # at once, of those that read a slower tier
+
 
 class Fetched(NamedTuple):
-    """A load that has ended, and how long it took; revoked chunks count as ``failed``."""
+    """A load that has ended, and how long it took, from its plan on; revoked chunks count as ``failed``."""
 
     fetch: Fetch
     result: LoadResult
@@ -63,7 +68,12 @@ class Background:
     def __init__(self, mover: Mover) -> None:
         self._model = mover.paged
         self._loader, self._storer = mover.for_thread(), mover.for_thread()
+        self._slow_loaders = [self._loader.for_thread(self._loader.paged) for _ in range(SLOW_LOADS)]
+        self._idle_loaders: SimpleQueue[Mover] = SimpleQueue()  # of these; one for each thread
+        for loader in self._slow_loaders:
+            self._idle_loaders.put(loader)
         self._loads = ThreadPoolExecutor(1, "kvstore-fetch")
+        self._slow_loads = ThreadPoolExecutor(SLOW_LOADS, "kvstore-fetch-slow")
         self._stores = ThreadPoolExecutor(1, "kvstore-save")
         self._fetching: dict[int, tuple[Fetch, Future[LoadResult], Stopwatch]] = {}
         self._saving: deque[tuple[int, Collection[str], Future[tuple[set[PrefixKey], float]]]] = deque()
@@ -73,12 +83,17 @@ class Background:
 
     def counters(self) -> MoverCounters:
         """What was moved here so far."""
-        return MoverCounters.sum([self._loader.counters, self._storer.counters])
+        return MoverCounters.sum(mover.counters for mover in (self._loader, *self._slow_loaders, self._storer))
 
     def fetch(self, fetch: Fetch) -> None:
         """Start a load, after what the model's thread has launched so far."""
-        moment, watch = self._model.streams.now(), Stopwatch(self._loader.paged)
-        self._fetching[fetch.number] = (fetch, self._loads.submit(self._load, fetch, moment, watch), watch)
+        moment, watch, now_s = self._model.streams.now(), Stopwatch(self._loader.paged), time.perf_counter()
+        is_slow = any(job.step.source is not Place.MEMORY for job in fetch.loads)
+        if is_slow:
+            loaded = self._slow_loads.submit(self._load_slowly, fetch, moment, watch, now_s)
+        else:
+            loaded = self._loads.submit(self._load, self._loader, fetch, moment, watch, now_s)
+        self._fetching[fetch.number] = (fetch, loaded, watch)
 
     def save(self, step: int, jobs: Sequence[StoreJob], ended: Collection[str]) -> None:
         """Start a step's stores, after what the model's thread has launched so far, and after all earlier ones."""
@@ -171,15 +186,23 @@ class Background:
         return not wait_for([move for move in under_way if not move.cancelled()], timeout_s).not_done
 
     def stop(self) -> None:
-        """Let nothing begin any more. Both threads end once they are idle."""
-        for executor in (self._loads, self._stores):
+        """Let nothing begin any more. All threads end once they are idle."""
+        for executor in (self._loads, self._slow_loads, self._stores):
             executor.shutdown(wait=False, cancel_futures=True)
 
-    def _load(self, fetch: Fetch, moment: Moment, watch: Stopwatch) -> LoadResult:
-        self._loader.paged.streams.hold(moment)
-        self._loader.on_arrival = lambda step: self._arrived.append(Arrived(fetch.number, step.ref.prefix_key))
+    def _load_slowly(self, fetch: Fetch, moment: Moment, watch: Stopwatch, planned_s: float) -> LoadResult:
+        loader = self._idle_loaders.get()
+        try:
+            return self._load(loader, fetch, moment, watch, planned_s)
+        finally:
+            self._idle_loaders.put(loader)
+
+    def _load(self, loader: Mover, fetch: Fetch, moment: Moment, watch: Stopwatch, planned_s: float) -> LoadResult:
+        watch.queued_s = time.perf_counter() - planned_s
+        loader.paged.streams.hold(moment)
+        loader.on_arrival = lambda step: self._arrived.append(Arrived(fetch.number, step.ref.prefix_key))
         with record_function("kvstore::load"), watch:
-            return self._loader.load(fetch.loads)
+            return loader.load(fetch.loads)
 
     def _store(self, stores: Stores, jobs: Sequence[StoreJob]) -> tuple[set[PrefixKey], float]:
         begin_s = time.perf_counter()

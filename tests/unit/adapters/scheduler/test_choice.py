@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.adapters.vllm.scheduler.choice import BRIEF_S, RETRY_EVERY, LoadChoice, LoadRules, StepClock
+from kvstore.adapters.vllm.scheduler.choice import BRIEF_S, RETRY_EVERY, LoadChoice, LoadRules, StepClock, prefilled
 from kvstore.catalog.plans import Place
 
 MEMORY, DISK, REMOTE = ({place: 256} for place in Place)
@@ -85,6 +85,39 @@ def test_a_tier_that_recovers_is_used_again() -> None:
     for _ in range(10):
         choice.loaded(DISK, 0.01)
     assert not choice.declines(DISK, 256)
+
+
+def test_a_load_from_two_places_teaches_what_the_slower_one_takes() -> None:
+    choice = measured(LoadChoice(LoadRules()), load_s=0.1, compute_s=1.0, place=Place.MEMORY)
+    for _ in range(3):
+        choice.loaded({Place.MEMORY: 2560, Place.REMOTE: 256}, 1.5)  # of which memory takes 1.0
+    assert not choice.is_slower({Place.REMOTE: 480}, 256)
+    assert choice.is_slower({Place.REMOTE: 544}, 256)
+    assert choice.is_slower({Place.MEMORY: 1536, Place.REMOTE: 256}, 256), "both count"
+    assert not choice.is_slower({Place.MEMORY: 2304}, 256)
+
+
+def test_short_samples_tell_little() -> None:
+    choice = measured(LoadChoice(LoadRules()), load_s=0.4, compute_s=0.1)
+    for tokens, seconds in ((64, 0.2), (2560, 1.0), (64, 0.2)):  # the weights are read once a step
+        choice.computed(tokens, seconds)
+    assert choice.is_slower(DISK, 256)
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "num_tokens"),
+    [
+        ([256], 256),
+        ([1] * 64, 0),
+        ([1] * 512, 0),
+        ([4] * 128, 0),  # with drafts
+        ([1] * 64 + [128], 0),
+        ([1] * 64 + [2048], 2112),
+        ([], 0),
+    ],
+)
+def test_only_steps_of_prefill_teach_what_computing_takes(scheduled: list[int], num_tokens: int) -> None:
+    assert prefilled(scheduled) == num_tokens
 
 
 def test_steps_that_overlap_are_not_counted_twice() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +15,8 @@ from support.fake_tables import FakeGroup
 from support.remote import FakeServer
 
 from kvstore.adapters.vllm.requests.params import RequestParams
+from kvstore.adapters.vllm.scheduler.choice import LoadChoice
+from kvstore.catalog.plans import Place
 from kvstore.checkpoints.groups import Kind
 from kvstore.ops import metrics
 from kvstore.transfer import mover
@@ -109,6 +111,20 @@ def test_what_the_request_has_is_not_read(build: Build, tmp_path: Path) -> None:
     request = vllm.ask("again", PROMPT[:57])
     assert (request.local, request.hit) == (40, 16)
     assert vllm.workers[0]._counters().chunks_loaded_from_disk == 4, "two chunks, and two blocks of the window of three"
+
+
+def test_what_is_read_from_disk_teaches_the_pace_of_the_disk(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[Mapping[Place, int]] = []
+    monkeypatch.setattr(LoadChoice, "loaded", lambda _, carried, seconds: loaded.append(carried))
+    build(FULL, LONG, folder=tmp_path, chunk=8).ask("first", PROMPT)
+    vllm = build(FULL, LONG, folder=tmp_path, chunk=8)
+    assert vllm.ask("again", PROMPT).hit > 0
+    assert again(vllm) > 0
+    (disk, memory) = loaded
+    assert (list(disk), list(memory)) == ([Place.DISK], [Place.MEMORY])
+    assert disk[Place.DISK] == memory[Place.MEMORY]
 
 
 def test_what_is_loaded_of_a_checkpoint_stays_though_another_part_was_not_needed(build: Build) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,12 +10,12 @@ from typing import Any
 
 import pytest
 from support.fake_parts import BLOCK, CHUNK, ONE_GROUP, FakeRequest
-from support.gate import HANG_GUARD_S
+from support.gate import HANG_GUARD_S, Gate
 from support.idle import are_loads_idle
 
 from kvstore.adapters.vllm.plan import Fetch, FetchResult, StepPlan, StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover
-from kvstore.adapters.vllm.requests.rows import NO_STATES
+from kvstore.adapters.vllm.requests.rows import NO_STATES, RowMap
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice, LoadRules
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions, Handovers
@@ -22,9 +23,11 @@ from kvstore.adapters.vllm.scheduler.loads import LoadPlanner
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.scheduler.steps import Step
-from kvstore.adapters.vllm.worker.background import Background
+from kvstore.adapters.vllm.worker.background import SLOW_LOADS, Background
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import LoadStep, Place
+from kvstore.catalog.plans import LoadStep, Match, Place
+from kvstore.checkpoints.groups import Group, Groups, Kind
+from kvstore.checkpoints.parts import Checkpoints
 from kvstore.keys import NO_EXTRAS, Namespace
 from kvstore.layout import KVLayout
 from kvstore.testing.harness import make_ref
@@ -51,7 +54,7 @@ class FakeMover:
         )
         self.paged = SimpleNamespace(streams=streams)
 
-    def for_thread(self) -> FakeMover:
+    def for_thread(self, _paged: object = None) -> FakeMover:
         return self
 
     def load(self, jobs: Sequence[LoadJob]) -> LoadResult:
@@ -86,6 +89,34 @@ def test_a_load_beside_waits_for_what_was_launched_before_it() -> None:
     assert mover.calls[:4] == ["moment", "after", "moment", "load 1"]  # the second one is the watch's
 
 
+def test_slow_loads_go_side_by_side_and_their_time_in_the_queue_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As many hang as may go at once, and one more waits for a thread."""
+    gate, began = Gate(), threading.Semaphore(0)
+
+    def load(_self: FakeMover, _jobs: Sequence[LoadJob]) -> LoadResult:
+        began.release()
+        gate()
+        return LoadResult(set(), set())
+
+    monkeypatch.setattr(FakeMover, "load", load)
+    mover: Any = FakeMover()
+    courier = Background(mover)
+    job = LoadJob(LoadStep(make_ref(1), 0, Place.DISK), as_block_ids([1]), 0)
+    for number in range(SLOW_LOADS):
+        courier.fetch(Fetch(number, "one", [job]))
+    begun = [began.acquire(timeout=HANG_GUARD_S) for _ in range(SLOW_LOADS)]
+    courier.fetch(Fetch(SLOW_LOADS, "last", [job]))
+    begun_more = began.acquire(timeout=0.02)
+    gate.open()
+    assert courier.wait(HANG_GUARD_S)
+    assert (begun, begun_more) == ([True] * SLOW_LOADS, False)
+    (last,) = (fetched for fetched in courier.take_fetched() if fetched.fetch.number == SLOW_LOADS)
+    assert last.seconds >= 0.02, "it was in the queue for as long"
+    courier.stop()
+
+
 def test_nobody_relies_on_a_load_that_another_request_waits_for() -> None:
     """It may fail; a load within a step that shares its slot would be told too late."""
     index = ChunkIndex(4, disk_capacity_bytes=1000, stored_bytes=lambda _: 1)
@@ -111,6 +142,31 @@ def scheduler_of(num_ranks: int) -> StoreScheduler:
     scheduler = StoreScheduler(SchedulerOptions(RULES))
     scheduler.connect([FACTS] * num_ranks)
     return scheduler
+
+
+def test_steps_of_many_decodes_teach_nothing_of_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[int] = []
+    monkeypatch.setattr(LoadChoice, "computed", lambda _, num_tokens, seconds: computed.append(num_tokens))
+    scheduler = scheduler_of(1)
+    for scheduled in ({f"{number}": 1 for number in range(128)}, {"one": 256}):
+        plan = scheduler.plan_step(scheduled, lambda _: [[]])
+        assert plan.computes
+        scheduler.complete(StepReport(computed=plan.number))
+    assert computed == [0, 256]
+
+
+def test_a_checkpoint_counts_where_it_lies_and_by_its_bytes() -> None:
+    groups = Groups((Group(Kind.FULL, BLOCK, LAYOUT.block_bytes), Group(Kind.WINDOW, BLOCK, 3 * BLOCK, 5 * BLOCK)))
+    checkpoints = Checkpoints((groups,), (LAYOUT,))
+    parts, chunk = tuple(checkpoints.refs(make_ref(1).prefix_key, CHUNK)), make_ref(1, CHUNK // BLOCK)
+    where = {chunk: Place.MEMORY, **dict.fromkeys(parts, Place.REMOTE)}
+    index: Any = SimpleNamespace(source=lambda ref, _told: where[ref])
+    planner = LoadPlanner(index, RULES, LoadChoice(LoadRules()), 1, RowMap(groups, checkpoints))
+    spec = LoadSpec(Match((chunk,), CHUNK, 0, parts, CHUNK), 0, CHUNK)
+    part_blocks = sum(part.num_blocks for part in parts)
+    assert part_blocks > 0
+    assert planner.carried(spec) == {Place.MEMORY: CHUNK, Place.REMOTE: part_blocks * BLOCK}
+    assert planner.sources(spec) == {Place.MEMORY: CHUNK}
 
 
 def acked(scheduler: StoreScheduler) -> int:

@@ -14,6 +14,7 @@ from support.situations import OTHER, PROMPT, Build, again
 from kvstore.adapters.vllm.plan import StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.requests.params import RequestParams
 from kvstore.adapters.vllm.requests.tracker import SaveRules
+from kvstore.adapters.vllm.scheduler import choice
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
@@ -60,6 +61,7 @@ def test_steps_that_only_wait_for_loads_do_not_count_as_computing(
 ) -> None:
     """vLLM tells nothing of most of them. Taken for steps that compute, they made computing look like no work."""
     computed: list[int] = []
+    monkeypatch.setattr(choice, "_LEAST_TOKENS", 1)  # the prompts are short
     monkeypatch.setattr(LoadChoice, "computed", lambda _, num_tokens, seconds: computed.append(num_tokens))
     vllm = build(on_disk, async_load=True)
     vllm.ask("first", PROMPT)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.fake_parts import BLOCK, CHUNK, Setup
 from support.fake_vllm import FakeVllm, one_after_the_other
-from support.gate import HANG_GUARD_S, Gate
+from support.gate import HANG_GUARD_S, Gate, until
 
 from kvstore.adapters.vllm.scheduler import choice
 from kvstore.catalog.plans import MissReason, Place
@@ -163,6 +163,30 @@ def test_a_chunk_on_its_way_is_waited_for_and_read_once(build: Build, slow_disk:
     vllm.run()
     assert reads(vllm) - before == 4
     assert vllm.loaded_tokens == {"one": len(PROMPT) - 1, "two": 0}, "by then vLLM has it itself"
+    assert_idle(vllm)
+
+
+def test_a_load_from_memory_does_not_wait_for_a_slower_one(build: Build, slow_disk: Gate) -> None:
+    warm(build())
+    vllm = build(local_cpu=True)  # the prompt is on disk only
+    other = [7, *PROMPT]
+    vllm.ask("first", other)
+    vllm.settle()
+    vllm.forget_local()
+    waiting = vllm.add("waiting", PROMPT)
+    vllm.step()
+    assert slow_disk.reached.wait(HANG_GUARD_S)
+    brief = vllm.add("brief", other)
+
+    def has_ended() -> bool:
+        vllm.step()
+        return brief.state == "finished"
+
+    assert until(has_ended)
+    assert waiting.state == "loading"
+    assert vllm.loaded_tokens["brief"] > 2 * CHUNK
+    slow_disk.open()
+    vllm.run()
     assert_idle(vllm)
 
 

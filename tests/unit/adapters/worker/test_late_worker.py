@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,7 +22,8 @@ from kvstore.handover.pusher import PushCounters, Pusher
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.keys import Namespace
 from kvstore.options import EngineOptions
-from kvstore.paged.streams import Way
+from kvstore.paged.staging import Staging
+from kvstore.paged.streams import Moment, Way
 from kvstore.protocol.progress import Progress
 from kvstore.transfer.mover import as_block_ids
 
@@ -111,6 +113,30 @@ def test_a_load_beside_has_ended_when_the_device_has_done_it(bench: Bench, backg
     assert bench.held() == blocks_of(1)
     (fetched,) = background.take_fetched()
     assert not fetched.result.failed
+
+
+def test_loads_that_go_side_by_side_use_buffers_one_after_the_other(
+    bench: Bench, background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, most = list[None](), list[int]()
+    original = Staging.carry_in
+
+    def carry_in(self: Staging, *work: Any) -> Moment:
+        inside.append(None)
+        time.sleep(0.005)  # for another thread to come in, if it can
+        most.append(len(inside))
+        inside.pop()
+        return original(self, *work)
+
+    monkeypatch.setattr(Staging, "carry_in", carry_in)
+    bench.mover.store([store_job(number, number, write=True) for number in range(4)])
+    assert bench.mover.flush(HANG_GUARD_S)
+    for number in range(4):
+        background.fetch(Fetch(number, "one", [load_job(number, 4 + number, Place.DISK)]))
+    assert background.wait(HANG_GUARD_S)
+    bench.device.run_all()
+    assert not any(fetched.result.failed for fetched in background.take_fetched())
+    assert {*most} == {1}
 
 
 def test_what_is_forgotten_while_it_is_copied_is_not_found(bench: Bench, background: Background) -> None:
