@@ -26,7 +26,7 @@ from kvstore.tools.dev.matrix import VERSIONS
 
 pytestmark = pytest.mark.vllm
 
-WRITTEN = [(name, field, rule) for name in CONFIGS for field, rule in RULES[name].items() if rule.is_written]
+WRITTEN = [(name, field, rule) for name in CONFIGS for field, rule in sorted(RULES[name].items()) if rule.is_written]
 PATHS = {name: path for path, name in settings._SECTIONS.items()}
 
 
@@ -221,7 +221,9 @@ def nested(levels: int) -> Mapping[str, object]:
     return {"inner": nested(levels - 1)} if levels else {}
 
 
-@pytest.mark.parametrize("value", [object(), lambda: None, [torch.zeros(1)], nested(20)], ids=str)
+@pytest.mark.parametrize(
+    "value", [object(), lambda: None, [torch.zeros(1)], nested(20)], ids=["object", "function", "tensor", "nested"]
+)
 def test_what_has_no_stable_text_is_told(value: object) -> None:
     with pytest.raises(TypeError):
         settings.text_of(value)
