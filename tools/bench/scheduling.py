@@ -31,7 +31,7 @@ from kvstore.layout import KVLayout
 from kvstore.memory.labelled import LabelledPool
 from kvstore.memory.slabs import SlabPool
 from kvstore.tiers import open_tier
-from kvstore.tiers.base import TierSetup, Transfer
+from kvstore.tiers.base import Tier, TierSetup, Transfer
 from kvstore.tiers.directory import RemoteDirectory
 from kvstore.tiers.guards import TierWrapper
 from kvstore.tools.bench.geometry import Geometry
@@ -112,7 +112,9 @@ class _Far(TierWrapper):
 class _Hanging(TierWrapper):
     """Answers no read before it may."""
 
-    may_answer = threading.Event()
+    def __init__(self, tier: Tier) -> None:
+        super().__init__(tier)
+        self.may_answer = threading.Event()
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         self.may_answer.wait(_TIMEOUT_S * ROUNDS)
