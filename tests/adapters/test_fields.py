@@ -26,7 +26,9 @@ from kvstore.tools.dev.matrix import VERSIONS
 
 pytestmark = pytest.mark.vllm
 
-WRITTEN = [(name, field, rule) for name in CONFIGS for field, rule in sorted(RULES[name].items()) if rule.is_written]
+WRITTEN = [
+    (name, field, rule) for name in sorted(CONFIGS) for field, rule in sorted(RULES[name].items()) if rule.is_written
+]
 PATHS = {name: path for path, name in settings._SECTIONS.items()}
 
 
