@@ -394,7 +394,7 @@ class Hub:
 
         def add() -> None:
             self.pool.add(run)
-            self.service.go_on()
+            self.service.grants.go_on()
 
         self._report(add)
 

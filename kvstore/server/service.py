@@ -71,7 +71,7 @@ class Service:
         self._owner = owner
         self._touches: deque[tuple[Space, Sequence[ChunkRef]]] = deque(maxlen=_MAX_TOUCHES)
         self._unwritten: deque[Chunk] = deque(maxlen=_MAX_UNWRITTEN)
-        self._grants = Grants(core)
+        self.grants = Grants(core)
         self._orders = Orders(core, pin_max_s, self._clear_space)
         self._payload = Payload(core)
         self.offers = Offers(core, self._payload, channel)
@@ -164,10 +164,6 @@ class Service:
         yield from stock.forget_empty()
         self._is_expiring = False
 
-    def go_on(self) -> None:
-        """The pool has more pages: answer those who wait for some."""
-        self._grants.go_on()
-
     def forget_silent(self) -> None:
         """Let nobody wait for what silent clients hand over."""
         for session in self._core.sessions.silent(self._core.now()):
@@ -244,7 +240,7 @@ class Service:
             case messages.Lookup():
                 return self._lookup(session, request)
             case messages.Acquire() | messages.Reserve():
-                self._grants.find(session, request)
+                self.grants.find(session, request)
                 return None
             case messages.Commit():
                 return self._commit(session, request)
