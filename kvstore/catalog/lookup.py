@@ -87,9 +87,9 @@ class Lookup:
         return chunk.memory is READY if place is _MEMORY else place is _DISK and chunk.on_disk
 
     def is_loading(self, key: PrefixKey) -> bool:
-        """Whether a load that has not been completed is bringing the chunk to a slot."""
+        """Whether a load under way is bringing the chunk to a slot; what was forgotten meanwhile nobody waits for."""
         chunk = self._chunks.get(key)
-        return chunk is not None and chunk.memory is LOADING
+        return chunk is not None and chunk.memory is LOADING and not chunk.forgotten
 
     def lookup(
         self,

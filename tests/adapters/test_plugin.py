@@ -33,6 +33,7 @@ from kvstore.adapters.vllm import connector, plugin, refusals
 from kvstore.adapters.vllm.connector import FactsMetadata, KVStoreConnector, ReportMetadata
 from kvstore.adapters.vllm.identity import fingerprint_adapter
 from kvstore.adapters.vllm.plan import StepReport, StepResult, WorkerFacts
+from kvstore.adapters.vllm.requests import adapterfiles
 from kvstore.adapters.vllm.requests.adapterfiles import AdapterFiles
 from kvstore.adapters.vllm.requests.arrivals import Arrivals
 from kvstore.adapters.vllm.requests.params import WITHOUT_CACHE
@@ -272,7 +273,10 @@ def lora_request(name: str, folder: Path) -> Request:
     return Request(name, [1, 2, 3], params, None, lora_request=LoRARequest("style", 1, str(folder)))
 
 
-def test_a_request_of_an_adapter_waits_for_its_files_and_others_do_not(tmp_path: Path) -> None:
+def test_a_request_of_an_adapter_waits_for_its_files_and_others_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapterfiles, "_CLOCK_S", -1.0)  # its files are older than that vLLM loads them
     (tmp_path / "adapter_model.safetensors").write_bytes(b"12345678")
     found = _NothingConnected()
     request = lora_request("styled", tmp_path)

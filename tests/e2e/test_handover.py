@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import threading
 import time
@@ -19,12 +18,10 @@ from support.network import runs_elsewhere
 from support.redis_server import wait_for
 from support.relay import Mood, Relay
 from support.vllm_engine import BLOCK_TOKENS, Engine, Prompt
-from typer.testing import CliRunner
 
 from kvstore.keys import Namespace
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from kvstore.testing.harness import EVEN
-from kvstore.tools.cli import app
 from kvstore.tools.demo.client import read_counter
 from kvstore.tools.models import TINY, as_text, random_tokens
 from kvstore.tools.processes import free_port
@@ -403,7 +400,7 @@ def test_a_receiver_that_is_full_and_a_sender_that_dies(tiny_model: Path, tmp_pa
         running.prefill.config.write_text(f"{running.prefill.config.read_text()}pd_peer_init_port: {kept_port}\n")
         running.prefill.start()
         settle(running)
-        let_save(running, kept, kept_port)
+        let_save(running, kept)
         work = Work(running.decode)
         for turn in (short, kept):
             ask(running, turn)
@@ -413,15 +410,16 @@ def test_a_receiver_that_is_full_and_a_sender_that_dies(tiny_model: Path, tmp_pa
         assert read_counter(running.decode.url, "vllm:kvstore_handover_timeouts_total") == 0
 
 
-def let_save(running: Disaggregation, turn: Turn, port: int) -> None:
+def let_save(running: Disaggregation, turn: Turn) -> None:
     """Let the prefill engine compute a prompt, and keep it where others read."""
     body = {"model": running.model, "prompt": turn.prompt, "max_tokens": 1}
     with httpx.Client(trust_env=False, timeout=60) as client:
         assert client.post(f"{running.prefill.url}/v1/completions", json=body).status_code == 200
 
     def has_kept() -> bool:
-        asked = CliRunner().invoke(app, ["stats", "--url", f"kvs://127.0.0.1:{port}", "--json"])
-        found: int = json.loads(asked.output)["tiers"]["memory"]["chunks"]
-        return found >= len(turn.prompt) // 64
+        with httpx.Client(trust_env=False, timeout=60) as client:  # what was written counts with the next step
+            client.post(f"{running.prefill.url}/v1/completions", json={**body, "prompt": [1, 2]})
+        written = read_counter(running.prefill.url, "vllm:kvstore_writes_total", {"result": "done"})
+        return written >= len(turn.prompt) // 64
 
     wait_for("the prompt is kept", has_kept)

@@ -14,7 +14,7 @@ from support.remote import REMOTE
 from support.remote import install as install_remote
 from support.rig import POISON, Rig, tokens_of
 
-from kvstore.errors import ClosedError, ConfigError, FolderOwnedError, InvalidCallError
+from kvstore.errors import ClosedError, ConfigError, FolderOwnedError, InvalidCallError, TierError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -118,7 +118,7 @@ def test_what_cannot_be_opened_leaves_no_lock_behind(rig: Rig, tmp_path: Path, m
         rig.open(local_disk=tmp_path, max_local_disk_bytes=10)
     with monkeypatch.context() as patch:
         patch.setattr("kvstore.tiers.disk.tier.DiskTier.scan", lambda _self: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(TierError, match="ZeroDivisionError"):
             rig.open(local_disk=tmp_path)
     with rig.open(local_disk=tmp_path) as engine:
         with pytest.raises(FolderOwnedError):

@@ -204,14 +204,17 @@ class LoadPlanner:
         return next(starts, spec.num_local_tokens // self._rules.block_tokens) * self._rules.block_tokens
 
     def awaited(self, spec: LoadSpec, *, async_load: bool) -> PrefixKey | None:
-        """The first of the chunks to be loaded that a load for another request brings, and which may still fail."""
+        """The last of the chunks to be loaded that a load for another request brings, and which may still fail.
+
+        They come in order: when that one is there, mostly the others are, too, and nothing is looked up before.
+        """
         parts = overlapping(spec.match, self._rules, spec.num_local_tokens, spec.num_external_tokens)
-        keys = (ref.prefix_key for ref in (*(part.ref for part in parts), *spec.match.checkpoint))
-        return next((key for key in keys if self.is_coming(key, async_load=async_load)), None)
+        keys = [ref.prefix_key for ref in (*(part.ref for part in parts), *spec.match.checkpoint)]
+        return next((key for key in reversed(keys) if self.is_coming(key, async_load=async_load)), None)
 
     def is_coming(self, key: PrefixKey, *, async_load: bool = True) -> bool:
         """Whether a load under way brings a chunk: an asynchronous one, or another that only such a load waits for."""
-        return bool(self._fetched_keys[key]) or (async_load and self._index.is_loading(key))
+        return self._index.is_loading(key) and (async_load or self._fetched_keys[key] > 0)
 
     def rests_on_unverified(self, tracker: RequestTracker, num_local_tokens: int) -> bool:
         """Whether the first ``num_local_tokens`` include a block whose load has not been reported."""

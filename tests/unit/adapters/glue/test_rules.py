@@ -268,6 +268,31 @@ class TestWaiting:
         scheduler.complete(StepReport(fetches={fetch.number: FetchResult(ranks_ended=1)}))
         assert scheduler.num_new_matched_tokens(two, 0) == 2 * CHUNK
 
+    def test_nothing_is_looked_up_while_chunks_come(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        refs = refs_of(PROMPT)[:2]
+        scheduler = make(*refs, rules=ASYNC)
+        one, two = (begin(scheduler, name, PROMPT) for name in ("one", "two"))
+        assert scheduler.num_new_matched_tokens(one, 0) == 2 * CHUNK
+        scheduler.allocated("one", [TABLE], 2 * CHUNK)
+        (fetch,) = scheduler.plan_step({}, lambda _: [TABLE]).fetches
+        assert scheduler.num_new_matched_tokens(two, 0) is None
+        news = FetchResult(arrived=Counter([refs[0].prefix_key]))
+        scheduler.complete(StepReport(fetches={fetch.number: news}))
+        monkeypatch.setattr(ChunkIndex, "lookup", _refuse)
+        assert scheduler.num_new_matched_tokens(two, 0) is None
+
+    def test_what_is_forgotten_is_not_waited_for(self) -> None:
+        """After a reset; the load that was to bring it may hang until its tier's deadline."""
+        refs = refs_of(PROMPT)[:2]
+        scheduler = make(*refs, rules=ASYNC)
+        one, two = (begin(scheduler, name, PROMPT) for name in ("one", "two"))
+        assert scheduler.num_new_matched_tokens(one, 0) == 2 * CHUNK
+        scheduler.allocated("one", [TABLE], 2 * CHUNK)
+        scheduler.plan_step({}, lambda _: [TABLE])
+        assert scheduler.num_new_matched_tokens(two, 0) is None
+        scheduler.reset_cache()
+        assert scheduler.num_new_matched_tokens(two, 0) == 0
+
     @pytest.mark.parametrize("async_load", [False, True])
     def test_one_that_comes_within_a_step(
         self, planner: LoadPlanner, index: ChunkIndex, refs: list[ChunkRef], *, async_load: bool

@@ -19,6 +19,7 @@ from kvstore.keys import NO_EXTRAS, PrefixHasher
 from kvstore.ops import metrics
 from kvstore.paged.base import HostPagedKV
 from kvstore.tiers.disk.tier import DiskTier
+from kvstore.transfer.mover import Mover
 
 PROMPT = list(range(3 * CHUNK + 2 * BLOCK + 1))
 OTHER = [7, *range(20)]
@@ -268,8 +269,7 @@ def test_a_fault_in_a_load_beside_the_steps_fails_that_load(
     build: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     vllm = warm(build())
-    (worker,) = vllm.workers
-    monkeypatch.setattr(worker._background._loader, "_scatter_arrivals", raising(ZeroDivisionError()))
+    monkeypatch.setattr(Mover, "_scatter_arrivals", raising(ZeroDivisionError()))
     assert vllm.ask("again", PROMPT).state == "finished"
     assert vllm.recovered == 1
     assert logged(caplog) == [ZeroDivisionError]
