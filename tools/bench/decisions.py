@@ -66,6 +66,7 @@ class _Server:
             def __init__(self) -> None:
                 self.num_bytes = NUM_CHUNKS * PAGE_BYTES
                 self.free = FreePages(NUM_CHUNKS)
+                self._left_pages = 0
 
         pool = Pages()
         self._stock = Stock(pool.num_bytes, pool.free)

@@ -141,6 +141,7 @@ CALLS = [
         lookup.POLICY,
         scheduling.EVENT,
         scheduling.PASS,
+        scheduling.WAITING,
         scheduling.BESIDE,
         scheduling.KEYS,
     )
@@ -195,7 +196,7 @@ def test_run_measures_every_line(toy: Geometry, tmp_path: Path) -> None:
         *(subject.name for subject in (disk.WRITE, disk.COLD, disk.LAYERS, disk.QUARTER, disk.WARM)),
         *CALLS,
     ]
-    assert [len(line.pairs) for line in report.lines] == [7] * 9 + [3, 3, 3, 1, 5] + [4, 2, 2, 2]
+    assert [len(line.pairs) for line in report.lines] == [7] * 9 + [3, 3, 3, 1, 5] + [4, 2, 2, 2, 2]
     assert len(ticks) == options.total_ticks
     assert report.skipped == [f"{name}: not asked for" for name in SKIPPED]
     assert [path.name for path in tmp_path.iterdir()] == [_folder.FREE_NAME]  # the test's own; the bench left nothing
@@ -359,7 +360,7 @@ def test_json_holds_every_sample(toy: Geometry) -> None:
     assert found["failed"] == []
     assert found["skipped"] == [f"{name}: not asked for" for name in ("disk", *SKIPPED)]
     samples = [len(line[f"samples_{line['unit']}"]) for line in found["lines"]]
-    assert samples == [7, 7, 7, 7, 3, 3, 3, 1, 5, 4, 2, 2, 2]
+    assert samples == [7, 7, 7, 7, 3, 3, 3, 1, 5, 4, 2, 2, 2, 2]
     assert [line["name"] for line in found["lines"] if line["unit"] == "bytes"] == [lookup.INDEX_BYTES.name]
     assert all(line["includes"] for line in found["lines"])
 
