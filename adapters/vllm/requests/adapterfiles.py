@@ -144,9 +144,10 @@ class AdapterFiles:
         loaded_s = self._loaded_s[adapter.number]
 
         def digest(path: Path) -> str:
+            found = self._digests.of(path)
             if adapter.number not in self._known:  # later looks are compared with the first one
-                _refuse_younger([*_links_above(folder), folder, path], loaded_s - _CLOCK_S)
-            return self._digests.of(path)
+                _refuse_younger([*_links_above(folder), folder, path], loaded_s - _CLOCK_S)  # also while it was read
+            return found
 
         try:
             return fingerprint_adapter(folder, digest)
