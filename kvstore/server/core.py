@@ -57,12 +57,11 @@ class Core:
     now: Callable[[], float]
     is_closing: bool = False
     slices: Slices = field(init=False)
+    denied: Counter[tuple[str, str]] = field(default_factory=Counter)
+    _throttle: Throttle = field(default_factory=lambda: Throttle(logger))
 
     def __post_init__(self) -> None:
         self.slices = Slices(self.report, self.now, self.sweep)
-
-    denied: Counter[tuple[str, str]] = field(default_factory=Counter)
-    _throttle: Throttle = field(default_factory=lambda: Throttle(logger))
 
     @property
     def status(self) -> str:

@@ -191,6 +191,17 @@ def test_the_blocks_of_an_ended_request_are_kept_until_its_stores_beside_are_ove
     assert told == ([] if is_stored else ["one"])
 
 
+def one_loads_and_two_waits() -> tuple[StoreScheduler, FakeRequest, Fetch]:
+    """Two requests with the same prompt: the first one's load, and the second one, which waits for that."""
+    scheduler = make(*refs_of(PROMPT)[:2], rules=ASYNC)
+    one, two = (begin(scheduler, name, PROMPT) for name in ("one", "two"))
+    assert scheduler.num_new_matched_tokens(one, 0) == 2 * CHUNK
+    scheduler.allocated("one", [TABLE], 2 * CHUNK)
+    (fetch,) = scheduler.plan_step({}, lambda _: [TABLE]).fetches
+    assert scheduler.num_new_matched_tokens(two, 0) is None
+    return scheduler, two, fetch
+
+
 class TestWaiting:
     """For a chunk that is on its way to another request."""
 
@@ -253,13 +264,7 @@ class TestWaiting:
 
     def test_nothing_is_looked_up_before_it_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Hundreds of requests may wait for one load, and are asked about at every step."""
-        refs = refs_of(PROMPT)[:2]
-        scheduler = make(*refs, rules=ASYNC)
-        one, two = (begin(scheduler, name, PROMPT) for name in ("one", "two"))
-        assert scheduler.num_new_matched_tokens(one, 0) == 2 * CHUNK
-        scheduler.allocated("one", [TABLE], 2 * CHUNK)
-        (fetch,) = scheduler.plan_step({}, lambda _: [TABLE]).fetches
-        assert scheduler.num_new_matched_tokens(two, 0) is None
+        scheduler, two, fetch = one_loads_and_two_waits()
         with monkeypatch.context() as patch:
             patch.setattr(ChunkIndex, "lookup", _refuse)
             assert [scheduler.num_new_matched_tokens(two, 0) for _ in range(3)] == [None] * 3
@@ -269,27 +274,15 @@ class TestWaiting:
         assert scheduler.num_new_matched_tokens(two, 0) == 2 * CHUNK
 
     def test_nothing_is_looked_up_while_chunks_come(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        refs = refs_of(PROMPT)[:2]
-        scheduler = make(*refs, rules=ASYNC)
-        one, two = (begin(scheduler, name, PROMPT) for name in ("one", "two"))
-        assert scheduler.num_new_matched_tokens(one, 0) == 2 * CHUNK
-        scheduler.allocated("one", [TABLE], 2 * CHUNK)
-        (fetch,) = scheduler.plan_step({}, lambda _: [TABLE]).fetches
-        assert scheduler.num_new_matched_tokens(two, 0) is None
-        news = FetchResult(arrived=Counter([refs[0].prefix_key]))
+        scheduler, two, fetch = one_loads_and_two_waits()
+        news = FetchResult(arrived=Counter([refs_of(PROMPT)[0].prefix_key]))
         scheduler.complete(StepReport(fetches={fetch.number: news}))
         monkeypatch.setattr(ChunkIndex, "lookup", _refuse)
         assert scheduler.num_new_matched_tokens(two, 0) is None
 
     def test_what_is_forgotten_is_not_waited_for(self) -> None:
         """After a reset; the load that was to bring it may hang until its tier's deadline."""
-        refs = refs_of(PROMPT)[:2]
-        scheduler = make(*refs, rules=ASYNC)
-        one, two = (begin(scheduler, name, PROMPT) for name in ("one", "two"))
-        assert scheduler.num_new_matched_tokens(one, 0) == 2 * CHUNK
-        scheduler.allocated("one", [TABLE], 2 * CHUNK)
-        scheduler.plan_step({}, lambda _: [TABLE])
-        assert scheduler.num_new_matched_tokens(two, 0) is None
+        scheduler, two, _ = one_loads_and_two_waits()
         scheduler.reset_cache()
         assert scheduler.num_new_matched_tokens(two, 0) == 0
 
