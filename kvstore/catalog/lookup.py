@@ -87,7 +87,7 @@ class Lookup:
         return chunk.memory is READY if place is _MEMORY else place is _DISK and chunk.on_disk
 
     def is_loading(self, key: PrefixKey) -> bool:
-        """Whether a load under way is bringing the chunk to a slot; what was forgotten meanwhile nobody waits for."""
+        """Tell if a load under way brings the chunk to a slot; nobody waits for what was forgotten meanwhile."""
         chunk = self._chunks.get(key)
         return chunk is not None and chunk.memory is LOADING and not chunk.forgotten
 

@@ -59,6 +59,6 @@ def names_of(rights: Right) -> str:
 
 
 def is_allowed(kind: type[messages.Request], rights: Right) -> bool:
-    """Whether these rights are enough for a kind of request."""
+    """Tell if these rights are enough for a kind of request."""
     needed = NEEDED[kind]
     return not needed or bool(needed & rights)

@@ -34,7 +34,7 @@ class Client:
 
     @property
     def runs_all(self) -> bool:
-        """Whether its orders reach the whole server, and not only its tenant."""
+        """Tell if its orders reach the whole server, and not only its tenant."""
         return bool(self.rights & Right.OPERATE) and not self.tenant
 
 
@@ -60,7 +60,7 @@ class Clients:
         self._anybody = client(ListedKey("", USUAL_RIGHTS | Right.CLEAR)) if listed is None else None
 
     def sender(self, socket: int, frame: zmq.Frame) -> Client:
-        """Who sent a frame: ZeroMQ has noted the name of the key with which it was decrypted."""
+        """Find the sender of a frame: ZeroMQ has noted the name of the key with which it was decrypted."""
         if socket == IPC:
             return OURSELVES
         if self._anybody is not None:

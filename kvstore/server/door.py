@@ -63,7 +63,7 @@ class Door:
             self._throttle.log("door", "%s: %s", self._endpoint, error.strerror)
 
     def _used(self) -> int:
-        """How many files are open: as Linux 6.2 and later tell, or at least those below the lowest free number."""
+        """Count the open files: as Linux 6.2 and later tell, or at least those below the lowest free number."""
         try:
             free_fd = os.dup(self._probe_fd)
         except OSError:

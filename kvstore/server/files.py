@@ -21,7 +21,7 @@ _MOST: Final = {IPC: 2048, TCP: 16_384}
 
 
 def allowed_clients(*, has_ipc: bool, has_tcp: bool) -> dict[int, int]:
-    """How many clients may be connected to each socket at once, after the limit was raised as far as it is needed.
+    """Raise the limit as far as needed; returns the number of clients that may be connected to each socket at once.
 
     Raises:
         ConfigError: the limit allows too few.
@@ -44,12 +44,12 @@ def allowed_clients(*, has_ipc: bool, has_tcp: bool) -> dict[int, int]:
 
 
 def room_for_clients(limit: int) -> int:
-    """How many of the files that may be open clients and the server may have: the others are kept for a flood."""
+    """Count the files that clients and the server may have open: the others are kept for a flood."""
     return limit - max(limit // 4, _KEPT)
 
 
 def limit_of_files() -> int:
-    """How many files this process may have open; at most as many as are of use."""
+    """Read the number of files that this process may have open; at most as many as are of use."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _WANTED if soft == resource.RLIM_INFINITY else min(soft, _WANTED)
 

@@ -95,7 +95,7 @@ class Grants:
         self._answer_if_done(batch)
 
     def _lacks_pages(self, batch: _Batch, ref: ChunkRef) -> bool:
-        """Whether a chunk needs pages that the pool will have soon."""
+        """Tell if a chunk needs pages that the pool will have soon."""
         pool, space = self._core.pool, batch.session.space
         if not pool.is_growing or self._core.is_closing:
             return False

@@ -143,7 +143,7 @@ class Pool:
 
     @property
     def is_growing(self) -> bool:
-        """Whether there will be more pages than ``add`` has added so far."""
+        """Tell if there will be more pages than ``add`` has added so far."""
         return self._left_pages > 0
 
     def add(self, run: Run) -> None:

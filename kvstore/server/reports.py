@@ -33,7 +33,7 @@ def stats(core: Core, uptime_s: float, num_unwritten: int) -> dict[str, Any]:
 
 
 def part_of_stats(core: Core, spaces: Collection[Space]) -> dict[str, Any]:
-    """Those of some namespaces that hold most, for whom others are none of their business.
+    """Report those of some namespaces that hold most, for clients who may know of no others.
 
     A report must not keep clients waiting, so it is short.
     """

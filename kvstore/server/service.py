@@ -225,7 +225,7 @@ class Service:
         self._core.send(peer, answer, ())
 
     def _stats(self, client: Client, session: Session | None) -> dict[str, object]:
-        """What a client may know: all, its tenant's namespaces, or the one that it uses."""
+        """Report what a client may know: all, its tenant's namespaces, or the one that it uses."""
         if client.runs_all:
             return self._core.stats()
         if client.rights & Right.OPERATE:

@@ -166,7 +166,7 @@ class Sessions:
         return self._leased.held
 
     def may_begin(self, client: Client) -> bool:
-        """Whether a client may have one session more."""
+        """Tell if a client may have one session more."""
         return self._counts.has_room(client, 1)
 
     def begin(self, peer: Peer, client: Client, space: Space, token: bytes, now_s: float) -> Session:
@@ -197,7 +197,7 @@ class Sessions:
         return self._by_token.get(token)
 
     def may_lease(self, session: Session, num_bytes: int) -> bool:
-        """Whether a session may lease so much more. One lease is always allowed: a pool may be small."""
+        """Tell if a session may lease so much more. One lease is always allowed: a pool may be small."""
         if not self.num_leases:
             return True
         is_fair = not session.leases or session.leased_bytes + num_bytes <= self._max_session_bytes

@@ -9,7 +9,7 @@ from kvstore.server.clients import Client
 
 
 class Shares:
-    """What is held. Belongs to the thread that decides.
+    """Amounts that clients hold. Belongs to the thread that decides.
 
     Args:
         most: what all clients may hold together.
@@ -26,7 +26,7 @@ class Shares:
         self._of_key = Counter[str]()
 
     def has_room(self, client: Client, amount: int) -> bool:
-        """Whether a client may hold so much more."""
+        """Tell if a client may hold so much more."""
         if self.held + amount > self._most:
             return False
         if self._of_socket[client.socket] + amount > self._by_socket.get(client.socket, self._most):

@@ -68,17 +68,17 @@ class Chunk:
 
     @property
     def is_cleared(self) -> bool:
-        """Whether its namespace was cleared since its write began."""
+        """Tell if its namespace was cleared since its write began."""
         return self.epoch != self.space.epoch
 
     @property
     def is_gone(self) -> bool:
-        """Whether it cannot be found any more. From any thread."""
+        """Tell if it cannot be found any more. From any thread."""
         return self.is_dropped or self.is_cleared
 
 
 class Quota:
-    """What some namespaces may hold, and do hold.
+    """The bytes that some namespaces may hold, and do hold.
 
     Attributes:
         tenant: of the namespaces.

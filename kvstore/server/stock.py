@@ -339,7 +339,7 @@ class Stock:
 
     @property
     def has_cleared(self) -> bool:
-        """Whether cleared chunks are yet to be dropped."""
+        """Tell if cleared chunks are yet to be dropped."""
         return bool(self._cleared)
 
     def drop_cleared(self) -> bool:

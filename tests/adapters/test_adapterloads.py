@@ -18,7 +18,7 @@ pytestmark = pytest.mark.vllm
 
 
 class Executor:
-    """What loads adapters on vLLM's workers."""
+    """Loads adapters, as vLLM's workers do."""
 
     def __init__(self) -> None:
         self.loaded: list[int] = []

@@ -33,7 +33,7 @@ PATHS = {name: path for path, name in settings._SECTIONS.items()}
 
 
 def unknown(found: Fields) -> list[str]:
-    """What the table does not have: classes, and fields of classes."""
+    """List what the table does not have: classes, and fields of classes."""
     fields = [f"{name}.{field}" for name in found for field in found[name] if field not in RULES.get(name, {})]
     return [name for name in found if name not in RULES] + fields
 
@@ -170,7 +170,7 @@ def test_an_unknown_field_that_cannot_be_compared_is_refused() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class NewerSpec(KVCacheSpec):  # type: ignore[misc] # vLLM has no types here
-    """What a newer vLLM may have."""
+    """A field that a newer vLLM may have."""
 
     turns: int = 1
 

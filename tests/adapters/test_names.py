@@ -1,4 +1,4 @@
-"""What names the KV of a model: its weights, its draft layers, and what the longest context decides."""
+"""The names of a model's KV: its weights, its draft layers, and what the longest context decides."""
 
 from __future__ import annotations
 

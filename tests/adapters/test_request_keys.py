@@ -189,7 +189,7 @@ def test_what_vllm_hashes_or_a_client_names_keeps_its_name() -> None:
     ids=["not sent", "counted elsewhere", "of a LoRA"],
 )  # fmt: skip
 def test_an_image_without_content_or_name_has_none(config: Any, name: str, pixels: torch.Tensor | None) -> None:
-    """Where vLLM has a cache, the item may hold an address in it instead of pixels."""
+    """With a cache of vLLM's, the item may hold an address in it instead of pixels."""
     (item,) = features_of(request(mm_features=[image(name, 0, pixels)]), config)
     assert isinstance(item, Unnamed)
     assert content_name(item.modality, item.inputs) is None

@@ -71,7 +71,7 @@ def ask(running: Disaggregation, turn: Turn) -> None:
 
 
 def read_bytes(running: Disaggregation) -> int:
-    """What was read out of the prefill engine's buffer since its start; it counts with its next step."""
+    """Count the bytes read out of the prefill engine's buffer since its start; it tells them with its next step."""
     with httpx.Client(trust_env=False, timeout=60) as client:
         client.post(
             f"{running.prefill.url}/v1/completions", json={"model": running.model, "prompt": [1, 2], "max_tokens": 1}

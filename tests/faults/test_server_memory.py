@@ -37,7 +37,7 @@ def held_pools() -> int:
 
 
 def resident_bytes(server: ServerThread) -> list[int]:
-    """How much of each mapping of a server's memory this process has in its page tables."""
+    """Measure how much of each mapping of a server's memory this process has in its page tables."""
     inode = os.fstat(server.hub.pool.fd).st_ino
     text = Path("/proc/self/smaps").read_text()
     return [int(size) << 10 for size in re.findall(rf" {inode} +/memfd.*\n(?:.+\n)*?Rss: +(\d+) kB", text)]
@@ -45,7 +45,7 @@ def resident_bytes(server: ServerThread) -> list[int]:
 
 class TestItComesBack:
     def test_from_an_idle_client_of_one_that_was_killed(self, process: ServerProcess) -> None:
-        """Which makes no call that would fail. It maps what the next server has."""
+        """An idle client makes no call that would fail. It maps what the next server has."""
         before = held_pools()
         tier = open_tier(process.url)
         assert works(tier)

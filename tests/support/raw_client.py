@@ -1,4 +1,4 @@
-"""What a client of a cache server that is not ours may ask beside what ours does: what is there."""
+"""Requests that our client of a cache server does not send, and others may: what is there."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def scan(link: Link) -> list[ChunkRef]:
 
 
 def used_bytes(link: Link) -> int:
-    """What the connection's namespace takes at the server now."""
+    """Read the bytes that the connection's namespace takes at the server now."""
     behind_the_last = 1 << 40
     return link.ask(messages.Scan(link.new_serial(), behind_the_last), messages.Listing).usage.used_bytes

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def whole(steps: Generator[None, None, T]) -> T:
-    """What comes of work in steps between which nothing else happens."""
+    """Carry out work in steps between which nothing else happens."""
     while True:
         try:
             next(steps)

@@ -14,7 +14,7 @@ from typing import Final
 
 
 class Fate(Enum):
-    """Where a field counts."""
+    """The place where a field counts."""
 
     NAMESPACE = "in the namespace"
     KEY = "in the key"

@@ -61,7 +61,7 @@ def adapter_of(request: Request) -> Adapter | None:
 
 
 def needs_of(request: Request, config: VllmConfig) -> tuple[Adapter | None, list[Feature | Unnamed]]:
-    """What must be known before a request has keys: its adapter's files, and which content its images are."""
+    """Name what must be known before a request has keys: its adapter's files, and the content of its images."""
     return adapter_of(request), features_of(request, config)
 
 
@@ -91,7 +91,7 @@ def _feature_of(feature: MultiModalFeatureSpec, *, counts: bool) -> Feature | Un
 
 
 def key_extras(request: Request, params: RequestParams = NO_PARAMS, known: Known = NOTHING_KNOWN) -> KeyExtras:
-    """What decides a request's KV in addition to its tokens."""
+    """Collect what decides a request's KV in addition to its tokens."""
     adapter = adapter_of(request)
     return KeyExtras(
         lora=(adapter.name, known.files) if adapter is not None else None,

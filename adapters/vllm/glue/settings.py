@@ -101,7 +101,7 @@ def _states_of(kv_cache_config: KVCacheConfig) -> str:
 
 
 def _written_of(section: object, name: str, model_dtype: object = None) -> dict[str, str]:
-    """What belongs into the namespace of the fields of one section."""
+    """Write the fields of one section that belong into the namespace."""
     rules = _rules_of(section, name)
     written = {}
     for field, rule in rules.items():

@@ -17,11 +17,11 @@ from kvstore.throttle import Throttle
 logger = logging.getLogger(__name__)
 
 PASS_BUDGET_S: Final = 0.001
-"""How long one pass of the scheduler may wait for looks, for all its requests together: most take less."""
+"""The time that one pass of the scheduler may wait for looks, for all its requests together: most take less."""
 
 
 class Known(NamedTuple):
-    """What had to be found out for a request's keys.
+    """Facts that had to be found out for a request's keys.
 
     Attributes:
         files: the fingerprint of its LoRA adapter, if it names one.

@@ -161,7 +161,7 @@ class LoadPlanner:
         return tokens
 
     def carried(self, spec: LoadSpec) -> Counter[Place]:
-        """How many tokens a load would carry from each place: of a chunk that is not in memory, all that is read.
+        """Count the tokens that a load would carry from each place: of a chunk not in memory, all that is read.
 
         A part of a checkpoint counts for as many tokens of a chunk as have its bytes.
         """
@@ -213,7 +213,7 @@ class LoadPlanner:
         return next((key for key in reversed(keys) if self.is_coming(key, async_load=async_load)), None)
 
     def is_coming(self, key: PrefixKey, *, async_load: bool = True) -> bool:
-        """Whether a load under way brings a chunk: an asynchronous one, or another that only such a load waits for."""
+        """Tell if a load under way brings a chunk: an asynchronous one, or another that only such a load waits for."""
         return self._index.is_loading(key) and (async_load or self._fetched_keys[key] > 0)
 
     def rests_on_unverified(self, tracker: RequestTracker, num_local_tokens: int) -> bool:

@@ -112,7 +112,7 @@ class RemoteLookup:
         return True
 
     def waits(self, request_id: str) -> bool:
-        """Whether a request has asked, and has neither all its answers nor reached its deadline.
+        """Tell if a request has asked, and has neither all its answers nor reached its deadline.
 
         As ``answered``, but for the chunks; to be asked again costs no lookup.
         """

@@ -66,7 +66,7 @@ class Matching:
         return self._promise(tracker, spec) if spec.num_external_tokens else 0
 
     def _waits_still(self, tracker: RequestTracker, num_local_tokens: int) -> bool:
-        """Whether what made a request wait has not ended, so that nothing need be looked up. At most 5 us."""
+        """Tell if what made a request wait has not ended, so that nothing need be looked up. At most 5 us."""
         waits, request = tracker.waits_for, tracker.request
         if waits is not None:
             is_asked_again = (waits.num_tokens, waits.num_local_tokens) == (request.num_tokens, num_local_tokens)

@@ -1,4 +1,4 @@
-"""What a tier raises beside the errors of its contract: a defect in it, or in a library below it, ends no engine."""
+"""Guards against errors beside those of the contract: a defect in a tier, or in a library below it, ends no engine."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Hold:
 
     @property
     def is_over(self) -> bool:
-        """Whether the other end was closed."""
+        """Tell if the other end was closed."""
         try:
             return not self._socket.recv(1)
         except BlockingIOError:
@@ -85,7 +85,7 @@ class Hold:
 
 
 def _is_trusted(user: int) -> bool:
-    """Whether memory that a user hands out may be mapped: root can do anything anyway."""
+    """Tell if memory that a user hands out may be mapped: root can do anything anyway."""
     return user in {0, os.geteuid()}
 
 

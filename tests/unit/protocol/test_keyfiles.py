@@ -1,4 +1,4 @@
-"""What the file of a client's key says: the key, its rights and its tenant."""
+"""The file of a client's key: the key, its rights and its tenant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client may do at a cache server follows from its key: for every kind of request, and for every tenant."""
+"""The rights of a client at a cache server follow from its key: for every kind of request, and for every tenant."""
 
 from __future__ import annotations
 

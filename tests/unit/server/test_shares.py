@@ -1,4 +1,4 @@
-"""What one key, or one socket, may take of the server, so that others still can be served."""
+"""Bounds on what one key, or one socket, may take of the server, so that others still can be served."""
 
 from __future__ import annotations
 
