@@ -42,11 +42,12 @@ def test_who_writes_a_chunk_tells_its_trail(desk: Desk) -> None:
     read = desk.lease(messages.Acquire, TWO)
     desk.ask(messages.Describe(5, read, asked[:-16] + TWO.prefix_key))
     desk.ask(messages.Describe(5, 12345, trail_of(TWO)))
-    assert nearest(desk, asked) == [[trail_of(ONE)]], "nobody else does"
+    assert nearest(desk, asked, trail_of(THREE, 70)) == [[trail_of(ONE)], [trail_of(TWO, 70)]], "nobody else does"
     store_with_trail(desk, ONE, trail_of(ONE, 80))
     assert nearest(desk, asked, trail_of(THREE, 80)) == [[], [trail_of(ONE, 80)]], "the last writer's counts"
-    desk.ask(messages.Remove(7, messages.pack_refs([ONE])))
+    desk.ask(messages.Remove(7, messages.pack_refs([ONE, TWO])))
     assert nearest(desk, trail_of(THREE, 80)) == [[]]
+    assert nearest(desk, trail_of(THREE, 70)) == [[]], "and a reader cannot keep a trail beyond its chunk"
 
 
 @pytest.mark.parametrize(
