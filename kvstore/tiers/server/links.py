@@ -124,7 +124,7 @@ class Links:
             self._in_use += 1  # this call counts as one, so that no other ends the context before it
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._in_use == 1, self._target.timeout_s + _CLOSE_WAIT_S)
-        self._watcher.close()
+        self._watcher.close(_CLOSE_WAIT_S)
         self._hang_up_idle()
         self._end_use()
 

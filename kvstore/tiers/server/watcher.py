@@ -51,8 +51,8 @@ class Watcher:
         if not has_thread:
             job()
 
-    def close(self) -> None:
-        """End the thread after the jobs that wait. Idempotent."""
+    def close(self, timeout_s: float) -> None:
+        """End the thread after the jobs that wait; one that unmaps memory for longer goes on. Idempotent."""
         with self._lock:
             if self._is_closed:
                 return
@@ -60,7 +60,7 @@ class Watcher:
             if self._thread is not None:
                 os.eventfd_write(self._wake, 1)
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout_s)
 
     def _begin(self) -> select.epoll:
         """Start the thread, which closes what it waits for at its end.

@@ -21,6 +21,7 @@ from kvstore.protocol.messages import TOKEN_BYTES
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.testing.harness import EVEN, make_transfer
 from kvstore.tiers.server.hold import Hold
+from kvstore.tiers.server.watcher import Watcher
 
 _F_ADD_SEALS = 1033
 _F_SEAL_SHRINK, _F_SEAL_GROW = 0x0002, 0x0004
@@ -147,3 +148,22 @@ def test_no_server_is_an_outage_and_not_a_configuration() -> None:
     with short_folder() as folder, pytest.raises(TierError, match="cannot be reached") as caught:
         Hold(folder / "none", WAIT_S)
     assert not isinstance(caught.value, TierSetupError)
+
+
+def test_memory_that_takes_long_to_unmap_does_not_hold_up_close(stranger: Stranger) -> None:
+    stranger.serve(sealed)
+    hold = Hold(stranger.folder, WAIT_S)
+    watcher = Watcher(lambda: None)
+    watcher.watch(hold)
+    may_end, is_done = threading.Event(), threading.Event()
+
+    def unmap() -> None:
+        may_end.wait()
+        is_done.set()
+
+    watcher.do(unmap)
+    watcher.close(timeout_s=0.01)
+    assert not is_done.is_set()
+    may_end.set()
+    assert is_done.wait(WAIT_S), "it goes on all the same"
+    hold.close()
