@@ -10,7 +10,7 @@ SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-unit demo test test-unit test-gpu check format bench bench-gpu soak mutate mutate-gpu matrix models pages clean
+.PHONY: help venv venv-unit demo test test-unit test-gpu check format bench bench-gpu soak mutate mutate-gpu matrix models pages wheel clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ models: venv  ## a tiny model of every architecture: does vLLM give the same out
 
 pages: venv  ## run all that the documentation shows, in page order, with real vLLM; ARGS="--fast" leaves that out
 	@$(BIN)/python -m kvstore.tools.dev.pages --log bench-results/pages.log $(ARGS)
+
+wheel: venv-unit  ## build dist/*.whl, to install on other machines
+	@$(BIN)/python -m build --wheel --no-isolation --outdir dist .
 
 venv:  ## make or update the environment, with vLLM
 	@tools/dev/venv.sh full
