@@ -106,7 +106,7 @@ class HandoverKeys(Keys):
     """Address at which this engine's workers listen and others reach them."""
     pd_peer_init_port: _Ports = None
     """Port of this engine's first worker, for other engines to send to it and read from it. Worker n adds n; a list
-    gives each worker its port. Needs `enable_pd`; a `remote_url` is then only read. If null, the engine does not
+    gives each worker its port. Needs `enable_pd`. A `remote_url` is then only read. If null, the engine does not
     listen."""
     transfer_channel: Annotated[str | None, AfterValidator(_check_channel)] = None
     """Over what KV is handed over: `nixl`, if both engines say so and have it; else TCP

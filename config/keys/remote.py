@@ -25,10 +25,9 @@ class RemoteKeys(Keys):
     """Where the shared tier is, how to log in, and what it may take."""
 
     remote_url: str | None = None
-    """Tier that several engines share: a cache server, `kvs+ipc://` or `kvs://` ([server.md](server.md)); Redis,
-    `redis://`, `rediss://`, `unix://`, `redis-sentinel://` or `redis-cluster://` ([redis.md](redis.md)); a pack,
-    read-only, `pack:///path` ([warming.md](warming.md#a-pack-as-a-tier)); or the scheme of another package
-    ([tiers.md](tiers.md))."""
+    """Tier that several engines share. A [cache server](server.md) is `kvs+ipc://` or `kvs://`, [Redis](redis.md) `redis://`,
+    `rediss://`, `unix://`, `redis-sentinel://` or `redis-cluster://`, a read-only [pack](warming.md#a-pack-as-a-tier)
+    `pack:///path`. Other schemes are those of [other packages](tiers.md)."""
     remote_username: Text = None
     """User name there, unless the URL has one."""
     remote_password: Text = Field(default=None, repr=False)

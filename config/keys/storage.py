@@ -60,8 +60,8 @@ class StorageKeys(Keys):
     disk_io_threads: Threads = 4
     """Threads that read and write. Also read from `extra_config`."""
     local_disk_serde: Codec = "none"
-    """Codec on disk: `none`, `lz4`, `split` (lossless, bf16 a third smaller) or `int8` (lossy):
-    [codecs.md](codecs.md)."""
+    """Codec on disk: `none`, `lz4`, `split` (lossless, bf16 a third smaller) or `int8` (lossy)
+    ([codecs.md](codecs.md))."""
     use_odirect: bool | None = None
     """Bypass the page cache (O_DIRECT). If null, wherever the folder supports it. Also read from `extra_config`."""
     max_write_queue: QueueLength = None
