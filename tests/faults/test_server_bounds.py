@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -41,14 +41,21 @@ def hold(gate: threading.Event) -> None:
 
 
 def fill(server: ServerThread) -> None:
-    """4000 chunks of a page each, of one namespace."""
-    space = server.hub.stock.enter(Namespace({"model": "small"}), SMALL)
-    assert space is not None
+    """4000 chunks of a page each, of one namespace. The server's thread makes them: it forgets an empty namespace."""
     wait_for("the pool has all pages", lambda: not server.hub.pool.is_growing)
-    for number in range(4000):
-        chunk = whole(server.hub.stock.reserve(space, make_ref(number, 1)))
-        assert chunk is not None
-        server.hub.stock.complete(chunk, is_whole=True)
+    filled: Future[None] = Future()
+
+    def work() -> None:
+        space = server.hub.stock.enter(Namespace({"model": "small"}), SMALL)
+        assert space is not None
+        for number in range(4000):
+            chunk = whole(server.hub.stock.reserve(space, make_ref(number, 1)))
+            assert chunk is not None
+            server.hub.stock.complete(chunk, is_whole=True)
+        filled.set_result(None)
+
+    server.hub._report(work)
+    filled.result(WAIT_S)
 
 
 class TestDiskThreads:

@@ -21,6 +21,7 @@ from support.served import BIG, WAIT_S, A, B, check_quiet, check_read, open_link
 from kvstore.chunks import Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError
 from kvstore.protocol import messages
+from kvstore.protocol.contexts import close_context
 from kvstore.protocol.outcomes import pack_outcomes
 from kvstore.server.hub import Hub
 from kvstore.server.options import ServerOptions, TcpAddress
@@ -98,7 +99,7 @@ class TestServerGoesAway:
             mover.read(link, make_buffer(EVEN.slot_bytes), messages.Grant(0))
         assert mapped_pools() <= before
         link.close()
-        context.term()
+        close_context(context)
 
     def test_a_second_server_in_the_folder_is_refused(self, process: ServerProcess) -> None:
         with pytest.raises(ConfigError, match="another cache server"):
@@ -128,7 +129,7 @@ class TestLeases:
         link.close()
         check_quiet(server)
         assert tier.contains([A, B]) == [True, False]
-        context.term()
+        close_context(context)
         tier.close()
 
     def test_a_client_that_comes_through_a_connection_of_before(self) -> None:
@@ -148,7 +149,7 @@ class TestLeases:
             """On the server's thread, which is about to look at messages, and has looked who left."""
             server.hub._receive = receive  # type: ignore[method-assign]
             first.close()
-            first_context.term()
+            close_context(first_context)
             time.sleep(0.1)  # until this end of the connection is closed, too
             opener.start()
             time.sleep(0.1)  # until its hello lies there
@@ -166,7 +167,7 @@ class TestLeases:
         finally:
             for its_context, link in ((context, other), *came):
                 link.close()
-                its_context.term()
+                close_context(its_context)
 
     def test_a_lease_of_before_is_worth_nothing(self, server: ServerThread) -> None:
         """Neither of another connection, nor one that was given back."""
@@ -182,8 +183,8 @@ class TestLeases:
         other.close()
         check_quiet(server)
         assert not server.hub.stock.spaces or all(not s.chunks for s in server.hub.stock.spaces.values())
-        context.term()
-        other_context.term()
+        close_context(context)
+        close_context(other_context)
 
     def test_what_is_read_stays_while_it_is_replaced(self) -> None:
         """Pages that somebody reads are given to nobody else."""
@@ -200,7 +201,7 @@ class TestLeases:
             assert np.array_equal(before, after)
             link.close()
             check_quiet(server)
-            context.term()
+            close_context(context)
             tier.close()
 
     def test_a_write_that_clear_overtook(self, server: ServerThread) -> None:
@@ -212,7 +213,7 @@ class TestLeases:
         assert done.outcomes == pack_outcomes([Outcome.FAILED])
         assert tier.contains([B]) == [False]
         link.close()
-        context.term()
+        close_context(context)
         tier.close()
 
     def test_a_client_may_not_take_the_whole_pool(self) -> None:
@@ -224,7 +225,7 @@ class TestLeases:
             tier = open_tier(server.url, BIG)
             assert tier.put([make_transfer(BIG, make_ref(99))]) == [Outcome.STORED]
             link.close()
-            context.term()
+            close_context(context)
             tier.close()
 
     def test_a_frozen_client_keeps_its_place_until_it_is_gone(self) -> None:
@@ -271,4 +272,4 @@ class TestLeases:
             check_quiet(server)
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            context.term()
+            close_context(context)

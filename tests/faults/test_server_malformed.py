@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-import zmq
 from support.cache_server import ServerThread, raw_peer, serving_ipc, serving_tcp
 from support.redis_server import wait_for
 from support.served import WAIT_S, A, B, Raw, check_quiet, check_read, open_link, open_tier
@@ -23,6 +22,7 @@ from kvstore.errors import TierError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
+from kvstore.protocol.contexts import close_context, open_context
 from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.outcomes import pack_outcomes
 from kvstore.protocol.pieces import checksum
@@ -46,7 +46,7 @@ class TestMalformed:
         link.close()
         check_quiet(server)
         assert check_read(tier, A) is Outcome.HIT
-        context.term()
+        close_context(context)
         tier.close()
 
     @pytest.fixture(autouse=True)
@@ -98,7 +98,7 @@ class TestMalformed:
             assert done.outcomes == pack_outcomes([Outcome.FAILED])
             link.close()
             check_quiet(server)
-            context.term()
+            close_context(context)
 
     def test_a_chunk_of_which_a_part_never_came(self) -> None:
         with serving_tcp() as server:
@@ -110,7 +110,7 @@ class TestMalformed:
             done = link.ask(messages.Commit(link.new_serial(), [lease], True), messages.Done)
             assert done.outcomes == pack_outcomes([Outcome.FAILED])
             link.close()
-            context.term()
+            close_context(context)
 
     def test_a_chunk_of_which_one_half_came_twice(self) -> None:
         """The other half would be whatever its pages held before: another client's KV."""
@@ -127,10 +127,10 @@ class TestMalformed:
             assert done.outcomes == pack_outcomes([Outcome.FAILED])
             link.close()
             check_quiet(server)
-            context.term()
+            close_context(context)
 
     def test_another_version(self, server: ServerThread) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context = open_context()
         link = Link(context, parse_server(server.url, {}))
         hello = messages.Hello(1, 99, {}, Geometry.of(EVEN), 0, link.token)
         with pytest.raises(TierError, match="versions 1 to 3 of the protocol, not 99"):
@@ -138,7 +138,7 @@ class TestMalformed:
         with pytest.raises(NoSessionError):
             link.ask(messages.Lookup(2, b""), messages.Held)
         link.close()
-        context.term()
+        close_context(context)
 
 
 def fuzz(server: ServerThread, count: int) -> None:
@@ -146,7 +146,7 @@ def fuzz(server: ServerThread, count: int) -> None:
     dice = random.Random(count)
     tier = open_tier(server.url)
     tier.put([make_transfer(EVEN, A)])
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context = open_context()
     link = None
     for number in range(count):
         if link is None:
@@ -162,7 +162,7 @@ def fuzz(server: ServerThread, count: int) -> None:
             assert check_read(tier, A) is Outcome.HIT
     if link is not None:
         link.close()
-    context.destroy(linger=5000)
+    close_context(context)
     check_quiet(server)
     assert server.hub.num_malformed >= count // 4
     wait_for("the good client is served", lambda: check_read(tier, A) in {Outcome.HIT, Outcome.MISS})
@@ -281,7 +281,7 @@ class TestMessages:
         """Although the server hears nothing of them for a while."""
         layout = KVLayout((2 << 20,), 1, 16, 128)
         with serving_tcp() as server:
-            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            context = open_context()
             link = Link(context, parse_server(server.url, {"timeout_s": 60.0}))
             link.hello(MINE, Geometry.of(layout))
             granted = link.ask(
@@ -300,7 +300,7 @@ class TestMessages:
             assert all(isinstance(outcome, messages.Done) for outcome in outcomes)
             assert server.hub.num_malformed == 0
             link.close()
-            context.term()
+            close_context(context)
 
     @pytest.mark.parametrize("serving", [serving_tcp, serving_ipc])
     def test_a_message_of_many_frames_is_thrown_away_unread(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import zmq
-
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import TierError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
+from kvstore.protocol.contexts import Context, close_context, open_context
 from kvstore.protocol.geometry import Geometry
 from kvstore.testing.harness import EVEN, MINE, make_buffer, make_payload, make_ref, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
@@ -27,8 +26,8 @@ def open_tier(url: str, layout: KVLayout = EVEN, namespace: Namespace = MINE, **
     return ServerTier.open(TierSetup(namespace, layout, UNBOUNDED_BYTES, {"url": url, "timeout_s": 10.0, **options}))
 
 
-def open_link(url: str, layout: KVLayout = EVEN) -> tuple[zmq.Context[zmq.Socket[bytes]], Link]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+def open_link(url: str, layout: KVLayout = EVEN) -> tuple[Context, Link]:
+    context = open_context()
     link = Link(context, parse_server(url, {}))
     link.hello(MINE, Geometry.of(layout))
     return context, link
@@ -69,7 +68,7 @@ class Raw:
     """A client that says what it likes."""
 
     def __init__(self, server: ServerThread) -> None:
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context = open_context()  # which a test that fails leaks, and nothing waits for
         self.link = Link(self.context, parse_server(server.url, {"timeout_s": 10.0}))
 
     def hello(self, fields: dict[str, str | int], geometry: Geometry) -> messages.Welcome:
@@ -77,4 +76,4 @@ class Raw:
 
     def close(self) -> None:
         self.link.close()
-        self.context.destroy(linger=0)
+        close_context(self.context)

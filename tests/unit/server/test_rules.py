@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import zmq
 from support.shop import CHUNK_BYTES, LATER_S, LAYOUT, ONE, TWO, Desk, Shop
 from zmq.utils import z85
 
@@ -13,6 +12,7 @@ from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ConfigError, ProtocolError
 from kvstore.keys import Namespace
 from kvstore.protocol import messages
+from kvstore.protocol.contexts import close_context, open_context
 from kvstore.protocol.keyfiles import ListedKey
 from kvstore.protocol.messages import Refusal
 from kvstore.protocol.outcomes import outcome_of
@@ -339,10 +339,10 @@ def test_one_server_to_a_folder(tmp_path: Path) -> None:
     ids=["listed", "not listed", "no key needed"],
 )
 def test_whose_key_is_listed_comes_in(mechanism: bytes, key: bytes, status: bytes) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context = open_context()
     client_keys = ClientKeys(context, {z85.encode(b"k" * 32): ListedKey("engine 1")})
     question = [b"1.0", b"7", b"", b"10.0.0.1", b"", mechanism, key]
     assert client_keys._judge(question)[1:3] == [b"7", status]
     assert client_keys._judge(question[:5])[2] == b"400"
     client_keys.close()
-    context.term()
+    close_context(context)

@@ -11,6 +11,7 @@ import zmq
 from support.shop import CHUNK_BYTES, ONE, Shop
 
 from kvstore.errors import ConfigError
+from kvstore.protocol.contexts import close_context, open_context
 from kvstore.protocol.rights import USUAL_RIGHTS
 from kvstore.server import door, files
 from kvstore.server.clients import IPC, OURSELVES, TCP, Client
@@ -100,7 +101,7 @@ def test_a_server_with_too_few_files_says_so_and_ends() -> None:
 
 
 def test_the_door_is_shut_while_few_files_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context = open_context()
     router = context.socket(zmq.ROUTER)
     router.bind("tcp://127.0.0.1:0")
     made = Door(router, router.FD)
@@ -122,4 +123,4 @@ def test_the_door_is_shut_while_few_files_are_left(monkeypatch: pytest.MonkeyPat
         pass
     assert made.port == port
     router.close(linger=0)
-    context.term()
+    close_context(context)
