@@ -27,9 +27,10 @@ test-unit: venv-unit  ## tests of the engine: no vLLM, nothing slow, less than a
 test-gpu: venv-unit  ## tests that need a CUDA device; skipped where there is none
 	@$(BIN)/pytest -m gpu
 
-check: venv-unit  ## lint, format and types
+check: venv-unit  ## lint, format, English and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/python -m kvstore.tools.dev.english
 	@$(BIN)/mypy -p kvstore
 	@$(BIN)/mypy tests tools/dev/vllm_cpu.py tools/dev/mutate/forkserver.py
 

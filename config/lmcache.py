@@ -1,7 +1,7 @@
-"""Keys of LMCache that have no effect here, and what that means.
+"""LMCache's keys that have no effect here, each with the consequence.
 
 The names are those of LMCache 0.5 and its older synonyms. Each one is accepted with one warning, so that an existing
-file works as it is. When kvstore gains a key, it moves from this table to the schema.
+file can be used unchanged. When kvstore gains a key, it moves from this table to the schema.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ FAMILIES: Final[dict[str, str]] = {
     ),
     "py_enable_gc use_gpu_connector_v3": "kvstore leaves the engine's Python and GPU settings alone",
 }
-"""Keys that belong together, separated by spaces, and what their absence means."""
+"""Related keys, separated by spaces, and the consequence of their absence."""
 
 NOT_IMPLEMENTED: Final = {key: meaning for keys, meaning in FAMILIES.items() for key in keys.split()}
 
@@ -89,7 +89,7 @@ OTHER_SCHEMES: Final = frozenset({"lm", "s3", "fs", "infinistore", "mooncakestor
 
 EXTRA_CONFIG: Final = "extra_config"
 EXTRA_CONFIG_KEYS: Final = frozenset({"disk_io_threads", "use_odirect"})
-"""Settings that LMCache keeps inside ``extra_config`` and that are keys here."""
+"""Settings inside LMCache's ``extra_config`` that are keys here."""
 
 UNPREFIXED: Final = frozenset({"discard_partial_chunks", "skip_last_n_tokens"})
 """Keys that LMCache reads from vLLM's extra config without a prefix."""
@@ -98,5 +98,5 @@ _SAME_HERE: Final[dict[str, object]] = {"py_enable_gc": True}
 
 
 def loses_nothing(key: str, value: object) -> bool:
-    """Whether ignoring this value changes nothing: it switches a feature off, or kvstore does the same."""
+    """Tell if ignoring this value has no effect, because it disables a feature or matches kvstore's behaviour."""
     return not value or value == _SAME_HERE.get(key)

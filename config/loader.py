@@ -1,4 +1,4 @@
-"""Reads the configuration. Of a key, vLLM's extra config counts before the environment, the file and the default."""
+"""Loading of the configuration: vLLM's extra config precedes the environment, the file and the defaults."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from kvstore.policies import choose_policy
 _log = logging.getLogger("kvstore.config")
 
 _MOST_GIB = {"max_local_cpu_size": 4096, "max_local_gpu_size": 1024, "max_local_disk_size": 65_536}
-"""What hardly any worker has: a larger number is rather one of MB, of which 1,024 are a GiB."""
+"""GiB from which a size is probably meant in MB, since hardly any worker has so much."""
 
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A configuration and where it came from.
+    """A configuration and the origin of each value.
 
     Attributes:
         config: the values in effect.
         origins: for each key of ``config``, "default", or its file and line, its variable or its extra-config key.
-        warnings: what was ignored and what that means, one line each.
+        warnings: ignored settings and the consequences, one line each.
     """
 
     config: StoreConfig
@@ -75,7 +75,7 @@ def load_config(
 def _choose(
     extra: Mapping[str, object], path: Path | None, environ: Mapping[str, str], findings: Findings
 ) -> dict[str, Entry]:
-    """For each known key, the entry of its strongest source."""
+    """Return, for each known key, the entry of its strongest source."""
     layers = [
         *(sources.file_layers(path, findings) if path else []),
         *sources.environment_layers(environ, findings),
@@ -92,7 +92,7 @@ def _choose(
 
 
 def _give_pool(chosen: dict[str, Entry], findings: Findings) -> None:
-    """Replace a pool of size 0 in LMCache's files for prefill and decode engines: here KV passes through the pool."""
+    """Replace a pool of size 0 in LMCache's files for prefill and decode engines; here KV passes through the pool."""
     pool, enabled = chosen.get("max_local_cpu_size"), chosen.get("enable_pd")
     if pool is None or type(pool.value) not in {int, float} or pool.value or enabled is None or not enabled.value:
         return
@@ -104,7 +104,7 @@ def _give_pool(chosen: dict[str, Entry], findings: Findings) -> None:
 
 
 def _validate(chosen: Mapping[str, Entry], findings: Findings) -> StoreConfig | None:
-    """The configuration, or None with the problems added to the findings."""
+    """Return the configuration, or None with the problems added to the findings."""
     values = {key: entry.value for key, entry in chosen.items() if key in StoreConfig.model_fields}
     try:
         return StoreConfig.model_validate(values)
@@ -115,7 +115,7 @@ def _validate(chosen: Mapping[str, Entry], findings: Findings) -> StoreConfig | 
 
 
 def _culprit(details: ErrorDetails, chosen: Mapping[str, Entry]) -> Entry:
-    """The entry to blame. A default is wrong only because of another key, which then gives the place."""
+    """Return the entry to blame. A default is wrong only because of another key, which then gives the place."""
     key = str(details["loc"][0])
     if key in chosen:
         return chosen[key]
@@ -123,7 +123,7 @@ def _culprit(details: ErrorDetails, chosen: Mapping[str, Entry]) -> Entry:
 
 
 def _ignored(chosen: Mapping[str, Entry]) -> list[str]:
-    """A line for each key of LMCache's whose absence makes a difference."""
+    """Return a line for each of LMCache's keys whose absence makes a difference."""
     return [
         f"{entry.where}: {key}: ignored: {NOT_IMPLEMENTED[key]}"
         for key, entry in chosen.items()
@@ -132,7 +132,7 @@ def _ignored(chosen: Mapping[str, Entry]) -> list[str]:
 
 
 def _useless(config: StoreConfig, origins: Mapping[str, str]) -> list[str]:
-    """Combinations that are valid and surely not meant."""
+    """Return warnings about combinations that are valid but surely unintended."""
     lines = []
 
     def warn(key: str, text: str) -> None:

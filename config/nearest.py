@@ -1,6 +1,6 @@
-"""The valid key that a user meant by another one: words in common count, and words that mean the same, beside letters.
+"""Suggestion of the valid key meant by an unknown one, by common words, synonyms and letters.
 
-By letters alone ``max_cpu_size`` is nearest to the memory of a GPU. A word counts the more, the fewer keys have it.
+By letters alone ``max_cpu_size`` would be closest to the memory of a GPU. Words used in fewer keys weigh more.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from kvstore.config.lmcache import EXTRA_CONFIG, NOT_IMPLEMENTED
 from kvstore.config.reference import KEYS
 
 _MIN_LIKENESS: Final = 0.6
-_MIN_LIKENESS_OF_LMCACHE: Final = 1.6  # a key without effect is meant only where it is all but written out
+_MIN_LIKENESS_OF_LMCACHE: Final = 1.6  # a key without effect must match almost exactly
 _MAX_CHARACTERS: Final = 80
-_MIN_LETTERS: Final = 0.8  # from here on, a word is another one misspelt
+_MIN_LETTERS: Final = 0.8  # likeness from which a word counts as a misspelling of another
 _WORD: Final = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+")
 
 _SYNONYMS: Final = {
@@ -50,7 +50,7 @@ _MEANS: Final = {word: meant for meant, words in _SYNONYMS.items() for word in w
 
 
 def nearest_key(key: str) -> str | None:
-    """The valid key that is meant by ``key``, as far as can be told: ours, unless one of LMCache's is clearly meant."""
+    """Return the valid key most likely meant by ``key``: one of ours, unless one of LMCache's is clearly meant."""
     key = key[:_MAX_CHARACTERS]
     ours = max((_likeness(key, name), name) for name in (*KEYS, EXTRA_CONFIG))
     theirs = max((_likeness(key, name), name) for name in NOT_IMPLEMENTED)
@@ -60,12 +60,12 @@ def nearest_key(key: str) -> str | None:
 
 
 def misspelt_key(key: str) -> str | None:
-    """The key of ours of which ``key`` is a misspelling: by letters alone."""
+    """Return our key of which ``key`` is a misspelling, by letters alone; None if there is none."""
     return next(iter(difflib.get_close_matches(key[:_MAX_CHARACTERS], KEYS, n=1)), None)
 
 
 def _likeness(key: str, name: str) -> float:
-    """From 0 to 2: of letters, and of words."""
+    """Return the likeness from 0 to 2: the sum of that of letters and that of words."""
     letters = difflib.SequenceMatcher(None, key.lower(), name).ratio()
     return letters + _common(_words(key), _words(name))
 
@@ -75,7 +75,7 @@ def _words(key: str) -> set[str]:
 
 
 def _common(given: set[str], wanted: set[str]) -> float:
-    """The share of the words that both have, by weight."""
+    """Return the weighted share of the words that both have."""
     same = {word for word in wanted if word in given or difflib.get_close_matches(word, given, 1, _MIN_LETTERS)}
     others = {word for word in given if not difflib.get_close_matches(word, wanted, 1, _MIN_LETTERS)}
     whole = _weight(wanted) + _weight(others)

@@ -1,4 +1,4 @@
-"""Hosts and ports as an operator lists them: requests may name these."""
+"""Hosts and ports listed by an operator, which requests may name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ END_PORT: Final = 65_536
 
 
 class ListedPlace(NamedTuple):
-    """A host in lower case and one of its ports, or None where only the host is listed."""
+    """A host in lower case and one of its ports, or None if only the host is listed."""
 
     host: str
     port: int | None
@@ -19,7 +19,7 @@ class ListedPlace(NamedTuple):
         """Read ``host``, ``host:port``, ``[v6]:port``, or a bare IPv6 address.
 
         Raises:
-            ValueError: what follows the host is not a port.
+            ValueError: the text after the host is not a port.
         """
         host, colon, port = text.rpartition(":")
         if not colon or (":" in host and not host.endswith("]")):
@@ -30,7 +30,7 @@ class ListedPlace(NamedTuple):
 
     @classmethod
     def of_url(cls, url: str) -> ListedPlace:
-        """The engine behind ``kvs://host:port``, whatever options follow.
+        """Read ``kvs://host:port``; options after it are ignored.
 
         Raises:
             ValueError: the URL is no such address.

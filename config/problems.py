@@ -1,4 +1,4 @@
-"""Collects what is wrong with a configuration and what is ignored, so that a user sees all of it at once."""
+"""Collection of a configuration's problems and warnings, so that a user sees all of them at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DEMANDS: Final = {
 
 
 class Entry(NamedTuple):
-    """A key with its value, and the place where a user finds it."""
+    """A key with its value, and the place where the user set it."""
 
     key: str
     value: object
@@ -35,17 +35,17 @@ class Entry(NamedTuple):
 
 @dataclass
 class Findings:
-    """Problems prevent the start, warnings do not. Each is one line."""
+    """Problems prevent the start; warnings do not. Each is one line."""
 
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     def sorted_problems(self) -> list[str]:
-        """Grouped by source; those of a file in the order of its lines."""
+        """Return the problems grouped by source; those of a file in the order of its lines."""
         return sorted(self.problems, key=_natural_order)
 
     def unknown_key(self, entry: Entry) -> None:
-        """Add a key that neither kvstore nor LMCache has."""
+        """Add a key unknown to both kvstore and LMCache."""
         self.problems.append(f"{_named(entry)}: unknown key; {_suggestion(entry.key)}")
 
     def invalid(self, entry: Entry, error: ErrorDetails) -> None:
@@ -53,7 +53,7 @@ class Findings:
         self.problems.append(f"{_named(entry)}: {_demand(entry, error)}")
 
     def no_mapping(self, entry: Entry) -> None:
-        """Add an ``extra_config`` that holds no keys."""
+        """Add an ``extra_config`` that is not a mapping."""
         self.problems.append(f"{_named(entry)}: must be a mapping of keys to values")
 
 
@@ -67,7 +67,7 @@ def _named(entry: Entry) -> str:
 
 
 def _shown(entry: Entry) -> str:
-    """The value as the user wrote it, shortened, and without anything that may be a secret."""
+    """Return the value as the user wrote it, shortened, and without anything that may be a secret."""
     value = entry.value
     is_count = entry.key.endswith("tokens") and isinstance(value, int)
     if entry.key not in KEYS and _SECRET_NAME.search(entry.key) and not is_count:
@@ -84,13 +84,13 @@ def _shown(entry: Entry) -> str:
 
 
 def one_line(text: str) -> str:
-    """At most 80 printable characters of a text."""
+    """Return at most 80 printable characters of a text."""
     text = "".join(character if character.isprintable() else "?" for character in text)
     return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
 
 
 def _demand(entry: Entry, error: ErrorDetails) -> str:
-    """What the value must be."""
+    """Return the requirement that the value does not meet."""
     reference = KEYS[entry.key]
     if not _WRONG_TYPE.search(error["type"]):
         return error["msg"].replace("Input should", "must").replace("String should", "must")
@@ -105,6 +105,6 @@ def _demand(entry: Entry, error: ErrorDetails) -> str:
 
 
 def _natural_order(line: str) -> list[str | int]:
-    """A sort key in which line 9 comes before line 10."""
+    """Return a sort key in which line 9 comes before line 10."""
     parts = re.split(r"(\d+)", line)
     return [int(part) if position % 2 else part for position, part in enumerate(parts)]

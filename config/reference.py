@@ -1,4 +1,4 @@
-"""What each key is, in words: for messages and for the documentation."""
+"""Descriptions of all keys, for messages and for the documentation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class KeyReference(NamedTuple):
     Attributes:
         kind: "true or false", "whole number", "number" or "text".
         default: as YAML writes it.
-        unit: empty where the value is no quantity.
+        unit: empty if the value is not a quantity.
         meaning: the text below the key in its class.
     """
 

@@ -1,4 +1,4 @@
-"""All keys of a configuration in one model, and what follows from keys of several concerns.
+"""The model with all keys of a configuration, and properties that depend on keys of several concerns.
 
 The names are LMCache's where both systems have the key; as in LMCache, a size is a number of GiB for one worker.
 """
@@ -34,30 +34,30 @@ class StoreConfig(HandoverKeys, ServerKeys, OperationKeys, RemoteKeys, RequestKe
 
     @property
     def host_memory_bytes(self) -> int:
-        """What each worker reserves in host memory."""
+        """Bytes of host memory that each worker reserves."""
         return self.max_local_cpu_bytes + (self.pd_buffer_size if self.listens else 0)
 
     @property
     def shared_name(self) -> str | None:
-        """The shared tier as engines name it to each other, without a login; None if nothing is written to it."""
+        """The shared tier's name between engines, without a login; None if nothing is written to it."""
         url = self.shared_url
         if url is None or tier_behind(url) in READ_ONLY:
             return None
         scheme, _, rest = url.partition("://")
         login, _, place = rest.rpartition("@")
-        if "?" in login:  # of a password behind it a part would be shown
+        if "?" in login:  # ``place`` would be part of a password
             return None
         return f"{scheme}://{place.partition('?')[0].lower()}"
 
     @property
     def has_remote(self) -> bool:
-        """Whether chunks may come from other engines: through a shared tier, from peers or folders, or sent by them."""
+        """True if chunks may come from other engines: through a shared tier, from peers or folders, or by handover."""
         return (
             self.shared_url is not None or self.enable_pd or bool(self.peers or (self.reshard_from and self.local_disk))
         )
 
     def shown(self) -> dict[str, object]:
-        """All values for people to see, without passwords."""
+        """Return all values for display, without passwords."""
         values = self.model_dump(mode="json")
         if self.remote_password is not None:
             values["remote_password"] = _HIDDEN
@@ -84,9 +84,9 @@ class StoreConfig(HandoverKeys, ServerKeys, OperationKeys, RemoteKeys, RequestKe
 
 
 def _hide_login(url: str) -> str:
-    """A URL without what stands before its ``@``, and without the values in its query."""
+    """Return a URL without the login before its ``@``, and without the values in its query."""
     scheme, _, rest = url.partition("://")
-    login, at, place = rest.rpartition("@")  # first, whatever else stands in a password
+    login, at, place = rest.rpartition("@")  # before the query, because a password may contain a "?"
     place, mark, query = place.partition("?")
     options = "&".join(f"{option.partition('=')[0]}={_HIDDEN}" for option in query.split("&"))
     return f"{scheme}://{_HIDDEN if login else ''}{at}{place}{mark}{options if mark else ''}"

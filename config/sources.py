@@ -1,7 +1,7 @@
-"""Where values come from: a file, the environment, and vLLM's ``kv_connector_extra_config``.
+"""Sources of values: a file, the environment, and vLLM's ``kv_connector_extra_config``.
 
-Each function returns layers of entries, the weakest first, and adds what it could not read to the findings. Whether a
-key exists and has a valid value is checked later, for all sources alike.
+Each function returns layers of entries, the weakest first, and adds unreadable ones to the findings. Keys and values
+are checked later, for all sources alike.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from kvstore.config.yamltext import YamlTextError, parse_yaml
 Layer = list[Entry]
 
 FILE_VARIABLES: Final = ("KVSTORE_CONFIG_FILE", "LMCACHE_CONFIG_FILE")
-"""They name the file; the first one that is set counts."""
+"""Variables that name the file; the first one that is set counts."""
 
 OTHER_VARIABLES: Final = frozenset({*FILE_VARIABLES, "KVSTORE_LOG_LEVEL"})
-"""They look like keys but are read elsewhere."""
+"""Variables that look like keys but are read elsewhere."""
 
 _MAX_FILE_BYTES: Final = 2**20
 _PREFIXES: Final = ("lmcache", "kvstore")
 
-# Kubernetes sets such variables for each service of the namespace, and a service may well be called "kvstore".
+# Kubernetes sets such variables for each service of a namespace, which may be called "kvstore".
 _SERVICE_VARIABLE: Final = re.compile(r"\w+_(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 
 
 def named_file(environ: Mapping[str, str]) -> Path | None:
-    """The file that the environment names, if any."""
+    """Return the file named by the environment, if any."""
     names = (environ.get(variable) for variable in FILE_VARIABLES)
     return next((Path(name) for name in names if name), None)
 
 
 def file_layers(path: Path, findings: Findings) -> list[Layer]:
-    """The keys of a YAML file."""
+    """Return the keys of a YAML file."""
     where = f"file {path}"
     try:
         text = parse_yaml(_read(path))
@@ -63,7 +63,7 @@ def file_layers(path: Path, findings: Findings) -> list[Layer]:
 
 
 def environment_layers(environ: Mapping[str, str], findings: Findings) -> list[Layer]:
-    """``LMCACHE_<KEY>`` and ``KVSTORE_<KEY>``. An empty variable counts as unset."""
+    """Return ``LMCACHE_<KEY>`` and ``KVSTORE_<KEY>``. An empty variable counts as unset."""
     layers = []
     for prefix in _PREFIXES:
         names = [name for name in environ if name.startswith(f"{prefix.upper()}_") and environ[name]]
@@ -73,11 +73,11 @@ def environment_layers(environ: Mapping[str, str], findings: Findings) -> list[L
 
 
 def extra_layers(extra: Mapping[str, object], findings: Findings) -> list[Layer]:
-    """``lmcache.<key>``, ``kvstore.<key>``, and two keys without a prefix. Others are vLLM's or other connectors'."""
+    """Return ``lmcache.<key>``, ``kvstore.<key>`` and two keys without a prefix. Others belong to other users of it."""
     layers = [[Entry(name, extra[name], f"kv_connector_extra_config {name}") for name in extra if name in UNPREFIXED]]
     for prefix in _PREFIXES:
         if prefix in extra:
-            # What vLLM makes of a dotted flag: --kv-transfer-config.kv_connector_extra_config.kvstore.chunk_size
+            # vLLM nests a dotted flag: --kv-transfer-config.kv_connector_extra_config.kvstore.chunk_size
             findings.problems.append(
                 f'kv_connector_extra_config {prefix}: must be written flat, as JSON: {{"{prefix}.chunk_size": 256}}'
             )
@@ -89,7 +89,7 @@ def extra_layers(extra: Mapping[str, object], findings: Findings) -> list[Layer]
 
 
 def with_nested(layer: Iterable[Entry], findings: Findings) -> Layer:
-    """The layer with the keys inside ``extra_config`` as entries of their own, weaker than the keys beside it."""
+    """Return the layer with the keys inside ``extra_config`` as separate entries, weaker than the keys next to it."""
     nested: Layer = []
     direct: Layer = []
     for entry in layer:
@@ -111,7 +111,7 @@ def _nested(values: Mapping[object, object], where: str, findings: Findings) -> 
 
 
 def _read(path: Path) -> bytes:
-    """All bytes of a small regular file.
+    """Return all bytes of a small regular file.
 
     Raises:
         OSError: it cannot be read.
@@ -127,7 +127,7 @@ def _read(path: Path) -> bytes:
 
 
 def _variable(name: str, text: str, findings: Findings) -> Entry | None:
-    """A variable as an entry, or None if it is not a key."""
+    """Return a variable as an entry, or None if it is not a key."""
     key = name.partition("_")[2].lower()
     where = f"environment {name}"
     if key not in KEYS and key not in NOT_IMPLEMENTED and key != EXTRA_CONFIG:
@@ -147,13 +147,13 @@ def _variable(name: str, text: str, findings: Findings) -> Entry | None:
 
 
 def _is_foreign(name: str, text: str) -> bool:
-    """Whether a variable only looks like a key of ours."""
+    """Tell if a variable only looks like a key of ours."""
     is_service = _SERVICE_VARIABLE.fullmatch(name) is not None or (name.endswith("_PORT") and "://" in text)
     return name in OTHER_VARIABLES or is_service
 
 
 def _report_unknown(entry: Entry, findings: Findings) -> None:
-    """Refuse an unknown variable of ours. LMCache has switches that are no keys: warn only where a key is near."""
+    """Refuse an unknown variable of ours. LMCache has switches that are not keys, so warn only if a key is near."""
     variable = entry.where.removeprefix("environment ")
     if variable.startswith("KVSTORE_"):
         findings.unknown_key(entry)

@@ -1,7 +1,7 @@
-"""YAML of the plain kind that a configuration needs.
+"""Parser of the plain YAML that a configuration needs.
 
-PyYAML's safe loader silently takes the last of two equal keys, copies what an alias names as often as a file asks, and
-raises any Python error for a malformed date or number. Here, all of these are problems with a place.
+PyYAML's safe loader silently keeps the last of two equal keys, expands aliases without a limit, and raises arbitrary
+Python errors for a malformed date or number. This parser reports all of these as problems with a place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class YamlTextError(ValueError):
 
 
 class Duplicate(NamedTuple):
-    """A key that occurs twice in one mapping; ``line`` is that of the second, counted from 1."""
+    """A key that occurs twice in one mapping; ``line`` is that of the second occurrence, counted from 1."""
 
     key: str
     line: int
@@ -95,5 +95,5 @@ class _PlainLoader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
-            # What SafeLoader's own constructors raise for texts such as 2024-13-01 or "!!bool maybe".
+            # Raised by SafeLoader's own constructors for texts such as 2024-13-01 or "!!bool maybe".
             raise yaml.constructor.ConstructorError(None, None, "this value is malformed", node.start_mark) from error

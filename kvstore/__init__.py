@@ -1,6 +1,6 @@
 """kvstore: the KV cache that outlives the GPU. See docs/ARCHITECTURE.md for the parts and their promises.
 
-Public are the names below, and ``kvstore.tiers``, ``kvstore.channels``, ``kvstore.policies`` and ``kvstore.testing``.
+The public names are those below, ``kvstore.tiers``, ``kvstore.channels``, ``kvstore.policies`` and ``kvstore.testing``.
 Everything else may change with any version. Importing ``kvstore`` imports nothing else: each name is imported when it
 is first used.
 """
@@ -60,7 +60,7 @@ _MODULES = {
     "bind_paged_kv": "kvstore.paged.binding",
 }  # all others are in kvstore.errors
 
-if not TYPE_CHECKING:  # where a checker saw it, it would take every name for one that exists
+if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept every name
 
     def __getattr__(name: str) -> object:
         if name not in __all__:

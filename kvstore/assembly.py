@@ -1,4 +1,4 @@
-"""Opens what a worker or engine uses: the CPU pool, the slower tiers with their guards, and the lanes to them."""
+"""Opening of the CPU pool, the slower tiers with their guards, and the lanes between them, for a worker or engine."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from kvstore.transfer.lane import WRITE_THREADS, Lane
 
 logger = logging.getLogger(__name__)
 
-PROBE_INTERVAL_S = 10.0  # how often a tier that is left out is tried again
-_ASKING_THREADS = 3  # one asks; the others are for questions that hang
-_SLOW_TIMEOUT_S = 30.0  # for calls that touch every file, such as a scan
+PROBE_INTERVAL_S = 10.0  # between two attempts to reach a tier that is down
+_ASKING_THREADS = 3  # one thread asks; the others replace threads that hang
+_SLOW_TIMEOUT_S = 30.0  # deadline of calls that touch every file, such as a scan
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class OpenTiers:
 
     Attributes:
         cpu: the pool.
-        disk: None without one.
-        remote: None without one.
+        disk: the disk tier; None without one.
+        remote: the remote tier; None without one.
         hot: copies on the device, or None.
         survivors: the chunks that the disk held, the longest untouched first.
-        trails: those of them, as far as the disk knows them.
-        namespace_id: whose chunks all of them hold.
-        slots_take_turns: as of ``ChunkIndex``: a device copies to and from the pool.
+        trails: their trails, as far as the disk knows them.
+        namespace_id: id of the namespace of all their chunks.
+        slots_take_turns: see ``ChunkIndex``; True if a device copies to and from the pool.
     """
 
     cpu: LabelledPool
@@ -86,56 +86,56 @@ class OpenTiers:
         return lanes
 
     def close(self) -> None:
-        """Close all of them. Only before lanes and a mover have them, which close them otherwise."""
+        """Close all of them. Only for tiers not yet given to lanes and a mover, which close them otherwise."""
         with ExitStack() as closing:
             for part in (self.cpu, self.disk, self.remote, self.hot):
                 if part is not None:
                     closing.callback(part.close)
 
     def size_on_disk(self, ref: ChunkRef) -> int | None:
-        """The bytes that a chunk takes on disk; None if it is not there."""
+        """Return the bytes of a chunk on disk; None if it is not there."""
         return None if self.disk is None else self.disk.size_of(ref)
 
     def read_from(self, source: str, refs: Iterable[ChunkRef]) -> None:
-        """Let some chunks be read from the engine that a request names, if requests may name it."""
+        """Allow reads of some chunks from the engine that a request names, if requests may name that engine."""
         with_peers = find(self.remote, PeersTier) if self.remote is not None else None
         if with_peers is not None:
             with_peers.read_from(source, refs)
 
     @property
     def disk_answers(self) -> bool:
-        """Whether chunks can be read from the disk, or there is none."""
+        """True if chunks can be read from the disk, or there is none."""
         return self.disk is None or self.disk.answers
 
     @property
     def reads_fronts(self) -> bool:
-        """As of ``ChunkIndex``."""
+        """See ``ChunkIndex``."""
         return self.remote is not None and self.remote.reads_fronts
 
     @property
     def remote_answers(self) -> bool:
-        """Whether chunks can be read from the remote tier, or there is none."""
+        """True if chunks can be read from the remote tier, or there is none."""
         return self.remote is None or self.remote.answers
 
     @property
     def remote_keeps_trails(self) -> bool:
-        """Whether the remote tier keeps the trails of what is written there, as far as is known."""
+        """True if the remote tier is known to keep the trails of the chunks written there."""
         return self.remote is not None and self.remote.keeps_trails
 
 
 def open_tiers(
     paged: PagedKV, namespace: Namespace, options: EngineOptions, problems: list[str] | None = None
 ) -> OpenTiers:
-    """Allocate the memory and open the slower tiers that ``options`` ask for. A failure leaves nothing open or locked.
+    """Allocate the memory and open the slower tiers required by ``options``. A failure leaves nothing open or locked.
 
     Args:
         paged: the model's KV cache.
-        namespace: whose chunks these are.
-        options: what may be used.
-        problems: takes why the remote tier cannot be used now; without it, that is logged.
+        namespace: the namespace of the chunks.
+        options: the resources that may be used.
+        problems: receives the reason if the remote tier cannot be used now. Without it, the reason is logged.
 
     Raises:
-        ConfigError: a size is too small, or more than the machine has; or something cannot be used as configured.
+        ConfigError: a size is too small or exceeds the machine's, or a resource cannot be used as configured.
         FolderOwnedError: another process uses a folder.
         TierError: a folder cannot be read, or a remote tier that is required does not answer.
     """
@@ -171,7 +171,7 @@ def open_tiers(
             _log_foreign(folders, namespace)
         if options.max_local_gpu_bytes and paged.moves_layers:
             hot = HotChunks(paged, options.max_local_gpu_bytes)
-        elif options.max_local_gpu_bytes:  # several groups of layers are loaded beside the steps
+        elif options.max_local_gpu_bytes:  # several groups of layers are loaded while steps run
             logger.warning(
                 "max_local_gpu_size is left out, and takes no memory of the GPU: the chunks of a model with windows or "
                 "states are never loaded from there; set it to 0"
@@ -182,12 +182,12 @@ def open_tiers(
 
 
 def log_device_bytes(paged: PagedKV, tiers: OpenTiers, *, threads: int) -> None:
-    """Say what is taken of a GPU, which the serving engine must leave free.
+    """Log the GPU memory in use, which the serving engine must leave free.
 
     Args:
         paged: the model's KV cache.
         tiers: one of which may be on the device.
-        threads: how many move chunks at once.
+        threads: number of threads that move chunks at once.
     """
     if paged.device.type != "cpu":
         taken = device_bytes(paged.layout, threads=threads, tier_bytes=tiers.hot.size_bytes if tiers.hot else 0)
@@ -195,7 +195,7 @@ def log_device_bytes(paged: PagedKV, tiers: OpenTiers, *, threads: int) -> None:
 
 
 def _log_foreign(folders: Sequence[Path], namespace: Namespace) -> None:
-    """Say why chunks in the folders cannot be used: often one setting was changed by mistake."""
+    """Log why chunks in the folders cannot be used: often one setting was changed by mistake."""
     try:
         described = sorted({line for folder in folders for line in describe_foreign(folder, namespace)})
     except OSError:  # only information is lost
@@ -216,13 +216,14 @@ def open_remote(
     """Open the tier that several engines share, guarded.
 
     Args:
-        namespace: whose chunks these are.
+        namespace: the namespace of the chunks.
         layout: the geometry of the chunks.
-        options: which tier.
+        options: the tier and its settings.
         io_timeout_s: deadline of each call.
-        asks_only: it is for lookups only, from one thread. Otherwise it is checked now, and refused if it cannot be
-            used and is required.
-        problems: takes why it cannot be used now, if it is not required; without it, a warning is logged.
+        asks_only: True for lookups only, from one thread. Otherwise the tier is checked now, and a failure raises if it
+            is required.
+        problems: receives the reason if the tier cannot be used now and is not required. Without it, a warning is
+            logged.
 
     Raises:
         ConfigError: the URL or a setting is wrong.
@@ -243,7 +244,7 @@ def open_remote(
             tier = own
         else:
             others = Elsewhere(options, layout, replace(guard, failures=1))
-            for url in options.sources:  # checked now, and opened when a request names them
+            for url in options.sources:  # checked now, opened when a request names them
                 at_rank(url, options.rank)
             if options.shared is not None and not asks_only:
                 _open_own(shared_setup(options, namespace, layout), options, problems, check=True).close()
@@ -289,12 +290,12 @@ def open_directory(shards: Iterable[Shard]) -> RemoteDirectory:
 
 
 def slow_timeout_s(io_timeout_s: float) -> float:
-    """The deadline of calls that touch every file, where others have ``io_timeout_s``."""
+    """Return the deadline of calls that touch every file, given that of other calls."""
     return max(io_timeout_s, _SLOW_TIMEOUT_S)
 
 
 def _guard_options(io_timeout_s: float, read_threads: int, *, asks_storage: bool = False) -> GuardOptions:
-    """One time-out of every reader opens the breaker, so that a load waits for a hanging tier only once."""
+    """Return guard options. One time-out per reader opens the breaker, so a load waits for a hung tier only once."""
     return GuardOptions(
         timeout_s=io_timeout_s,
         slow_timeout_s=slow_timeout_s(io_timeout_s),

@@ -1,4 +1,4 @@
-"""How every part of the library names chunks, and the outcomes of moving them."""
+"""Names of chunks for all parts of the library, and the outcomes of moving them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 class Outcome(Enum):
-    """What became of one chunk of a batch."""
+    """Outcome of moving one chunk of a batch."""
 
     HIT = "hit"  # get: the buffer holds the payload, verified
-    MISS = "miss"  # get: not here
-    CORRUPT = "corrupt"  # get: here, but damaged or foreign; it has been removed
-    STORED = "stored"  # put: visible from now on
+    MISS = "miss"  # get: not stored here
+    CORRUPT = "corrupt"  # get: stored here, but damaged or foreign; it has been removed
+    STORED = "stored"  # put: can be found from now on
     FULL = "full"  # put: no room; nothing was written
     FAILED = "failed"  # the storage refused this one chunk; others may work
 
@@ -31,22 +31,22 @@ class ChunkRef(NamedTuple):
     num_blocks: int
 
     def blocks_from(self, first_block: int) -> range:
-        """Its blocks, if the first of them has that number."""
+        """Return its block numbers, given that of its first block."""
         return range(first_block, first_block + self.num_blocks)
 
 
 def chunk_of(trail: bytes) -> ChunkRef:
-    """The chunk whose trail it is: the keys at the ends of its blocks, one after the other."""
+    """Return the chunk of a trail, which is the concatenation of the keys at its blocks' ends."""
     return ChunkRef(trail[-PREFIX_KEY_BYTES:], len(trail) // PREFIX_KEY_BYTES)
 
 
 def is_trail_of(trail: bytes, ref: ChunkRef) -> bool:
-    """Whether it may be the trail of a chunk: as long, and ending with its key."""
+    """Tell if ``trail`` may be the trail of a chunk: it has the right length and ends with the chunk's key."""
     return len(trail) == ref.num_blocks * PREFIX_KEY_BYTES and trail.endswith(ref.prefix_key)
 
 
 Asked: TypeAlias = ChunkRef | bytes
-"""What a remote tier is asked: whether a chunk is there; or, for a trail, which chunks share blocks with it."""
+"""A question to a remote tier: for a chunk, if it is there; for a trail, which chunks share blocks with it."""
 
 Answer: TypeAlias = bool | tuple[bytes, ...] | None
-"""Whether a chunk is there; for a trail, those of chunks that may share blocks with it. None: nobody could say."""
+"""True if a chunk is there; for a trail, the trails of chunks that may share blocks with it. None if unknown."""

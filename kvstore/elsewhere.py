@@ -1,4 +1,4 @@
-"""Opens what other engines have: their servers, and what those of other tensor-parallel sizes have stored anywhere."""
+"""Access to other engines' chunks: their servers, and the chunks stored by engines of other tensor-parallel sizes."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _OpenPart = Callable[[Part, Namespace], Tier]
 
 
 class Elsewhere:
-    """The places of other engines' chunks, all of which are only read. For any thread.
+    """The places of other engines' chunks, all of which are only read. Thread-safe.
 
-    What engines of other tensor-parallel sizes have stored is in a shared tier, unless nobody can add to it, in the
-    folders of their workers, and at the peers. If we listen, it is at those of our servers to which their workers send.
+    Chunks of engines of other tensor-parallel sizes are in a shared tier, unless it is read-only, in the folders of
+    their workers, and at the peers. If we listen, they are also at those of our servers to which their workers send.
 
     Args:
-        options: where they are.
-        layout: of our chunks.
-        guard: how each place is guarded.
+        options: the places and their settings.
+        layout: the geometry of our chunks.
+        guard: options of each place's guard.
 
     Attributes:
-        places: their names; those of the peers, and of a shared tier beside our server, are their URLs.
+        places: their names; peers, and a shared tier in addition to our server, are named by their URLs.
     """
 
     def __init__(self, options: RemoteOptions, layout: KVLayout, guard: GuardOptions) -> None:
@@ -64,7 +64,7 @@ class Elsewhere:
 
 
 def shared_setup(options: RemoteOptions, namespace: Namespace, layout: KVLayout) -> TierSetup:
-    """How to open the tier that is shared and only read, beside our own server."""
+    """Return the setup of the shared, read-only tier that is used in addition to our own server."""
     return TierSetup(namespace, layout, UNBOUNDED_BYTES, {**options.shared_settings, "url": options.shared})
 
 
@@ -119,10 +119,10 @@ def _open_at_peer(options: RemoteOptions, url: str, part: Part, namespace: Names
 
 
 def _open_peer(options: RemoteOptions, url: str, rank: int, namespace: Namespace, layout: KVLayout) -> Tier:
-    """The server of a worker of another engine, given the URL of its first."""
+    """Open the server of a worker of another engine, given the URL of its first worker."""
     address = at_rank(url, rank)
     settings = {**options.peer_settings, "url": address}
     tier = open_tier(tier_behind(address), TierSetup(namespace, layout, UNBOUNDED_BYTES, settings))
     where = urlsplit(address)
-    tier.name = f"peer-{where.hostname}:{where.port}"  # log lines must tell which peer
+    tier.name = f"peer-{where.hostname}:{where.port}"  # log lines must name the peer
     return tier

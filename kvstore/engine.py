@@ -1,4 +1,4 @@
-"""The cache engine for use without a serving engine: index and mover in one process, behind LMCache-like calls.
+"""The cache engine for use without a serving engine: index and mover in one process, with LMCache-like calls.
 
     with CacheEngine.open(kv_caches, model="llama-8b", num_blocks=4096, block_tokens=16, cpu_bytes=4 << 30) as engine:
         engine.store(tokens, slot_mapping=slots)
@@ -50,7 +50,7 @@ DEFAULT_CPU_BYTES = 5 << 30  # as ``max_local_cpu_size``
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A snapshot of what the engine holds and did."""
+    """A snapshot of the engine's contents and counters."""
 
     slots: int
     slots_in_use: int
@@ -88,18 +88,18 @@ class CacheEngine:
         disk_bytes: int = 0,
         remote: RemoteOptions | None = None,
     ) -> Self:
-        """An engine over a model's KV tensors. For everything else that can be set, see ``EngineOptions``.
+        """Open an engine over a model's KV tensors. For all other settings, see ``EngineOptions``.
 
         Args:
             kv_caches: the tensor of each layer by name, in the order of the layers, all on one device: blocks in front,
                 ``[num_blocks, ...]``, or K and V, ``[2, num_blocks, ...]``; or a pair (K, V) of tensors.
-            model: whose KV this is: a name, or fields like ``{"model": ..., "revision": ...}``. KV is found again only
-                under equal fields, so name everything that changes it: weights, revision, quantization. The size of
-                a chunk and the layout of the tensors are added.
+            model: identity of the KV: a name, or fields like ``{"model": ..., "revision": ...}``. KV is found again
+                only under equal fields, so name everything that changes it: weights, revision, quantization. The size
+                of a chunk and the layout of the tensors are added.
             num_blocks: blocks in each tensor.
             block_tokens: tokens in a block.
             chunk_tokens: tokens stored and found as one piece; a multiple of ``block_tokens``.
-            cpu_bytes: size of the pool in host memory, taken at once.
+            cpu_bytes: size of the pool in host memory, reserved at once.
             disk: folder of the disk tier, or one on each of several disks; empty for none.
             disk_bytes: bound of all folders together.
             remote: a tier shared with other engines.
@@ -136,9 +136,9 @@ class CacheEngine:
             copy_threads=copy_threads(),
         )
         log_device_bytes(paged, self._tiers, threads=1)
-        self._move_lock = threading.Lock()  # moves: the paged cache belongs to one call at a time
-        self._abandoned: deque[Callable[[], object]] = deque()  # ends of generators that were given up
-        self._clears = 0  # and resets
+        self._move_lock = threading.Lock()  # the paged cache belongs to one call at a time
+        self._abandoned: deque[Callable[[], object]] = deque()  # ends of abandoned generators
+        self._clears = 0  # counts clears and resets
 
     def __enter__(self) -> Self:
         return self
@@ -147,7 +147,7 @@ class CacheEngine:
         self.close()
 
     def lookup(self, tokens: Tokens, *, extras: KeyExtras = NO_EXTRAS, lease_id: str | None = None) -> int:
-        """How many leading tokens ``retrieve`` would find, in whole blocks; a remote tier is asked.
+        """Return the number of leading tokens that ``retrieve`` would find, in whole blocks; a remote tier is asked.
 
         With ``lease_id`` they are kept from eviction until ``release``, or for ``lease_timeout_s``; another lookup with
         the same id renews the lease. All leases together hold at most half of the pool: tokens beyond that, or only in
@@ -185,7 +185,7 @@ class CacheEngine:
         """Load the known prefix of a sequence into a faster tier; ``cpu`` is the only one.
 
         Returns how many leading tokens are in memory then; they end at the first chunk that could not be loaded.
-        Without ``local_cpu`` nothing stays in memory: nothing is read, and the answer is 0.
+        Without ``local_cpu`` no chunk stays in memory, so nothing is read and the result is 0.
 
         Raises:
             InvalidCallError: another tier.
@@ -241,7 +241,7 @@ class CacheEngine:
         Yields None after each layer, and finally the tokens newly stored, which can be found from then on. Nothing
         happens before the first ``next()``. If the generator is closed before the last layer, or ``clear`` or
         ``reset_cache`` is called after the first one, nothing is stored. ``next()`` may be called from any thread, and
-        other calls may come in between.
+        other calls may run in between.
 
         Raises:
             InvalidCallError: as ``store``, at once.
@@ -283,15 +283,15 @@ class CacheEngine:
     ) -> Generator[torch.Tensor | None, None, None]:
         """``retrieve``, one layer per ``next()``: the model computes a layer while the next ones are loaded.
 
-        Yields None as soon as a layer of all chunks is in its slots, and finally what ``retrieve`` returns. The slots
+        Yields None as soon as a layer of all chunks is in its slots, and finally the result of ``retrieve``. The slots
         belong to the generator until then: it writes the next layer while this one is used. A remote tier is asked at
         once; reads begin with the first ``next()``.
 
         If a chunk turns out damaged or missing at some layer, the mask ends before it, though its layers up to that one
-        are in their slots; what was computed from them must be computed again. A chunk that another generator is still
+        are in their slots. Results computed from them must be computed again. A chunk that another generator is still
         loading from a slower tier counts as missing. If ``clear`` or ``reset_cache`` is called after the first
         ``next()``, no further layer begins, and nothing counts as loaded. ``next()`` may be called from any thread, and
-        other calls may come in between. A generator closed before its last yield releases its chunks with the next call
+        other calls may run in between. A generator closed before its last yield releases its chunks with the next call
         that moves KV, or ``close``.
 
         Raises:
@@ -319,8 +319,8 @@ class CacheEngine:
     def clear(self, tokens: Tokens | None = None, *, extras: KeyExtras = NO_EXTRAS) -> int:
         """Forget the chunks of a token sequence, or all chunks, in every tier. Returns how many there were.
 
-        Nothing of them is found from now on but what other sequences have in common with them, in whole blocks. Waits,
-        within the tiers' deadlines, until the slower tiers have removed them.
+        Afterwards none of them is found, except whole blocks shared with other sequences. Waits, within the tiers'
+        deadlines, until the slower tiers have removed them.
         """
         hasher = None if tokens is None else hash_tokens(self.layout, tokens, extras)
         with self._turn():
@@ -339,15 +339,15 @@ class CacheEngine:
     def reset_cache(self) -> None:
         """Forget everything because the model's weights were changed in place: begin a new epoch of the namespace.
 
-        Nothing stored before is found again, here or after a restart. What is stored from now on is found until
-        ``close``: no later process can know that it has these weights. Waits, within the tiers' deadlines, until the
-        slower tiers have removed what they held; if they hang, later writes wait for that.
+        Nothing stored before is found again, here or after a restart. Chunks stored from now on are found until
+        ``close``, because no later process can know that it has these weights. Waits, within the tiers' deadlines,
+        until the slower tiers have removed their chunks; if they hang, later writes wait for that.
         """
         with self._turn():
             self._clears += 1
             with self._planner.deciding() as index:
                 index.clear()
-                index.take_removals()  # they go with their epoch
+                index.take_removals()  # removed with their epoch
             namespace = self._namespace.at_epoch(new_epoch())
             self._mover.reset(namespace)
             self._planner.reset_directory(namespace)
@@ -356,7 +356,7 @@ class CacheEngine:
     def flush(self, timeout_s: float | None = None) -> Flushed:
         """Wait until everything stored so far is in the slower tiers, by default for ``io_timeout_s``.
 
-        Returns how many writes since the last ``flush`` stored nothing: because a tier failed, had no room, its queue
+        Returns how many writes since the last ``flush`` stored nothing, because a tier failed, had no room, its queue
         was full, or time ran out. The result is True if there are none. Chunks with a time to live stay in memory, and
         do not count.
         """
@@ -365,7 +365,7 @@ class CacheEngine:
         return flushed.plus(Flushed(full=self._planner.take_drops()))
 
     def stats(self) -> EngineStats:
-        """What the engine holds and did; the counters are live."""
+        """Return the engine's contents and counters; the counters are live."""
         index = self._planner.index
         with self._planner.lock:
             return EngineStats(
@@ -381,7 +381,7 @@ class CacheEngine:
     def close(self, timeout_s: float | None = None) -> bool:
         """Flush within ``timeout_s``, end all threads, release the folder. Idempotent. False if writes were dropped.
 
-        Calls under way end first. If a disk hangs, this returns after the time-out and then as long again, or 5 seconds
+        Running calls end first. If a disk hangs, this returns after the time-out and the same time again, or 5 seconds
         if that is more; the folder stays locked until the disk answers or the process ends.
         """
         with self._move_lock:
@@ -395,7 +395,7 @@ class CacheEngine:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """The turn of a call that moves KV. First ends generators that were given up."""
+        """Hold the turn of a call that moves KV. First ends abandoned generators."""
         with self._move_lock:
             self._planner.check_open()
             self._end_abandoned()
@@ -410,11 +410,11 @@ class CacheEngine:
         self._mover.settle(slow_timeout_s(self._options.io_timeout_s) + self._options.io_timeout_s)
 
     def _remove(self, place: Place, refs: Iterable[ChunkRef]) -> None:
-        """For the planner, which is made before the mover."""
+        """Remove chunks from a slower tier. Given to the planner, which is created before the mover."""
         self._mover.remove(place, refs)
 
     def _up_to(self, refs: Iterable[ChunkRef], num_tokens: int) -> int:
-        """The tokens of a match that its first chunks hold; the last chunk may hold more than is matched."""
+        """Return the tokens of a match that its first chunks hold; the last chunk may hold more than is matched."""
         return min(sum(ref.num_blocks for ref in refs) * self.layout.block_tokens, num_tokens)
 
     def _load_request(self, tokens: Tokens, mask: Tokens | None, slot_mapping: Slots, extras: KeyExtras) -> Request:
@@ -422,7 +422,7 @@ class CacheEngine:
         return request._replace(told=self._planner.ask_remote(request.hasher, request.begin))
 
     def _loaded(self, request: Request, jobs: Sequence[LoadJob], failed: set[PrefixKey]) -> torch.Tensor:
-        """The mask of the tokens loaded, up to the first chunk that failed."""
+        """Return the mask of the tokens loaded, up to the first chunk that failed."""
         here = takewhile(lambda job: job.step.ref.prefix_key not in failed, jobs)
         end = request.begin + sum(len(job.block_ids) for job in here) * self.layout.block_tokens
         loaded = torch.zeros(request.hasher.num_tokens, dtype=torch.bool)

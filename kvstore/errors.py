@@ -5,10 +5,10 @@
     ├── LayoutError            a KV cache that cannot be stored as opaque blocks
     ├── InvalidCallError       an argument of a public call breaks its contract
     ├── DeviceFullError        a device has no memory left to move a chunk; that load or store fails, later ones may not
-    ├── CodecError             bytes that no codec made; becomes a miss before it reaches a caller of a tier
+    ├── CodecError             bytes that no codec wrote; a tier reports them to its caller as a miss
     ├── ProtocolError          a message that a cache server or its client would not send; it ends the connection
-    ├── ChannelError           memory of another process cannot be read; then its bytes come over TCP, or not
-    ├── TierError              a tier is broken: it may work again later
+    ├── ChannelError           memory of another process cannot be read; its bytes are sent over TCP, or the read fails
+    ├── TierError              a tier is broken, and may work again later
     │   ├── FolderOwnedError   the disk folder belongs to another live process
     │   ├── TierSetupError     (and ConfigError) a server refuses what it was configured with
     │   └── TierTimeoutError   a call took too long, and may still be using the caller's buffers
@@ -35,7 +35,7 @@ class ConfigError(KVStoreError, ValueError):
 
 
 class LayoutError(KVStoreError, ValueError):
-    """The KV cache has a layout, or state beside it, that storing whole blocks would not preserve."""
+    """The KV cache has a layout, or additional state, that storing whole blocks would not preserve."""
 
 
 class InvalidCallError(KVStoreError, ValueError):
@@ -43,7 +43,7 @@ class InvalidCallError(KVStoreError, ValueError):
 
 
 class DeviceFullError(KVStoreError):
-    """A device had no memory left for what it was given, and did not do it."""
+    """A device had no memory left for a request, which was not carried out."""
 
 
 class CodecError(KVStoreError, ValueError):
@@ -59,7 +59,7 @@ class ChannelError(KVStoreError):
 
 
 class TierError(KVStoreError):
-    """A tier failed as a whole. What it held counts as missing until it answers again."""
+    """A tier failed as a whole. Its chunks count as missing until it answers again."""
 
 
 class FolderOwnedError(TierError):
@@ -67,21 +67,21 @@ class FolderOwnedError(TierError):
 
 
 class TierSetupError(TierError, ConfigError):
-    """A tier's server answers, but not to this configuration: a password, a right, a certificate, a database.
+    """A tier's server refuses this configuration because of a password, a right, a certificate or a database.
 
-    At start that is a configuration to be corrected; later it is a tier that is broken until somebody corrects it.
+    At start the configuration must be corrected; later the tier counts as broken until it is.
     """
 
 
 class TierTimeoutError(TierError):
     """A call to a tier did not end in time.
 
-    The buffers given to the call are not the caller's again before ``pending.done()``: until then a read may still
-    write to them, and a write may still read from them.
+    The buffers given to the call must not be reused before ``pending.done()``: until then a read may still write to
+    them, and a write may still read from them.
 
     Attributes:
-        pending: the call given up. It is done at once if the call had not begun, and then never will. Otherwise it is
-            done when the call ends, with what it returned or raised: a late ``put`` may well have stored its chunks.
+        pending: the abandoned call. If it had not begun, it is done at once and never runs. Otherwise it is done when
+            the call ends, with its result or exception, so a late ``put`` may have stored its chunks.
     """
 
     def __init__(self, message: str, pending: Future[Any]) -> None:

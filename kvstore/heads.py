@@ -1,8 +1,8 @@
-"""Which KV heads a worker holds, and how pages are cut by them, so that engines of other tensor parallelism share KV.
+"""KV heads of a worker and their places in its pages, so that engines of other tensor parallelism can share KV.
 
-Nothing is stored in another form: who reads takes its heads from the pages of workers that hold others. For that a page
-is rows of heads, ``[rows, heads, bytes]``: one row if its heads come first, one for each token if its tokens do. The
-order of bytes below a head is the backend's, and stays.
+The stored form does not change: a reader takes its heads from the pages of workers that hold others. For that a page is
+rows of heads, ``[rows, heads, bytes]``: one row if its heads come first, one for each token if its tokens do. The order
+of bytes below a head is that of the backend.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ LAYOUT_FIELD: Final = "layout"
 
 
 def heads_of(shard: int, num_shards: int, total: int) -> range:
-    """The KV heads of one of so many shards of a model with ``total`` heads; with more shards, some hold the same.
+    """Return the KV heads of a shard of a model with ``total`` heads; with more shards than heads, some hold the same.
 
     Raises:
-        LayoutError: they cannot be divided so.
+        LayoutError: the heads cannot be divided among so many shards.
     """
     if total % num_shards == 0:
         each = total // num_shards
@@ -38,7 +38,7 @@ def heads_of(shard: int, num_shards: int, total: int) -> range:
 
 
 def shards_with(heads: range, num_shards: int, total: int) -> list[int]:
-    """The fewest shards of ``num_shards`` that hold these heads together, in order.
+    """Return the fewest shards of ``num_shards`` that hold these heads together, in order.
 
     Raises:
         LayoutError: see ``heads_of``.
@@ -53,16 +53,16 @@ def shards_with(heads: range, num_shards: int, total: int) -> list[int]:
 
 
 class Part(NamedTuple):
-    """What one worker of another engine holds.
+    """KV held by one worker of another engine.
 
     Attributes:
         rank: that worker's number in its engine.
-        shard: its part of the model's KV, as its namespace names it.
-        layout: of its chunks.
+        shard: its part of the model's KV, as in its namespace.
+        layout: layout of its chunks.
         heads: the KV heads in its pages.
-        folders: where on this machine such a worker keeps chunks; () without a disk.
-        sends_to: the rank of our worker that takes what it hands over: of several that need it the first.
-        num_readers: how many of our workers need it.
+        folders: the folders on this machine in which such a worker keeps chunks; () without a disk.
+        sends_to: the rank of our worker that receives its handovers: the first of those that need it.
+        num_readers: number of our workers that need it.
     """
 
     rank: int
@@ -74,25 +74,25 @@ class Part(NamedTuple):
     num_readers: int = 1
 
     def namespace(self, own: Namespace) -> Namespace:
-        """That of its chunks, in the epoch of our ``own``."""
+        """Return the namespace of its chunks, in the epoch of our ``own``."""
         fields = {**own.fields, SHARD_FIELD: self.shard, LAYOUT_FIELD: self.layout.fingerprint}
         return Namespace(fields)
 
 
 @dataclass(frozen=True)
 class Division:
-    """How an engine of another tensor-parallel size divides what one of our workers holds.
+    """Division of one of our workers' KV among the workers of an engine of another tensor-parallel size.
 
     Attributes:
         size: the tensor-parallel size of that engine.
-        parts: those that hold our heads together.
-        layout: of our chunks.
+        parts: the parts that hold our heads together.
+        layout: layout of our chunks.
         heads: the KV heads in our pages.
         rows: for each layer, the rows of heads in a page.
-        codec: that chunks in the folders of parts may be encoded with.
+        codec: codec with which chunks in the parts' folders may be encoded.
 
     Raises:
-        LayoutError: the parts do not hold our heads, or a page is not made of them.
+        LayoutError: the parts do not hold our heads, or a page does not consist of them.
     """
 
     size: int
@@ -121,11 +121,11 @@ class Division:
 
     @cached_property
     def part_bytes(self) -> int:
-        """Bytes of the longest slot of a part."""
+        """Bytes of the largest slot of a part."""
         return max(part.layout.slot_bytes for part in self.parts)
 
     def take(self, part: Part, source: ByteArray, target: ByteArray, num_blocks: int) -> None:
-        """Copy our heads from a payload of a part to their places in one of ours."""
+        """Copy our heads from a part's payload to their places in one of ours."""
         first, last = max(self.heads.start, part.heads.start), min(self.heads.stop, part.heads.stop)
         of_ours = slice(first - self.heads.start, last - self.heads.start)
         of_theirs = slice(first - part.heads.start, last - part.heads.start)

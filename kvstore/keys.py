@@ -2,8 +2,8 @@
 
 A *prefix key* is the first 16 bytes of a sha256 over a request's seed and all tokens from position 0 to the chunk's
 end, taken as running snapshots of one hash. A *namespace* is everything that must be equal for KV to be interchangeable
-between two engines; its 8-byte id stands beside the prefix key. Neither uses Python's ``hash`` nor anything else that
-differs between processes.
+between two engines; its 8-byte id is the other part of a chunk's name. Neither uses Python's ``hash`` nor anything else
+that differs between processes.
 
 The hash covers, all little-endian:
 
@@ -44,7 +44,7 @@ PrefixKey = bytes
 
 
 class ChunkKey(NamedTuple):
-    """A chunk's full name: its namespace, and the tokens it stands for."""
+    """A chunk's full name: its namespace, and the key of its tokens."""
 
     namespace_id: bytes
     prefix_key: PrefixKey
@@ -52,7 +52,7 @@ class ChunkKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Namespace:
-    """What must be equal for two engines to share KV, as named fields.
+    """Named fields that must be equal for two engines to share KV.
 
     The fields are free-form strings and integers, so that a mismatch can be reported by name. Two namespaces are equal
     if and only if their canonical JSON is.
@@ -61,31 +61,31 @@ class Namespace:
     fields: Mapping[str, str | int]
 
     def to_json(self) -> str:
-        """The canonical form: sorted keys, no spaces."""
+        """Return the canonical form: sorted keys, no spaces."""
         return json.dumps(dict(self.fields), sort_keys=True, separators=(",", ":"))
 
     @cached_property
     def id(self) -> bytes:
-        """8 bytes that name this namespace."""
+        """The 8-byte name of this namespace."""
         return hashlib.sha256(b"kvstore/namespace/1\0" + self.to_json().encode()).digest()[:NAMESPACE_ID_BYTES]
 
     def at_epoch(self, epoch: str) -> Namespace:
-        """This namespace after its weights were changed in place; ``epoch`` is a name never used before."""
+        """Return this namespace after its weights were changed in place; ``epoch`` is a name never used before."""
         return Namespace({**self.fields, EPOCH_FIELD: epoch})
 
     def differing_fields(self, other: Namespace) -> list[str]:
-        """Names of the fields that differ, sorted."""
+        """Return the names of the fields that differ, sorted."""
         names = self.fields.keys() | other.fields.keys()
         return sorted(name for name in names if self.fields.get(name) != other.fields.get(name))
 
 
 def new_epoch() -> str:
-    """A name for an epoch, never used before."""
+    """Return a name for an epoch, never used before."""
     return secrets.token_hex(8)
 
 
 class Feature(NamedTuple):
-    """A multimodal item of a prompt: which content, and the tokens ``[offset, offset + length)`` that stand for it."""
+    """A multimodal item of a prompt: its content, and the tokens ``[offset, offset + length)`` that stand for it."""
 
     identifier: str
     offset: int
@@ -94,7 +94,7 @@ class Feature(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyExtras:
-    """What determines a request's KV besides its tokens.
+    """Inputs of a request's KV in addition to its tokens.
 
     Attributes:
         lora: name of the adapter and a fingerprint of its files, or None for the base model.
@@ -109,7 +109,7 @@ class KeyExtras:
     features: tuple[Feature, ...] = ()
 
     def seed(self) -> bytes:
-        """The bytes hashed before the first token."""
+        """Return the bytes hashed before the first token."""
         parts = [KEY_VERSION]
         if self.lora is not None:
             parts += [_tagged("lora"), _tagged(self.lora[0]), _tagged(self.lora[1])]
@@ -127,8 +127,8 @@ NO_EXTRAS = KeyExtras()
 class PrefixHasher:
     """The prefix keys of one growing token sequence.
 
-    Keeps one hash snapshot per chunk, so that a longer sequence costs only its new tokens, and the block ends inside a
-    chunk can be named later. Not thread-safe: it belongs to one request.
+    Keeps one hash snapshot per chunk, so that a longer sequence costs only its new tokens, and keys of block ends
+    inside a chunk can be computed later. Not thread-safe: it belongs to one request.
     """
 
     def __init__(self, chunk_tokens: int, block_tokens: int, extras: KeyExtras = NO_EXTRAS) -> None:
@@ -139,27 +139,27 @@ class PrefixHasher:
         self.chunk_tokens = chunk_tokens
         self.block_tokens = block_tokens
         self.blocks_per_chunk = chunk_tokens // block_tokens
-        self._records: dict[int, list[bytes]] = {}  # of features, by the block they are hashed with
-        self._features = [_Span.of(feature, block_tokens) for feature in extras.features]  # not recorded to their end
+        self._records: dict[int, list[bytes]] = {}  # records of features, by the block they are hashed with
+        self._features = [_Span.of(feature, block_tokens) for feature in extras.features]  # not fully recorded yet
         self._recorded_blocks = 0
         self._tokens = array("I")
-        self._seen: list[int] = []  # the same as Python objects, mostly those of the caller's list
+        self._seen: list[int] = []  # the same as Python integers, mostly those of the caller's list
         self._source: Sequence[int] | None = None  # the caller's sequence
         self._snapshots: list[_Hash] = [hashlib.sha256(extras.seed())]
         self._chunk_keys: list[PrefixKey] = []
-        self._block_keys: tuple[int, int, list[PrefixKey]] = 0, 0, []  # asked for last: of which chunk, to which token
+        self._block_keys: tuple[int, int, list[PrefixKey]] = 0, 0, []  # the last result: chunk, end token, keys
 
     @property
     def num_tokens(self) -> int:
-        """Tokens seen so far."""
+        """Number of tokens seen so far."""
         return len(self._tokens)
 
     def update(self, tokens: Sequence[int]) -> None:
-        """Hash the whole sequence from position 0, of which a prefix may be known already.
+        """Hash the whole sequence from position 0; a prefix of it may be known already.
 
         If known tokens have changed, or there are fewer, all are hashed again. They are compared one by one (0.5 ms for
-        128k), unless it is the same object again with the same length and the same last token: a caller's sequence may
-        grow between two calls, but the tokens in it must not change.
+        128k), unless it is the same object with the same length and the same last token. A caller's sequence may grow
+        between two calls, but the tokens in it must not change.
 
         Raises:
             InvalidCallError: a token id is negative or does not fit in 32 bits.
@@ -198,14 +198,14 @@ class PrefixHasher:
         self._block_keys = 0, 0, []
 
     def chunk_keys(self) -> Sequence[PrefixKey]:
-        """The keys at the ends of all whole chunks so far. The caller must not change the list."""
+        """Return the keys at the ends of all whole chunks so far. The caller must not change the list."""
         return self._chunk_keys
 
     def block_keys(self, chunk: int) -> list[PrefixKey]:
-        """The keys at the ends of the whole blocks in chunk number ``chunk``, as far as its tokens are known.
+        """Return the keys at the ends of the whole blocks in chunk number ``chunk``, as far as its tokens are known.
 
         For a whole chunk the last one is the chunk's own key. The caller must not change the list, which is kept for
-        the next lookup of the same chunk: a request that waits is looked up again and again.
+        the next lookup of the same chunk, because a waiting request is looked up repeatedly.
         """
         if chunk >= len(self._snapshots):
             return []
@@ -225,10 +225,10 @@ class PrefixHasher:
     def _absorb_whole_chunks(self) -> None:
         first, last = len(self._chunk_keys), len(self._tokens) // self.chunk_tokens
         size, running = self.chunk_tokens, self._snapshots[-1]
-        with memoryview(self._tokens) as tokens:  # slices of it are no copies
+        with memoryview(self._tokens) as tokens:  # slices of it are not copied
             for begin in range(first * size, last * size, size):
                 running = running.copy()
-                if sys.byteorder == "little" and not self._has_records(begin, begin + size):  # nearly always
+                if sys.byteorder == "little" and not self._has_records(begin, begin + size):  # the usual case
                     running.update(tokens[begin : begin + size])
                 else:
                     for start in range(begin, begin + size, self.block_tokens):
@@ -248,7 +248,7 @@ class PrefixHasher:
         self._recorded_blocks = end
 
     def _has_records(self, begin: int, end: int) -> bool:
-        """Whether a feature overlaps a block of the tokens ``[begin, end)``."""
+        """Tell if a feature overlaps a block of the tokens ``[begin, end)``."""
         blocks = range(begin // self.block_tokens, end // self.block_tokens)
         return bool(self._records) and any(block in self._records for block in blocks)
 
@@ -279,11 +279,11 @@ class _Span(NamedTuple):
 
 
 def _listed(tokens: Sequence[int]) -> list[int]:
-    """A slice of a sequence as a list; a slice of a list is one already."""
+    """Return a slice of a sequence as a list; a slice of a list is one already."""
     return tokens if isinstance(tokens, list) else list(tokens)
 
 
 def _tagged(text: str) -> bytes:
-    """A string with its length in front, so that different lists of strings give different bytes."""
+    """Return a string's bytes with their length in front, so that different lists of strings give different bytes."""
     raw = text.encode("utf-8", "surrogatepass")
     return struct.pack("<I", len(raw)) + raw

@@ -1,8 +1,9 @@
-"""How a chunk's payload is laid out: the geometry of one worker's KV, in bytes.
+"""Layout of a chunk's payload: the geometry of one worker's KV, in bytes.
 
 A payload is layer-major, ``[layer][plane][block][page bytes]``: each block of each layer is copied as opaque bytes in
 the physical order of the attention backend. A *plane* is one dense region that a block occupies in a layer: one where K
-and V share a block, two where they lie apart. Nothing here knows tensors; ``paged`` derives a layout from them.
+and V share a block, two where they are separate. This module does not use tensors; ``paged`` derives a layout from
+them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ALIGNMENT_BYTES = 4096
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    """Return the smallest multiple of ``multiple`` that is not below ``value``."""
     return -(-value // multiple) * multiple
 
 
@@ -68,12 +69,12 @@ class KVLayout:
             raise LayoutError(f"the axes of a page are positive, not {self.page_axes}")
 
     def to_json(self) -> str:
-        """All fields as JSON, for tools that read chunks without the engine that made them."""
+        """Return all fields as JSON, for tools that read chunks without the engine that stored them."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> KVLayout:
-        """The layout that ``to_json`` wrote.
+        """Read a layout from the text of ``to_json``.
 
         Raises:
             LayoutError: the text is something else.
@@ -106,21 +107,21 @@ class KVLayout:
         return tuple(accumulate((self.planes * size for size in self.page_bytes), initial=0))
 
     def payload_bytes(self, num_blocks: int) -> int:
-        """Bytes of a chunk of ``num_blocks`` blocks."""
+        """Return the bytes of a chunk of ``num_blocks`` blocks."""
         return num_blocks * self.block_bytes
 
     def layer_range(self, layer: int, num_blocks: int) -> tuple[int, int]:
-        """Begin and end of ``layer`` inside the payload of a chunk of ``num_blocks`` blocks."""
+        """Return begin and end of ``layer`` in the payload of a chunk of ``num_blocks`` blocks."""
         return self._layer_starts[layer] * num_blocks, self._layer_starts[layer + 1] * num_blocks
 
     def layer_ranges(self, num_blocks: int) -> list[tuple[int, int]]:
-        """``layer_range`` of every layer."""
+        """Return ``layer_range`` of every layer."""
         return [self.layer_range(layer, num_blocks) for layer in range(self.num_layers)]
 
     def front_ranges(self, num_blocks: int, front_blocks: int) -> list[tuple[int, int]]:
-        """Begin and end of what the payload of a chunk has of its leading blocks, for each plane of each layer.
+        """Return begin and end of the leading blocks in the payload of a chunk, for each plane of each layer.
 
-        One after the other, these bytes are the payload of a chunk of ``front_blocks`` blocks.
+        Concatenated, these bytes are the payload of a chunk of ``front_blocks`` blocks.
         """
         ranges = []
         for layer, page_bytes in enumerate(self.page_bytes):
@@ -130,7 +131,7 @@ class KVLayout:
         return ranges
 
     def layer_groups(self, least_bytes: int) -> list[range]:
-        """The layers in groups, in order; of a full chunk each group but the last has at least ``least_bytes``."""
+        """Return the layers in groups, in order; in a full chunk each but the last has at least ``least_bytes``."""
         groups, first = [], 0
         for layer in range(self.num_layers):
             end_bytes = self.layer_range(layer, self.blocks_per_chunk)[1]
@@ -147,6 +148,6 @@ class KVLayout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits; equal only where a block's bytes mean the same."""
+        """16 hex digits, equal only for layouts in which a block's bytes have the same meaning."""
         facts = f"{self.page_bytes}|{self.planes}|{self.block_tokens}|{self.physical}"
         return hashlib.sha256(facts.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""What can be set for an engine: how much of each resource it may use, and which storage it shares."""
+"""Options of an engine: limits on each resource, and the storage it shares."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ class RemoteOptions:
     """A tier that several engines share.
 
     Attributes:
-        url: its address; the scheme names the kind of tier. None for chunks from others only.
+        url: its address; the scheme names the kind of tier. None to only read from others.
         settings: options of this kind of tier.
-        shared: another one, which is only read, as a peer is; None for none. Needs ``peers``, which may be empty.
-        shared_settings: options of that one.
+        shared: a second shared tier, which is only read; None for none. Needs ``peers``, which may be empty.
+        shared_settings: options of that second tier.
         required: refuse to start if it cannot be used. Otherwise warn, and try again later.
-        io_threads: reads in flight at once.
-        lookup_timeout_s: deadline of a lookup, after which it counts as holding nothing.
-        hold_s: how long the answer to a lookup counts.
+        io_threads: maximum of concurrent reads.
+        lookup_timeout_s: deadline of a lookup, after which the tier counts as empty for it.
+        hold_s: validity of the answer to a lookup.
         max_queue: chunks that may wait to be sent; None means a quarter of the pool, 0 a tier that is only read.
-        sends: False where another worker holds the same KV and sends it.
+        sends: False if another worker holds the same KV and sends it.
         peers: servers of other engines' first workers, which are only read; None for no peers and no ``sources``.
-        sources: the same, but each is read only for requests that name it.
+        sources: further such servers, each of which is read only for requests that name it.
         peer_settings: options of a tier at a peer.
-        rank: of this worker, which is added to the ports of peers.
-        divisions: how engines of other tensor-parallel sizes divide what this worker holds; what they have stored, in
-            the tier, at peers or in folders, is read.
-        is_own: whether the tier is a server of this worker's own, for what others send.
-        servers: then those of all of this engine's workers, by rank.
+        rank: rank of this worker, which is added to the ports of peers.
+        divisions: divisions of this worker's KV by engines of other tensor-parallel sizes, whose chunks are read from
+            the tier, from peers and from folders.
+        is_own: True if the tier is a server opened by this worker for handovers from others.
+        servers: if ``is_own``, the servers of all of this engine's workers, by rank.
     """
 
     url: str | None
@@ -59,25 +59,25 @@ class RemoteOptions:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What one worker may use.
+    """Limits and settings of one worker.
 
     Attributes:
         max_local_cpu_bytes: size of the pool in host memory.
-        local_cpu: False keeps nothing in that pool: chunks only pass through it.
+        local_cpu: False makes that pool a staging area, in which no chunks are kept.
         local_disk: folder of the disk tier, or one on each of several disks; None or () for none.
         max_local_disk_bytes: bound of all folders together, everything in them included.
         save_unfull_chunk: store the last, shorter chunk of a sequence too.
-        use_odirect: whether the disk tier uses O_DIRECT; None probes the folder.
-        disk_io_threads: reads in flight at once.
+        use_odirect: True if the disk tier uses O_DIRECT; None probes the folder.
+        disk_io_threads: maximum of concurrent reads.
         io_timeout_s: deadline of each call to a slower tier, and the default bound of ``flush`` and ``close``.
-        lease_timeout_s: how long a lease holds its chunks if nobody releases it.
+        lease_timeout_s: duration of a lease that is not released.
         max_write_queue: chunks that may wait for the disk; None means half of the pool.
         remote: a tier that several engines share; None for none.
-        cache_policy: which chunks memory evicts first, a name in ``POLICIES``.
+        cache_policy: eviction policy of memory, a name in ``POLICIES``.
         disk_policy: the same for the disk; None for the same as in memory.
-        disk_codec: how chunks on disk are encoded, a name in ``CODEC_NAMES``.
+        disk_codec: codec of chunks on disk, a name in ``CODEC_NAMES``.
         max_local_gpu_bytes: device memory for copies of the chunks loaded most often; 0 for none.
-        pin_in_background: on a GPU, pin the pool after the start, where that cannot disturb the capture of graphs.
+        pin_in_background: on a GPU, pin the pool after the start, when that cannot disturb the capture of graphs.
     """
 
     max_local_cpu_bytes: int
@@ -99,7 +99,7 @@ class EngineOptions:
 
 
 class Shard(NamedTuple):
-    """The part of every chunk that one worker holds, or several that hold the same, and the remote tier for it."""
+    """The part of every chunk held by one worker, or by several with the same KV, and the remote tier for it."""
 
     namespace: Namespace
     layout: KVLayout

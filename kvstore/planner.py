@@ -1,6 +1,6 @@
-"""What an engine decides: which chunks a call loads or stores, and what is known afterwards. Moves nothing.
+"""Plans of an engine's calls: which chunks are loaded or stored, and the state afterwards. Moves no data.
 
-One lock covers the index and what the remote tier has answered. It is held for decisions only, never during I/O.
+One lock covers the index and the remote tier's answers. It is held for decisions only, never during I/O.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from kvstore.transfer.mover import LoadJob, LoadResult, StoreJob
 
 Result = TypeVar("Result")
 
-_MAX_LONGER: Final = 1024  # chunks of others that one ``clear`` removes, and
-_MAX_IN_VAIN: Final = 8  # questions in a row that named only what it has removed,
-_MAX_ASKED: Final = 64  # the last of which are asked about
+_MAX_LONGER: Final = 1024  # others' chunks that one ``clear`` removes
+_MAX_IN_VAIN: Final = 8  # consecutive questions that name only removed chunks
+_MAX_ASKED: Final = 64  # latest removed chunks included in a question
 
 
 class Planner:
-    """Plans the calls of one engine, and takes in how they ended. Thread-safe.
+    """Plans the calls of one engine, and takes their results. Thread-safe.
 
     Args:
-        namespace: whose chunks the engine stores.
+        namespace: the namespace of the engine's chunks.
         layout: the geometry of the chunks.
-        options: of the engine.
-        tiers: where chunks can be.
-        remove: takes chunks off a slower tier; waits for nothing.
+        options: options of the engine.
+        tiers: the tiers in which chunks may be.
+        remove: removes chunks from a slower tier, without waiting.
 
     Attributes:
-        index: which chunks are where; under ``lock``.
-        view: what the remote tier has answered lately; under ``lock``. None without one.
+        index: the catalog of chunks; under ``lock``.
+        view: the remote tier's recent answers; under ``lock``. None without one.
         directory: asks the remote tier. None without one.
         is_closed: ``close`` was called.
     """
@@ -78,11 +78,11 @@ class Planner:
         self._options = options
         self._tiers = tiers
         self._remove = remove
-        self._told_drops = 0  # writes dropped up to the last ``take_drops``
+        self._told_drops = 0  # writes dropped before the last ``take_drops``
         self.is_closed = False
 
     def check_open(self) -> None:
-        """Refuse a call after ``close``.
+        """Raise after ``close``.
 
         Raises:
             ClosedError: it was closed.
@@ -91,14 +91,14 @@ class Planner:
             raise ClosedError("this engine was closed: make a new one")
 
     def close(self) -> None:
-        """Refuse what comes from now on, and close the directory."""
+        """Refuse further calls, and close the directory."""
         self.is_closed = True
         if self.directory is not None:
             self.directory.close()
 
     @contextmanager
     def deciding(self) -> Iterator[ChunkIndex]:
-        """The index, brought up to date, under the lock."""
+        """Yield the index, brought up to date, under the lock."""
         with self.lock:
             self._begin()
             yield self.index
@@ -108,14 +108,14 @@ class Planner:
     ) -> Result:
         """Find the longest known prefix, and call ``then`` with it under the lock.
 
-        The remote tier is asked for what the index does not know. Its answers count for everybody for a while, and for
+        The remote tier is asked about chunks unknown to the index. Its answers count for all calls for a while, and for
         the call that is ``told`` them in any case.
         """
         told = told or Told()
         for _ in range(self.index.question_rounds):
             with self.lock:
                 self._begin()
-                since = self.view.serial if self.view is not None else 0  # what is gone by then is not told
+                since = self.view.serial if self.view is not None else 0  # chunks removed later are not told
                 match = self.index.lookup(hasher, skip_tokens, told)
                 questions = self.index.questions(hasher, match, skip_tokens, told)
                 if self.directory is None or self.view is None or not questions:
@@ -130,16 +130,16 @@ class Planner:
             return then(self.index.lookup(hasher, skip_tokens, told))
 
     def ask_remote(self, hasher: PrefixHasher, skip_tokens: int = 0) -> Told:
-        """Find out what the remote tier holds of a sequence, if there is one."""
+        """Ask the remote tier, if there is one, which chunks of a sequence it holds, and return its answers."""
         told = Told()
         if self.directory is not None:
             self.match(hasher, lambda _: None, skip_tokens, told)
         return told
 
     def plan_prefetch(self, hasher: PrefixHasher, told: Told) -> tuple[list[LoadStep], int]:
-        """Plan to bring the known prefix of a sequence into memory, and tell its tokens.
+        """Plan to load the known prefix of a sequence into memory, and return its tokens too.
 
-        Nothing where nothing stays there.
+        Plans nothing if memory keeps no chunks.
         """
         with self.lock:
             self._begin()
@@ -165,7 +165,10 @@ class Planner:
         return jobs
 
     def complete_load(self, jobs: Sequence[LoadJob], move: Callable[[], LoadResult]) -> LoadResult:
-        """Let planned loads be moved, and take in what became of them, also if ``move`` raises."""
+        """Call ``move`` for planned loads and take its results.
+
+        If it raises, all chunks from slower tiers count as failed.
+        """
         unfinished = {job.step.ref.prefix_key for job in jobs if job.step.source is not Place.MEMORY}
         result = LoadResult(unfinished, set())
         try:
@@ -188,13 +191,13 @@ class Planner:
         where = {ref: number * blocks_per_chunk for number, ref in enumerate(refs[first:])}
         jobs = []
         for step in steps:
-            begin = where.get(step.ref)  # None for a chunk that is written from memory in a tail's stead
+            begin = where.get(step.ref)  # None for a chunk written from memory in a tail's place
             blocks = request.blocks[begin : begin + step.ref.num_blocks] if begin is not None else request.blocks[:0]
             jobs.append(StoreJob(step, blocks))
         return jobs
 
     def complete_store(self, jobs: Sequence[StoreJob], move: Callable[[], set[PrefixKey]]) -> int:
-        """Let planned stores be moved, and take in which failed: all of them if ``move`` raises.
+        """Call ``move`` for planned stores and take the failed ones, which are all of them if it raises.
 
         Returns the tokens newly stored.
         """
@@ -210,7 +213,7 @@ class Planner:
         return sum(stored) * self._layout.block_tokens
 
     def complete_write(self, target: Place, ref: ChunkRef, stored: bool) -> None:
-        """Take in that a write to a slower tier has ended. From any thread."""
+        """Take the result of a write to a slower tier. Thread-safe."""
         size_bytes = self._tiers.size_on_disk(ref) if stored and target is Place.DISK else None
         with self.lock:
             self._note_tiers()
@@ -219,7 +222,7 @@ class Planner:
             self._remove(Place.REMOTE, self.index.take_recalls())
 
     def forget(self, hasher: PrefixHasher) -> int:
-        """Forget the chunks of a sequence, and those that hold its end, in every tier. Returns how many were here."""
+        """Forget the chunks of a sequence and those that hold its end, in every tier. Returns how many were here."""
         with self.lock:
             self._begin()
             refs = [*all_refs(hasher), *self.index.longer(b"".join(hasher.block_keys(len(hasher.chunk_keys()))))]
@@ -231,19 +234,19 @@ class Planner:
         return count
 
     def forget_longer(self, hasher: PrefixHasher, settle: Callable[[], None]) -> None:
-        """Forget the chunks of others at the remote tier that hold a sequence's end: the tier names a few at a time.
+        """Forget other chunks at the remote tier that hold a sequence's end, of which the tier names a few at a time.
 
-        ``settle`` waits until what was named so far is removed.
+        ``settle`` waits until the chunks named so far are removed.
         """
         trail = b"".join(hasher.block_keys(len(hasher.chunk_keys())))
         seen: dict[ChunkRef, None] = {}
         num_in_vain = 0
         while self.directory is not None and trail and num_in_vain < _MAX_IN_VAIN and len(seen) < _MAX_LONGER:
-            # What is gone is asked about as well, or a tier may go on naming it.
+            # Removed chunks are asked about as well, because a tier may keep naming them otherwise.
             named = self.directory.answer([trail, *list(seen)[-_MAX_ASKED:]])[0]
             longer = [chunk_of(other) for other in named if other.startswith(trail)] if isinstance(named, tuple) else []
             if not longer:
-                return  # the sequence's own last chunk, if anybody still names it, was removed before
+                return  # the sequence's own last chunk, if still named, was removed before
             fresh = [ref for ref in longer if ref not in seen]
             num_in_vain = 0 if fresh else num_in_vain + 1
             seen |= dict.fromkeys(fresh)
@@ -264,7 +267,7 @@ class Planner:
                 self.view.clear()  # once more: a lookup meanwhile was told of what is gone
 
     def take_drops(self) -> int:
-        """How many writes were not queued since the last call, for want of room."""
+        """Return the number of writes not queued since the last call for lack of room."""
         with self.lock:
             dropped = self.index.counters.writes_dropped + self.index.counters.sends_dropped
             untold, self._told_drops = dropped - self._told_drops, dropped
@@ -277,11 +280,11 @@ class Planner:
         self._note_tiers()
 
     def _note_tiers(self) -> None:
-        """Tell the index how the tiers are. Needs the lock."""
+        """Update the index with the state of the tiers. Needs the lock."""
         tiers = self._tiers
         self.index.set_disk_answers(answers=tiers.disk_answers)
         self.index.set_remote_answers(answers=tiers.remote_answers, keeps_trails=tiers.remote_keeps_trails)
 
     def _remove_from_disk(self) -> None:
-        """Take evicted chunks off the disk. Needs the lock, so that removals keep the index's order there."""
+        """Remove evicted chunks from the disk. Needs the lock, so that removals keep the index's order there."""
         self._remove(Place.DISK, self.index.take_removals())

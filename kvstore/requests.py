@@ -1,4 +1,4 @@
-"""Validates the arguments of ``CacheEngine``: tokens, mask and slot mapping become keys and block ids."""
+"""Validation of the arguments of ``CacheEngine``: tokens, mask and slot mapping become keys and block ids."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Request(NamedTuple):
     hasher: PrefixHasher
     begin: int
     blocks: BlockIds
-    told: Told = NOTHING_TOLD  # what the remote tier answered
+    told: Told = NOTHING_TOLD  # answers of the remote tier
 
 
 def check_request(
@@ -58,7 +58,7 @@ def hash_tokens(layout: KVLayout, tokens: Tokens, extras: KeyExtras) -> PrefixHa
 
 
 def _skipped(layout: KVLayout, mask: Tokens | None, num_tokens: int) -> int:
-    """The number of leading False in a mask, which are skipped."""
+    """Return the number of leading False values in a mask, which are skipped."""
     if mask is None:
         return 0
     flags = _on_host(mask, np.bool_)
@@ -76,7 +76,7 @@ def _skipped(layout: KVLayout, mask: Tokens | None, num_tokens: int) -> int:
 
 
 def _blocks(layout: KVLayout, num_blocks: int, slot_mapping: Slots, begin: int, num_tokens: int) -> BlockIds:
-    """The block ids of all whole blocks from token ``begin`` on."""
+    """Return the block ids of all whole blocks from token ``begin`` on."""
     slots = _on_host(slot_mapping, np.int64)
     if slots.shape != (num_tokens,):
         raise InvalidCallError(f"slot_mapping has shape {slots.shape}, but there are {num_tokens} tokens")

@@ -15,8 +15,8 @@ import pytest
 
 TESTS = Path(__file__).parent
 
-# Long files go to the workers first, so that none of them ends long after the others: folders by how long a file takes,
-# and the longest files of all.
+# Long files go to the workers first, so that no file ends long after the others: folders by the time of their files,
+# and before them the longest files of all.
 FOLDERS = ("e2e", "tools", "faults", "conformance", "unit", "adapters", "packaging")
 LONGEST = (
     *("test_mixed", "test_outputs", "test_crowded", "test_handover", "test_faults", "test_window", "test_ranks"),
@@ -30,11 +30,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Files share the processors: two threads of torch would spend most of their time on waiting for each other. OpenMP
-    # reads this when torch is imported, here and in the processes that tests start.
+    # Files share the processors, so two threads of torch would mostly wait for each other. OpenMP reads this when torch
+    # is imported, here and in the processes that tests start.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if config.getoption("numprocesses", None):
-        return  # this process hands files out and runs none: it needs neither hypothesis nor torch
+        return  # this process hands files out and runs none, so it needs neither hypothesis nor torch
     from support.schedules import begin
 
     begin(is_soak=config.getoption("--soak"), is_quick=config.getoption("--quick"))
@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def _installed_once() -> Iterator[None]:
-    """Read what is installed once: reading it for each engine took a sixth of the unit tests."""
+    """Read the entry points once, because reading them for each engine took a sixth of the unit tests."""
     from kvstore import tiers
 
     read, path = cache(lambda group: entry_points(group=group)), list(sys.path)
@@ -73,7 +73,7 @@ def _installed_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _log_of_one_test(request: pytest.FixtureRequest) -> None:
-    """Take our log back from an engine of an earlier file, which let it join vLLM's: a test looks at what is said."""
+    """Undo what an engine of an earlier file did to our log, which it joined to vLLM's: tests read the log."""
     if request.node.get_closest_marker("e2e") is None:
         ours = logging.getLogger("kvstore")
         ours.handlers.clear()
@@ -82,8 +82,8 @@ def _log_of_one_test(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # modules and tests stay to the end: no collection need look at them
-    gc.set_threshold(10_000)  # nor so often: what a test leaves behind is soon the next one's
+    gc.freeze()  # modules and tests stay to the end, so collections need not look at them
+    gc.set_threshold(10_000)  # nor so often: garbage of one test is soon reused by the next
     gc.enable()
 
 
@@ -94,7 +94,7 @@ def _has_gpu() -> bool:
 
 
 def _turn(item: pytest.Item) -> tuple[int, int]:
-    """Where the file of a test stands; tests of a file stay in order."""
+    """Return the place of a test's file in the order of files; tests of a file stay in order."""
     folder, name = item.path.relative_to(TESTS).parts[0], item.path.stem
     return _place(folder, FOLDERS), _place(name, LONGEST)
 

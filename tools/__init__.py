@@ -1,1 +1,1 @@
-"""The ``kvstore`` command and what it runs. Nothing in the library imports this package."""
+"""Implementation of the ``kvstore`` command; nothing in the library imports this package."""

@@ -1,4 +1,4 @@
-"""``kvstore calc``: the size of KV, of a token to a prompt, how many tokens fit in memory, and what a GPU gives."""
+"""Sizes for ``kvstore calc``: KV from one token to a prompt, tokens that fit in memory, and GPU memory used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvstore.paged.footprint import DeviceBytes, device_bytes
 from kvstore.tools.modelgroups import Geometry, KVModel
 
 GIB = 1 << 30
-PIN_S_PER_GIB = 0.11  # what drivers take, by other people's figures
+PIN_S_PER_GIB = 0.11  # of drivers, from published figures
 CHUNK_TOKENS = 256
 BLOCK_TOKENS = 16
 PROMPT_TOKENS = 10_000
@@ -24,14 +24,14 @@ _ANY_KEY: Final = bytes(PREFIX_KEY_BYTES)
 
 @dataclass(frozen=True)
 class GroupSizes:
-    """Layers that keep the same, on one worker.
+    """Layers that keep KV of one kind, on one worker.
 
     Attributes:
         kind: ``full``, ``window``, ``local`` or ``state``.
-        layers: how many there are.
-        block_tokens: tokens in a block of theirs.
-        block_bytes: of a block in all of them.
-        span_tokens: of a window, the tokens before the next one that it shows; of local attention, its chunk.
+        layers: number of layers.
+        block_tokens: tokens in one of their blocks.
+        block_bytes: bytes of a block in all of them.
+        span_tokens: tokens before the next one that a window covers, or the chunk size of local attention.
     """
 
     kind: str
@@ -43,13 +43,13 @@ class GroupSizes:
 
 @dataclass(frozen=True)
 class CheckpointSizes:
-    """The checkpoint at the end of a prompt.
+    """Checkpoint at the end of a prompt.
 
     Attributes:
         at_tokens: tokens before it.
-        size_bytes: of the windows and states.
-        parts: how many chunks it is stored as.
-        worth_tokens: tokens whose chunks are as large; None if the model has no chunks.
+        size_bytes: bytes of the windows and states.
+        parts: number of chunks it is stored as.
+        worth_tokens: tokens whose chunks have the same size; None if the model has no chunks.
     """
 
     at_tokens: int
@@ -60,16 +60,16 @@ class CheckpointSizes:
 
 @dataclass(frozen=True)
 class PromptSizes:
-    """What is stored of one prompt, by the default rule.
+    """Chunks and checkpoints stored for one prompt, by the default rule.
 
     Attributes:
-        tokens: of the prompt.
-        chunks: whole ones before its last token.
-        checkpoints: at its end, or at each chunk's end where one is no larger than a chunk.
-        stored_bytes: payloads of all of these.
-        loaded_bytes: payloads that a hit at its end takes: the chunks, and one checkpoint.
-        promoted_bytes: what is stored if vLLM lets every layer keep all tokens; None if it does not.
-        slots: of memory that they occupy.
+        tokens: tokens of the prompt.
+        chunks: whole chunks before its last token.
+        checkpoints: checkpoints at its end, or at each chunk's end if one is no larger than a chunk.
+        stored_bytes: payload bytes of all chunks and checkpoints.
+        loaded_bytes: payload bytes that a hit at its end loads: the chunks, and one checkpoint.
+        promoted_bytes: bytes stored if vLLM lets every layer keep all tokens; None if it does not.
+        slots: memory slots that the chunks and checkpoints occupy.
     """
 
     tokens: int
@@ -83,21 +83,22 @@ class PromptSizes:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The answer, for one worker.
+    """Computed sizes, for one worker.
 
     Attributes:
-        geometry: of the layers that keep all tokens; without any, of others.
+        geometry: geometry of the layers that keep all tokens; without such layers, of the first attention layers.
         groups: layers of each kind.
-        alignment_tokens: after so many a block of every layer ends.
-        chunk_tokens: as wanted, or rounded up to a multiple of that.
-        bytes_per_token: in the layers that keep all tokens.
+        tp_size: size of tensor parallelism.
+        alignment_tokens: tokens after which a block of every layer ends.
+        chunk_tokens: requested chunk size, rounded up to a multiple of ``alignment_tokens`` if checkpoints are needed.
+        bytes_per_token: bytes of a token in the layers that keep all tokens.
         chunk_bytes: payload of a full chunk; without layers that keep all tokens, of the largest part of a checkpoint.
-        file_bytes: size of its file on disk, without a codec.
-        checkpoint: None if the model needs none.
-        prompt: what is stored of a prompt.
-        holds_tokens: for each memory size asked for, in GiB, how many tokens of such prompts fit, in whole chunks.
-        pin_s: for each of these, about how long it takes to pin it.
-        device: bytes of a GPU that are taken.
+        file_bytes: size of the chunk's file on disk, without a codec.
+        checkpoint: checkpoint at the prompt's end; None if the model needs none.
+        prompt: chunks and checkpoints stored for a prompt.
+        holds_tokens: tokens of such prompts that fit, in whole chunks, by memory size in GiB.
+        pin_s: approximate seconds to pin the memory, by memory size in GiB.
+        device: GPU memory that is used, in bytes.
     """
 
     geometry: Geometry
@@ -116,7 +117,7 @@ class Sizes:
 
     @property
     def loaded_bytes_per_token(self) -> int:
-        """What a hit takes for each of a prompt's tokens."""
+        """Bytes that a hit loads per token of the prompt."""
         return self.prompt.loaded_bytes // _whole_tokens(self.prompt.tokens, self.chunk_tokens)
 
 
@@ -130,11 +131,11 @@ def calculate(
     gpu_tier_gib: float = 0.0,
     prompt_tokens: int = PROMPT_TOKENS,
 ) -> Sizes:
-    """Work out all sizes. A prompt has at least one whole chunk before its last token.
+    """Compute all sizes, for a prompt with at least one whole chunk before its last token.
 
     Raises:
-        ConfigError: the heads cannot be divided among so many workers.
-        LayoutError: the chunk size is not a multiple of the block size, or less than a block of a checkpoint.
+        ConfigError: the heads cannot be divided among ``tp_size`` workers.
+        LayoutError: the chunk size is not a multiple of the block size, or is less than a block of a checkpoint.
     """
     groups = model.groups(block_tokens, tp_size)
     if groups.needs_checkpoints:
@@ -167,7 +168,7 @@ def calculate(
 
 
 def _whole_tokens(prompt_tokens: int, chunk_tokens: int) -> int:
-    """The tokens of a prompt's whole chunks. Its last token is always computed."""
+    """Return the tokens of a prompt's whole chunks, without its last token, which is always computed."""
     return (prompt_tokens - 1) // chunk_tokens * chunk_tokens
 
 
@@ -210,7 +211,7 @@ def _held_tokens(memory_gib: float, layout: KVLayout, prompt: PromptSizes) -> in
 
 
 def kept(group: GroupSizes) -> str:
-    """What layers keep, for people."""
+    """Describe the tokens or state that layers keep."""
     match Kind(group.kind):
         case Kind.FULL:
             return "all tokens"

@@ -1,7 +1,7 @@
-"""The ``kvstore`` command. Each subcommand imports what it needs when it runs, so that ``--help`` answers at once.
+"""Entry point of the ``kvstore`` command. Subcommands import their dependencies when they run, to keep ``--help`` fast.
 
-Exit codes of all subcommands: 0 success; 1 the check or demonstration failed; 2 wrong usage, a configuration or target
-that cannot be used, or a missing package.
+Exit codes of all subcommands: 0 for success, 1 if the check or demonstration failed, 2 for wrong usage, a configuration
+or target that cannot be used, or a missing package.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ _COMMANDS: Final[dict[str, Callable[..., Answer | None]]] = {
     "kvstore engine pins": engines.pins,
     "kvstore engine unpin --admin http://127.0.0.1:7000": engines.unpin,
 }
-"""Each command below its example, whose words are also its name."""
+"""Commands by example; the first words of an example are the command's name."""
 
 _TAKING_VLLM_FLAGS: Final = (warming.warm, host.doctor)
-"""Those with flags of ``vllm serve`` behind ``--``."""
+"""Commands that take flags of ``vllm serve`` after ``--``."""
 
 _GROUPS: Final = {
     "config": "Check, show and convert configurations.",
@@ -97,7 +97,7 @@ app = _make_app()
 
 
 def main() -> None:
-    """Run the command; the entry point of the distribution."""
+    """Run the command; entry point of the distribution."""
     app()
 
 

@@ -1,4 +1,4 @@
-"""Configurations as files: what one sets in kvstore's own keys, and ``kvstore config from-lmcache``."""
+"""Conversion of configurations to kvstore's keys, for ``kvstore config from-lmcache`` and ``kvstore flags``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvstore.tools.recipes import adapt
 
 @dataclass(frozen=True)
 class Converted:
-    """A configuration with kvstore's own keys.
+    """Configuration with kvstore's keys.
 
     Attributes:
         text: YAML that ``load_config`` reads without a warning.
-        without_equivalent: what was left out or replaced and what that means, one line each.
-        recipes: what to do by hand, one line each.
+        without_equivalent: keys that were left out or replaced, with the effect, one line each.
+        recipes: manual steps, one line each.
         keeps_nothing: whether nothing would be cached.
     """
 
@@ -32,12 +32,12 @@ class Converted:
 
 
 def from_lmcache(file: Path) -> Converted:
-    """Convert a file. The environment is ignored.
+    """Convert a file of LMCache's; the environment is ignored.
 
     Raises:
-        ConfigError: the file cannot be read, or has a key that neither system knows or a value that cannot be used.
+        ConfigError: the file cannot be read, has a key that neither system knows, or a value that cannot be used.
     """
-    entries = [entry for layer in file_layers(file, Findings()) for entry in layer]  # load_config tells what is wrong
+    entries = [entry for layer in file_layers(file, Findings()) for entry in layer]  # load_config reports what is wrong
     adapted = adapt({entry.key: entry.value for entry in entries})
     extra = {f"kvstore.{key}": value for key, value in adapted.settings.items()}
     loaded = load_config(extra, path=file, environ={}, log_warnings=False)
@@ -54,7 +54,7 @@ def from_lmcache(file: Path) -> Converted:
 
 
 def own_values(loaded: LoadedConfig) -> dict[str, object]:
-    """What is set and kvstore has, under kvstore's names; lists and plain values only."""
+    """Return the settings that kvstore supports, by kvstore's key names, as lists and plain values."""
     config = loaded.config
     given = {key: getattr(config, key) for key, origin in loaded.origins.items() if origin != "default"}
     if given.pop("discard_partial_chunks", False):

@@ -1,4 +1,4 @@
-"""What all commands share: answers, exit codes, standard error, progress, and how options become objects."""
+"""Shared parts of all commands: answers, exit codes, standard error, progress, and options as dataclasses."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _AS_JSON = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=
 
 
 class Answer(NamedTuple):
-    """What a command has found.
+    """Result of a command.
 
     Attributes:
-        tree: what ``--json`` prints.
-        text: the lines that are printed otherwise.
-        exit_code: of the command.
+        tree: object that ``--json`` prints.
+        text: lines that are printed otherwise.
+        exit_code: exit code of the command.
         notes: lines about the text, for standard error.
-        error: why the command has failed although there is a text; the last line on standard error.
+        error: reason of a failure in spite of a text; the last line on standard error.
     """
 
     tree: Mapping[str, object]
@@ -62,7 +62,7 @@ class Answer(NamedTuple):
 
 
 def for_typer(command: Callable[..., Answer | None]) -> Callable[..., None]:
-    """A command as Typer takes it: a parameter whose type is a dataclass becomes one option for each of its fields.
+    """Wrap a command for Typer: a parameter whose type is a dataclass becomes one option for each of its fields.
 
     A command that returns an answer has an option ``--json``. An error of the library, or a missing package, ends the
     command with one line and an exit code.
@@ -97,20 +97,20 @@ def for_typer(command: Callable[..., Answer | None]) -> Callable[..., None]:
 
 
 def printable(text: str) -> str:
-    """The text with its control characters written out, as names that clients or files chose may have some."""
+    """Return the text with its control characters escaped, because names from clients or files may contain some."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else f"\\x{ord(letter):02x}" for letter in text)
 
 
 def errors() -> Console:
-    """Standard error, which prints text as it is."""
+    """Return a console on standard error that prints text without markup."""
     return Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
 
 
 def give_up(error: Exception, exit_code: int | None = None) -> NoReturn:
     """Print an error and exit.
 
-    Unless it is given, the exit code is 2 if nothing could be done: wrong usage, a configuration or a target that
-    cannot be used, a package that is not installed. Otherwise it is 1.
+    The default exit code is 2 if the command could not start, because of wrong usage, a configuration or target that
+    cannot be used, or a package that is not installed. Otherwise it is 1.
     """
     errors().print(printable(f"error: {error}"))
     if exit_code is None:
@@ -120,7 +120,7 @@ def give_up(error: Exception, exit_code: int | None = None) -> NoReturn:
 
 
 def print_report(report: Mapping[str, object], *, as_json: bool) -> None:
-    """Print a report at once: one line a field, without empty ones, or one JSON object."""
+    """Print a report and flush it: one line per non-empty field, or one JSON object."""
     if as_json:
         print(json.dumps(report), flush=True)
         return
@@ -133,16 +133,16 @@ def print_report(report: Mapping[str, object], *, as_json: bool) -> None:
 
 
 def some(things: Sequence[object], kind: str) -> list[str]:
-    """A line for each of the first of many things of one kind, and how many more there are."""
+    """Return a line for each of the first things of one kind, and a line with the number of further ones."""
     more = [f"{kind}: {len(things) - _MAX_SHOWN} more; --json names all"] if len(things) > _MAX_SHOWN else []
     return [f"{kind}: {thing}" for thing in things[:_MAX_SHOWN]] + more
 
 
 def parse_numbers(text: str, option: str, meant: str, *, kind: Callable[[str], float] = float) -> list[float]:
-    """Positive numbers between commas; messages say that ``option`` must be what is ``meant``.
+    """Parse positive numbers separated by commas; errors say that ``option`` must be ``meant``.
 
     Raises:
-        ConfigError: there is something else.
+        ConfigError: a part is not a positive number.
     """
     try:
         found = [float(kind(part)) for part in text.split(",")]
@@ -154,21 +154,21 @@ def parse_numbers(text: str, option: str, meant: str, *, kind: Callable[[str], f
 
 
 class _PrintableFormatter(logging.Formatter):
-    """Writes out control characters, also those of a traceback's last line."""
+    """Formatter that escapes control characters, also in a traceback's last line."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
 
 
 def log_to_stderr() -> None:
-    """Let a process that serves write its log to standard error."""
+    """Configure logging of a server process to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def bar(*columns: ProgressColumn) -> Progress:
-    """A bar on standard error; nothing if it is no terminal."""
+    """Return a progress bar on standard error, which is disabled if that is no terminal."""
     from rich.progress import Progress  # noqa: PLC0415
 
     console = Console(stderr=True)
@@ -176,9 +176,9 @@ def bar(*columns: ProgressColumn) -> Progress:
 
 
 def progress(unit: str) -> Progress:
-    """A bar with the rate in ``unit`` per second and the time left.
+    """Return a progress bar with the rate in ``unit`` per second and the time left.
 
-    A task has a field ``rate``, which ``update`` sets.
+    Tasks have a field ``rate``, which ``update`` sets.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn  # noqa: PLC0415
 
@@ -188,7 +188,7 @@ def progress(unit: str) -> Progress:
 
 @contextmanager
 def chunk_progress(what: str) -> Iterator[Tick]:
-    """A bar that counts chunks: call it after each one, with their total number and the bytes of this one."""
+    """Show a bar that counts chunks, and yield its tick, to call after each chunk with the total and its bytes."""
     with progress("chunks") as shown:
         task = shown.add_task(what, total=None, rate="")
 
@@ -200,12 +200,12 @@ def chunk_progress(what: str) -> Iterator[Tick]:
 
 
 def numbers(*titles: str) -> list[Column]:
-    """Columns of numbers, for a table."""
+    """Return right-justified table columns, for numbers."""
     return [Column(title, justify="right") for title in titles]
 
 
 def size(num_bytes: float) -> str:
-    """Bytes for people, in powers of 1024."""
+    """Format bytes for people, in powers of 1024."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:,.0f} {unit}" if unit == "B" else f"{num_bytes:,.1f} {unit}"

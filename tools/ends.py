@@ -1,4 +1,4 @@
-"""The ends of prompts that lie inside longer chunks of a folder, cut out as chunks of their own."""
+"""Ends of prompts inside longer chunks of a folder, cut out as separate chunks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvstore.tiers.disk.shelf import Shelf
 
 
 class Ends:
-    """Reads tails that have no file, as a longer chunk holds them, from that one's. Belongs to one thread.
+    """Reader of tails that have no file, from the files of longer chunks that hold them. Not thread-safe.
 
     Args:
-        shelves: one worker's.
-        layout: of its chunks.
-        trails: of the tails that may be asked for.
+        shelves: shelves of one worker.
+        layout: layout of the worker's chunks.
+        trails: trails of the tails that may be read.
     """
 
     def __init__(self, shelves: Sequence[Shelf], layout: KVLayout, trails: Mapping[ChunkRef, bytes]) -> None:
@@ -33,7 +33,7 @@ class Ends:
         self._where: dict[PrefixKey, tuple[Shelf, ChunkRef]] = {}
 
     def read(self, ref: ChunkRef) -> ByteArray | None:
-        """The content of the file that a tail would have, without a codec; None if no sound chunk holds it.
+        """Return the content of the file that a tail would have, without a codec; None if no sound chunk holds it.
 
         Raises:
             ConfigError: the package of a codec is missing.
@@ -50,7 +50,7 @@ class Ends:
 
     @cached_property
     def _trails(self) -> Trails:
-        """Of all chunks that a note knows. Without one, chunks are found as a whole only."""
+        """Trails of all chunks with a noted trail; other chunks are found only as a whole."""
         found: dict[PrefixKey, bytes] = {}
         for shelf in self.shelves:
             held = {place.ref.prefix_key: place.ref for place in shelf.places() if place.ref is not None}
@@ -62,7 +62,7 @@ class Ends:
         return trails
 
     def _payload(self, shelf: Shelf, ref: ChunkRef, image: ByteArray) -> ByteArray | None:
-        """What a checked file holds, decoded; None if it cannot be."""
+        """Return the decoded payload of a checked file; None if it cannot be decoded."""
         layout, codec = self._layout, chunkfile.codec_in(self._layout, image)
         if codec == "none":
             return image[chunkfile.header_bytes(layout) :][: layout.payload_bytes(ref.num_blocks)]
@@ -72,12 +72,12 @@ class Ends:
         return payload if damage is None else None
 
     def _leading(self, payload: ByteArray, num_blocks: int, wanted_blocks: int) -> ByteArray:
-        """The payload of a chunk's first blocks."""
+        """Return the payload of a chunk's first blocks."""
         ranges = self._layout.front_ranges(num_blocks, wanted_blocks)
         return np.concatenate([payload[begin:end] for begin, end in ranges])
 
     def _image(self, shelf: Shelf, ref: ChunkRef, payload: ByteArray) -> ByteArray:
-        """The file of a chunk."""
+        """Return the content of a chunk's file, without a codec."""
         key = ChunkKey(shelf.namespace_id, ref.prefix_key)
         header = chunkfile.encode_header(self._layout, key, ref.num_blocks, payload)
         image = np.zeros(chunkfile.file_bytes(self._layout, ref.num_blocks), np.uint8)

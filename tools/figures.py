@@ -1,4 +1,4 @@
-"""Figures for commands with ``--plot``, through matplotlib, which is an extra."""
+"""Figures for commands with ``--plot``, drawn with matplotlib, which is an extra."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvstore.errors import ConfigError
 
 
 def require_plotting() -> None:
-    """Fail before the work, not after it.
+    """Check for matplotlib before the work starts, instead of failing after it.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -18,7 +18,7 @@ def require_plotting() -> None:
 
 
 def new_figure(width_inches: float, height_inches: float) -> Any:  # noqa: ANN401 - matplotlib's, which may not be installed
-    """An empty figure.
+    """Return an empty figure.
 
     Raises:
         ConfigError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""The one flag that makes vLLM use kvstore: ``kvstore flags`` prints it."""
+"""The flag that makes vLLM use kvstore, which ``kvstore flags`` prints."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _PASSWORD: Final = re.compile(r"://[^/?]*:[^@]+@|[?&]password=")
 
 @dataclass(frozen=True)
 class Flags:
-    """What to start vLLM with.
+    """Flag to start vLLM with.
 
     Attributes:
-        transfer: the value of ``--kv-transfer-config``.
-        notes: what else to know, one line each.
+        transfer: value of ``--kv-transfer-config``.
+        notes: warnings and advice, one line each.
     """
 
     transfer: dict[str, Any]
@@ -41,13 +41,13 @@ class Flags:
 def make_flags(
     path: Path | None, settings: Mapping[str, object], role: str | None, environ: Mapping[str, str]
 ) -> Flags:
-    """The flag for a file, for settings, or for both; settings count before the file.
+    """Make the flag for a file, for settings, or for both; settings override the file.
 
     Args:
-        path: the YAML file; None for none, as the environment is left aside.
+        path: the YAML file; None for none, because the environment is ignored.
         settings: values of keys.
-        role: one of ``ROLES``; None for what the file says, or both.
-        environ: the environment, only to say what in it would count beside the flag.
+        role: one of ``ROLES``; None for the file's role, or ``both``.
+        environ: the environment, used only to warn about variables that would add to the flag.
 
     Raises:
         ConfigError: the configuration cannot be used, or there is no such role.
@@ -70,10 +70,10 @@ def make_flags(
 
 
 def parse_settings(given: Sequence[str]) -> dict[str, object]:
-    """The values in ``KEY=VALUE``, written as in a file; paths, names and other text are taken as they are.
+    """Parse ``KEY=VALUE`` settings, with values as in a file; paths, names and other text are not parsed as YAML.
 
     Raises:
-        ConfigError: one of them has no equals sign, or a value is not YAML.
+        ConfigError: a setting has no equals sign, or a value is not YAML.
     """
     settings: dict[str, object] = {}
     for item in given:
@@ -94,7 +94,7 @@ def _load(path: Path | None, settings: Mapping[str, object]) -> LoadedConfig:
 
 
 def _of_role(loaded: LoadedConfig, kv_role: str) -> dict[str, object]:
-    """What a producer or consumer needs that the configuration does not say itself."""
+    """Return settings that a producer or consumer needs and the configuration lacks."""
     config, settings = loaded.config, dict[str, object]()
     if config.pd_role is not None:
         settings["pd_role"] = next(name for name, role in PD_ROLES.items() if role == kv_role)
@@ -123,7 +123,7 @@ def _notes(loaded: LoadedConfig, environ: Mapping[str, str]) -> list[str]:
 
 
 def _password_in(config: StoreConfig) -> str | None:
-    """The key whose value holds a password."""
+    """Return the key whose value holds a password; None if there is none."""
     if config.remote_password is not None:
         return "remote_password"
     return "remote_url" if _PASSWORD.search(config.shared_url or "") else None
@@ -138,11 +138,11 @@ def _advice(config: StoreConfig) -> list[str]:
 
 
 def as_shell(transfer: Mapping[str, object]) -> str:
-    """The flag as one word and its value, quoted for a shell."""
+    """Return the flag and its value, quoted for a shell."""
     value = json.dumps(transfer, separators=(",", ":"))
     return f"{FLAG} {_quoted(value)}"
 
 
 def _quoted(text: str) -> str:
-    """In single quotes whatever the text: a shell would read braces."""
+    """Put any text in single quotes, because a shell would expand braces."""
     return "'" + text.replace("'", "'\"'\"'") + "'"

@@ -1,4 +1,4 @@
-"""``kvstore inspect``: what a chunk, a folder or a pack says that it holds."""
+"""Reports for ``kvstore inspect`` on the contents of a chunk, a folder or a pack."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _KEY = re.compile(rf"[0-9a-f]{{{2 * PREFIX_KEY_BYTES}}}")
 
 
 def inspect_target(target: str, *, folder: Path | None = None) -> Tree:
-    """What ``target`` is and holds.
+    """Return the kind and the contents of ``target``.
 
     Args:
         target: a chunk file, a folder of the disk tier or of a cache server, a pack; or a prefix key in hex, which is
             searched in ``folder``.
-        folder: where to search for a key.
+        folder: folder to search for a key.
 
     Raises:
         ConfigError: there is no such thing.
@@ -62,7 +62,7 @@ def _inspect_key(key: str, folder: Path) -> Tree:
 
 
 def _inspect_chunk(path: Path, facts: Facts) -> Tree:
-    """What a chunk file says and, if it is in a folder of the disk tier, whether that is true."""
+    """Return the facts in a chunk file and, if it is in a folder of the disk tier, whether it is sound."""
     tree: Tree = {"kind": "chunk", "path": str(path), **facts._asdict(), "file_bytes": path.stat().st_size}
     home = path.absolute().parent.parent
     ref = parse_chunk_name(path.parent.name, path.name)
@@ -116,7 +116,7 @@ def _begin_of(path: Path) -> bytes:
 
 
 def lines(tree: Mapping[str, Any], indent: int = 0) -> list[str]:
-    """A tree for people: one line a field, with lists and mappings indented."""
+    """Format a tree for people, one line per field, with lists and mappings indented."""
     shown: list[str] = []
     pad = "  " * indent
     for name, value in tree.items():

@@ -1,4 +1,4 @@
-"""Ctrl-C in commands that take long: what is under way is finished, what was finished stays."""
+"""Ctrl-C in long-running commands: the current piece of work is finished, and finished work is kept."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from kvstore.tools.processes import handled
 
 INTERRUPTED = 130
 ShouldStop = Callable[[], bool]
-"""Asked before each piece of work; true once it is the last one that was done."""
+"""Callback before each piece of work; it returns True once the run should stop."""
 
 
 class Interruption(KeyboardInterrupt):
-    """The first Ctrl-C during work that ends at once: a measurement, whose servers Ctrl-C on a terminal ends, too."""
+    """First Ctrl-C during work that stops at once: a measurement, whose servers a terminal's Ctrl-C ends as well."""
 
 
 def never() -> bool:
-    """For callers that nobody interrupts."""
+    """Return False, for callers that are never interrupted."""
     return False
 
 
 @contextmanager
 def interruptible(finishing: str, *, at_once: bool = False) -> Iterator[ShouldStop]:
-    """Let the first SIGINT or SIGTERM end a run after the piece of work under way, and the second one end it now.
+    """Let the first SIGINT or SIGTERM end a run after the current piece of work, and the second one end it now.
 
-    The first one says what is finished. Until the run asks for the first time whether to stop, it has done nothing, and
-    one signal ends it. What ends now raises ``KeyboardInterrupt``, with which commands exit with 130.
+    The first signal prints a message. Until the run first calls ``should_stop``, it has done nothing, and one signal
+    ends it. A run that ends now raises ``KeyboardInterrupt``, with which commands exit with 130.
 
     Args:
-        finishing: what happens after the first signal, for people.
+        finishing: action after the first signal, for the message.
         at_once: raise ``Interruption`` at the first signal.
     """
     has_begun, is_stopped = at_once, False
@@ -57,12 +57,12 @@ def interruptible(finishing: str, *, at_once: bool = False) -> Iterator[ShouldSt
 
 
 def ignore_hangup() -> None:
-    """Let SIGHUP, which the end of a terminal sends, end no server. For the main thread."""
+    """Ignore SIGHUP, which a closing terminal sends, so that it ends no server. Call it on the main thread."""
     signal.signal(signal.SIGHUP, lambda *_: tell("SIGHUP is ignored: a restart reads the configuration again"))
 
 
 def tell(line: str) -> None:
-    """Write a line to standard error; a signal's handler may have interrupted whoever writes there through Python."""
-    clear = "\r\x1b[2K" if os.isatty(2) else ""  # of a bar, which is drawn again below
-    with suppress(OSError):  # a terminal that is gone
+    """Write a line to standard error by ``os.write``, as a signal handler may have interrupted a buffered write."""
+    clear = "\r\x1b[2K" if os.isatty(2) else ""  # clears a progress bar, which is drawn again below
+    with suppress(OSError):  # the terminal may be closed
         os.write(2, f"{clear}{line}\n".encode())

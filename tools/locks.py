@@ -1,4 +1,4 @@
-"""Whether folders are free, asked before minutes of work that would end with "in use"."""
+"""Early check that folders are free, because minutes of work would otherwise end with "in use"."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvstore.tiers.disk.folder import LOCK_FILE, FolderLock
 
 
 def require_free(folders: Iterable[Path]) -> None:
-    """Refuse folders that another process uses. Makes nothing: a folder without a lock file has never been used.
+    """Refuse folders that another process uses; creates no files, because a folder without a lock file was never used.
 
     Raises:
         FolderOwnedError: names the folder and the process.

@@ -1,6 +1,6 @@
-"""Which layers a model has, read from its ``config.json``, as transformers and vLLM 0.32 read it.
+"""Layers of a model, read from its ``config.json`` as transformers and vLLM 0.32 read it.
 
-What a configuration leaves out has the value that transformers gives it.
+Missing fields of a configuration get transformers' defaults.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def model_of(model: Path, kv_dtype: str | None = None, state_dtype: str | None =
         state_dtype: as vLLM's ``--mamba-ssm-cache-dtype``, likewise.
 
     Raises:
-        ConfigError: there is no such file, or it does not say enough.
+        ConfigError: there is no such file, or it lacks a needed field.
     """
     file = model / "config.json" if model.is_dir() else model
     try:
@@ -73,22 +73,22 @@ def model_of(model: Path, kv_dtype: str | None = None, state_dtype: str | None =
 
 
 def parse_model(config: Config, kv_dtype: str | None = None, state_dtype: str | None = None) -> KVModel:
-    """The same of what the file says.
+    """Return the model of a parsed ``config.json``.
 
     Raises:
-        ConfigError: it says what is not known here.
-        LookupError: it does not say enough.
-        TypeError: a value is of another type.
-        ValueError: a value is no number.
+        ConfigError: the configuration has a dtype or layers that are not supported.
+        LookupError: a needed field is missing.
+        TypeError: a value has a wrong type.
+        ValueError: a value is not a number.
     """
-    config = {**config, **config.get("text_config", {})}  # of a model that also reads images
+    config = {**config, **config.get("text_config", {})}  # of multimodal models
     config = {**_LEFT_OUT.get(_type_of(config), {}), **config}
     own_dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     kv_dtype = _own(kv_dtype) or own_dtype
     for dtype in (own_dtype, kv_dtype):
         check_dtype(dtype)
     layers = _layers(config)
-    shared = int(config.get("num_kv_shared_layers") or 0)  # the last ones read the KV of others
+    shared = int(config.get("num_kv_shared_layers") or 0)  # the last layers read the KV of earlier ones
     number = Counter(kind for kinds in layers[: len(layers) - shared] for kind in kinds)
     attention = tuple(
         Attention(_geometry(config, kind, number[kind], kv_dtype), kind, _span_tokens(config, kind))
@@ -119,11 +119,11 @@ def _type_of(config: Config) -> str:
     return str(config.get("model_type", "")).removesuffix("_text")
 
 
-# -- which layer keeps what ------------------------------------------------------------------------------------------
+# -- kinds of layers -------------------------------------------------------------------------------------------------
 
 
 def _layers(config: Config) -> list[tuple[Kind, ...]]:
-    """What each layer keeps."""
+    """Return the kinds of KV or state that each layer keeps."""
     if unreadable := [name for name in _UNREADABLE if config.get(name)]:
         raise ConfigError(f"calc does not know the layers that {unreadable[0]} describes")
     if pattern := config.get("hybrid_override_pattern"):
@@ -141,7 +141,7 @@ def _named(name: str) -> tuple[Kind, ...]:
 
 
 def _unnamed(config: Config, number: int) -> tuple[Kind, ...]:
-    """What a layer keeps if the configuration has no list of layers."""
+    """Return the kinds of a layer if the configuration has no list of layers."""
     if (period := config.get("attn_layer_period")) is not None:
         return _FULL if number % int(period) == int(config["attn_layer_offset"]) else _STATE
     for name in ("attn_layer_indices", "full_attn_idxs"):
@@ -167,14 +167,14 @@ def _windowed(config: Config, number: int) -> tuple[Kind, ...]:
 
 
 def _window_tokens(config: Config) -> int:
-    """Tokens of a window, the next one included; 0 if there is none."""
+    """Return the tokens of a window, the next token included; 0 if there is no window."""
     return int(config.get("sliding_window") or 0) if config.get("use_sliding_window", True) else 0
 
 
 def _span_tokens(config: Config, kind: Kind) -> int:
-    """As a ``Group`` has it: how many tokens before the next one a window still shows, or the chunk of attention."""
+    """Return ``Group.span_tokens``: tokens before the next one that a window covers, or local attention's chunk."""
     match kind:
-        case Kind.WINDOW:  # Cohere's does not count the next one
+        case Kind.WINDOW:  # Cohere's window excludes the next token
             return _window_tokens(config) - (not _type_of(config).startswith("cohere2"))
         case Kind.LOCAL:
             return int(config["attention_chunk_size"])
@@ -182,7 +182,7 @@ def _span_tokens(config: Config, kind: Kind) -> int:
             return 0
 
 
-# -- how much they keep ----------------------------------------------------------------------------------------------
+# -- sizes -----------------------------------------------------------------------------------------------------------
 
 
 def _geometry(config: Config, kind: Kind, layers: int, dtype: str) -> Geometry:
@@ -191,7 +191,7 @@ def _geometry(config: Config, kind: Kind, layers: int, dtype: str) -> Geometry:
     heads = int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
     head_dim = config.get("head_dim") or config.get("attention_head_dim")
-    if _type_of(config) == "zamba2":  # whose attention also reads what the embedding gave
+    if _type_of(config) == "zamba2":  # its attention also reads the embedding's output
         head_dim = 2 * int(config["hidden_size"]) // heads
     if _type_of(config) == "gemma4" and kind is Kind.FULL:
         head_dim = config["global_head_dim"]
@@ -200,7 +200,7 @@ def _geometry(config: Config, kind: Kind, layers: int, dtype: str) -> Geometry:
 
 
 def _state(config: Config, dtype: str, matrix_dtype: str | None) -> State:
-    """The state of a layer; the fields that a configuration has say of which kind."""
+    """Return the state of a layer, whose kind depends on the fields of the configuration."""
     said = config.get("mamba_ssm_cache_dtype") or config.get("mamba_ssm_dtype")  # Nemotron-H, Qwen3.5
     matrix_dtype = matrix_dtype or _own(said) or dtype
     check_dtype(matrix_dtype)

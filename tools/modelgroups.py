@@ -1,6 +1,6 @@
-"""What the layers of a model keep, and the KV cache groups that vLLM makes of them: arithmetic, without vLLM.
+"""KV and states that the layers of a model keep, and the KV cache groups that vLLM forms, computed without vLLM.
 
-What vLLM does is in its ``v1/core/kv_cache_utils.py`` (groups), ``platforms/interface.py`` (blocks that hold a state)
+vLLM's rules are in its ``v1/core/kv_cache_utils.py`` (groups), ``platforms/interface.py`` (blocks that hold a state)
 and ``model_executor/layers/mamba/mamba_utils.py`` (shapes of states). Tests compare with all three.
 """
 
@@ -15,18 +15,18 @@ from kvstore.errors import ConfigError
 from kvstore.layout import KVLayout, round_up
 
 DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
-_SIMILAR: Final = 1.5  # kinds whose numbers of layers differ by less are one group each
+_SIMILAR: Final = 1.5  # kinds whose numbers of layers differ by a smaller factor form one group each
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What decides the size of the KV of layers that are alike.
+    """Geometry of the KV of layers that are alike.
 
     Attributes:
         layers: attention layers.
         kv_heads: heads of keys and values; 1 with latent attention (MLA).
-        head_elements: numbers per token and head: keys and values together, or the latent vector.
-        dtype: type of these numbers.
+        head_elements: elements per token and head: keys and values together, or the latent vector.
+        dtype: type of the elements.
     """
 
     layers: int
@@ -35,26 +35,30 @@ class Geometry:
     dtype: str
 
     def layer_bytes_per_token(self, tp_size: int = 1) -> int:
-        """One layer of one worker: heads are divided among tensor-parallel workers, or repeated if there are too few.
+        """Return the bytes of a token in one layer of one worker.
+
+        Heads are divided among tensor-parallel workers, or repeated if there are fewer heads than workers.
 
         Raises:
-            ConfigError: the heads cannot be divided like this.
+            ConfigError: the heads cannot be divided among ``tp_size`` workers.
         """
         if tp_size < 1 or (self.kv_heads % tp_size and tp_size % self.kv_heads):
             raise ConfigError(f"{self.kv_heads} KV heads cannot be divided among {tp_size} workers")
         return max(1, self.kv_heads // tp_size) * self.head_elements * DTYPE_BYTES[self.dtype]
 
     def bytes_per_token(self, tp_size: int = 1) -> int:
-        """KV of one worker, in all these layers."""
+        """Return the bytes of a token in all these layers of one worker."""
         return self.layers * self.layer_bytes_per_token(tp_size)
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention layers that are alike, and whose KV they keep: that of all tokens, or of the last.
+    """Attention layers that are alike, which keep the KV of all tokens or of the last ones.
 
     Attributes:
-        span_tokens: as of a ``Group``.
+        geometry: geometry of their KV.
+        kind: kind of attention.
+        span_tokens: as ``Group.span_tokens``.
     """
 
     geometry: Geometry
@@ -64,17 +68,17 @@ class Attention:
 
 @dataclass(frozen=True)
 class State:
-    """What a layer of Mamba, linear attention or a short convolution keeps: inputs of a convolution, a matrix a head.
+    """State of a layer of Mamba, linear attention or a short convolution: convolution inputs, and a matrix per head.
 
     Attributes:
-        channels: of the convolution; tensor-parallel workers divide them, as the heads.
-        kept_inputs: of the convolution, for each channel.
-        heads: that have a matrix.
-        head_elements: of a matrix.
-        groups: of heads that share further channels. Workers hold whole groups, or repeat them.
-        group_channels: channels of each.
-        dtype: of the convolution's inputs.
-        matrix_dtype: of the matrices.
+        channels: channels of the convolution; tensor-parallel workers divide them, as they divide the heads.
+        kept_inputs: inputs of the convolution that are kept, per channel.
+        heads: heads with a matrix.
+        head_elements: elements of a matrix.
+        groups: groups of heads that share further channels. Workers hold whole groups, or repeat them.
+        group_channels: channels of each group.
+        dtype: type of the convolution's inputs.
+        matrix_dtype: type of the matrices.
     """
 
     channels: int
@@ -87,10 +91,10 @@ class State:
     matrix_dtype: str = "bfloat16"
 
     def state_bytes(self, tp_size: int = 1) -> int:
-        """One state of one worker.
+        """Return the bytes of one state of one worker.
 
         Raises:
-            ConfigError: it cannot be divided among so many.
+            ConfigError: the state cannot be divided among ``tp_size`` workers.
         """
         groups = self.groups if self.groups % tp_size == 0 else tp_size
         channels = self.channels + groups * self.group_channels
@@ -104,7 +108,7 @@ class State:
 
 
 class Alike(NamedTuple):
-    """Layers of one kind on one worker; ``page_bytes`` is a block in one of them."""
+    """Layers of one kind on one worker; ``page_bytes`` is the size of a block in one of them."""
 
     kind: Kind
     layers: int
@@ -115,12 +119,12 @@ class Alike(NamedTuple):
 
 @dataclass(frozen=True)
 class KVModel:
-    """A model, as far as its KV cache goes.
+    """KV cache of a model.
 
     Attributes:
-        attention: its attention layers; those that keep all tokens come first.
+        attention: attention layers; those that keep all tokens come first.
         states: number of layers that keep a state.
-        state: which one; None if no layer does.
+        state: state of these layers; None if there are none.
     """
 
     attention: tuple[Attention, ...]
@@ -129,32 +133,32 @@ class KVModel:
 
     @property
     def has_one_kind(self) -> bool:
-        """Whether all layers are attention of one kind: chunks hold their KV then, also if they have windows."""
+        """True if all layers are attention of one kind; chunks then hold their KV, even if the layers have windows."""
         return self.state is None and len(self.attention) == 1
 
     def bytes_per_token(self, tp_size: int = 1) -> int:
-        """KV of a token in a chunk of one worker."""
+        """Return the bytes of a token in a chunk of one worker."""
         in_chunks = (one for one in self.attention if one.kind is Kind.FULL or self.has_one_kind)
         return sum(one.geometry.bytes_per_token(tp_size) for one in in_chunks)
 
     def promoted_bytes_per_token(self, tp_size: int = 1) -> int | None:
-        """The same if vLLM lets every layer keep all tokens, as it does without its hybrid manager; None if it cannot.
+        """Return the bytes of a token if vLLM lets every layer keep all tokens, as without its hybrid manager.
 
-        It cannot if there are states, and it does not if no layer keeps all tokens.
+        None if vLLM does not: it cannot if there are states, and does not if no layer keeps all tokens.
         """
         if self.state is not None or self.has_one_kind or not self.bytes_per_token(tp_size):
             return None
         return sum(one.geometry.bytes_per_token(tp_size) for one in self.attention)
 
     def block_tokens(self, wanted_tokens: int, tp_size: int = 1) -> int:
-        """Tokens of a block of attention: as wanted, or as many as make a block as large as a state."""
+        """Return the tokens of an attention block: as wanted, or as many as make a block as large as a state."""
         if self.state is None:
             return wanted_tokens
         token_bytes = max(one.geometry.layer_bytes_per_token(tp_size) for one in self.attention)
         return round_up(max(wanted_tokens, -(-self.state.state_bytes(tp_size) // token_bytes)), wanted_tokens)
 
     def alike(self, wanted_tokens: int, tp_size: int = 1) -> list[Alike]:
-        """Layers of each kind. Of those whose tokens are smaller, more fit in a block, if it is a whole multiple."""
+        """Return the layers of each kind; a block has more tokens if they are smaller by a whole factor."""
         block_tokens = self.block_tokens(wanted_tokens, tp_size)
         sizes = [one.geometry.layer_bytes_per_token(tp_size) for one in self.attention]
         found = []
@@ -166,7 +170,7 @@ class KVModel:
         return found
 
     def groups(self, wanted_tokens: int, tp_size: int = 1) -> Groups:
-        """The groups that vLLM makes of them with a block size, on one worker. One alone counts as if it kept all."""
+        """Return the groups that vLLM forms with a block size on one worker; a single kind counts as full attention."""
         found = self.alike(wanted_tokens, tp_size)
         if self.has_one_kind:
             (one,) = found
@@ -179,17 +183,19 @@ class KVModel:
         )
 
     def chunk_layout(self, wanted_tokens: int, chunk_tokens: int, tp_size: int = 1) -> KVLayout:
-        """A chunk, of the layers that keep all tokens. Without any, parts of checkpoints are as large as if one did.
+        """Return the layout of a chunk, which holds the layers that keep all tokens.
+
+        Without such layers, it is the layout of the first attention layers, as the size of checkpoint parts.
 
         Raises:
-            LayoutError: a chunk of so many tokens is not a whole number of blocks.
+            LayoutError: ``chunk_tokens`` is not a whole number of blocks.
         """
         first = self.alike(wanted_tokens, tp_size)[0]
         return KVLayout((first.page_bytes,) * first.layers, 1, first.block_tokens, chunk_tokens)
 
 
 def _shares(found: list[Alike]) -> Iterator[tuple[Alike, int]]:
-    """The layers of each group: as many as the rarest kind has, or the most frequent if that is little more."""
+    """Yield the kind and layers of each group: as many as the rarest kind has, or the most frequent if similar."""
     fewest, most = min(one.layers for one in found), max(one.layers for one in found)
     size = most if most < fewest * _SIMILAR else fewest
     for one in found:

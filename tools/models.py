@@ -1,10 +1,10 @@
 """Llama models with random weights, and their tokenizer, written to disk without any download.
 
 With weights from N(0, 2/sqrt(fan_in)), embeddings and the output head from N(0, 1) and norms at 1, greedy outputs
-depend on the whole prompt, so equal outputs mean equal KV. The same arguments give the same bytes.
+depend on the whole prompt, so equal outputs imply equal KV. The same arguments give the same bytes.
 
-The ids of a vocabulary are words, ``w0``, ``w1``, ..., with the number of each, then the bytes and the beginning of a
-word, then the special tokens. What is no such word is read byte by byte: different texts are different tokens.
+The ids of a vocabulary are first the words ``w0``, ``w1``, ..., whose number is the id, then the bytes and the
+beginning of a word, then the special tokens. Other text is read byte by byte, so different texts are different tokens.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 DType = Literal["float32", "bfloat16", "float16"]
 SPECIAL_TOKENS = ("<s>", "</s>", "<unk>")
-"""The last ids of every vocabulary."""
-_SPACE = "\u0120"  # how tokenizers write a space's byte
+"""Special tokens, which have the last ids of every vocabulary."""
+_SPACE = "\u0120"  # a space's byte, as tokenizers write it
 _WORD = f"{_SPACE}w"
 _PIECES = (*sorted(ByteLevel.alphabet()), _WORD)
 
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """The size of a Llama model."""
+    """Size of a Llama model."""
 
     layers: int
     hidden: int
@@ -56,15 +56,15 @@ class LlamaShape:
 
 
 TINY = LlamaShape(layers=4, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=704, vocab=1281)
-"""Large enough to check outputs: 14 MB in float32, built in no time."""
+"""Model large enough to check outputs: 14 MB in float32, built in an instant."""
 DEMO = LlamaShape(layers=12, hidden=1024, heads=16, kv_heads=4, head_dim=64, intermediate=2560, vocab=2305)
-"""Large enough to measure: 520 MB in float32; computing 3,000 tokens takes seconds on a small machine."""
+"""Model large enough to measure: 520 MB in float32; computing 3,000 tokens takes seconds on a small machine."""
 
 
 def build_llama(
     folder: Path, shape: LlamaShape, *, dtype: DType = "float32", seed: int = 0, max_position: int = 4096
 ) -> Path:
-    """Write a model and its tokenizer as vLLM and transformers read them; returns ``folder``.
+    """Write a model and its tokenizer in the format of vLLM and transformers, and return ``folder``.
 
     A folder that already holds exactly this model is not changed.
     """
@@ -83,29 +83,29 @@ def build_llama(
         for name, size, std in _llama_weights(shape)
     }
     words = count_words(shape.vocab)
-    weights["lm_head.weight"][words : words + len(_PIECES)] = 0  # it answers in words, which can be sent back as text
+    weights["lm_head.weight"][words : words + len(_PIECES)] = 0  # answers are words, which can be sent back as text
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     receipt.write_text(built_from, encoding="utf-8")
     return folder
 
 
 def count_words(vocab: int) -> int:
-    """How many ids of a vocabulary are words; these come first."""
+    """Return the number of words in a vocabulary; words have the first ids."""
     return vocab - len(_PIECES) - len(SPECIAL_TOKENS)
 
 
 def random_tokens(num_tokens: int, *, vocab: int, seed: int) -> list[int]:
-    """Token ids of a random prompt of words."""
+    """Return the token ids of a random prompt of words."""
     return random.Random(seed).choices(range(count_words(vocab)), k=num_tokens)  # noqa: S311 - not a secret
 
 
 def as_text(tokens: list[int]) -> str:
-    """The text that the tokenizer turns into exactly these tokens, which are words."""
+    """Return the text that the tokenizer turns into exactly these tokens, which must be words."""
     return " ".join(f"w{token}" for token in tokens)
 
 
 def write_tokenizer(folder: Path, vocab: int, max_position: int) -> None:
-    """Write the tokenizer of any model that has so many token ids: a space is part of the word behind it."""
+    """Write the tokenizer of a model with ``vocab`` token ids, in which a space is part of the word after it."""
     words = [f"{_WORD}{number}" for number in range(count_words(vocab))]
     ids = {word: number for number, word in enumerate([*words, *_PIECES, *SPECIAL_TOKENS])}
     merges = [(_SPACE, "w"), *((word[:-1], word[-1]) for word in words)]  # a word grows digit by digit
@@ -126,7 +126,7 @@ def write_tokenizer(folder: Path, vocab: int, max_position: int) -> None:
 
 
 def _llama_weights(shape: LlamaShape) -> Iterator[tuple[str, tuple[int, ...], float | None]]:
-    """Name, size and standard deviation of every weight; None stands for ones."""
+    """Yield name, size and standard deviation of every weight; None stands for ones."""
 
     def linear(name: str, fan_out: int, fan_in: int) -> tuple[str, tuple[int, ...], float | None]:
         return f"{name}.weight", (fan_out, fan_in), 2 / math.sqrt(fan_in)

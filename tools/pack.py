@@ -1,4 +1,4 @@
-"""``kvstore pack``: chunks of a disk folder into one file, and back into another folder or a Redis."""
+"""Implementation of ``kvstore pack``: chunks of a disk folder to one file, and back to a folder or a Redis."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ _NO_TRAILS: Mapping[ChunkRef, bytes] = MappingProxyType({})
 
 
 def _ignore(_total: int, _size_bytes: int) -> None:
-    """A tick for callers that do not watch."""
+    """Do nothing, as the default tick."""
 
 
 @dataclass
 class PackReport:
-    """What was moved.
+    """Result of an export or import.
 
     Attributes:
         path: the pack.
-        chunks: moved by this run.
-        present: already there, from an interrupted export or in the target of an import.
-        missing: asked for, but not in the source.
-        refused: not taken by the target, which has no room or failed.
-        faults: damaged in the source, and left out.
-        size_bytes: of the chunks moved by this run.
-        broke: the error that ended the run in the middle; None if there was none.
+        chunks: chunks moved by this run.
+        present: chunks already in the pack of an interrupted export, or in the target of an import.
+        missing: requested chunks that are not in the source.
+        refused: chunks that the target did not store, because it has no room or failed.
+        faults: chunks damaged in the source, which were left out.
+        size_bytes: bytes of the chunks moved by this run.
+        broke: error that ended the run in the middle; None if there was none.
         interrupted: whether the run was stopped before the last chunk; start it again to complete it.
     """
 
@@ -64,19 +64,19 @@ class PackReport:
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything asked for is there."""
+        """True if every requested chunk is in the pack or the target."""
         return not (self.missing or self.refused or self.faults or self.broke or self.interrupted)
 
 
 class Source:
-    """The chunks of one engine in a disk folder, by the shards of its workers.
+    """Chunks of one engine in a disk folder, by the shards of its workers.
 
     Args:
         folder: the engine's ``local_disk``.
-        namespace: first hex digits of a namespace's id, where the folder has namespaces of several engines.
+        namespace: first hex digits of a namespace's id, if the folder has namespaces of several engines.
 
     Raises:
-        ConfigError: there is no such namespace, there are several engines', or their geometry is unknown.
+        ConfigError: there is no such namespace, there are several engines, or their geometry is unknown.
     """
 
     def __init__(self, folder: Path, namespace: str | None = None) -> None:
@@ -104,7 +104,7 @@ class Source:
         self.shards = [_shard(folder, same) for same in self.shelves]
 
     def refs(self) -> list[ChunkRef]:
-        """All chunks, oldest first, which puts the beginnings of prompts before their ends."""
+        """Return all chunks, oldest first, which puts the beginnings of prompts before their ends."""
         found: dict[ChunkRef, int] = {}
         for place in (place for same in self.shelves for shelf in same for place in shelf.places()):
             if place.ref is not None:
@@ -112,7 +112,7 @@ class Source:
         return sorted(found, key=lambda ref: (found[ref], ref))
 
     def trails(self, refs: Iterable[ChunkRef]) -> list[bytes]:
-        """The trails of chunks, as far as they are noted. Name all that the folder holds: that bounds what is read."""
+        """Return the noted trails of chunks. Pass all chunks of the folder, because ``refs`` limits what is read."""
         keys = {ref.prefix_key for ref in refs}
         found = [shelf.trails(keys) for same in self.shelves for shelf in same]
         return list({key: trail for trails in found for key, trail in trails.items()}.values())
@@ -135,15 +135,15 @@ def export(
     tick: Tick = _ignore,
     should_stop: ShouldStop = never,
 ) -> PackReport:
-    """Write chunks to a pack; each is read, checked and copied on its own. The next call continues an interrupted one.
+    """Read, check and copy chunks to a pack, one after the other. The next call continues an interrupted export.
 
     Args:
-        source: where the chunks are; an engine may be using the folder.
+        source: chunks of an engine, which may be using the folder.
         path: the pack. An existing one is replaced when the new one is complete.
-        refs: which chunks, in order; all if None.
-        trails: of those that end a prompt. One without a file of its own is cut out of a longer chunk that holds it.
+        refs: chunks to export, in order; all if None.
+        trails: trails of the chunks that end a prompt. A chunk without a file is cut out of a longer one that holds it.
         tick: called after each chunk.
-        should_stop: asked before each chunk; if so, the pack is left to the next call.
+        should_stop: called before each chunk; if it returns True, the export ends, and the next call continues it.
 
     Raises:
         ConfigError: the pack cannot be written.
@@ -167,7 +167,7 @@ def export(
 
 
 def _export_one(writer: PackWriter, report: PackReport, source: Ends, number: int, ref: ChunkRef) -> int:
-    """Copy one chunk. Returns the bytes moved."""
+    """Copy one chunk, and return the bytes moved."""
     if (number, ref) in writer.held:
         report.present += 1
         return 0
@@ -185,7 +185,7 @@ def _export_one(writer: PackWriter, report: PackReport, source: Ends, number: in
 
 
 def _read(source: Ends, ref: ChunkRef) -> ByteArray | Fault | None:
-    """The content of a chunk's file, or of the one that it would have; None if it is nowhere."""
+    """Return the content of a chunk's file, or of the one that it would have; None if no file holds the chunk."""
     for shelf in source.shelves:
         image = shelf.read(ref)
         if image is not None:
@@ -195,12 +195,12 @@ def _read(source: Ends, ref: ChunkRef) -> ByteArray | Fault | None:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a pack goes.
+    """Target of an import.
 
     Attributes:
         folders: an engine's ``local_disk``; empty for a Redis.
-        max_bytes: limit for each worker, as ``max_local_disk_size``; None for room enough for the pack.
-        codec: as ``local_disk_serde`` or ``remote_serde``.
+        max_bytes: limit for each worker, as ``max_local_disk_size``; None for enough room for the pack.
+        codec: codec, as in ``local_disk_serde`` or ``remote_serde``.
         url: URL of a Redis.
         options: options of the Redis tier.
     """
@@ -215,19 +215,19 @@ class Target:
 def import_pack(
     path: Path, target: Target, *, anyway: bool = False, tick: Tick = _ignore, should_stop: ShouldStop = never
 ) -> PackReport:
-    """Put all chunks of a pack where an engine finds them, except those already there.
+    """Import all chunks of a pack into an engine's folders or a Redis, except those already there.
 
     Args:
         path: the pack.
-        target: where they go; no engine may be using the folders.
+        target: target of the import; no engine may be using the folders.
         anyway: import even into folders whose chunks are of another model or other settings.
         tick: called after each chunk.
-        should_stop: asked before each chunk.
+        should_stop: called before each chunk.
 
     Raises:
-        ConfigError: the pack is not complete, or was made for something else than what the folders hold.
+        ConfigError: the pack is incomplete, or was made for another model or settings than the folders' chunks.
         FolderOwnedError: an engine uses a folder.
-        TierError: the target cannot be used at all. If it fails later, the report says so.
+        TierError: the target cannot be used at all. A later failure is in the report.
     """
     with open_pack(path) as pack:
         require_free(_places(pack, target.folders))
@@ -254,7 +254,7 @@ def import_pack(
                         moved_bytes = _import_one(source, tier, shard, transfer, report, size_bytes=extent.size_bytes)
                         tick(total, moved_bytes)
             except TierError as error:
-                if not report.chunks:  # nothing was done
+                if not report.chunks:  # nothing was moved
                     raise
                 report.broke = str(error)
                 break
@@ -262,10 +262,10 @@ def import_pack(
 
 
 def refuse_used(path: Path, folders: Sequence[Path]) -> None:
-    """Refuse folders that an engine uses, before anything is read.
+    """Refuse folders that an engine uses, before any chunk is read.
 
     Raises:
-        ConfigError: the pack is not complete.
+        ConfigError: the pack is incomplete.
         FolderOwnedError: names the process.
     """
     with open_pack(path) as pack:
@@ -273,7 +273,7 @@ def refuse_used(path: Path, folders: Sequence[Path]) -> None:
 
 
 def _places(pack: Pack, folders: Sequence[Path]) -> Iterator[Path]:
-    """The folders of all workers' chunks, which the pack names below the engine's."""
+    """Yield the folders of all workers' chunks, whose names below the engine's folder are in the pack."""
     return (base / name for base in folders for shard in pack.shards for name in shard.folders)
 
 
@@ -306,11 +306,11 @@ def refuse_other_model(pack: Pack, identity: str) -> None:
     """Refuse a pack of another model.
 
     Args:
-        pack: opened.
+        pack: opened pack.
         identity: the model that will use it, as in a namespace: ``files <fingerprint>`` or ``id <model_id>``.
 
     Raises:
-        ConfigError: names both.
+        ConfigError: names both models.
     """
     for shard in pack.shards:
         made_for = shard.namespace.fields.get("model")
@@ -324,7 +324,7 @@ def refuse_other_model(pack: Pack, identity: str) -> None:
 def _import_one(
     source: PackTier, tier: Tier, shard: Shard, transfer: Transfer, report: PackReport, *, size_bytes: int
 ) -> int:
-    """Move one chunk, which takes ``size_bytes`` in the pack. Returns the bytes moved."""
+    """Move one chunk, which has ``size_bytes`` in the pack, and return the bytes moved."""
     ref = transfer.ref
     if tier.contains([ref]) == [True]:
         report.present += 1

@@ -1,7 +1,7 @@
-"""``kvstore prefetch``: makes a running vLLM load prompts from its slower tiers before users ask for them.
+"""Implementation of ``kvstore prefetch``, which makes a running vLLM load prompts from its slower tiers in advance.
 
-Each prompt is sent to the server for one token. The server loads what its tiers hold into CPU memory and its own prefix
-cache, in the same way and under the same keys as for a user, and computes what is not stored.
+Each prompt is sent to the server for one token. The server loads stored chunks from its tiers into CPU memory and its
+prefix cache, in the same way and under the same keys as for a user, and computes the rest.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _TIMEOUT_S = 600.0
 
 @dataclass
 class PrefetchReport:
-    """What a run did.
+    """Result of a run.
 
     Attributes:
-        prompts: how many the server has answered.
+        prompts: number of prompts that the server answered.
         refused: prompts that it did not answer, and malformed ones, each with its place and the reason.
-        tokens: of all answered prompts.
-        tokens_loaded: what the server's tiers supplied meanwhile, for other requests too.
-        seconds: time of the whole run.
+        tokens: tokens of all answered prompts.
+        tokens_loaded: tokens loaded from the server's tiers during the run, also for other requests.
+        seconds: duration of the whole run.
         interrupted: whether the run was stopped before the last prompt.
     """
 
@@ -45,7 +45,7 @@ class PrefetchReport:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every prompt was answered."""
+        """True if every prompt was answered."""
         return not (self.refused or self.interrupted)
 
 
@@ -63,12 +63,12 @@ def prefetch(
 
     Args:
         server: the server's address, such as ``http://127.0.0.1:8000``.
-        model: the server's name for it; for an adapter, the adapter's name.
-        prompts: what ``read_prompts`` returns.
-        salt: ``cache_salt`` of prompts that have none of their own.
-        api_key: if the server needs one.
+        model: the server's name of the model, or the name of an adapter.
+        prompts: result of ``read_prompts``.
+        salt: ``cache_salt`` of prompts without one.
+        api_key: the server's API key; None if it needs none.
         tick: called after each prompt.
-        should_stop: asked before each prompt.
+        should_stop: called before each prompt.
 
     Raises:
         ConfigError: the server does not answer, or is not vLLM.
@@ -114,7 +114,7 @@ def _ask(client: httpx.Client, model: str, prompt: Prompt | Rejected, salt: str 
 
 
 def _request(prompt: Prompt, salt: str | None) -> tuple[str, dict[str, Any]]:
-    """The path and the body to send for a prompt."""
+    """Return the path and the body of a prompt's request."""
     found = prompt.salt or salt
     body: dict[str, Any] = {"cache_salt": found} if found else {}
     if not isinstance(prompt.content, Chat):

@@ -1,4 +1,4 @@
-"""Processes that a tool starts: a free port for them, waiting for them, and an end that is certain."""
+"""Processes that a tool starts: free ports, waiting, and a guaranteed end."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from typing import Any
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on now."""
+    """Return a TCP port of the loopback interface that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def is_listening(port: int) -> bool:
-    """Whether a process of this machine accepts connections on a port."""
+    """Tell if a process of this machine accepts connections on a port."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @contextmanager
 def running(command: Sequence[str | Path], **options: Any) -> Iterator[subprocess.Popen[str]]:  # noqa: ANN401 - Popen's
-    """A process that is killed at the end. Its pipes are of text; ``options`` are those of ``Popen``."""
+    """Run a process with text pipes, and kill it at the end of the block; ``options`` are those of ``Popen``."""
     with subprocess.Popen(command, text=True, **options) as process:  # noqa: S603 - callers name the programs
         try:
             yield process
@@ -38,7 +38,7 @@ def running(command: Sequence[str | Path], **options: Any) -> Iterator[subproces
 
 @contextmanager
 def handled(numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Handle signals in this way until the end of the block."""
+    """Handle signals with ``handler`` until the end of the block."""
     before = [signal.signal(number, handler) for number in numbers]
     try:
         yield
@@ -48,7 +48,7 @@ def handled(numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType
 
 
 def wait_until(done: Callable[[], bool], timeout_s: float, *, every_s: float) -> bool:
-    """Ask again and again; whether the answer was yes before the time ran out."""
+    """Poll ``done`` until it returns True; return False if ``timeout_s`` has passed before."""
     deadline_s = time.monotonic() + timeout_s
     while not done():
         if time.monotonic() > deadline_s:

@@ -1,6 +1,6 @@
-"""What LMCache's files ask of several engines, in kvstore's keys, and what is left to do by hand.
+"""Conversion of LMCache's settings for several engines to kvstore's keys, with recipes for manual steps.
 
-A recipe is one line. Nothing of an address but its host and port stands in one, as logins stand there, too.
+A recipe is one line. It contains only host and port of an address, because addresses may contain logins.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _OTHERS: Final = {
 
 @dataclass
 class Adapted:
-    """What replaces keys of LMCache's.
+    """Replacement of LMCache's keys.
 
     Attributes:
-        settings: values of our keys, which count before those of the file.
-        recipes: what to do by hand, one line each.
-        answered: keys about which nothing else needs to be said.
+        settings: values of kvstore's keys, which override those of the file.
+        recipes: manual steps, one line each.
+        answered: keys that need no further warning.
     """
 
     settings: dict[str, object] = field(default_factory=dict)
@@ -58,10 +58,10 @@ class Adapted:
 
 
 def adapt(given: Mapping[str, object]) -> Adapted:
-    """Convert what a file of LMCache's says about other engines and servers.
+    """Convert the settings of an LMCache file for other engines and servers.
 
     Args:
-        given: the values of the file, as they stand there.
+        given: values of the file, unchanged.
     """
     adapted = Adapted()
     values = _with_newer_names(given, adapted)
@@ -89,7 +89,7 @@ def _with_newer_names(given: Mapping[str, object], adapted: Adapted) -> dict[str
 
 
 def _prefill_and_decode(values: Mapping[str, object], adapted: Adapted) -> bool:
-    """Whether this engine listens."""
+    """Convert the settings of disaggregated prefill, and return True if this engine listens."""
     role = PD_ROLES.get(str(values.get("pd_role")), "kv_both")
     named, port = values.get("pd_peer_host"), values.get("pd_peer_init_port")
     host = str(named or "127.0.0.1")
@@ -169,7 +169,7 @@ def _place(url: str) -> tuple[str, int] | None:
 
 
 def _ports(given: object) -> object:
-    """A port or a list with one for each worker; what is no such thing is left to the check of the configuration."""
+    """Return a port, or a list of ports by worker; other values are left to the check of the configuration."""
     if isinstance(given, str):
         given = [int(part) if part.strip().isdecimal() else part for part in given.split(",")]
     if isinstance(given, list) and len(given) == 1:

@@ -1,4 +1,4 @@
-"""A store without bytes: kvstore's index, asked as the connector asks it, where moves take no time."""
+"""Store without bytes: kvstore's index, used as the connector uses it, with moves that take no time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvstore.keys import PrefixHasher
 
 
 class Found(NamedTuple):
-    """What was found of a sequence.
+    """Part of a sequence that was found.
 
     Attributes:
         num_tokens: tokens from its start on.
-        parts: the chunks that were loaded for it, in order: where each was, and how many of its tokens were used.
+        parts: chunks that were loaded for it, in order, each with its place and its used tokens.
     """
 
     num_tokens: int
@@ -24,14 +24,14 @@ class Found(NamedTuple):
 
 
 class Replay:
-    """Looks sequences up, loads what is there and stores the rest before the next one comes.
+    """Replay of requests, each of which loads its stored chunks and stores the rest before the next one.
 
     Args:
-        index: a new one; it must let as many writes be in flight as a sequence has chunks.
-        block_ends: False finds chunks whole or as tails only, as it was before hits could end with any block.
+        index: an empty index; it must allow as many writes in flight as a sequence has chunks.
+        block_ends: False finds only whole chunks and tails, as before hits could end at any block.
 
     Attributes:
-        most_slots: the most slots in use so far.
+        most_slots: maximum slots in use so far.
     """
 
     def __init__(self, index: ChunkIndex, *, block_ends: bool = True) -> None:
@@ -40,7 +40,7 @@ class Replay:
         self._block_ends = block_ends
 
     def ask(self, hasher: PrefixHasher) -> Found:
-        """Note one request."""
+        """Look up, load and store one sequence, and return the part that was found."""
         index, named = self.index, hasher if self._block_ends else None
         match = index.lookup(hasher)
         loads = index.prepare_load(match.refs, hasher=named)
@@ -62,7 +62,7 @@ class Replay:
             stored = {step.ref.prefix_key for step in stores}
             for number, key in enumerate(hasher.chunk_keys()):
                 if key in stored:
-                    index.remove(hasher.block_keys(number)[:-1])  # the tails in it, as nobody was led to the chunk
+                    index.remove(hasher.block_keys(number)[:-1])  # its tails, as no hit could end inside the chunk
         return Found(match.num_tokens, list(_parts(loads, match.num_tokens, hasher)))
 
 

@@ -1,4 +1,4 @@
-"""The cache server as a process: what ``kvstore serve`` runs."""
+"""Cache server as a process, for ``kvstore serve``."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from kvstore.server.options import ServerOptions
 
 _GIB = 2**30
-_KEPT_BYTES = 256 << 20  # of freed memory: the frames of some clients
+_KEPT_BYTES = 256 << 20  # freed memory to keep, for the frames of some clients
 _SNAPSHOT_TIMEOUT_S = 2.0
 
 
 def server_options(config: StoreConfig) -> ServerOptions:
-    """The options of a server with this configuration.
+    """Return the options of a server with this configuration.
 
     Raises:
-        ConfigError: it is no configuration of a server.
+        ConfigError: the configuration is not one of a server.
     """
     from kvstore.protocol.keyfiles import read_list, read_pair  # noqa: PLC0415
     from kvstore.server.disk_tiers import DiskOptions  # noqa: PLC0415
@@ -67,7 +67,7 @@ def server_options(config: StoreConfig) -> ServerOptions:
 
 
 def planned(options: ServerOptions) -> dict[str, object]:
-    """The start-up report: tiers, sizes, endpoints."""
+    """Return the start-up report: tiers, sizes, endpoints."""
     endpoints = [f"kvs+ipc://{options.folder}"] if options.folder else []
     if options.tcp is not None:
         keys = f"{len(options.listed)} clients with keys" if options.keys else "without keys: loopback only"
@@ -80,11 +80,11 @@ def planned(options: ServerOptions) -> dict[str, object]:
 
 
 def run_server(hub: Hub, http_port: int | None, report: Callable[[dict[str, object]], None]) -> bool:
-    """Serve until a signal comes. Returns False if chunks were given up at the end.
+    """Serve until a signal arrives; return False if chunks were lost at the end.
 
     Args:
-        hub: the server, made and not yet running.
-        http_port: of its pages; None for no pages.
+        hub: the server, not yet running.
+        http_port: port of its HTTP pages; None for no pages.
         report: called once, when clients can connect.
 
     Raises:
@@ -120,9 +120,9 @@ def _run(hub: Hub, http_port: int | None, report: Callable[[dict[str, object]], 
 
 @contextmanager
 def without_full_collections() -> Iterator[None]:
-    """Keep Python from looking for cycles among all chunks, which stops a server of 40,000 chunks for 200 ms.
+    """Disable full garbage collections, which would stop a server of 40,000 chunks for 200 ms.
 
-    Chunks are in none. What is young is still looked at, and most cycles end young.
+    Chunks are part of no cycle. Young generations are still collected, and most cycles die young.
     """
     thresholds = gc.get_threshold()
     gc.set_threshold(*thresholds[:2], 1 << 30)

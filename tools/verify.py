@@ -1,4 +1,4 @@
-"""``kvstore verify``: reads every chunk of a folder, a pack or a Redis, and sets aside the damaged ones."""
+"""Implementation of ``kvstore verify``, which reads every chunk of a folder, a pack or a Redis, and fixes faults."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOT_A_NAME = "not a chunk's name"
 
 @dataclass(frozen=True)
 class Fault:
-    """Something unusable: where it is, what is wrong with it, and whether it was set aside or removed."""
+    """Unusable chunk or file: its place, its damage, and whether it was moved to quarantine or removed."""
 
     place: str
     damage: str
@@ -43,14 +43,14 @@ class Fault:
 
 @dataclass
 class VerifyReport:
-    """What was found.
+    """Result of a run.
 
     Attributes:
-        chunks: how many were read, sound or not.
-        size_bytes: of the sound ones.
-        faults: one for each damaged chunk, and each name that is no chunk's.
+        chunks: chunks that were read, sound or not.
+        size_bytes: bytes of the sound chunks.
+        faults: one for each damaged chunk, and for each name that is not a chunk's.
         left: namespaces in which nothing was fixed, because no chunk in them is sound.
-        unread: how many were left when the run was interrupted.
+        unread: chunks that were left when the run was interrupted.
     """
 
     chunks: int = 0
@@ -61,11 +61,11 @@ class VerifyReport:
 
     @property
     def fixed(self) -> int:
-        """How many of the faults were set aside or removed."""
+        """Number of faults that were moved to quarantine or removed."""
         return sum(fault.fixed for fault in self.faults)
 
     def may_fix(self, home: str, sound: int, faulty: int) -> bool:
-        """Whether faults of a namespace may be fixed; if not, the namespace is added to ``left``.
+        """Tell if faults of a namespace may be fixed; if none may, add the namespace to ``left``.
 
         A sound chunk proves that the geometry used to check the others is right. Without one, a wrong note, or layers
         of unknown sizes, could make every good chunk look damaged.
@@ -76,18 +76,18 @@ class VerifyReport:
 
 
 Tick = Callable[[int, int], None]
-"""Called after each chunk with the number of all chunks and the bytes of this one."""
+"""Callback after each chunk, with the total number of chunks and the bytes of this one."""
 
 
 @dataclass(frozen=True)
 class _Namespace(Generic[_P]):
-    """The chunks of one namespace.
+    """Chunks of one namespace.
 
     Attributes:
-        name: where they are.
-        places: each chunk, with its place for people.
-        check: what is wrong with a chunk, if anything, and the bytes of a sound one; no bytes if it is gone.
-        fix: set damaged chunks aside, or remove them; whether each was.
+        name: folder or id of the namespace.
+        places: place of each chunk, with its text for people.
+        check: returns the damage of a chunk, or None, and the bytes of a sound one; 0 bytes if it is gone.
+        fix: moves damaged chunks to quarantine, or removes them, and returns for each whether it did.
     """
 
     name: str
@@ -111,18 +111,18 @@ def verify(
         target: a folder of the disk tier or of a cache server, a pack, or the URL of a Redis.
         fix: move damaged chunks of a folder to ``.quarantine`` in it; delete those in Redis. Nothing else is touched:
             no folder, and no file that is not a chunk's.
-        remove: with ``fix``, delete those of a folder too.
-        options: of the Redis tier, besides the URL.
+        remove: with ``fix``, delete damaged chunks of a folder instead of moving them.
+        options: further options of the Redis tier.
         tick: called after each chunk.
-        should_stop: asked before each chunk; of what was read until then, damaged chunks are fixed.
+        should_stop: called before each chunk; damaged chunks that were read until then are fixed.
 
     Raises:
         ConfigError: there is no such folder, or the URL is wrong.
-        FolderOwnedError: ``fix``, and an engine is using the folder.
+        FolderOwnedError: ``fix`` was requested, and an engine is using the folder.
         TierError: the Redis does not answer.
     """
     if leads_to(target, "redis"):
-        load_tier("redis")  # says what to install, if need be
+        load_tier("redis")  # its error names the package to install
         from kvstore.tiers.redis.shelf import RedisShelf  # noqa: PLC0415 - redis-py may not be installed
 
         with closing(RedisShelf(target, options or {})) as shelf:
@@ -142,7 +142,7 @@ def verify(
     if not found and not (path / LOCK_FILE).exists():
         raise ConfigError(f"{path} is no folder of the disk tier: there is no namespace in it")
     with ExitStack() as locks:
-        if fix:  # a running engine would count bytes that are gone, and find names that it did not make
+        if fix:  # a running engine would count removed bytes, and find names that it did not create
             for owned in sorted({owner for shelf in found for owner in shelf.owners()}):
                 locks.callback(FolderLock(owned).release)
         return _verify(
@@ -151,7 +151,7 @@ def verify(
 
 
 def place_in_pack(shard: Shard, ref: ChunkRef) -> str:
-    """A chunk of a pack, for people."""
+    """Return the place of a chunk in a pack, for people."""
     return f"{shard.namespace.id.hex()}/{ref.prefix_key.hex()}-{ref.num_blocks}"
 
 
@@ -192,7 +192,7 @@ def _in_folder(shelf: Shelf, *, remove: bool) -> _Namespace[Place]:
         if place.ref is None:
             return NOT_A_NAME, 0
         found = shelf.read(place.ref)
-        if found is None or isinstance(found, str):  # an engine has removed it meanwhile, or it is damaged
+        if found is None or isinstance(found, str):  # removed by an engine in the meantime, or damaged
             return found, 0
         return None, len(found)
 
@@ -225,10 +225,10 @@ def _in_redis(shelf: RedisShelf) -> Iterator[_Namespace[RedisPlace]]:
 
 
 def _set_aside(shelf: Shelf, place: Place, *, remove: bool) -> bool:
-    """Move or delete a chunk's file, if reading it once more shows that it is damaged. Whether that was done.
+    """Move or delete a chunk's file if a second read finds it damaged; return True if that was done.
 
-    Folders, links, names that are no chunk's, and files that the system does not let us read are left alone: they may
-    be anything, and a folder may contain good chunks.
+    Folders, links, names that are not a chunk's, and unreadable files are left alone, because they may be anything, and
+    a folder may contain sound chunks.
 
     Raises:
         ConfigError: the file cannot be moved or deleted.

@@ -1,6 +1,6 @@
-"""Flags of ``vllm serve``, read without vLLM, whose own parser takes tens of seconds to import.
+"""Flags of ``vllm serve``, parsed without vLLM, whose parser takes tens of seconds to import.
 
-Only what concerns a cache is read. Whatever else there is, is left alone, right or wrong.
+Only flags that concern a cache are parsed. All others are ignored, valid or not.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _SWITCHES: Final = {"--enable-prompt-embeds", "--enable-sleep-mode", "--async-sc
 
 @dataclass(frozen=True)
 class ServeFlags:
-    """What was given.
+    """Parsed flags.
 
     Attributes:
-        given: the value of each flag that is known here: a number, a text, or whether a switch is on.
-        transfer: the value of ``--kv-transfer-config``; None without it, or where it cannot be read.
+        given: value of each flag that is known here: a number, a text, or whether a switch is on.
+        transfer: value of ``--kv-transfer-config``; None if it is missing or cannot be read.
         problems: flags whose values cannot be read, one line each.
     """
 
@@ -54,26 +54,26 @@ class ServeFlags:
 
     @property
     def model(self) -> str | None:
-        """As vLLM takes it."""
+        """Model name or folder, as passed to vLLM; None if it was not given."""
         return self.given.get("--model")
 
     @property
     def workers(self) -> Workers:
-        """Those on this machine."""
+        """Workers on this machine."""
         per_replica = self.number("-tp") * self.number("-pp")
-        if _SHORT["-dpn"] in self.given:  # one replica a vLLM, and a balancer before them
+        if _SHORT["-dpn"] in self.given:  # one replica per vLLM, behind a load balancer
             return Workers(per_replica)
         return Workers(per_replica, self.given.get(_SHORT["-dpl"]) or self.number("-dp"))
 
     def number(self, short: str) -> int:
-        """The value of a flag of parallelism; 1 unless it was given."""
+        """Return the value of a flag of parallelism, by its short name; 1 if it was not given."""
         return max(1, int(self.given.get(_SHORT[short], 1)))
 
 
 def parse_serve(arguments: Sequence[str]) -> ServeFlags:
-    """Read what stands behind ``vllm serve``; these two words may come first.
+    """Parse the arguments of ``vllm serve``; these two words may come first.
 
-    As in vLLM, the last of two equal flags counts, and parts with dots replace all that was given as JSON.
+    As in vLLM, the last of two equal flags wins, and dotted parts replace the whole JSON value.
 
     Raises:
         ConfigError: the file that ``--config`` names cannot be read.
@@ -103,13 +103,13 @@ def parse_serve(arguments: Sequence[str]) -> ServeFlags:
 
 
 def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """Each flag in vLLM's spelling, and its value; None for a switch."""
+    """Yield each flag in vLLM's spelling with its value, which is None for a switch."""
     position = 0
     while position < len(words):
         word = words[position]
         position += 1
         if not word.startswith("-"):
-            continue  # a further value of a flag that is not known here
+            continue  # a further value of an unknown flag
         name, mark, value = word.partition("=")
         name = _spelled(name)
         if mark:
@@ -126,16 +126,16 @@ def _is_flag(word: str) -> bool:
 
 
 def _spelled(name: str) -> str:
-    """With dashes for underscores up to the first dot, and long."""
+    """Return the long name of a flag, with dashes for underscores up to the first dot."""
     head, dot, rest = name.partition(".")
     return _SHORT.get(name, head.replace("_", "-") + dot + rest)
 
 
 def _take(name: str, value: str | None, given: dict[str, Any], parts: dict[str, Any]) -> None:
-    """Read one flag.
+    """Parse one flag into ``given``, or into ``parts`` of the transfer configuration.
 
     Raises:
-        ValueError: says what its value must be.
+        ValueError: the value is missing or invalid; the message says what it must be.
     """
     positive = name.replace("--no-", "--", 1)
     if positive in _SWITCHES:
@@ -159,7 +159,7 @@ def _take(name: str, value: str | None, given: dict[str, Any], parts: dict[str, 
 
 
 def _put(tree: dict[str, Any], path: Sequence[str], text: str) -> None:
-    """Put a value where its dotted name says; JSON if it is, text if it is not, a list behind a plus sign."""
+    """Put a value at its dotted path, as JSON if it parses, else as text; a trailing plus sign appends to a list."""
     *above, last = path
     for name in above:
         inner = tree.setdefault(name, {})
@@ -197,10 +197,10 @@ def _transfer(text: str | None, parts: dict[str, Any], problems: list[str]) -> M
 
 
 def _words_in(path: Path) -> list[str]:
-    """The flags in a file of vLLM's.
+    """Return the flags in a vLLM configuration file.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     try:
         tree = parse_yaml(path.read_bytes()).value

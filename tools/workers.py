@@ -1,4 +1,4 @@
-"""The workers of an engine: how many there are, and which folders they use."""
+"""Number of an engine's workers, and the folders they use."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Workers:
-    """The workers on this machine, one for each GPU.
+    """Workers on this machine, one for each GPU.
 
     Attributes:
-        per_replica: the size of tensor times pipeline parallelism.
-        replicas: the size of data parallelism.
+        per_replica: workers of a replica: the product of tensor and pipeline parallelism.
+        replicas: size of data parallelism.
     """
 
     per_replica: int = 1
@@ -20,11 +20,11 @@ class Workers:
 
     @property
     def count(self) -> int:
-        """Of all of them."""
+        """Number of all workers."""
         return self.per_replica * self.replicas
 
     def folders(self, base: Path) -> list[Path]:
-        """Each worker's part of a folder in ``local_disk``, as the adapter for vLLM names it."""
+        """Return each worker's part of a folder in ``local_disk``, with the names of the vLLM adapter."""
         homes = [base / f"replica-{number}" for number in range(self.replicas)] if self.replicas > 1 else [base]
         if self.per_replica == 1:
             return homes

@@ -101,17 +101,17 @@ class ReportMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class FactsMetadata(KVConnectorHandshakeMetadata):
-    """What a worker owns, on its way to the scheduler; None if it runs without the cache."""
+    """A worker's facts on their way to the scheduler; None if the worker runs without the cache."""
 
     facts: WorkerFacts | None
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
-    """KV cache offload to CPU memory, disk and remote tiers. Configured as docs/configuration.md says.
+    """KV cache offload to CPU memory, disk and remote tiers; docs/configuration.md describes its settings.
 
     Attributes:
-        facts: what the workers own, once they have told the scheduler side; for our own tools.
-        index: where every chunk is, from then on; for our own tools.
+        facts: the facts of all workers, once the scheduler side has them; for our own tools.
+        index: the index of all chunks, from then on; for our own tools.
     """
 
     @refusals.noted
@@ -151,17 +151,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A best-effort cache: a dropped save is a later miss."""
+        """False: the cache is best-effort, so a dropped save is only a later miss."""
         return False
 
     # -- worker side ---------------------------------------------------------------------------------------------------
 
     @refusals.noted
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Find the blocks in the caches, take the memory, open the folder.
+        """Find the blocks in the caches, allocate the memory and open the folder.
 
         Raises:
-            KVStoreError: that failed, and the cache is required.
+            KVStoreError: this failed, and the cache is required.
         """
         if hold_nothing(kv_caches):
             return  # a profiling run
@@ -218,29 +218,29 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.begin_step(connector_metadata.plan)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
-        """Load what the step needs, before its forward pass, or begin to."""
+        """Load the KV that the step needs, or start to, before the forward pass."""
         if self._worker is not None:
             self._worker.load()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait for a layer, unless all of them are there already."""
+        """Wait until a layer is loaded, unless all layers already are."""
         if self._worker is not None:
             self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: object
     ) -> None:
-        """Store a layer, unless all of them are stored in one go when the step ends."""
+        """Store a layer, unless all layers are stored together when the step ends."""
         if self._worker is not None:
             self._worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """Carry out the step's stores, or begin to."""
+        """Carry out the step's stores, or start them."""
         if self._worker is not None:
             self._worker.store()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Report requests whose last store has ended, and those whose asynchronous load has."""
+        """Return the requests whose last store has ended, and those whose asynchronous load has ended."""
         if self._worker is None:
             return None, None
         self._worker.end_empty_step()
@@ -248,18 +248,18 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.take_ended_requests() or None, self._worker.take_fetched_requests() or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """The same, and which of these requests must start over because their load failed."""
+        """Return the result of ``get_finished``, with the requests that must start over because their load failed."""
         results = super().get_transfer_results(finished_req_ids)
         if self._worker is not None:
             results.failed_recving |= self._worker.take_failed_requests()
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that could not be loaded: vLLM computes them."""
+        """Return the blocks that could not be loaded, which vLLM then computes."""
         return self._worker.take_failed_block_ids() if self._worker else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Report what was done and what failed."""
+        """Return this rank's report of finished and failed work; None if there is none."""
         report = self._worker.take_report() if self._worker else None
         return ReportMetadata(report) if report else None
 
@@ -275,7 +275,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._arrivals.close()
 
     def unregister_kv_caches(self) -> None:
-        """Bring everything to rest that uses the caches: vLLM is about to sleep. It has reset the connector before.
+        """Finish all work on the caches before vLLM sleeps, which has already reset the connector.
 
         Raises:
             KVStoreError: something has not ended in time.
@@ -287,7 +287,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def restore_kv_caches(self) -> None:
-        """Go on after sleep: the caches are where they were, and what they held is gone."""
+        """Resume after sleep: the caches have kept their addresses and lost their content."""
         if self._worker is not None:
             self._worker.restore()
 
@@ -297,13 +297,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Learn what the workers own, ordered by their rank. When vLLM wakes up it asks them again, for nothing new."""
+        """Connect to the workers, in the order of their ranks. vLLM calls this again on wake-up, with nothing new."""
         if self.facts:
             return
         ranks = [metadata[rank] for rank in sorted(metadata)]
         ours = [rank for rank in ranks if isinstance(rank, FactsMetadata)]
         facts = self.facts = [rank.facts for rank in ours if rank.facts is not None]
-        if len(ours) < len(ranks):  # MultiConnector passes on what the first of its connectors that has anything says
+        if len(ours) < len(ranks):  # MultiConnector passes on the metadata of its first connector that has any
             logger.warning("nothing is cached, as another connector spoke first: list %s first", CONNECTOR)
         elif 0 < len(facts) < len(ranks):  # a chunk counts only if every rank holds its part
             logger.warning("nothing is cached: %d of %d workers run without", len(ranks) - len(facts), len(ranks))
@@ -317,7 +317,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 self._tell_start(self.index, facts)
 
     def on_new_request(self, request: Request) -> None:
-        """Track a request, unless its KV must not be shared. Where its fields are wrong, it does not use the cache."""
+        """Track a request if its KV may be shared. A request with wrong fields does not use the cache."""
         params, handover = self._wishes.read(
             request.request_id,
             lambda: request_params(request, self._config.request_fields),
@@ -325,7 +325,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
         def admit(known: Known | None) -> None:
-            """Track it, also if it may not share."""
+            """Track the request, without the cache if the inputs of its keys are unknown."""
             wishes, sends = (params, handover) if known is not None else (WITHOUT_CACHE, None)
             self._scheduling.add_request(request, key_extras(request, wishes, known or NOTHING_KNOWN), wishes, sends)
 
@@ -333,7 +333,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._arrivals.add(request.request_id, *needs_of(request, self._vllm_config), admit)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond vLLM's own prefix cache can be loaded, and whether the request waits for them."""
+        """Return the tokens that can be loaded beyond vLLM's own prefix cache, and True if the request waits."""
         if not self._arrivals.is_admitted(request.request_id):
             return None, False
         num_tokens = self._scheduling.num_new_matched_tokens(request, num_computed_tokens)
@@ -346,7 +346,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduling.allocated(request.request_id, self._tables(blocks.get_block_ids()), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """Split a hit by the tier that holds it; vLLM asks if it names sources."""
+        """Split a hit by the tiers that hold it; only versions of vLLM that name hit sources call this."""
         return capabilities.hit_sources(self._scheduling.hit_split(request.request_id))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -363,7 +363,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take in what the workers did."""
+        """Process the merged report of the workers."""
         failed_block_ids = connector_output.invalid_block_ids
         if failed_block_ids and self._kv_cache_manager is not None:
             # vLLM leaves them in its prefix cache, to be computed again; but another request may find them first.
@@ -373,25 +373,25 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduling.complete(reported.report)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What happened since the last call; the scheduler side has the workers' numbers, too."""
+        """Return the statistics since the last call, the workers' included; None on the worker side."""
         return StoreStats.of(self._scheduler.take_tally()) if self._scheduler else None
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Which blocks came to memory and disk, and which left, for listeners to vLLM's KV events."""
+        """Return the blocks that entered or left memory and disk, as events for listeners to vLLM's KV events."""
         group = announced_group(self._kv_cache_config) or 0
         spec = self._kv_cache_config.kv_cache_groups[group].kv_cache_spec
         return as_kv_events(self._scheduling.take_events(), spec, group)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See ``request_finished_all_groups``: of the only group."""
+        """Call ``request_finished_all_groups`` for the only group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Stop tracking; keep the blocks for one more step if there is something left to store.
+        """Stop tracking a request; True keeps its blocks for one more step, if something is left to store.
 
-        The answer may tell where the request's KV is, and which of its fields was wrong.
+        The parameters returned may name the place of the request's KV, and a wrong field of the request.
         """
         request_id = request.request_id
         self._arrivals.end(request_id)
@@ -400,16 +400,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduling.finish_request(request_id, self._tables(block_ids)), answer
 
     def reset_cache(self) -> bool | None:
-        """Forget everything: the weights have changed."""
+        """Forget everything, because the weights have changed."""
         self._scheduling.reset_cache()
         return True
 
     def _tables(self, block_ids: Sequence[list[int]]) -> Tables:
-        """Of the groups that are stored."""
+        """Return the block tables of the stored groups."""
         return [block_ids[number] for number in self._group_ids] if len(block_ids) > 1 else block_ids
 
     def _states(self, offers: Iterable[tuple[int, int, int]]) -> States:
-        """The blocks that vLLM says hold a state after the step, each given with its group and the state's token."""
+        """Return the blocks that hold a state after the step, according to vLLM, by group and the state's token."""
         return {
             (self._group_ids.index(group), num_tokens): block
             for group, block, num_tokens in offers
@@ -425,12 +425,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Whether layer hooks are used. vLLM asks before it loads the model: a good moment to refuse a wrong key."""
+        """Tell if layer hooks are used. vLLM calls this before it loads the model, so a wrong key is refused early."""
         return load_config(extra_config, log_warnings=False).config.use_layerwise
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Numbers that vLLM has sent, as an object again."""
+        """Rebuild the statistics from the numbers that vLLM has sent."""
         return StoreStats(data or {})
 
     @classmethod
@@ -441,5 +441,5 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
-        """Our metrics under vLLM's ``/metrics``."""
+        """Return our metrics for vLLM's ``/metrics``."""
         return StoreMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -32,7 +32,7 @@ _WEIGHT_SUFFIXES: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gg
 
 
 def fingerprint_folder(folder: Path) -> str:
-    """32 hex digits over the configuration and the weights of a model.
+    """Return 32 hex digits over the configuration and the weights of a model.
 
     Raises:
         ConfigError: there is no file that identifies the model, or one cannot be read.
@@ -42,7 +42,7 @@ def fingerprint_folder(folder: Path) -> str:
 
 
 def fingerprint_file(path: Path) -> str:
-    """The same for a model that is one file.
+    """Return 32 hex digits over a model that is one file.
 
     Raises:
         ConfigError: it cannot be read.
@@ -55,11 +55,11 @@ def fingerprint_file(path: Path) -> str:
 
 
 def fingerprint_adapter(folder: Path, digest: Callable[[Path], str] | None = None) -> str:
-    """The same for an adapter, of which every byte counts.
+    """Return 32 hex digits over the files of an adapter, of which every byte counts.
 
     Args:
-        folder: of the adapter.
-        digest: of a file's content, for callers that remember digests.
+        folder: the adapter's folder.
+        digest: returns the digest of a file's content, for callers that cache digests.
 
     Raises:
         ConfigError: as ``fingerprint_folder``.
@@ -69,7 +69,7 @@ def fingerprint_adapter(folder: Path, digest: Callable[[Path], str] | None = Non
 
 
 def digest_of(path: Path) -> str:
-    """The sha256 of a file's content.
+    """Return the sha256 of a file's content.
 
     Raises:
         OSError: it cannot be read.
@@ -93,27 +93,27 @@ def _fingerprint(folder: Path, facts_of: Callable[[list[Path]], Iterable[list[ob
 
 
 def _model_facts(path: Path) -> list[object]:
-    """What identifies a file of a model."""
+    """Return the facts that identify a file of a model."""
     status = path.stat()
     if path.suffix == ".json" or status.st_size <= WHOLE_BYTES:
         return [path.name, digest_of(path)]
     header = _header(path)
     tensors = _tensors(header, status.st_size) if header is not None else None
-    if header is None or tensors is None:  # without knowing where each tensor is, the file's time must do
+    if header is None or tensors is None:  # if tensors cannot be located, the file's time counts
         return [path.name, status.st_size, status.st_mtime_ns, hashlib.sha256(header or b"").hexdigest()]
     return [path.name, status.st_size, hashlib.sha256(header).hexdigest(), _digest_of_ranges(path, _ranges(tensors))]
 
 
 class _Tensor(NamedTuple):
-    """Where a tensor lies in its file."""
+    """Position of a tensor in its file."""
 
     begin: int
     end: int
-    is_whole: bool  # has rows that a fine-tune may change one by one
+    is_whole: bool  # read whole, as a fine-tune may change single rows
 
 
 def _header(path: Path) -> bytes | None:
-    """The header of a safetensors file with its length; None for other formats, or if it is cut off."""
+    """Return the header of a safetensors file with its length; None for other formats, or if it is cut off."""
     if path.suffix != ".safetensors":
         return None
     with path.open("rb") as file:
@@ -126,7 +126,7 @@ def _header(path: Path) -> bytes | None:
 
 
 def _tensors(header: bytes, size_bytes: int) -> list[_Tensor] | None:
-    """The tensors that a header names, in the order of the file; None if it cannot be parsed."""
+    """Return the tensors that a header names, in the order of the file; None if it cannot be parsed."""
     try:
         fields = json.loads(header[8:])
         tensors = []
@@ -144,19 +144,19 @@ def _tensors(header: bytes, size_bytes: int) -> list[_Tensor] | None:
 
 
 def _ranges(tensors: list[_Tensor]) -> Iterator[tuple[int, int]]:
-    """What is read of the tensors: offsets and lengths, in order."""
+    """Yield the ranges of the tensors to read, as offsets and lengths in order."""
     for begin, end, is_whole in tensors:
         if is_whole or end - begin <= _STRIDE_BYTES:
             for offset in range(begin, end, _READ_BYTES):
                 yield offset, min(_READ_BYTES, end - offset)
             continue
         places = math.ceil((end - begin) / _STRIDE_BYTES)
-        for place in range(places):  # spread evenly, the first bytes and the last among them
+        for place in range(places):  # spread evenly, including the first and the last bytes
             yield begin + place * (end - begin - _SAMPLE_BYTES) // (places - 1), _SAMPLE_BYTES
 
 
 def _digest_of_ranges(path: Path, ranges: Iterator[tuple[int, int]]) -> str:
-    """A checksum over parts of a file. Not cryptographic: operators choose their weights themselves."""
+    """Return a checksum over parts of a file. It is not cryptographic, as operators choose their own weights."""
     checksum = xxhash.xxh3_128()
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

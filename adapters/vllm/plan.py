@@ -1,4 +1,4 @@
-"""What travels between the scheduler side and the worker side, once a step each way."""
+"""Messages between the scheduler side and the worker side, one per step each way."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class ReqMeta:
 
     Attributes:
         req_id: vLLM's id of the request.
-        loads: chunks to bring into its blocks before the forward pass.
-        stores: chunks to take from its blocks after the forward pass.
-        lost_block_ids: blocks that were promised to be loaded, but whose chunk is gone: to be reported as failed.
-        verifies: chunks to compare, after the forward pass, with the blocks that hold the same, computed again.
+        loads: chunks to load into its blocks before the forward pass.
+        stores: chunks to store from its blocks after the forward pass.
+        lost_block_ids: blocks whose promised chunk is gone, to be reported as failed.
+        verifies: chunks to compare, after the forward pass, with the blocks that hold the same tokens, recomputed.
         finished: the request has ended, and vLLM keeps its blocks until its stores are reported.
         pushes: chunks to hand over to another engine, from its blocks after the forward pass.
-        receiver: which engine.
+        receiver: that engine.
     """
 
     req_id: str
@@ -48,15 +48,14 @@ class ReqMeta:
 
 @dataclass
 class Fetch:
-    """An asynchronous load: its request waits for it, and no step does.
+    """An asynchronous load, for which its request waits but no step does.
 
     Attributes:
         number: counts the fetches, from 1.
         req_id: vLLM's id of the request.
-        loads: chunks to bring into its blocks.
+        loads: chunks to load into its blocks.
         lost_block_ids: as in ``ReqMeta``.
-        has_gaps: the request lacks blocks before those that are loaded. It cannot go on from a block that fails, and
-            starts over.
+        has_gaps: the request lacks blocks before those that are loaded, so it must start over if a block fails.
     """
 
     number: int
@@ -67,7 +66,7 @@ class Fetch:
 
 
 class Sourced(NamedTuple):
-    """Chunks of a request that names an engine which has them."""
+    """Chunks of a request, with the engine that the request names as their source."""
 
     source: str
     refs: Sequence[ChunkRef]
@@ -75,20 +74,20 @@ class Sourced(NamedTuple):
 
 @dataclass
 class StepPlan:
-    """Scheduler to workers: what to move in this step; every worker carries out the same plan on its shard.
+    """Scheduler to workers: the chunks to move in this step. Every worker carries out the same plan on its shard.
 
     Attributes:
         number: counts the steps, from 1.
-        used: chunks that came for requests that have begun, and are not read; others may take their places.
+        used: chunks that arrived for requests that have begun, and are not read; their places may be reused.
         ended_handovers: numbers of hand-overs of which no later plan has chunks.
-        computes: the step computes something; vLLM passes on nothing of other steps unless a connector reports.
-        acked: the last step whose report the scheduler had taken in when it made this plan.
+        computes: the step computes something; vLLM returns nothing for other steps unless a connector reports.
+        acked: the last step whose report the scheduler had processed when it made this plan.
         requests: the requests with something to move; if there is any, every rank reports the step.
         fetches: loads to begin, of which every rank reports the end.
         preempts: blocks of preempted requests are about to be overwritten.
-        removals: chunks that must leave the disk, before anything else.
-        recalls: chunks that must also leave the remote tier.
-        epoch: unless empty, forget every chunk first, and keep those to come under this epoch of the namespace.
+        removals: chunks to remove from the disk before anything else.
+        recalls: chunks to remove from the remote tier, too.
+        epoch: unless empty, forget every chunk first, and store later ones under this epoch of the namespace.
         sourced: chunks to load for requests that name an engine to read them from.
     """
 
@@ -108,14 +107,14 @@ class StepPlan:
 
 @dataclass
 class LoadsResult:
-    """What loads did not bring; the rest is there once every rank has ended them."""
+    """Chunks that loads failed to bring; all others are loaded once every rank has ended the loads."""
 
     failed_loads: set[PrefixKey] = field(default_factory=set)
     lost_chunks: set[PrefixKey] = field(default_factory=set)  # of these, missing or damaged
     ranks_ended: int = 0
 
     def merge(self, other: Self) -> None:
-        """Add another part: what failed on one rank failed."""
+        """Add another part; a chunk that failed on one rank has failed."""
         self.failed_loads |= other.failed_loads
         self.lost_chunks |= other.lost_chunks
         self.ranks_ended += other.ranks_ended
@@ -123,10 +122,10 @@ class LoadsResult:
 
 @dataclass
 class FetchResult(LoadsResult):
-    """News of a fetch, and how long it took on the slowest rank.
+    """Progress or result of a fetch, with its duration on the slowest rank.
 
     Attributes:
-        arrived: the chunks that have come to their slots, while it goes on; on how many ranks.
+        arrived: chunks that have reached their slots while it continues, with the number of ranks.
     """
 
     load_s: float = 0.0
@@ -141,7 +140,7 @@ class FetchResult(LoadsResult):
 
 @dataclass
 class StepResult(LoadsResult):
-    """What failed in one step; the rest of its plan is done once every rank has ended the step.
+    """Failures of one step; the rest of its plan is done once every rank has ended the step.
 
     A rank may report a step in two parts: its loads with the forward pass, and its stores with a later one, if a draft
     model runs in between, or if stores are asynchronous.
@@ -149,7 +148,7 @@ class StepResult(LoadsResult):
 
     failed_stores: set[PrefixKey] = field(default_factory=set)
     unread: set[PrefixKey] = field(default_factory=set)  # could not be compared
-    mismatches: set[PrefixKey] = field(default_factory=set)  # what is stored is not what was computed
+    mismatches: set[PrefixKey] = field(default_factory=set)  # the stored KV differs from the computed KV
     lost_blocks: bool = False
     ranks_loaded: int = 0
 
@@ -164,13 +163,13 @@ class StepResult(LoadsResult):
 
     @property
     def is_poisoned(self) -> bool:
-        """Whether the step computed on blocks that were never loaded."""
+        """True if the step computed on blocks that were never loaded."""
         return bool(self.failed_loads) or self.lost_blocks
 
 
 @dataclass
 class LoadTime:
-    """What the loads of a step took on the slowest of so many ranks. A device tells it some steps later."""
+    """Duration of a step's loads on the slowest of ``ranks`` ranks. A device reports it some steps later."""
 
     seconds: float = 0.0
     ranks: int = 0
@@ -182,7 +181,7 @@ class LoadTime:
 
 
 class Written(NamedTuple):
-    """A write-behind that has ended: whether the chunk was stored, and how many bytes it takes on disk."""
+    """Result of a write-behind: ``stored`` is True if the chunk was stored, ``size_bytes`` its size on disk."""
 
     target: Place
     ref: ChunkRef
@@ -196,11 +195,11 @@ class StepReport:
 
     Attributes:
         computed: the step that this report comes with, if it computed something.
-        load_times: of steps whose loads have ended, by their numbers.
-        remote_keeps_trails: the remote tier keeps the trails of what is sent there, as far as is known.
-        settled: what became of chunks that were handed over.
-        senders: what has changed of what other engines have on its way here, by ranks and the engines' names; None for
-            one that has gone.
+        load_times: times of the loads of steps that have ended, by step number.
+        remote_keeps_trails: the remote tier keeps the trails of chunks sent there, as far as is known.
+        settled: outcomes of chunks that were handed over.
+        senders: changed progress of hand-overs from other engines, by rank and the engine's name; None for an engine
+            that has gone.
     """
 
     steps: dict[int, StepResult] = field(default_factory=dict)
@@ -217,7 +216,7 @@ class StepReport:
 
     @property
     def has_news(self) -> bool:
-        """Whether anything has ended, or come up."""
+        """True if anything has ended or changed."""
         ended = self.steps or self.fetches or self.writes or self.load_times
         return bool(ended or self.settled or self.senders)
 
@@ -242,24 +241,24 @@ class StepReport:
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """Worker to scheduler, once at start: what the worker owns.
+    """Worker to scheduler, once at start: the resources of the worker.
 
     Attributes:
         num_slots: slots of its CPU pool.
-        slot_bytes: bytes of each.
+        slot_bytes: bytes of each slot.
         disk_capacity_bytes: bound of its disk tier; 0 without one.
         stored_bytes: bytes on disk of a chunk of 1, 2, ... blocks.
-        survivors: the chunks its disk tier held, with their bytes, the longest untouched first.
+        survivors: the chunks that its disk tier held, with their bytes, least recently used first.
         trails: those of the survivors, as far as the tier knows them.
-        namespace: whose chunks its tiers hold.
+        namespace: that of the chunks in its tiers.
         layout: their geometry.
-        server_url: of the server that it has opened for others, where this engine's processes reach it; None without.
-        groups: of layers whose KV it keeps; None for one that keeps all tokens.
-        remote_problem: why its remote tier cannot be used now; None if it can, or there is none.
-        slots_take_turns: as of ``ChunkIndex``.
-        gpu_bytes: of its GPU tier; 0 without one.
-        reads_fronts: as of ``ChunkIndex``.
-        divisions: as of ``RemoteOptions``.
+        server_url: address of its server for other engines, as this engine's processes reach it; None without one.
+        groups: the groups of layers whose KV it keeps; None for one group that keeps all tokens.
+        remote_problem: the reason why its remote tier cannot be used now; None if it can, or there is none.
+        slots_take_turns: as in ``ChunkIndex``.
+        gpu_bytes: bytes of its GPU tier; 0 without one.
+        reads_fronts: as in ``ChunkIndex``.
+        divisions: as in ``RemoteOptions``.
     """
 
     num_slots: int
@@ -280,9 +279,9 @@ class WorkerFacts:
 
 
 def shards_of(facts: Sequence[WorkerFacts], remote: RemoteOptions) -> list[Shard]:
-    """Where to ask for each part of a chunk, given the workers in the order of their ranks.
+    """Return the shard to ask for each part of a chunk, given the workers in the order of their ranks.
 
-    Workers that hold the same KV share their part at a remote tier, unless each has a server, or peers, of its own.
+    Workers that hold the same KV share their part at a remote tier, unless each has its own server or peers.
     """
     shards = {}
     servers = tuple(worker.server_url for worker in facts if worker.server_url is not None)

@@ -1,4 +1,4 @@
-"""The entry point in ``vllm.general_plugins``: makes the connector known to vLLM by its name."""
+"""The entry point in ``vllm.general_plugins``, which registers the connector with vLLM under its name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def register() -> None:
     """Register the connector; vLLM calls this in each of its processes, possibly more than once."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415 - runs inside vLLM
 
-    if CONNECTOR_NAME not in KVConnectorFactory._registry:  # noqa: SLF001 - registering twice raises, and there is no other way to know
+    if CONNECTOR_NAME not in KVConnectorFactory._registry:  # noqa: SLF001 - registering twice raises; no public test
         KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)
     if refusals.is_first_process():
         refusals.check_first(_check)
@@ -43,7 +43,7 @@ def _check(vllm_config: VllmConfig) -> None:
             "kvstore flags"
         )
     if transfer is None or transfer.kv_connector != CONNECTOR_NAME:
-        return  # also where it is one of several: vLLM gives each a configuration of its own later
+        return  # also if it is one of several, to which vLLM gives their configurations later
     from kvstore.adapters.vllm.glue.support import check_flags  # noqa: PLC0415 - not in every vLLM
     from kvstore.config import load_config  # noqa: PLC0415
 
@@ -51,5 +51,5 @@ def _check(vllm_config: VllmConfig) -> None:
 
 
 def _is_flag_empty(words: Sequence[str]) -> bool:
-    """Whether a shell put nothing where it should have put the flag's value: vLLM takes that for no flag."""
+    """Tell if a shell left the flag's value empty, which vLLM treats as no flag."""
     return f"{_FLAG}=" in words or (_FLAG, "") in pairwise(words) or words[-1:] == [_FLAG]

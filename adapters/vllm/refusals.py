@@ -1,9 +1,9 @@
-"""Makes an error at start the last line that a person sees, once.
+"""Prints an error at start once, as the last lines that a person sees.
 
-vLLM's scheduler and workers are processes of their own. What one of them raises is printed with its traceback by each
-process that it passes, hundreds of lines, and vLLM's own last words are that the cause stands above. So the first
-process, where ``vllm serve`` was called, keeps a file in memory into which the others write such an error, and prints
-it when it ends. Imported in each process of vLLM, so it imports little.
+vLLM's scheduler and workers are separate processes. An error in one of them is printed with its traceback by each
+process that it passes, in hundreds of lines, and vLLM's last line only says that the cause is above. So the first
+process, where ``vllm serve`` was called, keeps a file in memory to which the others write such an error, and prints it
+when it ends. Every process of vLLM imports this module, so it imports little.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ _MAX_BYTES: Final = 1 << 16
 _END: Final = "\0"
 _TRACKER_WAIT_S: Final = 3.0
 _CHECKING: Final[set[Callable[..., VllmConfig]]] = set()
-"""The methods that ``check_first`` has made."""
+"""The wrappers that ``check_first`` has created."""
 
 _Given = ParamSpec("_Given")
 _Returned = TypeVar("_Returned")
 
 
 def is_first_process() -> bool:
-    """Whether this process was started by a person or a supervisor, and not by vLLM."""
+    """Tell if this process was started by a person or a supervisor, and not by vLLM."""
     return multiprocessing.parent_process() is None
 
 
 def is_command() -> bool:
-    """Whether this is the ``vllm`` command, and not a program that uses vLLM and may handle its errors."""
+    """Tell if this is the ``vllm`` command, and not a program that uses vLLM and may handle its errors."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return Path(sys.argv[0]).name == "vllm" or (spec is not None and spec.name.startswith("vllm."))
 
 
 def print_at_end() -> None:
-    """In vLLM's first process: when it ends, print what was noted until then."""
+    """Make vLLM's first process print the first noted error when it ends."""
     if os.environ.get(VARIABLE, "").startswith(f"/proc/{os.getpid()}/"):
         return
     try:
@@ -61,18 +61,18 @@ def print_at_end() -> None:
 
 
 def note(error: KVStoreError) -> None:
-    """Have an error printed at the end. Without effect where no first process listens, as on another machine."""
+    """Note an error for printing at the end. It has no effect without a first process, as on another machine."""
     path = Path(os.environ.get(VARIABLE, "/nowhere"))
     try:
         if path.readlink().name.startswith(f"memfd:{_FILE}"):
             with path.open("ab") as file:
                 file.write(f"{error}{_END}".encode(errors="replace")[:_MAX_BYTES])
-    except OSError:  # the error itself is on its way all the same
+    except OSError:  # the error itself is raised in any case
         return
 
 
 def noted(call: Callable[_Given, _Returned]) -> Callable[_Given, _Returned]:
-    """A call whose errors are noted."""
+    """Wrap a call so that its errors are noted."""
 
     @functools.wraps(call)
     def noting(*args: _Given.args, **kwargs: _Given.kwargs) -> _Returned:
@@ -86,17 +86,17 @@ def noted(call: Callable[_Given, _Returned]) -> Callable[_Given, _Returned]:
 
 
 def as_lines(message: str) -> str:
-    """What is printed of a message: a single problem in one line."""
+    """Return a message as it is printed, with a single problem in one line."""
     if message.count("\n") == 1:
         message = message.replace(":\n- ", ": ")
     return MARK + message.replace("\n", f"\n{MARK}")
 
 
 def check_first(check: Callable[[VllmConfig], None]) -> None:
-    """Have flags and configuration checked when vLLM has read them, before it starts other processes or loads a model.
+    """Have vLLM run a check once it has read its flags, before it starts other processes or loads a model.
 
-    vLLM asks connectors nothing that early, so this goes around the method that reads its flags. Of a vLLM without that
-    method, the same is checked later.
+    vLLM calls no connector that early, so this wraps the method that reads its flags. In a vLLM without that method,
+    the same is checked later.
     """
     flags = sys.modules.get("vllm.engine.arg_utils")  # it loads plugins; a process without it reads no flags
     engine_args: Any = getattr(flags, "EngineArgs", None)
@@ -121,7 +121,7 @@ def check_first(check: Callable[[VllmConfig], None]) -> None:
 
 
 def _print(descriptor: int, process: int) -> None:
-    if os.getpid() != process:  # a fork of it
+    if os.getpid() != process:  # a fork
         return
     first, _, _ = os.pread(descriptor, _MAX_BYTES, 0).decode(errors="replace").partition(_END)
     if first:
@@ -132,7 +132,7 @@ def _print(descriptor: int, process: int) -> None:
 
 
 def _end_tracker() -> None:
-    """Let Python's resource tracker, a process that outlives this one, say before what it has to say."""
+    """End Python's resource tracker, which would outlive this process, so that its output is printed first."""
     tracker: Any = getattr(resource_tracker, "_resource_tracker", None)
     descriptor, process = getattr(tracker, "_fd", None), getattr(tracker, "_pid", None)
     if descriptor is None or process is None:

@@ -1,4 +1,4 @@
-"""What the classes of keys share: their settings, and the types that several keys have."""
+"""Common base of the classes of keys: their settings, and the types used by several keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstore.policies import POLICIES, choose_policy
 GIB_BYTES: Final = 2**30
 MAX_TIMEOUT_S: Final = 86_400
 _MAX_SIZE_GIB: Final = 1_000_000
-_MIN_LIKE_BYTES: Final = 2**26  # nobody means less than 64 MiB, and nobody has so many GiB
+_MIN_LIKE_BYTES: Final = 2**26  # 64 MiB; larger numbers are taken for bytes
 
 
 class Keys(BaseModel):
@@ -35,7 +35,7 @@ class Unit:
 
 
 def require_one_of(value: str, known: Collection[str]) -> str:
-    """The value, if it is known.
+    """Return the value if it is known.
 
     Raises:
         PydanticCustomError: it is not; the message lists the known ones.
@@ -50,7 +50,7 @@ def _check_codec(value: str) -> str:
 
 
 def check_policy(value: str) -> str:
-    """The name of a policy, LMCache's included.
+    """Return the name of a policy, including LMCache's, if it exists.
 
     Raises:
         PydanticCustomError: there is no such policy.
@@ -67,7 +67,7 @@ def _read_auto(value: object) -> object:
 
 
 def as_tuple(value: object) -> object:
-    """A list, or text with commas, as a tuple; anything else as it is."""
+    """Return a list, or text with commas, as a tuple; anything else unchanged."""
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
     return tuple(value) if isinstance(value, list) else value
@@ -88,5 +88,5 @@ Threads = Annotated[int, Unit("threads"), Field(ge=1, le=64)]
 QueueLength = Annotated[int | None, Unit("chunks"), Field(ge=1)]
 Text = Annotated[str | None, Field(min_length=1)]
 Switch = Annotated[bool | None, BeforeValidator(_read_auto)]
-"""True, false, or None for what ``auto`` means."""
+"""True, false, or None for ``auto``."""
 Codec = Annotated[str, AfterValidator(_check_codec)]

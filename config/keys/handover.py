@@ -1,4 +1,4 @@
-"""Keys of engines that hand KV to each other, or read it from each other."""
+"""Keys of engines that hand over KV to each other, or read it from each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore.config.places import END_PORT, ListedPlace
 from kvstore.protocol.loopback import is_loopback
 
 PD_ROLES: Final = {"sender": "kv_producer", "receiver": "kv_consumer", "both": "kv_both"}
-"""LMCache's ``pd_role``, and vLLM's ``kv_role`` that goes with it."""
+"""LMCache's ``pd_role``, and the corresponding ``kv_role`` of vLLM."""
 
 _MAX_SIZE: Final = 1024  # of tensor parallelism
 _MIN_BUFFER_BYTES: Final = 4096  # no chunk is smaller
@@ -56,13 +56,13 @@ def _check_role(value: str | None) -> str | None:
 
 
 def _check_channel(value: str | None) -> str | None:
-    if value is None or value in {"tcp", "py_socket"}:  # the second is LMCache's
+    if value is None or value in {"tcp", "py_socket"}:  # ``py_socket`` is LMCache's
         return None
     return require_one_of(value, known_channels())
 
 
 def _each(read: Callable[[str], ListedPlace], demand: LiteralString) -> AfterValidator:
-    """Checks that each text can be read."""
+    """Return a validator that checks if every text can be read."""
 
     def check(texts: tuple[str, ...] | None) -> tuple[str, ...] | None:
         try:
@@ -128,29 +128,29 @@ class HandoverKeys(Keys):
 
     @property
     def listens(self) -> bool:
-        """Whether workers open a server of their own, which other engines send to and read from."""
+        """True if workers open servers, which other engines send to and read from."""
         return self.pd_peer_init_port is not None and accepts_kv(self.enable_pd, self.pd_role, self.pd_bidirectional)
 
     @property
     def goes_both_ways(self) -> bool:
-        """Whether producers also load, and consumers also save."""
+        """True if producers also load, and consumers also save."""
         return self.enable_pd and self.pd_bidirectional
 
     @property
     def allowed_hosts(self) -> frozenset[str]:
-        """The hosts to which requests may have KV sent, in lower case; ``allows_host`` uses it."""
+        """Hosts to which requests may have KV sent, in lower case; used by ``allows_host``."""
         if self.pd_allowed_hosts is not None:
             return frozenset(ListedPlace.parse(text).host for text in self.pd_allowed_hosts)
         return frozenset({self.pd_peer_host.lower(), *(ListedPlace.of_url(url).host for url in self.peers)})
 
     def allows_host(self, host: str) -> bool:
-        """Whether a request may have KV sent to a host."""
+        """Tell if a request may have KV sent to a host."""
         is_listed = host.lower() in self.allowed_hosts
         return is_listed or (self.pd_allowed_hosts is None and is_loopback(host))
 
     @property
     def sources(self) -> frozenset[ListedPlace]:
-        """The engines that a request may name as holders of its KV, each with its port. No host is one by default."""
+        """Engines that a request may name as holders of its KV, each with its port. Empty by default."""
         if not self.goes_both_ways:
             return frozenset()
         listed = map(ListedPlace.parse, self.pd_allowed_hosts or ())
@@ -159,5 +159,5 @@ class HandoverKeys(Keys):
 
 
 def accepts_kv(enable_pd: object, pd_role: object, pd_bidirectional: object) -> bool:
-    """Whether an engine takes KV from others. A sender does not: its file of LMCache's names the receiver's port."""
+    """Tell if an engine accepts KV. A sender does not, because its LMCache file names the receiver's port."""
     return bool(enable_pd) and (pd_role != "sender" or bool(pd_bidirectional))

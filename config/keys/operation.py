@@ -1,4 +1,4 @@
-"""Keys of the engine as a process: whether it must start, its administration, its weights."""
+"""Keys of the engine as a process: its start, administration and weights."""
 
 from __future__ import annotations
 

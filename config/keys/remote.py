@@ -22,7 +22,7 @@ def _read_naught(value: object) -> object:
 
 
 class RemoteKeys(Keys):
-    """Where the shared tier is, how to log in, and what it may take."""
+    """The shared tier: its address, login and limits."""
 
     remote_url: str | None = None
     """Tier that several engines share. A [cache server](server.md) is `kvs+ipc://` or `kvs://`, [Redis](redis.md) `redis://`,
@@ -55,14 +55,14 @@ class RemoteKeys(Keys):
     """How long a request may wait to learn what is there. After that it is computed, and nothing is concluded for other
     requests."""
 
-    @cached_property  # the registry looks through all installed packages
+    @cached_property  # the registry searches all installed packages
     def shared_url(self) -> str | None:
-        """``remote_url``, if there is a tier for it."""
+        """``remote_url`` if there is a tier for it, else None."""
         return self.remote_url if has_tier(self.remote_url) else None
 
     @property
     def remote_codec(self) -> str:
-        """The codec that ``remote_serde`` means."""
+        """The codec selected by ``remote_serde``."""
         return self.remote_serde if self.remote_serde in CODEC_NAMES else "none"
 
     @field_validator("remote_url")
@@ -89,7 +89,7 @@ class RemoteKeys(Keys):
 
 
 def has_tier(url: str | None) -> bool:
-    """Whether there is a tier for a URL; for some of LMCache's there is none."""
+    """Tell if there is a tier for a URL; some of LMCache's have none."""
     try:
         return url is not None and bool(tier_behind(url))
     except ConfigError:

@@ -1,4 +1,4 @@
-"""Keys that say what is stored and loaded, how a step waits for it, and what a request may ask."""
+"""Keys of saving and loading: what is stored and loaded, how a step waits for it, and what a request may set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from kvstore.config.keys.base import Keys, Seconds, Switch, Tokens, Unit, as_tuple
 
 REQUEST_FIELDS: Final = ("skip_save", "skip_load", "ttl", "tag", "pin")
-"""What a client may ask for one request, if the operator allows it."""
+"""Fields that a client may set for one request, if the operator allows it."""
 _SAFE_FIELDS: Final = ("skip_save", "skip_load", "ttl", "tag")  # these affect the request's own KV; a pin takes room
 _MAX_PIN_S: Final = 365 * 86_400
 
@@ -67,7 +67,7 @@ class RequestKeys(Keys):
 
     @property
     def saves_tails(self) -> bool:
-        """Whether the end of a prompt that does not fill a chunk is stored."""
+        """True if the end of a prompt that does not fill a chunk is stored."""
         return self.save_unfull_chunk and not self.discard_partial_chunks
 
     @field_validator("request_fields")

@@ -13,7 +13,7 @@ from kvstore.config.keys.base import GIB_BYTES, Codec, Gib, Keys, QueueLength, T
 
 
 def _as_folders(value: object) -> str | tuple[str, ...] | None:
-    """One absolute path, or several."""
+    """Return one absolute path, or several."""
     if value is None:
         return None
     if not isinstance(value, list | tuple):
@@ -31,7 +31,7 @@ def _check_if_given(policy: str | None) -> str | None:
 
 
 class StorageKeys(Keys):
-    """Chunks, and where an engine keeps them for itself."""
+    """Chunks, and an engine's own tiers for them."""
 
     chunk_size: Annotated[int, Unit("tokens"), Field(gt=0)] = 256
     """Tokens that are stored as one piece; a hit may end inside, with a block. Rounded up to whole blocks of vLLM's, of
@@ -108,7 +108,7 @@ class StorageKeys(Keys):
 
 
 def _absolute_folder(text: object) -> str:
-    """A path or ``file://`` URI as an absolute path; it need not exist.
+    """Return a path or ``file://`` URI as an absolute path; it need not exist.
 
     Raises:
         PydanticCustomError: the value names no local folder.
@@ -135,6 +135,6 @@ def _path_of_uri(uri: str) -> str:
     if scheme.lower() != "file":
         raise PydanticCustomError("folder", "must be a path or a file:// URI: other addresses are no folder")
     if not rest.startswith(("/", "localhost/")):
-        # LMCache reads file://folder/ as a relative path, the standard as a host's name: refuse to guess.
+        # LMCache reads file://folder/ as a relative path, the standard as a host name, so it is refused.
         raise PydanticCustomError("folder", "must have three slashes and an absolute path: file:///var/cache/kvstore")
     return unquote(urlsplit("file://" + rest).path)

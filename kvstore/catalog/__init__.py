@@ -1,1 +1,1 @@
-"""The catalog decides: where every chunk is, what a call may load or store, and what gives way. Pure state, no I/O."""
+"""The catalog: the places of all chunks, and the decisions on loads, stores and eviction. Pure state, no I/O."""

@@ -1,4 +1,4 @@
-"""Which of many names have expired. Pure: the caller tells the time."""
+"""Deadlines by name, and which of them have passed. Pure: the caller passes the time."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ _SLACK: Final = 64  # stale entries that are not worth clearing away
 
 
 class Deadlines(Generic[Name]):
-    """Named deadlines. Takes memory in proportion to the names, and time in proportion to those that expire."""
+    """Named deadlines. Memory is proportional to the names, time to those that expire."""
 
     def __init__(self) -> None:
         self._at_s: dict[Name, float] = {}
-        self._heap: list[tuple[float, Name]] = []  # with stale entries, of deadlines that were moved or withdrawn
+        self._heap: list[tuple[float, Name]] = []  # includes stale entries of deadlines that were moved or withdrawn
 
     def set(self, name: Name, at_s: float) -> None:
-        """Set or move the deadline of a name; infinity is never."""
+        """Set or move the deadline of a name; infinity means never."""
         self._at_s[name] = at_s
         heapq.heappush(self._heap, (at_s, name))
         self._clear_away()
 
     def withdraw(self, name: Name) -> None:
-        """Remove the deadline of a name. Unknown ones are ignored."""
+        """Remove the deadline of a name. Unknown names are ignored."""
         if self._at_s.pop(name, None) is not None:
             self._clear_away()
 

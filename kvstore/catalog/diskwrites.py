@@ -1,4 +1,4 @@
-"""What is written to disk behind a store, and the room that the tier has for it."""
+"""Disk writes after a store, and the accounting of the disk tier's space."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class DiskWrites:
     Attributes:
         chunks: all entries of the index.
         order: the policy for the disk; it also counts the bytes.
-        stored_bytes: bytes that a chunk of so many blocks occupies there; None without a disk tier.
-        max_writes: writes that may be in flight at once.
+        stored_bytes: maps a chunk's number of blocks to its bytes on disk; None without a disk tier.
+        max_writes: maximum of concurrent writes.
         num_writes: writes in flight.
-        answers: whether the disk can be read now.
-        removals: chunks that left the disk and have not been announced.
+        answers: True if the disk can be read now.
+        removals: chunks dropped from the disk and not announced yet.
     """
 
     chunks: Entries
@@ -34,7 +34,7 @@ class DiskWrites:
     removals: list[ChunkRef] = field(default_factory=list)
 
     def adopt(self, survivors: Iterable[tuple[ChunkRef, int]], trails: Mapping[PrefixKey, bytes]) -> None:
-        """Take in what the tier held at start, and the trails of these chunks, as far as it knows them."""
+        """Register the chunks that the tier held at start, with their trails where the tier knows them."""
         for ref, stored_bytes in survivors if self.stored_bytes is not None else ():
             self.chunks[ref.prefix_key] = Entry(ref, disk=STORED)
             self.order.add(ref.prefix_key, stored_bytes)
@@ -54,7 +54,7 @@ class DiskWrites:
         return True
 
     def complete(self, chunk: Entry, *, stored: bool, size_bytes: int | None) -> None:
-        """Take the result of a write, and the bytes it took if these are not those reserved for it."""
+        """Take the result of a write, and its size if that differs from the bytes reserved."""
         self.num_writes -= 1
         if not stored:
             self.chunks.counters.writes_failed += 1
@@ -69,7 +69,7 @@ class DiskWrites:
             self.removals.append(chunk.ref)
 
     def drop(self, chunk: Entry, *, announce: bool) -> None:
-        """Let a chunk leave the disk."""
+        """Remove a chunk from the disk."""
         self.chunks.note_change(chunk)
         self.order.evict(chunk.ref.prefix_key)
         if announce:
@@ -79,7 +79,7 @@ class DiskWrites:
             self.chunks.vanish(chunk)
 
     def _make_room(self, newcomer: Entry, need_bytes: int) -> bool:
-        """Evict until the bytes fit, if the newcomer is worth more: all that is needed, or nothing."""
+        """Evict until the bytes fit, if the newcomer is worth more than the victims. Evicts enough or nothing."""
         missing_bytes = self.order.used_bytes + need_bytes - self.order.capacity_bytes
         victims = self.order.make_room(missing_bytes, self.chunks.is_unused, newcomer.ref.prefix_key)
         for key in victims or ():

@@ -1,4 +1,4 @@
-"""What the index knows of each chunk: the state of its bytes in every place."""
+"""The index's entries: the state of each chunk's bytes in memory, on disk and at the remote tier."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 
 
 class InMemory(Enum):
-    """What the pool holds of a chunk."""
+    """State of a chunk in the pool."""
 
     NO_SLOT = auto()
     GATHERING = auto()  # its slot's bytes are being gathered
-    LOADING = auto()  # they are on their way from a slower tier: a load planned now runs after that
+    LOADING = auto()  # being read from a slower tier; a load planned now runs after that read
     READY = auto()
 
 
 class OnDisk(Enum):
-    """What the disk holds of a chunk."""
+    """State of a chunk on disk."""
 
     NO_FILE = auto()
     WRITING = auto()
@@ -33,15 +33,15 @@ class OnDisk(Enum):
 
 
 class AtRemote(Enum):
-    """What the remote tier got of a chunk from here; other engines may store it there as well."""
+    """State of a chunk at the remote tier, as far as this engine sent it; other engines may store it there as well."""
 
     UNSENT = auto()
     SENDING = auto()
     SENT = auto()  # with its trail
-    THERE = auto()  # found by its key: another engine's, loaded from there, or sent without its trail
+    THERE = auto()  # found by its key only: stored by another engine, loaded from there, or sent without its trail
 
 
-# By name, since Python 3.11 takes 50 times as long to find a member in its class, and lookups do so for every key.
+# Module names, since Python 3.11 takes 50 times as long to access an enum member, and lookups do so for every key.
 NO_SLOT, GATHERING, LOADING, READY = InMemory
 NO_FILE, WRITING, STORED, UNREAD = OnDisk
 UNSENT, SENDING, SENT, THERE = AtRemote
@@ -57,51 +57,51 @@ class Entry:
     disk: OnDisk = NO_FILE
     remote: AtRemote = UNSENT
     uses: int = 0  # plans and writes in flight, and leases
-    forgotten: bool = False  # dropped while in use: goes when the last use ends
-    expires_s: float | None = None  # has a time to live, so it stays in memory
-    front_of: ChunkRef | None = None  # the longer chunk that it was read from, at the remote tier
-    trail: bytes = b""  # the keys at the ends of its blocks; empty if they are not known
+    forgotten: bool = False  # dropped while in use: removed when the last use ends
+    expires_s: float | None = None  # set for a time to live, which keeps the chunk off slower tiers
+    front_of: ChunkRef | None = None  # the longer chunk at the remote tier from which it was read
+    trail: bytes = b""  # the keys at the ends of its blocks; empty if unknown
 
     def lasts_until(self, expires_s: float | None) -> bool:
-        """Whether it is to be kept until a moment at least, or None for good."""
+        """Tell if the chunk is kept at least until ``expires_s``; None means without end."""
         return self.expires_s is None or (expires_s is not None and expires_s <= self.expires_s)
 
     @property
     def in_memory(self) -> bool:
-        """Whether its slot holds its bytes."""
+        """True if its slot holds its bytes."""
         return self.memory is READY
 
     @property
     def on_disk(self) -> bool:
-        """Whether its file is complete."""
+        """True if its file is complete."""
         return self.disk is STORED or self.disk is UNREAD
 
 
 class Entries(dict[PrefixKey, Entry]):
-    """All chunks by key, and what is noted when one comes to a place or leaves it.
+    """All chunks by key, with the records kept when a chunk is added to a place or removed from it.
 
     Args:
-        tracks_changes: whether to collect ``changes``.
+        tracks_changes: True to collect ``changes``.
     """
 
     def __init__(self, *, tracks_changes: bool) -> None:
         super().__init__()
         self.counters = IndexCounters()
         self.departed = Departed()
-        self.near, self.far = Trails(), Trails()  # of the chunks that have a slot, and of those that have none
-        self.whole_blocks = 0  # of a whole chunk, which supersedes tails; 0 before the first is offered
-        self.expiries = Deadlines[PrefixKey]()  # of the chunks that have a time to live
-        self.changes: dict[PrefixKey, bytes] | None = {} if tracks_changes else None  # the trails, in order
-        self._siblings: dict[PrefixKey, tuple[PrefixKey, ...]] = {}  # the parts of a checkpoint, by each of them
-        self._broken: dict[PrefixKey, None] = {}  # parts of checkpoints of which another part is gone
+        self.near, self.far = Trails(), Trails()  # of chunks with a slot, and of those without
+        self.whole_blocks = 0  # blocks of a whole chunk, which supersedes tails; 0 before the first store
+        self.expiries = Deadlines[PrefixKey]()  # of chunks with a time to live
+        self.changes: dict[PrefixKey, bytes] | None = {} if tracks_changes else None  # trails by key, in order
+        self._siblings: dict[PrefixKey, tuple[PrefixKey, ...]] = {}  # all parts of a checkpoint, by each part's key
+        self._broken: dict[PrefixKey, None] = {}  # parts of checkpoints that lack another part
 
     def enter(self, chunk: Entry) -> Entry:
-        """Make the entry of a chunk that has none. Its trail is to be learnt."""
+        """Add the entry of a chunk that has none. The caller passes its trail to ``learn``."""
         self[chunk.ref.prefix_key] = chunk
         return chunk
 
     def learn_all(self, trails: Mapping[PrefixKey, bytes]) -> None:
-        """``learn`` of many chunks at once. What is no trail of the chunk is left out."""
+        """``learn`` the trails of many chunks at once. Invalid trails are skipped."""
         near: list[bytes] = []
         far: list[bytes] = []
         for key, trail in trails.items():
@@ -113,33 +113,33 @@ class Entries(dict[PrefixKey, Entry]):
         self.far.add_all(far)
 
     def learn(self, chunk: Entry, trail: bytes) -> None:
-        """Let a chunk be found by its block ends, if its trail was not known."""
+        """Set a chunk's trail if it was unknown, so that block ends lead to the chunk."""
         if trail and not chunk.trail:
             chunk.trail = trail
             self._trails_of(chunk).add(trail)
 
     def move(self, chunk: Entry, memory: InMemory) -> None:
-        """Give a chunk's slot to it, or take it away: it is found by its block ends before those that have none."""
+        """Set a chunk's memory state, and move its trail to ``near`` if it has a slot or to ``far`` if not."""
         before, chunk.memory = self._trails_of(chunk), memory
         after = self._trails_of(chunk)
         if chunk.trail and after is not before:
-            after.add(chunk.trail)  # first: other threads look for it meanwhile
+            after.add(chunk.trail)  # first, because other threads search meanwhile
             before.discard(chunk.trail)
 
     def _trails_of(self, chunk: Entry) -> Trails:
         return self.far if chunk.memory is NO_SLOT else self.near
 
     def is_known(self, key: PrefixKey) -> bool:
-        """Whether a chunk is here, or comes, and is not about to go."""
+        """Tell if a chunk is here or arriving, and not about to be removed."""
         chunk = self.get(key)
         return chunk is not None and not chunk.forgotten
 
     def is_unused(self, key: PrefixKey) -> bool:
-        """Whether a chunk may be evicted."""
+        """Tell if a chunk may be evicted."""
         return self[key].uses == 0
 
     def extend(self, chunk: Entry, expires_s: float | None) -> None:
-        """Keep a chunk until a moment at least, or for good: it stays as long as any that stored it wants."""
+        """Keep a chunk at least until ``expires_s``, or without end for None. The longest requested time wins."""
         if chunk.expires_s is None:
             return
         if expires_s is None:
@@ -150,23 +150,29 @@ class Entries(dict[PrefixKey, Entry]):
             self.expiries.set(chunk.ref.prefix_key, expires_s)
 
     def note_change(self, chunk: Entry) -> None:
-        """A chunk came to a place, or left one."""
+        """Note that a chunk was added to a place or removed from one."""
         if self.changes is not None:
             self.changes[chunk.ref.prefix_key] = chunk.trail
 
     def note_evicted(self, chunk: Entry) -> None:
-        """A chunk was evicted from one place; unless it is in another one, it is gone."""
+        """Note that a chunk was evicted from one place; it is gone unless another place holds it."""
         if chunk.ref.prefix_key not in self:
             self.note_gone(chunk, MissReason.EVICTED)
 
     def note_gone(self, chunk: Entry, reason: MissReason) -> None:
-        """A chunk went, and why. Its first block tells that to sequences that end, or part from it, inside."""
+        """Note that a chunk was removed, and why.
+
+        The reason is also noted under its first block, for sequences that end or diverge inside the chunk.
+        """
         self.departed.note(chunk.ref.prefix_key, reason)
         if len(chunk.trail) > PREFIX_KEY_BYTES:
             self.departed.note(chunk.trail[:PREFIX_KEY_BYTES], reason)
 
     def vanish(self, chunk: Entry) -> None:
-        """Drop the entry of a chunk that is nowhere. A part of a checkpoint that the remote tier has is still there."""
+        """Drop the entry of a chunk that is in no place here.
+
+        If it is part of a checkpoint, the other parts are discarded unless the remote tier holds this part.
+        """
         if self.pop(chunk.ref.prefix_key, None) is not None and chunk.trail:
             self._trails_of(chunk).discard(chunk.trail)
         self.expiries.withdraw(chunk.ref.prefix_key)
@@ -175,7 +181,7 @@ class Entries(dict[PrefixKey, Entry]):
             self._broken.update(dict.fromkeys(siblings))
 
     def note_checkpoint(self, refs: Iterable[ChunkRef]) -> None:
-        """These are the parts of a checkpoint, to be stored or loaded: without one the others are worth nothing."""
+        """Note the parts of a checkpoint about to be stored or loaded. If one is missing, the others are useless."""
         keys = tuple(ref.prefix_key for ref in refs)
         if not all(map(self.is_known, keys)):
             self._broken.update(dict.fromkeys(keys))
@@ -185,10 +191,10 @@ class Entries(dict[PrefixKey, Entry]):
             self._broken.pop(key, None)
 
     def break_checkpoint(self, key: PrefixKey) -> None:
-        """A chunk goes, wherever it is. If it is part of a checkpoint, the rest of that goes with it."""
+        """Mark the other parts of a chunk's checkpoint for removal, because the chunk is being removed."""
         self._broken.update(dict.fromkeys(self._siblings.get(key, ())))
 
     def take_broken(self) -> list[Entry]:
-        """The parts that are left of checkpoints that are not whole, since the last call."""
+        """Return the remaining parts of checkpoints that became incomplete since the last call."""
         broken, self._broken = self._broken, {}
         return [self[key] for key in broken if key in self]

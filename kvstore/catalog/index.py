@@ -1,13 +1,14 @@
-"""Where every chunk is: pure state that answers questions and returns plans.
+"""Catalog of all chunks and their places: pure state that answers queries and returns plans.
 
 No I/O, no threads, no clock. Invariants:
 
-1. A chunk can be found only after ``complete_store`` or ``complete_load`` said that its bytes are there.
-2. A slot belongs to at most one chunk, and is given away only while nothing *uses* it: a plan being carried out, a
+1. A chunk can be found only after ``complete_store`` or ``complete_load`` reported that its bytes are there.
+2. A slot belongs to at most one chunk, and is reassigned only while nothing *uses* it: a plan being carried out, a
    write in flight and a lease count as uses.
 3. The chunks on disk, those being written included, never exceed the disk's capacity.
-4. What leaves the disk is announced by ``take_removals`` before anything that needs its room.
-5. What a remote tier holds is hearsay: a chunk that is only there has no entry here until a load of it is planned.
+4. Chunks that leave the disk are announced by ``take_removals`` before anything that needs their room.
+5. The contents of a remote tier are uncertain: a chunk that is only there has no entry here until a load of it is
+   planned.
 
 The caller serialises all calls. Under vLLM this object lives in the scheduler and its plans travel to the workers; in
 ``CacheEngine`` both ends are in one process.
@@ -62,19 +63,19 @@ class ChunkIndex(Lookup):
 
         Args:
             num_slots: slots of the pool, numbered from 0.
-            keep_in_memory: False makes the pool a mere passage to the disk.
+            keep_in_memory: False makes the pool a staging area for the disk.
             disk_capacity_bytes: bound of the disk tier; 0 without one.
-            stored_bytes: bytes that a chunk of so many blocks occupies on disk.
-            max_writes: writes to disk that may be in flight at once; further chunks are not written.
-            remote: what a remote tier is known to hold; None without one.
-            max_sends: writes to the remote tier that may be in flight at once; 0 for a tier that is only read.
+            stored_bytes: maps a chunk's number of blocks to its bytes on disk.
+            max_writes: maximum of concurrent writes to disk; further chunks are not written.
+            remote: the known contents of a remote tier; None without one.
+            max_sends: maximum of concurrent writes to the remote tier; 0 for a tier that is only read.
             cache_policy: a name in ``POLICIES``, for memory.
             disk_policy: the same for the disk; None for the same as memory's.
-            tracks_changes: remember what changed for ``take_changes``.
-            checkpoints: what the model needs besides chunks; None if nothing.
-            slots_take_turns: as of ``Slots``, for a device.
-            reads_fronts: the remote tier brings leading blocks of a chunk alone. A mere passage does not ask for them:
-                there, what is lent takes no copy.
+            tracks_changes: True to record changes for ``take_changes``.
+            checkpoints: the checkpoints that the model needs with its chunks; None if it needs none.
+            slots_take_turns: as ``take_turns`` of ``Slots``, for a device.
+            reads_fronts: True if the remote tier can read only the leading blocks of a chunk. Not used if the pool is a
+                staging area, where borrowed bytes are not copied.
 
         Raises:
             ConfigError: no policy has this name.
@@ -99,18 +100,18 @@ class ChunkIndex(Lookup):
         self._uses = Uses(chunks, self._slots, self._disk, self._leases, self._orders, keep_in_memory)
         self._loads = Loads(chunks, self._slots, self._remote, self._uses)
         self._stores = Stores(chunks, self._slots, self._disk, self._remote, self._uses, keep_in_memory)
-        self._last_used: Sequence[PrefixKey] = ()  # the chain
+        self._last_used: Sequence[PrefixKey] = ()  # the chain of the last call
 
     def adopt(
         self, survivors: Iterable[tuple[ChunkRef, int]], trails: Mapping[PrefixKey, bytes] = MappingProxyType({})
     ) -> None:
-        """Take in what a disk tier held at start, with its bytes and trails, the longest untouched first."""
+        """Register the chunks that a disk tier held at start, with bytes and trails, the longest untouched first."""
         self._disk.adopt(survivors, trails)
 
     def take_changes(self) -> dict[PrefixKey, bytes]:
-        """The chunks that came to a place, or left one, since the last call; not those adopted.
+        """Return the chunks added to a place or removed from one since the last call, except adopted ones.
 
-        Each with its trail, as far as that was known then.
+        Each has its trail, as far as it was known at that time.
         """
         if not self._chunks.changes:
             return {}
@@ -127,14 +128,15 @@ class ChunkIndex(Lookup):
         hasher: PrefixHasher | None = None,
         front_blocks: int = 0,
     ) -> list[LoadStep]:
-        """Plan to load a prefix's chunks, in order; ends before the first one that is no longer possible.
+        """Plan to load a prefix's chunks, in order; stops before the first one that is no longer available.
 
-        Of the last chunk only ``front_blocks`` leading blocks are wanted, or 0 for all: where these come alone, the
-        step is of a tail that has no others.
+        Of the last chunk only ``front_blocks`` leading blocks are wanted, or all of them for 0. If the remote tier
+        reads these alone, the step is of a tail that consists of them.
 
         A chunk that the caller was ``told`` a remote tier holds counts. Every step holds its chunk until
-        ``complete_load``. ``checkpoint`` are those of the refs that are parts of one: they go together. With the
-        ``hasher`` of the sequence, what comes from a remote tier is found by its block ends from then on.
+        ``complete_load``. ``checkpoint`` lists those of the refs that are parts of one, which are kept or dropped
+        together. With the ``hasher`` of the sequence, chunks from a remote tier can be found by their block ends
+        afterwards.
         """
         made = self._new_trails(hasher, refs)
         planned: list[tuple[Entry, Place, ChunkRef | None]] = []
@@ -150,7 +152,7 @@ class ChunkIndex(Lookup):
                 Entry(wanted, front_of=ref if front else None)
             )
             self._chunks.learn(chunk, trail)
-            self._uses.begin(chunk)  # before slots are taken for others: this one must not be given away
+            self._uses.begin(chunk)  # before slots are taken for others, so that this one is not evicted
             planned.append((chunk, source, ref if front else None))
         steps: list[LoadStep] = []
         for position, (chunk, source, holder) in enumerate(planned):
@@ -168,7 +170,7 @@ class ChunkIndex(Lookup):
         return steps
 
     def note_arrival(self, step: LoadStep) -> None:
-        """Let others load a chunk from its slot, to which a load has brought it that goes on with others."""
+        """Let other requests load a chunk from its slot, once a load that is still running has read it."""
         self._loads.note_arrival(step)
 
     def complete_load(
@@ -176,8 +178,8 @@ class ChunkIndex(Lookup):
     ) -> None:
         """Take the results of loads.
 
-        Chunks in ``failed`` did not arrive. Those also in ``lost`` were missing or damaged and are forgotten, as is one
-        that was to come from its slot and is not there; the others may still be on a disk that does not answer.
+        Chunks in ``failed`` did not arrive. Those also in ``lost`` were missing or damaged and are forgotten. So is a
+        chunk that was to be loaded from its slot and is not there. The others may still be on a disk that is down.
         """
         self._loads.complete(steps, failed, lost, self._now_s)
 
@@ -195,20 +197,21 @@ class ChunkIndex(Lookup):
     ) -> list[StoreStep]:
         """Plan to store chunks that continue ``prefix``; known ones and those without room are left out.
 
-        A known chunk that was not written to disk, because the queue or the disk was full, gets another chance. One
-        that is only on a disk that could not read it was computed again, and is stored again. With ``ttl_s`` new
-        chunks are kept in memory only, and go when that time is over. A chunk offered again keeps the longer of its
-        two times; if that is for good, it is written then.
+        A known chunk that was not written to disk because the queue or the disk was full is tried again. A chunk that
+        is only on a disk that cannot be read was computed again, and is stored again. With ``ttl_s`` new chunks are
+        kept in memory only, and are removed when that time is over. A chunk offered again keeps the longer of its two
+        times; if it is kept without end, it is written at that point.
 
-        With the ``hasher`` of the sequence, a chunk is found by its block ends; a whole one supersedes the tails in it,
-        once it is stored itself. A tail that a longer chunk in memory holds is not stored: it counts as known, and that
-        chunk is used and, if need be, written in its stead. One that a chunk on disk holds is kept in memory only.
+        With the ``hasher`` of the sequence, a chunk is found by its block ends, and a whole chunk supersedes the tails
+        in it once it is stored itself. A tail that a longer chunk in memory holds is not stored: it counts as known,
+        and that chunk is used and, if necessary, written in its place. A tail that a chunk on disk holds is kept in
+        memory only.
 
-        This is a use of all these chunks but those ``noted`` for the request already, by a load or an earlier store. A
-        caller who does not know, None, takes these to be the prefix and the chain that was used last.
+        This counts as a use of all these chunks, except those already ``noted`` for the request by a load or an earlier
+        store. None stands for the prefix and the chain that was used last.
 
-        ``checkpoints`` are those of the refs that are the parts of one, each behind the chunk it stands on. They are
-        planned all or none, since a checkpoint without one of its parts is worth nothing.
+        ``checkpoints`` lists those of the refs that are the parts of one, each after the chunk it belongs to. They are
+        planned all or none, since a checkpoint without one of its parts is useless.
 
         A chunk never displaces one of its own prefix, so a pool smaller than a request keeps the request's front. Every
         step holds its slot until ``complete_store``, and until ``complete_write`` for each of its targets.
@@ -228,13 +231,13 @@ class ChunkIndex(Lookup):
         noted = {*prefix, *self._last_used} if noted is None else noted
         if holders:
             noted = {*noted, *(holder.ref.prefix_key for tail, holder in holders.items() if tail in noted)}
-        leaves = whole.keys() | {holder.ref.prefix_key for holder in holders.values()}  # a tail beside one: not on it
+        leaves = whole.keys() | {holder.ref.prefix_key for holder in holders.values()}  # nothing depends on a holder
         self._touch(chain, noted, leaves)
         steps = self._stores.plan(refs, whole=whole, holders=holders, made=made, until_s=until_s, now_s=self._now_s)
         for chunk in own:
             self._uses.end(chunk)
         for order in self._orders:
-            order.refresh_chain(chain, leaves)  # with the new ones, or they would outlive their prefix
+            order.refresh_chain(chain, leaves)  # includes new ones, or they would outlive their prefix
         for parts in checkpoints:
             self._chunks.note_checkpoint(parts)
         return steps
@@ -247,7 +250,7 @@ class ChunkIndex(Lookup):
         self._stores.complete(steps, failed)
 
     def complete_write(self, key: PrefixKey, target: Place, *, stored: bool, size_bytes: int | None = None) -> None:
-        """Take the result of a write behind, and the bytes it took, if these are not those reserved for it."""
+        """Take the result of a background write, and its size if that differs from the bytes reserved."""
         chunk = self._chunks[key]
         if target is Place.REMOTE:
             self._remote.complete(chunk, self._now_s, stored=stored)
@@ -258,7 +261,7 @@ class ChunkIndex(Lookup):
         self._uses.end(chunk)
 
     def check_invariants(self) -> None:
-        """State what must hold between any two calls, chunk by chunk and lease by lease. For tests: it takes long."""
+        """Assert the invariants between any two calls, for every chunk and lease. For tests, since it is slow."""
         invariants.check_expiries(self._chunks)
         invariants.check_trails(self._chunks)
         invariants.check_slots(self._chunks, self._slots)
@@ -271,27 +274,27 @@ class ChunkIndex(Lookup):
     # -- leases and time ---------------------------------------------------------------------------------------------
 
     def advance(self, now_s: float) -> None:
-        """Tell the index the time, on any clock that only goes forward: ends what has run out."""
+        """Set the index's time, on any clock that never goes back, and end what has expired."""
         self._now_s = max(self._now_s, now_s)
         for key in self._chunks.expiries.take_due(self._now_s):
             self.counters.expired += 1
             self._uses.remove(self._chunks[key])
-        for part in self._chunks.take_broken():  # those of what has just expired, too
+        for part in self._chunks.take_broken():  # includes parts of what has just expired
             self._uses.discard(part)
         for lease_id in self._leases.take_expired(self._now_s):
             self.release(lease_id)
 
     @property
     def leases(self) -> int:
-        """Leases and pins held."""
+        """Number of leases and pins held."""
         return len(self._leases)
 
     def lease_views(self) -> list[LeaseView]:
-        """All leases, on the index's clock. May be called by any thread."""
+        """Return all leases, on the index's clock. Thread-safe."""
         return self._leases.views()
 
     def lease(self, lease_id: str, refs: Sequence[ChunkRef], ttl_s: float) -> int:
-        """Keep chunks from eviction until ``release``, or for ``ttl_s``; a lease of the same name is replaced.
+        """Keep chunks from eviction until ``release``, or for ``ttl_s``; replaces a lease of the same name.
 
         Returns how many of them, from the front, are held. All leases together hold at most half as many different
         chunks as there are slots, and a multiple of that counting shared chunks once per lease.
@@ -303,7 +306,7 @@ class ChunkIndex(Lookup):
             self._uses.begin(self._chunks[key])
         if held:
             self._leases.add(lease_id, held, self._now_s + ttl_s)
-        for key in former:  # only now: a renewed lease must not lose its chunks in between
+        for key in former:  # last, so that a renewed lease does not lose its chunks in between
             self._uses.end(self._chunks[key])
         return len(held)
 
@@ -313,16 +316,16 @@ class ChunkIndex(Lookup):
             self._uses.end(self._chunks[key])
 
     def set_disk_answers(self, *, answers: bool) -> None:
-        """While the disk does not answer, what is only there cannot be read.
+        """Set if the disk answers; while it does not, chunks that are only there cannot be read.
 
-        Writes go on: they fail at once, and one of them will be the first to succeed again.
+        Writes continue. They fail at once until one of them succeeds again.
         """
         self._disk.answers = answers
 
     def set_remote_answers(self, *, answers: bool, keeps_trails: bool = False) -> None:
-        """While the remote tier does not answer, it is not asked, and nothing is loaded from it; writes go on.
+        """Set if the remote tier answers; while it does not, it is neither asked nor read. Writes continue.
 
-        If it ``keeps_trails``, tails are not sent that a longer chunk there holds.
+        If it ``keeps_trails``, tails that a longer chunk there holds are not sent.
         """
         self._remote.answers, self._remote.keeps_trails = answers, keeps_trails
 
@@ -336,22 +339,22 @@ class ChunkIndex(Lookup):
         return len(chunks)
 
     def condemn(self, refs: Sequence[ChunkRef]) -> None:
-        """Forget chunks whose bytes are wrong, wherever they are; from the remote tier they are recalled."""
+        """Forget chunks whose bytes are wrong in every place, and recall them from the remote tier."""
         known = [chunk for ref in refs if (chunk := self._chunks.get(ref.prefix_key)) is not None]
-        refs = [*refs, *(chunk.front_of for chunk in known if chunk.front_of is not None)]  # or it would come again
+        refs = [*refs, *(chunk.front_of for chunk in known if chunk.front_of is not None)]  # or a load returns
         self.remove(ref.prefix_key for ref in refs)
         self._remote.recalls += refs
         if self._remote.view is not None:
             self._remote.view.deny(refs, self._now_s)
 
     def remove_all(self) -> int:
-        """Forget every chunk here and return how many there were; what is on disk is announced for removal."""
+        """Forget every chunk here and return how many there were; those on disk are announced for removal."""
         return self.remove(list(self._chunks))
 
     def clear(self) -> int:
-        """Forget every chunk and return how many there were; what is in flight goes when it ends.
+        """Forget every chunk and return how many there were; chunks in flight are removed when their transfer ends.
 
-        The caller clears the disk tier as a whole. What was there is announced for removal, in case that fails.
+        The caller clears the disk tier as a whole. Its chunks are announced for removal, in case that fails.
         """
         count = self.remove_all()
         if self._remote.view is not None:
@@ -360,15 +363,15 @@ class ChunkIndex(Lookup):
         return count
 
     def take_removals(self) -> list[ChunkRef]:
-        """Chunks that must leave the disk before any plan made so far is carried out.
+        """Return the chunks that must leave the disk before any plan made so far is carried out.
 
-        One that is forgotten while it is being written is announced again when the write ends.
+        A chunk forgotten while it is being written is announced again when the write ends.
         """
         removals, self._disk.removals = self._disk.removals, []
         return removals
 
     def take_recalls(self) -> list[ChunkRef]:
-        """Chunks that must leave the remote tier."""
+        """Return the chunks that must leave the remote tier."""
         recalls, self._remote.recalls = self._remote.recalls, []
         return recalls
 

@@ -1,4 +1,4 @@
-"""What must hold in the index at all times: looked at chunk by chunk and lease by lease, between any two calls."""
+"""The index's invariants between any two calls, checked for every chunk and lease."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 
 
 def check_expiries(chunks: Entries) -> None:
-    """The times to live are those of the chunks."""
+    """Assert that the deadlines are the chunks' times to live."""
     moments = {key: chunk.expires_s for key, chunk in chunks.items() if not chunk.forgotten}
     check_deadlines(chunks.expiries, {key: at_s for key, at_s in moments.items() if at_s is not None})
 
 
 def check_deadlines(deadlines: Deadlines[Name], expected_s: Mapping[Name, float]) -> None:
-    """These are the deadlines, the heap knows all of them, and it is bounded."""
+    """Assert that the deadlines are the expected ones, and that the heap holds all of them and is bounded."""
     heap = deadlines._heap
     assert deadlines._at_s == expected_s
     assert {(at_s, name) for name, at_s in expected_s.items()} <= set(heap)
@@ -31,14 +31,14 @@ def check_deadlines(deadlines: Deadlines[Name], expected_s: Mapping[Name, float]
 
 
 def check_checkpoints(chunks: Entries) -> None:
-    """Of checkpoints only those are known that are here, at least in part, each by all of its parts."""
+    """Assert that only checkpoints with a part here are known, each with all of its parts."""
     for key, siblings in chunks._siblings.items():
         assert key in chunks, "a checkpoint that is nowhere"
         assert key in siblings
 
 
 def check_trails(chunks: Entries) -> None:
-    """The trails are those of the chunks that have one, and lead to them: first to those that have a slot."""
+    """Assert that every known trail is indexed by its chunk's memory state, and leads to its chunk."""
     with_trail = [chunk for chunk in chunks.values() if chunk.trail]
     near = [chunk.trail for chunk in with_trail if chunk.memory is not NO_SLOT]
     far = [chunk.trail for chunk in with_trail if chunk.memory is NO_SLOT]
@@ -50,7 +50,7 @@ def check_trails(chunks: Entries) -> None:
 
 
 def check_slots(chunks: Entries, slots: Slots) -> None:
-    """Every slot is free or belongs to one chunk, and the counts agree with the chunks."""
+    """Assert that every slot is free or belongs to one chunk, and that the counts agree with the chunks."""
     with_slot = {key: chunk.slot for key, chunk in chunks.items() if chunk.memory is not NO_SLOT}
     assert sorted([*with_slot.values(), *slots.free]) == list(range(slots.num_slots)), "a slot is lost or owned twice"
     assert slots.num_idle == sum(chunk.in_memory and not chunk.uses for chunk in chunks.values())
@@ -59,7 +59,7 @@ def check_slots(chunks: Entries, slots: Slots) -> None:
 
 
 def check_disk(disk: DiskWrites) -> None:
-    """The policy orders what is on disk or being written, it fits, and writes are counted."""
+    """Assert that the policy orders what is on disk or being written, that it fits, and that writes are counted."""
     chunks = disk.chunks.items()
     assert set(disk.order) == {key for key, chunk in chunks if chunk.disk is not NO_FILE}
     assert disk.order.used_bytes <= disk.order.capacity_bytes, "more on disk than fits"
@@ -67,18 +67,18 @@ def check_disk(disk: DiskWrites) -> None:
 
 
 def check_sends(remote: RemoteSends) -> None:
-    """Writes to the remote tier are counted."""
+    """Assert that writes to the remote tier are counted."""
     sending = sum(chunk.remote is SENDING for chunk in remote.chunks.values())
     assert remote.num_sends == sending <= remote.max_sends
 
 
 def holds_of(leases: Leases) -> Counter[PrefixKey]:
-    """How many leases hold each chunk."""
+    """Return the number of leases on each chunk."""
     return Counter(key for lease in leases._leases.values() for key in lease.keys)
 
 
 def check_leases(leases: Leases) -> None:
-    """Holders, holds and ends agree with the leases, and all are bounded."""
+    """Assert that holders, holds and ends agree with the leases, and that all are bounded."""
     holds = holds_of(leases)
     assert {key: len(names) for key, names in leases._holders.items()} == holds, "a lease is lost"
     assert holds.total() == leases._num_holds <= leases._max_holds
@@ -87,7 +87,7 @@ def check_leases(leases: Leases) -> None:
 
 
 def check_uses(uses: Uses) -> None:
-    """Whatever is unfinished is in use, and every lease counts as a use."""
+    """Assert that every unfinished transfer is in use, and that every lease counts as a use."""
     for key, holds in holds_of(uses.leases).items():
         chunk = uses.chunks[key]
         assert not chunk.forgotten, "a lease on a chunk that is gone"

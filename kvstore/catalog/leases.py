@@ -1,4 +1,4 @@
-"""Which chunks each lease keeps from eviction, and until when. Pure bookkeeping: the index counts the uses."""
+"""Leases, which keep chunks from eviction for a time. Pure bookkeeping: the index counts the uses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from kvstore.catalog.deadlines import Deadlines
 from kvstore.keys import PrefixKey
 
-HOLDS_PER_SLOT: Final = 16  # a chunk that leases share takes one slot, but each hold takes memory here
+HOLDS_PER_SLOT: Final = 16  # a shared chunk takes one slot, but each hold takes memory here
 
 
 @dataclass
@@ -23,8 +23,8 @@ class LeaseView(NamedTuple):
 
     Attributes:
         name: of the lease.
-        num_chunks: how many it holds.
-        expires_s: when it ends, on the index's clock.
+        num_chunks: chunks that it holds.
+        expires_s: its end, on the index's clock.
     """
 
     name: str
@@ -33,11 +33,12 @@ class LeaseView(NamedTuple):
 
 
 class Leases:
-    """Named sets of chunks. ``key in leases`` says whether any lease holds a chunk.
+    """Named sets of chunks. ``key in leases`` tells if any lease holds a chunk.
 
     Args:
         num_slots: slots of the pool. Leases hold at most half as many different chunks. Counting a shared chunk once
-            per lease, they hold at most ``HOLDS_PER_SLOT`` times as many: else leases of the same chunks had no bound.
+            per lease, they hold at most ``HOLDS_PER_SLOT`` times as many; otherwise leases on the same chunks would be
+            unbounded.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -55,11 +56,11 @@ class Leases:
         return key in self._holders
 
     def views(self) -> list[LeaseView]:
-        """All leases. May be called by any thread."""
+        """Return all leases. Thread-safe."""
         return [LeaseView(name, len(lease.keys), lease.expires_s) for name, lease in list(self._leases.items())]
 
     def admitted(self, keys: Sequence[PrefixKey]) -> int:
-        """How many of these chunks, from the front, one more lease may hold."""
+        """Return how many of these chunks, from the front, one more lease may hold."""
         room = self._max_chunks - len(self._holders)
         count = 0
         for key in keys[: max(0, self._max_holds - self._num_holds)]:
@@ -70,7 +71,7 @@ class Leases:
         return count
 
     def add(self, name: str, keys: Sequence[PrefixKey], expires_s: float) -> None:
-        """Add a lease; one of that name must have been withdrawn before."""
+        """Add a lease. An earlier lease of that name must have been withdrawn."""
         for key in keys:
             self._holders.setdefault(key, {})[name] = None
         self._leases[name] = lease = _Lease(dict.fromkeys(keys), expires_s)
@@ -78,7 +79,7 @@ class Leases:
         self._ends.set(name, expires_s)
 
     def withdraw(self, name: str) -> list[PrefixKey]:
-        """End a lease, and return the chunks it still held; none if there is no such lease."""
+        """End a lease and return the chunks it still held; none for an unknown name."""
         lease = self._leases.pop(name, None)
         if lease is None:
             return []
@@ -88,7 +89,7 @@ class Leases:
         return list(lease.keys)
 
     def drop_chunk(self, key: PrefixKey) -> int:
-        """Take a chunk out of all leases; returns how many held it."""
+        """Remove a chunk from all leases and return how many held it."""
         holders = list(self._holders.get(key, ()))
         for name in holders:
             lease = self._leases[name]
@@ -99,10 +100,10 @@ class Leases:
         return len(holders)
 
     def move(self, key: PrefixKey, to: PrefixKey) -> tuple[int, int]:
-        """Let all leases of a chunk hold another one in its place.
+        """Replace a chunk by another one in all leases that hold it.
 
-        Returns how many held the first, and how many of these did not hold the second. Both are at most what was
-        admitted before, so this takes no room.
+        Returns how many leases held the first, and how many of these did not hold the second. Both are at most what was
+        admitted before, so no limit is exceeded.
         """
         names = list(self._holders.get(key, ()))
         added = 0
@@ -118,7 +119,7 @@ class Leases:
         return len(names), added
 
     def take_expired(self, now_s: float) -> list[str]:
-        """The names of the leases that have expired, each once; they still hold their chunks."""
+        """Return the names of the leases that have expired, each once; they still hold their chunks."""
         return self._ends.take_due(now_s)
 
     def _drop_holder(self, key: PrefixKey, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What became of loads."""
+"""Completion of loads: chunks that arrived become readable, and failed ones are forgotten or marked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Loads:
     def complete(
         self, steps: Iterable[LoadStep], failed: AbstractSet[PrefixKey], lost: AbstractSet[PrefixKey], now_s: float
     ) -> None:
-        """Of the chunks in ``failed``, which did not arrive, forget those also in ``lost``."""
+        """Take the results of loads. Chunks in ``failed`` did not arrive; those also in ``lost`` are forgotten."""
         for step in steps:
             chunk = self.chunks[step.ref.prefix_key]
             if step.ref.prefix_key in failed:
@@ -40,7 +40,7 @@ class Loads:
             self.uses.end(chunk)
 
     def note_arrival(self, step: LoadStep) -> None:
-        """A chunk is in its slot. Its use goes on: it may be on its way from there."""
+        """Mark a chunk as readable from its slot. Its use continues, as the copy to the blocks may be pending."""
         chunk = self.chunks[step.ref.prefix_key]
         if chunk.memory is LOADING and chunk.slot == step.slot:
             self._take_in(chunk, step)
@@ -67,7 +67,7 @@ class Loads:
         if step.source is Place.REMOTE:
             self._fail_remote(chunk, step, now_s)
             return
-        # A slot without its chunk's bytes. One that has changed since only waited for a read that failed.
+        # The slot lacks its chunk's bytes. If it has changed since, the load only waited for a read that failed.
         is_mislabelled = step.source is Place.MEMORY and chunk.in_memory and chunk.slot == step.slot
         if is_lost or is_mislabelled:
             self.chunks.counters.lost_chunks += not chunk.forgotten
@@ -78,7 +78,7 @@ class Loads:
             self.slots.drop(chunk)
 
     def _fail_remote(self, chunk: Entry, step: LoadStep, now_s: float) -> None:
-        """Missing there, or not to be asked for again so soon. What a disk out of reach holds is still there."""
+        """Note a chunk as missing at the remote tier or not to be read there soon. A copy on disk is kept."""
         if self.remote.view is not None:
             self.remote.view.deny([step.read], now_s)
         if chunk.forgotten:

@@ -1,4 +1,4 @@
-"""What could be loaded, from where, and why not more: the questions that change nothing."""
+"""Read-only queries: what can be loaded, from which tier, and why the match ends."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvstore.checkpoints.parts import Checkpoints, End
 from kvstore.chunks import Asked, ChunkRef
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixHasher, PrefixKey
 
-_ROUNDS, _CHECKPOINT_ROUNDS = 3, 4  # of questions
-_MAX_NAMED = 8  # chunks by a remote tier that a lookup asks about
-_MAX_PROBES = 64  # of chunks in memory, and on disk, while those that share more cannot be read
-_MEMORY, _DISK = Place.MEMORY, Place.DISK  # by name for speed, as the states of an entry
+_ROUNDS, _CHECKPOINT_ROUNDS = 3, 4  # rounds of ``questions``
+_MAX_NAMED = 8  # chunks named by a remote tier that a lookup asks about
+_MAX_PROBES = 64  # candidates examined in memory, and on disk, while better ones cannot be read
+_MEMORY, _DISK = Place.MEMORY, Place.DISK  # module names for speed, as for the states of an entry
 
 
 class Lookup:
-    """The half of the index that only reads."""
+    """The read-only half of the index."""
 
     def __init__(
         self,
@@ -72,22 +72,22 @@ class Lookup:
         return self._disk.order.used_bytes
 
     def queued_writes(self, target: Place) -> int:
-        """Chunks waiting to be written to a slower tier, or being written."""
+        """Return the number of chunks waiting to be written to a slower tier, or being written."""
         return self._remote.num_sends if target is Place.REMOTE else self._disk.num_writes
 
     def in_memory(self, key: PrefixKey) -> bool:
-        """Whether a load would find the chunk in a slot."""
+        """Tell if a load would find the chunk in a slot."""
         return self.holds(key, Place.MEMORY)
 
     def holds(self, key: PrefixKey, place: Place) -> bool:
-        """Whether the bytes of a chunk are in a slot, or on disk."""
+        """Tell if the bytes of a chunk are in a slot, or on disk."""
         chunk = self._chunks.get(key)
         if chunk is None or chunk.forgotten:
             return False
         return chunk.memory is READY if place is _MEMORY else place is _DISK and chunk.on_disk
 
     def is_loading(self, key: PrefixKey) -> bool:
-        """Tell if a load under way brings the chunk to a slot; nobody waits for what was forgotten meanwhile."""
+        """Tell if a running load brings the chunk to a slot; a chunk forgotten meanwhile does not count."""
         chunk = self._chunks.get(key)
         return chunk is not None and chunk.memory is LOADING and not chunk.forgotten
 
@@ -100,14 +100,14 @@ class Lookup:
         *,
         reads_parts: bool = True,
     ) -> Match:
-        """The longest prefix that could be loaded now, for a caller that already holds the first ``skip_tokens``.
+        """Return the longest prefix that could be loaded now, for a caller that already holds ``skip_tokens``.
 
-        Walks whole chunks, from the one in which the caller's tokens end, then takes the chunk that shares most blocks
+        Walks whole chunks from the one in which the caller's tokens end, then takes the chunk that shares most blocks
         with the first missing one. Loading a chunk from disk needs a slot, so the match ends where slots would run out.
         A chunk at a remote tier counts if the view knows it is there, or the caller was ``told``. Without
-        ``reads_parts`` no chunk is read from disk of which the sequence has only the first blocks.
+        ``reads_parts``, a chunk on disk counts only if the sequence has all of its blocks.
 
-        A model that needs checkpoints goes on at the last one before the chunks end, and not behind ``limit_tokens``.
+        A model that needs checkpoints continues from the last one within the chunks, and not beyond ``limit_tokens``.
         """
         if self.checkpoints is not None:
             return self._resumable(self.checkpoints, hasher, skip_tokens, told, limit_tokens)
@@ -123,15 +123,15 @@ class Lookup:
     def _last(
         self, hasher: PrefixHasher, chunk: int, room: StagingRoom, told: Told, *, reads_parts: bool
     ) -> tuple[ChunkRef | None, int]:
-        """What holds most of the blocks of chunk number ``chunk``, and how many; one in memory if several do."""
+        """Return the chunk with most blocks of chunk number ``chunk``, and how many; one in memory is preferred."""
         keys = hasher.block_keys(chunk)
         trail = b"".join(keys)
         holder, most_blocks = self._holder_of_most(trail, room, reads_parts=reads_parts)
         nearest = holder.ref if holder is not None else None
         if self._remote.view is None and self._chunks.keys().isdisjoint(keys[most_blocks:]):
-            return nearest, most_blocks  # nearly always
+            return nearest, most_blocks  # the usual case
         others = self._named(trail, hasher.blocks_per_chunk, most_blocks, told)
-        for num_blocks in range(len(keys), most_blocks, -1):  # known by its key only, or coming, or at a remote tier
+        for num_blocks in range(len(keys), most_blocks, -1):  # known by key only, arriving, or at a remote tier
             tail = self._find(keys[num_blocks - 1], num_blocks, room, told)
             if tail is not None:
                 return tail, num_blocks
@@ -141,9 +141,9 @@ class Lookup:
         return nearest, most_blocks
 
     def _named(self, trail: bytes, blocks_per_chunk: int, known_blocks: int, told: Told) -> list[tuple[ChunkRef, int]]:
-        """The chunks that a remote tier has named, and that share more than the known blocks with a trail.
+        """Return the chunks named by a remote tier that share more than the known blocks with a trail.
 
-        None that are known to be gone, nor, as in ``_holder_of_most``, any that another request is loading.
+        Chunks known to be missing are left out and, as in ``_holder_of_most``, those that another request is loading.
         """
         view = self._remote.view
         if view is None:
@@ -158,10 +158,10 @@ class Lookup:
         return list(islice(found, _MAX_NAMED))
 
     def _holder_of_most(self, trail: bytes, room: StagingRoom, *, reads_parts: bool = True) -> tuple[Entry | None, int]:
-        """``_last`` among the chunks whose trails are known, the longer ones included.
+        """Do the search of ``_last`` among chunks with known trails, including longer ones.
 
-        A chunk that another request is loading is left out: who wants a part of it would wait for all of it. Without
-        ``reads_parts`` so are all on disk: those that are read as a whole are found by their keys.
+        A chunk that another request is loading is left out, because a user of a part would wait for all of it. Without
+        ``reads_parts``, so are all chunks on disk, since those read as a whole are found by their keys.
         """
         best, most_blocks = None, 0
         for known in (self._chunks.near, self._chunks.far) if reads_parts else (self._chunks.near,):
@@ -177,12 +177,12 @@ class Lookup:
         return best, most_blocks
 
     def longest(self, trail: bytes) -> tuple[Place, int] | None:
-        """Where a chunk is that shares most blocks with a trail, and how many. From any thread."""
+        """Return the place of a chunk that shares most blocks with a trail, and how many. Thread-safe."""
         chunk, num_blocks = self._holder_of_most(trail, self._room())
         return None if chunk is None else (_DISK if chunk.memory is NO_SLOT else _MEMORY, num_blocks)
 
     def nearest(self, trail: bytes, place: Place) -> tuple[PrefixKey, int]:
-        """The chunk in a place that shares most blocks with a trail, and how many; 0 if none does."""
+        """Return the chunk in a place that shares most blocks with a trail, and how many; 0 if none does."""
         best: tuple[PrefixKey, int] = b"", 0
         for known in (self._chunks.near,) if place is _MEMORY else (self._chunks.near, self._chunks.far):
             for key, num_blocks in islice(known.nearest(trail), _MAX_PROBES):
@@ -194,12 +194,12 @@ class Lookup:
         return best
 
     def longer(self, trail: bytes) -> list[ChunkRef]:
-        """The chunks, whatever their state, that hold all blocks of a trail, and more. From any thread."""
+        """Return the chunks in any state that hold all blocks of a trail and more. Thread-safe."""
         holders = (*self._chunks.near.within(trail), *self._chunks.far.within(trail))
         return [chunk.ref for key in dict.fromkeys(holders) if (chunk := self._chunks.get(key)) is not None]
 
     def _whole(self, hasher: PrefixHasher, first_chunk: int, room: StagingRoom, told: Told) -> list[ChunkRef]:
-        """The whole chunks that could be loaded, in order, from the first of them on."""
+        """Return the whole chunks that could be loaded, in order, starting at ``first_chunk``."""
         blocks_per_chunk = hasher.blocks_per_chunk
         found: list[ChunkRef] = []
         for key in hasher.chunk_keys()[first_chunk:]:
@@ -217,7 +217,7 @@ class Lookup:
         told: Told,
         limit_tokens: int | None,
     ) -> Match:
-        """The longest prefix at whose end a checkpoint could be loaded, too."""
+        """Return the longest prefix at whose end a checkpoint can be loaded, too."""
         first_chunk = skip_tokens // hasher.chunk_tokens
         limit_tokens = hasher.num_tokens if limit_tokens is None else min(limit_tokens, hasher.num_tokens)
         found: list[ChunkRef] = []
@@ -227,7 +227,7 @@ class Lookup:
             tails = [tail for tail in tail_refs(hasher, last) if self.source(tail, told) is not None]
             tail_blocks = tails[-1].num_blocks if tails else 0
             reach_tokens = last * hasher.chunk_tokens + tail_blocks * hasher.block_tokens
-            if limit_tokens < last * hasher.chunk_tokens:  # the chunk is whole, and the caller's tail of it ends within
+            if limit_tokens < last * hasher.chunk_tokens:  # the limit lies inside a whole chunk
                 last = limit_tokens // hasher.chunk_tokens
                 tails = tail_refs(hasher, last)
         else:
@@ -236,7 +236,7 @@ class Lookup:
         possible = ends(hasher, skip_tokens, min(reach_tokens, limit_tokens), {last: tails})
         for (num_tokens, prefix_key), first in zip(possible, checkpoints.first_refs(possible), strict=True):
             if first is not None and self.source(first, told) is None:
-                continue  # nearly always
+                continue  # the usual case
             parts = tuple(checkpoints.refs(prefix_key, num_tokens))
             if any(self.source(ref, told) is None for ref in parts):
                 continue
@@ -252,14 +252,14 @@ class Lookup:
         return StagingRoom(len(self._slots.free) + self._slots.num_idle)
 
     def _fits(self, refs: Iterable[ChunkRef]) -> bool:
-        """Whether one load has slots for all of these, which can be found."""
+        """Tell if one load has slots for all of these chunks, which can be found."""
         room, chunks = self._room(), (self._chunks.get(ref.prefix_key) for ref in refs)
         return all(room.takes(chunk if chunk is not None and self._is_readable(chunk) else None) for chunk in chunks)
 
     def why_missing(self, hasher: PrefixHasher, known_tokens: int, end_tokens: int) -> MissReason | None:
-        """Why a match ended at ``known_tokens``, and not at ``end_tokens``; None if no whole block lies between.
+        """Return the reason why a match ended before ``end_tokens``; None if no whole block lies between.
 
-        Looks at the first chunk behind the match, and at the tails that it may have been stored as.
+        Examines the first chunk after the match, and the tails that it may have been stored as.
         """
         first_chunk, inside_tokens = divmod(known_tokens, hasher.chunk_tokens)
         end_block = (end_tokens - first_chunk * hasher.chunk_tokens) // hasher.block_tokens
@@ -267,7 +267,7 @@ class Lookup:
         keys = (inside := hasher.block_keys(first_chunk))[inside_blocks : max(0, end_block)]
         if not keys:
             return None
-        if self.checkpoints is not None and not self.checkpoints.groups.full:  # a checkpoint at one of the ends behind
+        if self.checkpoints is not None and not self.checkpoints.groups.full:  # needs a checkpoint
             last = len(hasher.chunk_keys())
             behind = ends(hasher, known_tokens, end_tokens, {last: tail_refs(hasher, last)})
             keys = [first.prefix_key for first in self.checkpoints.first_refs(reversed(behind)) if first is not None]
@@ -282,7 +282,7 @@ class Lookup:
         return MissReason.TIER_DOWN if self._remote.view is not None and not self._remote.answers else reason
 
     def _hidden(self, keys: Iterable[PrefixKey], known_blocks: int) -> Entry | None:
-        """A chunk that holds more than the known of these blocks: it cannot be loaded, or it had been found."""
+        """Return a chunk that holds more than the known blocks, which cannot be loaded or it would have matched."""
         trail = b"".join(keys)
         found = (next(trails.nearest(trail), (b"", 0)) for trails in (self._chunks.near, self._chunks.far))
         key, num_blocks = max(found, key=itemgetter(1))
@@ -292,11 +292,11 @@ class Lookup:
     def questions(
         self, hasher: PrefixHasher, match: Match, skip_tokens: int = 0, told: Told = NOTHING_TOLD
     ) -> list[Asked]:
-        """What must be asked of the remote tier before a match is known to be the longest; none when it is.
+        """Return the questions to the remote tier that remain before the match is known to be the longest.
 
-        First the whole chunks behind the match, with the tails inside the first of them and those at the end of the
-        sequence, and the trails of both; in a second round, should it be needed, those of the first one that is
-        missing; and then whether the chunks are there that were named for a trail. The answers go to the
+        The first round asks for the whole chunks after the match, the tails inside the first of them and at the end of
+        the sequence, and the trails of both. A second round, if necessary, asks for the tails and the trail of the
+        first missing chunk. The last round asks if the chunks named for a trail are there. The answers go to the
         ``RemoteView``, or to what the caller was ``told``.
         """
         if self._remote.view is None or not self._remote.answers:
@@ -325,9 +325,9 @@ class Lookup:
     def _about_checkpoints(
         self, checkpoints: Checkpoints, view: RemoteView, hasher: PrefixHasher, match: Match, told: Told
     ) -> list[ChunkRef]:
-        """What must be asked about checkpoints behind a match: the first part of each, and all of one that has it.
+        """Return the questions about checkpoints after a match: the first part of each, then its other parts.
 
-        Of those behind the chunks, more of which may be found, only the first part.
+        The other parts are asked for only if the tier has the first one and the known chunks reach the checkpoint.
         """
         possible = _asked_ends(hasher, match)
         asked: list[ChunkRef] = []
@@ -343,7 +343,7 @@ class Lookup:
         return asked
 
     def asked_again(self, hasher: PrefixHasher, match: Match) -> list[ChunkRef]:
-        """What a lookup behind a match may have been told is missing, of chunks and checkpoints."""
+        """Return the chunks and checkpoint parts that a lookup after a match may have been told are missing."""
         refs = all_refs(hasher)
         view = self._remote.view
         if self.checkpoints is None or view is None:
@@ -359,7 +359,7 @@ class Lookup:
         return refs
 
     def source(self, ref: ChunkRef, told: Told = NOTHING_TOLD) -> Place | None:
-        """Where a chunk would be loaded from now; None if nowhere."""
+        """Return the place from which a chunk would be loaded now; None if none has it."""
         chunk = self._chunks.get(ref.prefix_key)
         if chunk is not None and self._is_readable(chunk):
             if chunk.ref != ref:
@@ -368,9 +368,10 @@ class Lookup:
         return Place.REMOTE if self._is_remote(ref, told) else None
 
     def front(self, ref: ChunkRef, num_blocks: int) -> bytes:
-        """The trail of the tail that a chunk's leading blocks are, if a load from the remote tier brings only these.
+        """Return the trail of a chunk's leading blocks, if a load from the remote tier reads only these.
 
-        Empty if it brings the whole chunk: where more than half of it is wanted, to leave the rest saves too little.
+        Empty if it reads the whole chunk, as it does for more than half of the blocks, where a partial read saves too
+        little.
         """
         view = self._remote.view
         if not self._reads_fronts or view is None or 2 * num_blocks > ref.num_blocks:
@@ -381,7 +382,7 @@ class Lookup:
         return b"" if front[-PREFIX_KEY_BYTES:] in self._chunks else front
 
     def _find(self, key: PrefixKey, num_blocks: int, room: StagingRoom, told: Told) -> ChunkRef | None:
-        """A chunk that could be loaded, counted into ``room``."""
+        """Return a chunk that could be loaded, counted in ``room``."""
         chunk = self._chunks.get(key)
         if chunk is not None and self._is_readable(chunk):
             return chunk.ref if chunk.ref.num_blocks == num_blocks and room.takes(chunk) else None
@@ -397,9 +398,9 @@ class Lookup:
         return memory is not GATHERING
 
     def _new_trails(self, hasher: PrefixHasher | None, refs: Iterable[ChunkRef]) -> dict[PrefixKey, bytes]:
-        """The trails of those chunks of a sequence that are known without one, or not at all.
+        """Return the trails of a sequence's chunks that are unknown, or known without a trail.
 
-        Its last chunk may be another sequence's, which shares blocks with it: then the remote tier has told its trail.
+        The last chunk may be another sequence's that shares blocks with it; its trail was named by the remote tier.
         """
         if hasher is None:
             return {}
@@ -415,7 +416,7 @@ class Lookup:
         return chunk is not None and self._is_readable(chunk)
 
     def _is_remote(self, ref: ChunkRef, told: Told) -> bool:
-        """Whether a chunk that is not here could be loaded from the remote tier."""
+        """Tell if a chunk that is not here could be loaded from the remote tier."""
         remote = self._remote
         if remote.view is None or not remote.answers or not remote.view.holds(ref, self._now_s, told):
             return False
@@ -424,7 +425,7 @@ class Lookup:
 
 
 def _asked_ends(hasher: PrefixHasher, match: Match) -> list[End]:
-    """Where checkpoints behind a match are asked about: at the ends of chunks, and of two chunks' tails."""
-    last = max(0, hasher.num_tokens - 1) // hasher.chunk_tokens  # whole, perhaps, but no hit takes the last token
+    """Return the ends after a match at which checkpoints are asked about: of chunks, and of two chunks' tails."""
+    last = max(0, hasher.num_tokens - 1) // hasher.chunk_tokens  # may be whole, but no hit includes the last token
     tails = {chunk: tail_refs(hasher, chunk) for chunk in (match.chunk_tokens // hasher.chunk_tokens, last)}
     return ends(hasher, match.num_tokens, hasher.num_tokens, tails)

@@ -1,4 +1,4 @@
-"""What the index answers: matches, and plans for the movers."""
+"""The index's answers: matches, and plans for the movers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Match(NamedTuple):
     Attributes:
         refs: the chunks that hold it, in order, from chunk number ``first_chunk`` on. The last one may hold more.
         num_tokens: tokens from position 0 to its end.
-        first_chunk: number of the chunk in which the tokens end that the caller already has.
-        checkpoint: the parts of the checkpoint at ``num_tokens``, if the model needs one to go on there.
-        chunk_tokens: how far the chunks reach alone, if it needs one.
+        first_chunk: number of the chunk in which the caller's own tokens end.
+        checkpoint: the parts of the checkpoint at ``num_tokens``, if the model needs one to continue there.
+        chunk_tokens: tokens that the chunks alone cover, if the model needs checkpoints.
     """
 
     refs: tuple[ChunkRef, ...]
@@ -27,7 +27,7 @@ class Match(NamedTuple):
     chunk_tokens: int = 0
 
     def front_blocks(self, block_tokens: int, blocks_per_chunk: int) -> int:
-        """How many leading blocks of the last chunk it has; 0 if all of them."""
+        """Return how many leading blocks of the last chunk the match uses; 0 for all of them."""
         before = self.first_chunk * blocks_per_chunk + sum(ref.num_blocks for ref in self.refs[:-1])
         num_blocks = self.num_tokens // block_tokens - before
         return num_blocks if self.refs and num_blocks < self.refs[-1].num_blocks else 0
@@ -37,7 +37,7 @@ NO_MATCH = Match((), 0)
 
 
 class Place(Enum):
-    """Where a chunk can be."""
+    """The places of a chunk."""
 
     MEMORY = "memory"  # in a slot
     DISK = "disk"
@@ -45,28 +45,28 @@ class Place(Enum):
 
 
 class MissReason(Enum):
-    """Why the first chunk behind a match was not found."""
+    """Reason why the first chunk after a match was not found."""
 
     NEVER_STORED = "never_stored"  # or so long ago that its key has been forgotten
-    EVICTED = "evicted"  # it made room for others
+    EVICTED = "evicted"  # evicted to make room
     REMOVED = "removed"  # cleared, or expired
     LOST = "lost"  # its bytes were missing or damaged
     NOT_YET = "not_yet"  # it is being stored or loaded
-    TIER_DOWN = "tier_down"  # it is, or may be, in a tier that does not answer
-    NO_CHECKPOINT = "no_checkpoint"  # it is here, and what the model needs besides it to go on is not
+    TIER_DOWN = "tier_down"  # it is, or may be, in a tier that is down
+    NO_CHECKPOINT = "no_checkpoint"  # it is here, but the checkpoint to continue from it is not
     NO_ROOM = "no_room"  # it is in a slower tier, and no slot is free to load it
     TOO_SHORT = "too_short"  # the hit is shorter than ``min_retrieve_tokens``
     RECOMPUTE_FASTER = "recompute_faster"  # loading it would have taken longer than computing it
     NOT_TAKEN = "not_taken"  # vLLM took less than it was offered
-    VERIFIED = "verified"  # it was computed anyway, for comparison
-    SWITCHED_OFF = "switched_off"  # loads are switched off, or not part of the engine's role
+    VERIFIED = "verified"  # it was computed for comparison
+    SWITCHED_OFF = "switched_off"  # loads are disabled, or not part of the engine's role
 
 
 class LoadStep(NamedTuple):
     """Load one chunk from its slot, or from a slower tier through that slot, into the paged cache.
 
     Attributes:
-        holder: the longer chunk whose leading blocks it is, if these are read there; None if it is read itself.
+        holder: the longer chunk whose leading blocks are read as this chunk; None if it is read itself.
     """
 
     ref: ChunkRef
@@ -76,15 +76,15 @@ class LoadStep(NamedTuple):
 
     @property
     def read(self) -> ChunkRef:
-        """The chunk that is asked of the source."""
+        """The chunk requested from the source."""
         return self.holder or self.ref
 
 
 class StoreStep(NamedTuple):
-    """Gather one chunk into its slot unless it is there already, then write it behind to each of ``targets``.
+    """Gather one chunk into its slot unless it is there already, then write it to ``targets`` in the background.
 
     Attributes:
-        trail: the keys at the ends of its blocks; empty if they are not known.
+        trail: the keys at the ends of its blocks; empty if unknown.
     """
 
     ref: ChunkRef

@@ -1,8 +1,8 @@
-"""What a remote tier is known to hold: its recent answers, each for a short time.
+"""The known contents of a remote tier: its recent answers, each valid for a short time.
 
-Other engines store there, and it evicts by its own rules, so nothing about it is known for long. A stale "yes" ends in
-a miss when the chunk is loaded; a stale "no" costs computing. Only answers are remembered: a time-out says nothing
-about a chunk, and counts only for the request that has waited.
+Other engines store there, and the tier evicts by its own rules, so answers expire soon. A stale "yes" ends in a miss
+when the chunk is loaded; a stale "no" costs recomputing. Only answers are remembered. A time-out says nothing about a
+chunk, and counts only for the request that waited.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from kvstore.catalog.heard import HeardTrails
 from kvstore.chunks import Answer, Asked, ChunkRef
 
 MAX_ANSWERS = 1 << 18  # about 50 MB; beyond that the oldest are forgotten
-MAX_TRAILS: Final = 1 << 14  # asked about, likewise
-MIN_TOLD_S: Final = 1.0  # how long an answer counts at least for the request that asked
+MAX_TRAILS: Final = 1 << 14  # trails asked about, likewise
+MIN_TOLD_S: Final = 1.0  # minimum validity of an answer for the request that asked
 
 
 Item = TypeVar("Item", bound=Asked)
@@ -28,7 +28,7 @@ class _Answer(NamedTuple):
 
 
 class _Heard(NamedTuple):
-    """Answers to one question, as one request heard them."""
+    """Answers to one question, as one request received them."""
 
     answers: Mapping[Asked, Answer]
     expires_s: float
@@ -36,10 +36,10 @@ class _Heard(NamedTuple):
 
 
 class Told:
-    """What one request or call was told; counts for that one alone, in addition to what the view knows.
+    """Answers given to one request or call. They count for that one only, in addition to the view's.
 
     Args:
-        source: an engine that the request names, and that is asked as well; empty for none.
+        source: an engine named by the request, which is asked as well; empty for none.
     """
 
     def __init__(self, source: str = "") -> None:
@@ -48,27 +48,27 @@ class Told:
         self._gave_up = False
 
     def note(self, answers: Mapping[Asked, Answer], now_s: float, expires_s: float, serial: int) -> None:
-        """Note answers to this request's questions; a chunk whose answer is None counts as missing for it."""
-        self._heard = [heard for heard in self._heard if heard.expires_s > now_s]  # it may ask for minutes
+        """Note answers to this request's questions. A chunk whose answer is None counts as missing for it."""
+        self._heard = [heard for heard in self._heard if heard.expires_s > now_s]  # it may keep asking for minutes
         self._heard.append(_Heard(answers, expires_s, serial))
 
     def give_up(self) -> None:
-        """The request has waited too long: whatever it was not told counts as missing from now on."""
+        """Stop waiting: whatever has no answer counts as missing from now on."""
         self._gave_up = True
 
     def holds(self, ref: ChunkRef, now_s: float, since: int = 0) -> bool | None:
-        """Whether the tier has the chunk by answers no older than a serial of the view; None if it must be asked."""
+        """Tell if the tier has the chunk by answers no older than serial ``since`` of the view; None if unknown."""
         for answers, expires_s, serial in reversed(self._heard):
             if ref in answers and expires_s > now_s:
                 return answers[ref] is True and serial >= since
         return False if self._gave_up else None
 
     def was_asked(self, trail: bytes, now_s: float) -> bool:
-        """Whether this request need not ask about a trail: it was answered, or it is too late."""
+        """Tell if this request need not ask about a trail, as it was answered or the request gave up."""
         return self._gave_up or any(trail in heard.answers and heard.expires_s > now_s for heard in self._heard)
 
     def forget_missing(self) -> None:
-        """Drop the answers that said "no": those chunks are on their way."""
+        """Drop the negative answers, because those chunks are on their way."""
         self._gave_up = False
         found = (
             heard._replace(answers={ref: is_there for ref, is_there in heard.answers.items() if is_there})
@@ -81,10 +81,10 @@ NOTHING_TOLD: Final = Told()  # for callers that do not ask
 
 
 class RemoteView:
-    """Answers of a remote tier by chunk. Has no clock: the caller tells the time.
+    """Answers of a remote tier by chunk. Has no clock: the caller passes the time.
 
     Args:
-        hold_s: how long an answer counts.
+        hold_s: validity of an answer.
 
     Attributes:
         heard: the trails of chunks that the tier named.
@@ -93,22 +93,22 @@ class RemoteView:
     def __init__(self, hold_s: float) -> None:
         self._hold_s = hold_s
         self.heard = HeardTrails()
-        self._answers: OrderedDict[ChunkRef, _Answer] = OrderedDict()  # the oldest first
-        self._asked_trails: OrderedDict[bytes, float] = OrderedDict()  # until when they need not be asked about again
+        self._answers: OrderedDict[ChunkRef, _Answer] = OrderedDict()  # oldest first
+        self._asked_trails: OrderedDict[bytes, float] = OrderedDict()  # when they may be asked again
         self._serial = 0  # counts the events that void earlier answers
-        self._void: OrderedDict[Asked, int] = OrderedDict()  # answers about a chunk from before this serial are void
-        self._void_all = 0  # so are answers about any chunk from before this one
+        self._void: OrderedDict[Asked, int] = OrderedDict()  # answers about an item before this serial are void
+        self._void_all = 0  # so are all answers from before this one
 
     @property
     def serial(self) -> int:
-        """The age of a question: its answer is void if the serial of its chunk has advanced since."""
+        """The age of a question. Its answer is void if the serial of its chunk has advanced since."""
         return self._serial
 
     def note(self, asked: Iterable[Asked], answers: Iterable[Answer], now_s: float, since: int | None = None) -> None:
-        """Note what the tier said, or what its behaviour showed; None where it said nothing.
+        """Note answers of the tier, or what its behaviour showed; None stands for no answer.
 
-        An answer to a question asked at serial ``since`` counts unless it has become void meanwhile. The trails that it
-        names stay true: what becomes void is whether such a chunk is there.
+        An answer to a question asked at serial ``since`` counts unless it has become void meanwhile. The trails it
+        names stay true; only the presence of their chunks becomes void.
         """
         known, expires_s = self._answers, now_s + self._hold_s
         said = {is_there: _Answer(is_there, expires_s) for is_there in (True, False)}
@@ -133,29 +133,29 @@ class RemoteView:
                 self._asked_trails.popitem(last=False)
 
     def tell(self, told: Told, answers: Mapping[Asked, Answer], now_s: float, since: int) -> None:
-        """Let answers to a question asked at serial ``since`` count for a request.
+        """Record answers to a question asked at serial ``since`` for a request.
 
-        They count for a second at least, as vLLM may ask again until it has blocks.
+        They count for at least a second, as vLLM may ask again until it has free blocks.
         """
         for item, answer in answers.items():
             if not isinstance(item, bytes):
-                if answer is False:  # nobody who was asked for this request has it
+                if answer is False:  # no tier or engine asked for this request has it
                     self.heard.forget(item)
             elif isinstance(answer, tuple):
                 self.heard.add(item, answer)
         told.note(answers, now_s, now_s + max(self._hold_s, MIN_TOLD_S), since)
 
     def is_void(self, item: Asked, since: int) -> bool:
-        """Whether an answer asked for at serial ``since`` no longer counts."""
+        """Tell if an answer to a question asked at serial ``since`` no longer counts."""
         return self._void_since(item) > since
 
     def deny(self, refs: Sequence[ChunkRef], now_s: float) -> None:
-        """Note that chunks are missing in the tier, or must not be read there, whatever was answered before."""
+        """Note that chunks are missing in the tier, or must not be read there, regardless of earlier answers."""
         self._make_void(refs)
         self.note(refs, [False] * len(refs), now_s)
 
     def holds(self, ref: ChunkRef, now_s: float, told: Told = NOTHING_TOLD) -> bool | None:
-        """Whether the tier has the chunk, as far as the view or the request knows; None if it must be asked."""
+        """Tell if the tier has the chunk, as far as the view or the request knows; None if it must be asked."""
         is_there = self._is_there(ref, now_s)
         if is_there:
             return True
@@ -172,7 +172,7 @@ class RemoteView:
         return answer.is_there
 
     def unknown(self, asked: Iterable[Item], now_s: float, told: Told = NOTHING_TOLD) -> list[Item]:
-        """The chunks and trails about which the tier must be asked for a request."""
+        """Return the chunks and trails about which the tier must be asked for a request."""
         return [item for item in asked if self._is_unknown(item, now_s, told)]
 
     def _is_unknown(self, item: Asked, now_s: float, told: Told) -> bool:
@@ -182,13 +182,13 @@ class RemoteView:
         return not is_known and not told.was_asked(item, now_s)
 
     def forget(self, refs: Sequence[ChunkRef]) -> None:
-        """Drop the answers about chunks, including those that only one request was told."""
+        """Drop the answers about chunks, including those given to single requests."""
         self._make_void(refs)
         for ref in refs:
             self._answers.pop(ref, None)
 
     def forget_missing(self, refs: Iterable[ChunkRef]) -> None:
-        """Drop the answers that said "no" about chunks: those are on their way."""
+        """Drop the negative answers about chunks that are on their way."""
         for ref in refs:
             answer = self._answers.get(ref)
             if answer is not None and not answer.is_there:

@@ -1,4 +1,4 @@
-"""What is written to the remote tier behind a store, and which tails need not be there, since a longer chunk is."""
+"""Writes to the remote tier after a store, without tails that a longer chunk there holds."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from kvstore.catalog.remote_view import RemoteView
 from kvstore.chunks import ChunkRef, chunk_of
 from kvstore.keys import PREFIX_KEY_BYTES
 
-_MAX_SENT_TAILS: Final = 1 << 14  # about 4 MB; beyond that the oldest are left to the tier
-_MAX_HOLDERS: Final = 8  # looked at for one tail
+_MAX_SENT_TAILS: Final = 1 << 14  # about 4 MB; older ones stay until the tier evicts them
+_MAX_HOLDERS: Final = 8  # candidates examined for one tail
 
 
 @dataclass(eq=False)
 class RemoteSends:
-    """What is known of the remote tier, and the writes to it in flight.
+    """Knowledge of the remote tier, and the writes to it in flight.
 
-    A tail is not sent where a longer chunk is or comes that everybody finds in its stead, and goes from there once such
-    a chunk has come. Only tails of engines that find block ends go: an older one would miss its own.
+    A tail is not sent if a longer chunk that every engine finds in its place is there or on its way. It is recalled
+    once such a chunk has arrived. Only tails of engines that search by block ends are recalled, because an older engine
+    would miss its own.
 
     Attributes:
         chunks: all entries of the index.
-        view: what the tier is known to hold; None without one.
-        max_sends: writes that may be in flight at once; 0 for a tier that is only read.
+        view: the known contents of the tier; None without one.
+        max_sends: maximum of concurrent writes; 0 for a tier that is only read.
         num_sends: writes in flight.
-        answers: whether the tier can be asked and read now.
-        keeps_trails: whether the tier keeps the trails of what is sent, as far as is known.
+        answers: True if the tier can be asked and read now.
+        keeps_trails: True if the tier is known to keep the trails of chunks sent to it.
         recalls: chunks that must leave the tier and have not been announced.
     """
 
@@ -45,11 +46,11 @@ class RemoteSends:
 
     @property
     def is_sent_to(self) -> bool:
-        """Whether chunks are written to the tier, and not only read there."""
+        """True if chunks are written to the tier, False if it is only read."""
         return self.view is not None and self.max_sends > 0
 
     def reserve(self, chunk: Entry, trail: bytes, now_s: float) -> bool:
-        """Take a place in the queue; False if a chunk, which may not know its trail yet, will not be sent."""
+        """Reserve a place in the queue; False if the chunk, whose entry may still lack ``trail``, will not be sent."""
         if self.view is None or not self.is_sent_to or chunk.expires_s is not None:
             return False
         if chunk.remote is not UNSENT:
@@ -82,13 +83,13 @@ class RemoteSends:
             self._recall(self.view, self._superseded_by(self.view, chunk, now_s), now_s)
 
     def clear(self) -> None:
-        """Everything is forgotten there."""
+        """Forget the sent tails, because the tier has been cleared."""
         self._sent_tails.clear()
 
     def leads_to(self, chunk: Entry, now_s: float) -> bool:
-        """Whether all who look for a part of a chunk find it, once what is being sent has arrived.
+        """Tell if every search for a part of a chunk finds the chunk, once pending sends have arrived.
 
-        One that has not been sent is sent in a tail's stead, from memory.
+        A chunk in memory that has not been sent counts, since it is sent in a tail's place.
         """
         if self.view is None or not self.keeps_trails:
             return False
@@ -101,7 +102,7 @@ class RemoteSends:
         return is_told and is_there is not False
 
     def _is_held(self, view: RemoteView, num_blocks: int, trail: bytes, now_s: float) -> bool:
-        """Whether a longer chunk is there that holds all blocks of a tail: sent, it would be recalled at once."""
+        """Tell if the tier has a longer chunk with all blocks of a tail, which would then be recalled at once."""
         if not self.keeps_trails or not trail or num_blocks >= self.chunks.whole_blocks:
             return False
         if any(self._is_sent(view, longer, now_s) for longer in self._longer(trail)):
@@ -111,7 +112,7 @@ class RemoteSends:
         return any(view.holds(ref, now_s) for ref in islice(longer, _MAX_HOLDERS))
 
     def _superseded_by(self, view: RemoteView, chunk: Entry, now_s: float) -> list[ChunkRef]:
-        """A chunk has come: the tails that it holds, and itself, if a longer one came first."""
+        """Return the tails to recall for a chunk that has arrived, itself included if a longer one arrived first."""
         going = [] if chunk.forgotten else [tail for tail in _tails_in(chunk) if self._may_go(view, tail)]
         if chunk.ref.num_blocks < self.chunks.whole_blocks:
             self._sent_tails[chunk.ref] = None
@@ -131,7 +132,7 @@ class RemoteSends:
         return chunk.remote is SENT and not chunk.forgotten and view.holds(chunk.ref, now_s) is not False
 
     def _may_go(self, view: RemoteView, tail: ChunkRef) -> bool:
-        """Whether a tail is there that an engine sent which finds block ends, and nobody here is reading it."""
+        """Tell if a tail may be recalled: its sender searches by block ends, and it is not being read or sent here."""
         if tail not in self._sent_tails and not view.heard.trail_of(tail):
             return False
         chunk = self.chunks.get(tail.prefix_key)
@@ -150,5 +151,5 @@ class RemoteSends:
 
 
 def _tails_in(chunk: Entry) -> Iterator[ChunkRef]:
-    """The tails that hold the first blocks of a chunk."""
+    """Yield the tails that hold the first blocks of a chunk."""
     return (chunk_of(chunk.trail[:end]) for end in range(PREFIX_KEY_BYTES, len(chunk.trail), PREFIX_KEY_BYTES))

@@ -1,4 +1,4 @@
-"""The chunks of a token sequence: those that a store makes of it, and those that it may be known under."""
+"""The chunks of a token sequence: those a store creates, and those under which it may be stored already."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def ends(
     limit_tokens: int,
     tails: Mapping[int, Sequence[ChunkRef]] = MappingProxyType({}),
 ) -> list[End]:
-    """The ends of whole chunks between two numbers of tokens, the second included, the last first.
+    """Return the ends of whole chunks in ``(above_tokens, limit_tokens]``, the last first.
 
-    Before them those of some chunks' tails, by the number of the chunk, shortest first.
+    They are preceded by the ends of ``tails``, given by chunk number and shortest first, returned longest first.
     """
     size, first = hasher.chunk_tokens, above_tokens // hasher.chunk_tokens
     keys = hasher.chunk_keys()[first : max(first, limit_tokens // size)]
@@ -32,19 +32,19 @@ def ends(
 
 
 def chunk_refs(hasher: PrefixHasher, *, with_tail: bool) -> list[ChunkRef]:
-    """The chunks of a sequence, in order: the whole ones, and the tail's whole blocks if wanted."""
+    """Return the chunks of a sequence, in order: the whole ones, and the tail's whole blocks if requested."""
     refs = [ChunkRef(key, hasher.blocks_per_chunk) for key in hasher.chunk_keys()]
     return refs + tail_refs(hasher, len(refs))[-1:] if with_tail else refs
 
 
 def tail_refs(hasher: PrefixHasher, chunk: int) -> list[ChunkRef]:
-    """The tails that chunk number ``chunk`` may be stored as while it is not whole, shortest first."""
+    """Return the tails that chunk number ``chunk`` may be stored as while it is not whole, shortest first."""
     keys = hasher.block_keys(chunk)[: hasher.blocks_per_chunk - 1]
     return [ChunkRef(key, num_blocks) for num_blocks, key in enumerate(keys, 1)]
 
 
 def all_refs(hasher: PrefixHasher) -> list[ChunkRef]:
-    """Every chunk that may be stored of a sequence: the whole ones, and the tails inside each."""
+    """Return every chunk of a sequence that may be stored: the whole ones, and the tails inside each."""
     refs = chunk_refs(hasher, with_tail=False)
     for chunk in range(len(refs) + 1):
         refs += tail_refs(hasher, chunk)
@@ -52,7 +52,7 @@ def all_refs(hasher: PrefixHasher) -> list[ChunkRef]:
 
 
 def trails(hasher: PrefixHasher, refs: Iterable[ChunkRef]) -> dict[PrefixKey, bytes]:
-    """The trails of those of the chunks that are the sequence's own, by their keys."""
+    """Return the trails of those of the chunks that belong to the sequence, by key."""
     wanted, whole = {ref.prefix_key for ref in refs}, hasher.chunk_keys()
     if not wanted:
         return {}
@@ -64,6 +64,6 @@ def trails(hasher: PrefixHasher, refs: Iterable[ChunkRef]) -> dict[PrefixKey, by
 
 
 def pin_name(hasher: PrefixHasher) -> str:
-    """The lease that pins the whole blocks of exactly this sequence."""
+    """Return the name of the lease that pins the whole blocks of exactly this sequence."""
     refs = chunk_refs(hasher, with_tail=True)
     return f"pin {refs[-1].prefix_key.hex() if refs else ''}"

@@ -1,4 +1,4 @@
-"""The pool's slots: which chunk has which, and which can be given away."""
+"""The pool's slots: their assignment to chunks, and eviction when none is free."""
 
 from __future__ import annotations
 
@@ -11,31 +11,34 @@ from kvstore.policies import Policy
 
 
 class Slots:
-    """Gives slots to chunks, and evicts for that.
+    """Assigns slots to chunks, and evicts chunks to free slots.
 
     Args:
         chunks: all entries of the index.
         num_slots: slots of the pool, numbered from 0.
         order: the policy for memory; each chunk with a slot has size 1.
-        take_turns: a slot that was given back is used again after all others that are free: a device may still read it,
-            and who fills it has to wait. Otherwise at once, while the processor's caches hold it.
+        take_turns: True to reuse a returned slot after all other free ones, because a device may still read it and
+            the next writer would wait. False to reuse it at once, while the processor's caches hold it.
     """
 
     def __init__(self, chunks: Entries, num_slots: int, order: Policy, *, take_turns: bool) -> None:
         self.num_slots = num_slots
         self.order = order
-        self.num_idle = 0  # slots of chunks that are readable and unused: can be given away
-        self.free = deque(range(num_slots - 1, -1, -1))  # the next one last
+        self.num_idle = 0  # slots of readable, unused chunks, which may be evicted
+        self.free = deque(range(num_slots - 1, -1, -1))  # the next one to use is last
         self._chunks = chunks
         self._take_turns = take_turns
-        self._num_hung = 0  # of the free slots that come last, those whose reads may hang
+        self._num_hung = 0  # free slots at the front of ``free`` to which a hung read may still write
 
     def has_room(self, count: int, newcomer: PrefixKey | None = None) -> bool:
-        """Whether so many slots could be taken, one after the other."""
+        """Tell if ``count`` slots could be taken one after the other."""
         return self.order.make_room(count - len(self.free), self._chunks.is_unused, newcomer) is not None
 
     def take(self, newcomer: PrefixKey | None = None) -> int | None:
-        """A free slot, or that of the least valuable unused chunk; None if the newcomer is worth less than that."""
+        """Return a free slot, evicting the least valuable unused chunk if there is none.
+
+        Returns None if the newcomer is worth less than that chunk.
+        """
         if not self.free:
             victims = self.order.make_room(1, self._chunks.is_unused, newcomer)
             if victims is None:
@@ -49,13 +52,13 @@ class Slots:
         return slot
 
     def fill(self, chunk: Entry, slot: int, state: InMemory) -> None:
-        """Give a slot to a chunk in use, whose bytes are on their way."""
+        """Assign a slot to a chunk in use, whose bytes are on their way."""
         chunk.slot = slot
         self._chunks.move(chunk, state)
         self.order.add(chunk.ref.prefix_key)
 
     def drop(self, chunk: Entry) -> None:
-        """Take a chunk's slot away."""
+        """Release a chunk's slot."""
         assert chunk.memory is not NO_SLOT, "its number may be another chunk's by now"
         self._chunks.note_change(chunk)
         self.num_idle -= chunk.in_memory
@@ -76,17 +79,17 @@ class Slots:
 
 @dataclass(slots=True)
 class StagingRoom:
-    """Slots that a load could take, less those that hold the load's own chunks."""
+    """Slots that a load could take, without those that hold the load's own chunks."""
 
     slots: int
     staged: int = 0
 
     def copy(self) -> StagingRoom:
-        """To ask what could be taken."""
+        """Return a copy, for queries that must not count."""
         return StagingRoom(self.slots, self.staged)
 
     def takes(self, chunk: Entry | None) -> bool:
-        """Count in a chunk, None for one that is not here, unless the load would then run out of slots."""
+        """Count a chunk, or None for one that is not here; return False if the load would run out of slots."""
         if chunk is not None and chunk.memory is not NO_SLOT:
             slots, staged = self.slots - (chunk.uses == 0), self.staged
         else:

@@ -1,4 +1,4 @@
-"""What a store keeps, and where: steps for chunks that are new, and for known ones that are not everywhere yet."""
+"""Plans of stores: steps for new chunks, and for known ones that some tier lacks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstore.catalog.uses import Uses
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 
-_MAX_HOLDERS = 8  # looked at for one tail
+_MAX_HOLDERS = 8  # candidates examined for one tail
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class Stores:
 
     Attributes:
         chunks, slots, disk, remote, uses: the parts of the index.
-        keep_in_memory: False makes the pool a mere passage to the disk.
+        keep_in_memory: False makes the pool a staging area for the disk.
     """
 
     chunks: Entries
@@ -36,7 +36,7 @@ class Stores:
     keep_in_memory: bool
 
     def discard_out_of_reach(self, refs: Iterable[ChunkRef]) -> None:
-        """Let go of those that nobody holds and that are only on a disk that cannot give them."""
+        """Discard unused chunks that are only on disk and cannot be read from there."""
         for ref in refs:
             chunk = self.chunks.get(ref.prefix_key)
             if chunk is not None and self._is_out_of_reach(chunk):
@@ -51,10 +51,10 @@ class Stores:
     def holders(
         self, refs: Iterable[ChunkRef], made: Mapping[PrefixKey, bytes], until_s: float | None, now_s: float
     ) -> dict[PrefixKey, Entry]:
-        """The longer chunks that hold tails, by the tails' keys.
+        """Return the longer chunks that hold tails, by the tails' keys.
 
-        A tail that is here goes, if nothing speaks for it. Where it would be sent to a remote tier, the longer chunk is
-        there, or comes, and all who look for the tail are led to it.
+        Drops a redundant tail unless something still references it. For tails that would be sent to a remote tier, the
+        longer chunk must be there or on its way, and every search for the tail must lead to it.
         """
         found: dict[PrefixKey, Entry] = {}
         is_sent = self.remote.is_sent_to and until_s is None
@@ -70,24 +70,24 @@ class Stores:
         return found
 
     def stands_in(self, holder: Entry) -> bool:
-        """Whether a tail needs no bytes of its own beside a chunk that holds it.
+        """Tell if a tail needs no bytes of its own, because ``holder`` holds it.
 
-        It does in memory while the chunk is on disk only: to read all of that for its first blocks takes longer than to
-        compute them, perhaps, and then it would be computed whenever it is asked for.
+        The tail keeps its own slot while the chunk is on disk only. Reading the whole chunk for its first blocks may
+        take longer than computing them, and they would then be computed at every request.
         """
         return holder.memory is not NO_SLOT or not self.keep_in_memory
 
     def used(self, ref: ChunkRef, holders: Mapping[PrefixKey, Entry]) -> Iterable[PrefixKey]:
-        """What is used when a chunk is offered: the chunk, and before it, or in its place, the one that holds it."""
+        """Return the keys that an offered chunk uses: its own, preceded or replaced by that of its holder."""
         holder = holders.get(ref.prefix_key)
         if holder is None:
             return (ref.prefix_key,)
         return (holder.ref.prefix_key,) if self.stands_in(holder) else (holder.ref.prefix_key, ref.prefix_key)
 
     def _fit(self, trail: bytes, until_s: float | None) -> Iterator[Entry]:
-        """Chunks that hold all blocks of a tail, and are kept at least as long; those in memory first.
+        """Yield chunks that hold all blocks of a tail and are kept at least as long; those in memory first.
 
-        None is kept longer for the tail's sake: whoever stored its other blocks was promised their end.
+        No chunk is kept longer for the tail's sake, because stores of its other blocks were promised their end.
         """
         for trails in (self.chunks.near, self.chunks.far):
             for key in islice(trails.within(trail), _MAX_HOLDERS):
@@ -96,7 +96,7 @@ class Stores:
                     yield chunk
 
     def _is_sure(self, chunk: Entry) -> bool:
-        """Whether a chunk can be found, and stays. What is under way may fail, and a tail would be lost with it."""
+        """Tell if a chunk can be found and stays. A pending transfer may fail, and a tail would be lost with it."""
         return (chunk.disk is STORED and self.disk.answers) or (chunk.memory is READY and self.keep_in_memory)
 
     # -- plans -------------------------------------------------------------------------------------------------------
@@ -111,14 +111,14 @@ class Stores:
         until_s: float | None,
         now_s: float,
     ) -> list[StoreStep]:
-        """Steps for those without the parts, if any, of a checkpoint that has no room as a whole.
+        """Return the steps for the offered chunks, without the parts of checkpoints that do not fit as a whole.
 
         Args:
-            refs: what is offered.
-            whole: by the key of each part of a checkpoint, all of its parts.
+            refs: the offered chunks.
+            whole: all parts of a checkpoint, by the key of each part.
             holders: the chunks that hold tails.
             made: the trails of chunks that are known without one, or not at all.
-            until_s: when all of it goes; None for never.
+            until_s: end of the time to live; None for never.
             now_s: the time.
         """
         steps: list[StoreStep] = []
@@ -150,7 +150,7 @@ class Stores:
             self.chunks.extend(chunk, until_s)
             self.chunks.learn(chunk, trail)
             return self._plan_known(chunk, now_s) if is_written else None
-        # Of a chunk that was forgotten, the older self is still on its way out.
+        # A forgotten chunk's earlier entry is still being removed.
         step = self._plan_new(ref, until_s, trail, now_s, is_written=is_written) if chunk is None else None
         self.chunks.counters.refused += step is None
         return step
@@ -162,11 +162,11 @@ class Stores:
         slot = self.slots.take(ref.prefix_key)
         has_way = slot is not None or self.slots.num_idle > 0
         targets = self._reserve_targets(chunk, trail, now_s) if is_written and has_way else ()
-        if slot is None and targets:  # worth its room in a slower tier only, and a slot is the way there
+        if slot is None and targets:  # worth its room in a slower tier only, which needs a slot for staging
             slot = self.slots.take()
         if slot is None:
             return None
-        if not targets and not self.keep_in_memory:  # it would be gone as soon as it is here
+        if not targets and not self.keep_in_memory:  # it would be dropped as soon as it is stored
             self.slots.free.append(slot)
             return None
         self.slots.fill(self.chunks.enter(chunk), slot, GATHERING)
@@ -177,7 +177,7 @@ class Stores:
         return StoreStep(ref, slot, targets, trail=trail)
 
     def _plan_known(self, chunk: Entry, now_s: float) -> StoreStep | None:
-        """Write a chunk from memory to where it is missing, if there is room for it now."""
+        """Write a chunk from memory to the tiers that lack it, if they have room for it now."""
         if not chunk.in_memory or not (targets := self._reserve_targets(chunk, chunk.trail, now_s)):
             return None
         self.chunks.counters.writes_retried += 1
@@ -185,14 +185,14 @@ class Stores:
         return StoreStep(chunk.ref, chunk.slot, targets, gather=False, trail=chunk.trail)
 
     def _reserve_targets(self, chunk: Entry, trail: bytes, now_s: float) -> tuple[Place, ...]:
-        """Where a chunk is to be written, with the room for it taken."""
+        """Reserve room for a chunk in the slower tiers, and return those that will be written."""
         disk = (Place.DISK,) if self.disk.reserve(chunk) else ()
         return (*disk, Place.REMOTE) if self.remote.reserve(chunk, trail, now_s) else disk
 
     def _has_room(self, refs: Sequence[ChunkRef]) -> bool:
-        """Whether all of these could be stored that are new, if only for the way to a slower tier."""
+        """Tell if all new ones of these chunks could be stored, if only as staging for a slower tier."""
         if any((chunk := self.chunks.get(ref.prefix_key)) is not None and chunk.forgotten for ref in refs):
-            return False  # an older self is on its way out
+            return False  # its earlier entry is still being removed
         new = [ref.prefix_key for ref in refs if ref.prefix_key not in self.chunks]
         if not new or self.slots.has_room(len(new), new[0]):
             return True

@@ -1,4 +1,4 @@
-"""What keeps a chunk where it is, and how it goes when nothing keeps it any more."""
+"""Use counts, which keep chunks from eviction, and the removal of chunks without uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvstore.policies import Policy
 
 @dataclass(frozen=True, eq=False)
 class Uses:
-    """Counts the uses of chunks, and lets chunks go.
+    """Counts the uses of chunks, and removes chunks.
 
     Attributes:
         chunks, slots, disk, leases: the parts of the index.
@@ -33,13 +33,13 @@ class Uses:
     keep_in_memory: bool
 
     def begin(self, chunk: Entry, count: int = 1) -> None:
-        """Keep a chunk from eviction until as many uses have ended."""
+        """Keep a chunk from eviction until ``count`` uses have ended."""
         if chunk.uses == 0 and chunk.memory is READY:
             self.slots.num_idle -= 1
         chunk.uses += count
 
     def end(self, chunk: Entry) -> None:
-        """End a use; after the last one, a chunk that has no place or must not stay goes."""
+        """End a use. After the last one, a chunk that is in no place or was forgotten is removed."""
         chunk.uses -= 1
         if chunk.uses:
             return
@@ -53,12 +53,12 @@ class Uses:
             self.chunks.vanish(chunk)
 
     def remove(self, chunk: Entry) -> None:
-        """Let a chunk go on purpose, so that nobody finds it again."""
+        """Remove a chunk on request, and note the reason."""
         self.chunks.note_gone(chunk, MissReason.REMOVED)
         self.discard(chunk)
 
     def discard(self, chunk: Entry) -> None:
-        """Let a chunk go from everywhere, now or when its last use ends; leases do not keep it."""
+        """Remove a chunk from every place, now or when its last use ends; leases do not keep it."""
         self.chunks.break_checkpoint(chunk.ref.prefix_key)
         self._unlease(chunk)
         if chunk.uses:
@@ -73,7 +73,7 @@ class Uses:
             order.remove(chunk.ref.prefix_key)
 
     def forget(self, chunk: Entry) -> None:
-        """Make a chunk in use unreachable at once, and its file go."""
+        """Make a chunk in use unreachable at once, and announce the removal of its file."""
         if chunk.forgotten:
             return
         chunk.forgotten = True
@@ -85,19 +85,19 @@ class Uses:
             self.disk.removals.append(chunk.ref)
 
     def supersede(self, chunk: Entry) -> None:
-        """A chunk has come to a place: if it is whole, let the tails go that it holds."""
+        """Drop the tails held by a whole chunk that has just become available in a place."""
         if chunk.ref.num_blocks != self.chunks.whole_blocks or not self.chunks.is_known(chunk.ref.prefix_key):
-            return  # no whole chunk, or one that was removed meanwhile
+            return  # not a whole chunk, or removed meanwhile
         for key in keys_of(chunk.trail[:-PREFIX_KEY_BYTES]):
             tail = self.chunks.get(key)
             if tail is not None and not tail.forgotten:
                 self.take_in(chunk, tail)
 
     def take_in(self, chunk: Entry, tail: Entry) -> bool:
-        """Let a tail go that a known chunk holds: whoever asks for it is led to the chunk, whoever leased it has that.
+        """Drop a tail that a known chunk holds; lookups and leases of the tail move to the chunk.
 
-        A tail stays that is to be kept for longer, or is in a place where the chunk is not: there a crash or a failure
-        in between would lose both. So does one that is being read.
+        A tail stays if it is to be kept for longer, or if it is in a place where the chunk is not, since a crash or
+        failure in between would lose both. A tail that is being read stays, too.
         """
         is_read = tail.memory is LOADING
         lacks_slot = self.keep_in_memory and tail.memory is not NO_SLOT and chunk.memory is not READY
@@ -113,11 +113,11 @@ class Uses:
         return True
 
     def _unlease(self, chunk: Entry) -> None:
-        """Take a chunk out of all leases: otherwise it could not be stored again before they end."""
+        """Take a chunk out of all leases; otherwise it could not be stored again before they end."""
         self._end_leases(chunk, self.leases.drop_chunk(chunk.ref.prefix_key))
 
     def _end_leases(self, chunk: Entry, count: int) -> None:
-        """Leases no longer hold a chunk, which goes or is forgotten."""
+        """End the uses of ``count`` leases that no longer hold a chunk."""
         chunk.uses -= count
         if count and not chunk.uses and chunk.memory is READY:
             self.slots.num_idle += 1

@@ -1,6 +1,6 @@
-"""Channels: ways in which one process reads another's memory. ``base.py`` holds the contract, this file the registry.
+"""Channels, by which one process reads another's memory. ``base.py`` holds the contract, this file the registry.
 
-A channel has a name and a factory without arguments. ``BUILT_IN`` lists ours; other packages announce theirs in the
+A channel has a name and a factory without arguments. ``BUILT_IN`` lists ours; other packages register theirs in the
 entry-point group ``kvstore.channels``. ``docs/tiers.md`` shows how to write one.
 """
 
@@ -23,18 +23,18 @@ BUILT_IN: Final = (EntryPoint("nixl", "kvstore.channels.nixl:NixlChannel", GROUP
 
 
 def known_channels() -> dict[str, EntryPoint]:
-    """The factories by name, ours before those of other packages. Imports none."""
+    """Return the factories by name, ours before those of other packages. Imports none."""
     return {entry.name: entry for entry in (*entry_points(group=GROUP), *BUILT_IN)}
 
 
 def open_channel(name: str | None, memory: ByteArray) -> Channel | None:
-    """Open a channel, and register memory with it once and for all; None if there is none, or it cannot be used here.
+    """Open a channel and register memory with it; None if no channel is named or it cannot be used here.
 
-    Then KV goes over TCP, which is said in one line.
+    Without a channel KV is sent over TCP. A warning is logged if the named channel cannot be used.
 
     Args:
         name: as registered; None for no channel.
-        memory: uint8 ``[num_bytes]``: what peers read from, or what they are read to.
+        memory: uint8 ``[num_bytes]``, the source and target of reads.
 
     Raises:
         ConfigError: there is no such channel.

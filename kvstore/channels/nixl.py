@@ -1,11 +1,11 @@
 """NIXL as a channel: UCX chooses shared memory, RDMA or TCP.
 
-Without NIXL's own thread, which takes a whole core even when nothing is to be done. So UCX works in calls: in ``look``
-where this end reads, and on a thread while others may read here, as new connections and TCP need it.
+NIXL's own progress thread is off, because it takes a whole core even when idle. UCX therefore makes progress in calls:
+in ``look`` where this end reads, and on a thread while others may read here, as new connections and TCP need it.
 
-A read that was begun is not cancelled, and its peer not detached, before it has ended: UCX writes to its parts whatever
-still comes. Only the end of the whole agent stops that. NIXL says that a transfer has failed as soon as one of its
-ranges has, while it may still write to the others; so each part of a read is a transfer of its own.
+A read in progress is not cancelled and its peer not detached before it has ended, because UCX keeps writing to its
+parts. Only the end of the whole agent stops that. NIXL reports a transfer as failed as soon as one of its ranges has
+failed, while it may still write to the others, so each part of a read is a separate transfer.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ try:
 except ImportError as error:
     raise ImportError(f"NIXL cannot be imported ({error}): pip install 'vllm-kvstore[nixl]'") from error
 finally:
-    logging.raiseExceptions = _raises  # NIXL silences what all loggers of a process say of bad messages
+    logging.raiseExceptions = _raises  # NIXL disables the error reports of all loggers in the process
 if not os.environ.get("NIXL_LOG_LEVEL"):
-    logging.getLogger("nixl").setLevel(logging.WARNING)  # the rest goes to stdout, where programs print their results
+    logging.getLogger("nixl").setLevel(logging.WARNING)  # it logs to stdout, where programs print their results
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +45,9 @@ _MEMORY: Final = "DRAM"
 _HEADER: Final = struct.Struct("<8s8sQQ")  # of a description: magic, checksum, and address and length of the memory
 _NUMBERS: Final = struct.Struct("<QQ")
 _MAGIC: Final = b"kvnixl\0\1"
-_TURN_S: Final = 2e-3  # between two turns of the thread: a few percent of a core
+_TURN_S: Final = 2e-3  # between two polls of the thread, which take a few percent of a core
 _CLOSE_WAIT_S: Final = 1.0
-_FAILURES: Final[tuple[type[Exception], ...]] = tuple(  # which have no class in common
+_FAILURES: Final[tuple[type[Exception], ...]] = tuple(  # NIXL's exceptions have no common base class
     kind for kind in vars(_bindings).values() if isinstance(kind, type) and issubclass(kind, Exception)
 )
 _NO_AGENT: Final[tuple[type[Exception], ...]] = (*_FAILURES, RuntimeError)
@@ -61,7 +61,7 @@ class _Memory(NamedTuple):
 
 @dataclass
 class _Transfers:
-    """Those of a read that are under way, and whether one of the others has failed."""
+    """The pending transfers of a read, with a flag set if another one has failed."""
 
     handles: list[Any]
     has_failed: bool
@@ -72,7 +72,7 @@ def _checksum(memory: _Memory, metadata: bytes) -> bytes:
 
 
 def _begin(agent: Any, peer: Peer, begin: int, part: ByteArray) -> Any:  # noqa: ANN401 - NIXL has no types
-    """A transfer from an address of a peer's that is under way, or has ended. Where it raises, nothing was begun."""
+    """Begin a transfer from an address of a peer. If this raises, nothing was begun."""
     there = agent.get_xfer_descs([(begin, len(part), 0)], _MEMORY)
     here = agent.get_xfer_descs([(part.ctypes.data, len(part), 0)], _MEMORY)
     handle = agent.initialize_xfer("READ", here, there, peer)
@@ -82,7 +82,7 @@ def _begin(agent: Any, peer: Peer, begin: int, part: ByteArray) -> Any:  # noqa:
 
 
 class NixlChannel(Channel):
-    """An agent of its own, with one lock around it."""
+    """A NIXL agent behind a lock."""
 
     name: ClassVar[str] = "nixl"
 
@@ -149,14 +149,14 @@ class NixlChannel(Channel):
             raise ChannelError(f"a read from byte {offset_bytes} leaves the peer's memory of {memory.num_bytes} bytes")
         begins = itertools.accumulate(map(len, parts), initial=memory.address + offset_bytes)
         transfers = _Transfers([], has_failed=False)
-        with self._working() as agent:  # for all of it: what ``close`` does not find keeps the agent alive
+        with self._working() as agent:  # held throughout, because a handle that ``close`` misses keeps the agent alive
             for begin, part in zip(begins, parts, strict=False):
                 try:
                     transfers.handles.append(_begin(agent, peer, begin, part))
                 except _NOT_BEGUN:
                     if not transfers.handles:
                         raise
-                    transfers.has_failed = True  # and those before it are waited for
+                    transfers.has_failed = True  # the earlier transfers are still awaited
                     break
             reading = Reading(next(self._numbers))
             self._readings[reading] = transfers
@@ -165,7 +165,7 @@ class NixlChannel(Channel):
     def look(self, reading: Reading) -> State:
         """See ``Channel``."""
         transfers = self._readings.get(reading)
-        if transfers is None:  # ``close`` has ended it
+        if transfers is None:  # ended by ``close``
             return State.FAILED
         for handle in list(transfers.handles):
             state = self._state_of(handle)
@@ -178,7 +178,7 @@ class NixlChannel(Channel):
         return State.FAILED if transfers.has_failed else State.DONE
 
     def _state_of(self, handle: Any) -> State:  # noqa: ANN401 - NIXL has no types
-        """What has become of a transfer, which is forgotten when it has ended."""
+        """Return the state of a transfer, whose handle is released once it has ended."""
         try:
             with self._working(_bindings.nixlRemoteDisconnectError) as agent:
                 found = agent.check_xfer_state(handle)
@@ -220,7 +220,7 @@ class NixlChannel(Channel):
                 with suppress(*_FAILURES):
                     handle.release()
             self._readings.clear()
-            self._agent = None  # ends UCX, and with it what is still under way
+            self._agent = None  # ends UCX and all pending transfers
         finally:
             self._lock.release()
         if self._thread is not None:
@@ -239,7 +239,7 @@ class NixlChannel(Channel):
 
     @contextmanager
     def _working(self, *passed: type[Exception]) -> Iterator[Any]:
-        """The agent, for one thread at a time; its errors as ours, but for those to be passed on."""
+        """Yield the agent to one thread at a time; translates NIXL's errors except those in ``passed``."""
         with self._lock:
             if self._agent is None or self._is_closed:
                 raise ChannelError("the channel was closed")

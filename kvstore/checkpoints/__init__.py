@@ -1,1 +1,1 @@
-"""What a model with several kinds of state needs, besides its chunks, to go on at some token."""
+"""Checkpoints: the state that a model with several KV cache groups needs, with its chunks, to continue at a token."""

@@ -1,8 +1,8 @@
-"""The KV cache groups of a model: what a layer of each keeps, and which blocks a model needs to go on at some token.
+"""KV cache groups of a model: what a layer of each keeps, and which blocks the model needs to continue at a token.
 
-A group of full attention keeps all tokens: a *chunk* is its KV, additive. Other groups keep the last window, or one
-state. What a model needs of them to go on at token N is the *checkpoint* at N: a hit of N tokens takes all chunks up to
-N and the checkpoint at N. A model whose only group is full needs no checkpoint.
+A group of full attention keeps all tokens; its KV is stored in *chunks*, and is additive. Other groups keep the last
+window, or one state. The blocks of these that a model needs to continue at token N are the *checkpoint* at N. A hit of
+N tokens takes all chunks up to N and the checkpoint at N. A model whose only group is full needs no checkpoint.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from kvstore.errors import LayoutError
 
 
 class Kind(Enum):
-    """What the layers of a group keep."""
+    """Kind of KV or state that the layers of a group keep."""
 
     FULL = "full"  # the KV of all tokens
-    WINDOW = "window"  # that of the last tokens
-    LOCAL = "local"  # that of the tokens since the last multiple of a chunk of attention
-    STATE = "state"  # one state, of Mamba, linear attention or a convolution
+    WINDOW = "window"  # the KV of the last tokens
+    LOCAL = "local"  # the KV of the tokens since the last multiple of an attention chunk
+    STATE = "state"  # one state of Mamba, linear attention or a convolution
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Group:
     """One KV cache group, on one rank.
 
     Attributes:
-        kind: what its layers keep.
+        kind: kind of KV or state that its layers keep.
         block_tokens: tokens in one of its blocks.
         block_bytes: bytes of one block in all its layers on this rank.
         span_tokens: for a window, the tokens before the next one that it attends to; for local attention, its chunk.
@@ -43,7 +43,7 @@ class Group:
     span_tokens: int = 0
 
     def blocks_at(self, end_tokens: int) -> range:
-        """The positions, in a request's block table, of the blocks that hold what is needed to go on at a token.
+        """Return the positions, in a request's block table, of the blocks needed to continue at a token.
 
         ``end_tokens`` is a multiple of ``block_tokens``.
         """
@@ -67,7 +67,7 @@ class Row(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Blocks of one group in a checkpoint, from number ``begin`` to before ``end`` of those it has of that group."""
+    """Blocks of one group in a checkpoint, numbered within that group's blocks: ``begin`` to before ``end``."""
 
     group: int
     begin: int
@@ -76,7 +76,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Groups:
-    """All groups of a model that KV is kept of, on one rank, by their numbers here."""
+    """All groups of a model whose KV is kept, on one rank; a group's number is its index here."""
 
     groups: tuple[Group, ...]
 
@@ -86,22 +86,22 @@ class Groups:
 
     @property
     def needs_checkpoints(self) -> bool:
-        """Whether any group keeps less than all tokens."""
+        """True if any group keeps less than all tokens."""
         return bool(self.partial)
 
     @cached_property
     def full(self) -> tuple[int, ...]:
-        """The groups whose KV is in chunks."""
+        """Numbers of the groups whose KV is stored in chunks."""
         return tuple(number for number, group in enumerate(self.groups) if group.kind is Kind.FULL)
 
     @cached_property
     def partial(self) -> tuple[int, ...]:
-        """The groups of which checkpoints are made."""
+        """Numbers of the groups that are stored in checkpoints."""
         return tuple(number for number, group in enumerate(self.groups) if group.kind is not Kind.FULL)
 
     @cached_property
     def has_states(self) -> bool:
-        """Whether a group keeps one state: then not every step leaves what a checkpoint needs."""
+        """True if a group keeps one state; then a step may leave less than a checkpoint needs."""
         return any(group.kind is Kind.STATE for group in self.groups)
 
     @cached_property
@@ -110,19 +110,19 @@ class Groups:
         return math.lcm(*(group.block_tokens for group in self.groups))
 
     def checkpoint_bytes(self, end_tokens: int) -> int:
-        """Bytes of the checkpoint at a token."""
+        """Return the bytes of the checkpoint at a token."""
         groups = (self.groups[number] for number in self.partial)
         return sum(group.block_bytes * len(group.blocks_at(end_tokens)) for group in groups)
 
     def bytes_of(self, runs: Iterable[Run]) -> int:
-        """Bytes of some of the blocks of a checkpoint."""
+        """Return the bytes of some of the blocks of a checkpoint."""
         return sum(self.groups[run.group].block_bytes * (run.end - run.begin) for run in runs)
 
 
 def cut(counts: Sequence[tuple[int, int]], ranks: Sequence[Groups], room_bytes: Sequence[int]) -> list[tuple[Run, ...]]:
-    """A checkpoint in parts, each of which fits into ``room_bytes`` of its rank, on every rank.
+    """Cut a checkpoint into parts, each of which fits into ``room_bytes`` of its rank, on every rank.
 
-    ``counts`` are groups, each with how many blocks the checkpoint has of it.
+    ``counts`` lists the groups, each with its number of blocks in the checkpoint.
 
     Raises:
         LayoutError: a single block is larger than that.

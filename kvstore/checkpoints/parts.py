@@ -1,8 +1,8 @@
-"""How a checkpoint is stored: in parts, each of which every tier takes for an ordinary chunk.
+"""Storage of checkpoints in parts, each of which is an ordinary chunk to every tier.
 
-A part's payload is its blocks, one group after the other, each as ``layout`` has it, and zeros up to whole blocks of a
-chunk. Its key names the tokens before the checkpoint, which blocks it holds, and how many parts there are: a checkpoint
-cut in another way is another one.
+A part's payload is its blocks, one group after the other in the order of ``layout``, padded with zeros to whole blocks
+of a chunk. Its key covers the tokens before the checkpoint, the blocks it holds, and the number of parts, so a
+checkpoint cut in another way is a different one.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 from kvstore.layout import KVLayout
 
 _DOMAIN: Final = b"kvstore/checkpoint/1\0"
-_MOST_KNOWN: Final = 1 << 14  # ends of sequences, where a checkpoint may be: 32 sequences of 512 chunks
+_MOST_KNOWN: Final = 1 << 14  # ends at which a checkpoint may be: 32 sequences of 512 chunks
 
 End = tuple[int, PrefixKey]
-"""Where a sequence may be gone on with: the tokens up to there, and their key."""
+"""A point at which a sequence may continue: the number of tokens before it, and their key."""
 
 
 class _Cut(NamedTuple):
-    """A part of any checkpoint that has as many blocks of each group.
+    """One part of every checkpoint with the same number of blocks in each group.
 
     Attributes:
-        label: what its key is made of, besides the key of the tokens before the checkpoint.
+        label: the input of its key, apart from the key of the tokens before the checkpoint.
         num_blocks: its length in blocks of a chunk.
-        runs: what it holds.
+        runs: the blocks it holds.
     """
 
     label: bytes
@@ -38,13 +38,13 @@ class _Cut(NamedTuple):
     runs: tuple[Run, ...]
 
     def ref(self, prefix_key: PrefixKey) -> ChunkRef:
-        """The chunk that this part is stored as."""
+        """Return the chunk that this part is stored as."""
         return ChunkRef(sha256(_DOMAIN + prefix_key + self.label).digest()[:PREFIX_KEY_BYTES], self.num_blocks)
 
 
 @dataclass(frozen=True)
 class _Known:
-    """What was computed before, since a lookup asks about all ends of a sequence, and vLLM asks again and again."""
+    """Cached results, since a lookup asks for all ends of a sequence, and vLLM repeats its lookups."""
 
     at: dict[int, tuple[_Cut, ...]] = field(default_factory=dict)  # by end
     of: dict[tuple[int, ...], tuple[_Cut, ...]] = field(default_factory=dict)  # by blocks of each group
@@ -56,9 +56,10 @@ class Checkpoints:
     """The checkpoints of a model, as all its ranks store them. Thread-safe.
 
     Attributes:
-        ranks: the groups of each rank; alike but for their bytes.
-        layouts: of a chunk on each rank.
-        interval_tokens: how often a checkpoint is stored, besides where prompts end or part; 0 for no more than that.
+        ranks: the groups of each rank, which differ only in their bytes.
+        layouts: layout of a chunk on each rank.
+        interval_tokens: distance of stored checkpoints, in addition to those where prompts end or diverge; 0 for only
+            these.
     """
 
     ranks: tuple[Groups, ...]
@@ -67,7 +68,7 @@ class Checkpoints:
     _known: _Known = field(default_factory=_Known, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """See to it that every checkpoint can be cut.
+        """Check that every checkpoint can be cut.
 
         Raises:
             LayoutError: a block of a rank does not fit into a chunk.
@@ -76,11 +77,11 @@ class Checkpoints:
 
     @property
     def groups(self) -> Groups:
-        """Those of the first rank."""
+        """Groups of the first rank."""
         return self.ranks[0]
 
     def rows(self, end_tokens: int) -> list[tuple[Row, ...]]:
-        """The blocks of each part of a checkpoint at a token."""
+        """Return the blocks of each part of a checkpoint at a token."""
         groups, parts = self.groups.groups, []
         for one in self._cuts(end_tokens):
             runs = ((run.group, groups[run.group].blocks_at(end_tokens)[run.begin : run.end]) for run in one.runs)
@@ -88,11 +89,11 @@ class Checkpoints:
         return parts
 
     def refs(self, prefix_key: PrefixKey, end_tokens: int) -> Iterator[ChunkRef]:
-        """The chunks that the parts of a checkpoint are stored as, each made when it is asked for."""
+        """Yield the chunks that the parts of a checkpoint are stored as, made on demand."""
         return (one.ref(prefix_key) for one in self._cuts(end_tokens))
 
     def first_refs(self, ends: Iterable[End]) -> Iterator[ChunkRef | None]:
-        """The first part of the checkpoint at each of these ends; None where nothing is needed to go on."""
+        """Yield the first part of the checkpoint at each of these ends; None where no state is needed to continue."""
         known, cuts_at = self._known.first, self._known.at
         if len(known) > _MOST_KNOWN:
             known.clear()
@@ -105,10 +106,10 @@ class Checkpoints:
             yield first
 
     def is_wanted(self, begin_tokens: int, end_tokens: int, marks: Sequence[int]) -> bool:
-        """Whether a checkpoint is worth its room at the end of a chunk, the tokens from ``begin_tokens`` on.
+        """Tell if a checkpoint is worth storing at the end of the chunk ``[begin_tokens, end_tokens)``.
 
-        ``marks`` are where the prompt ends, and where others parted from it. One that is no larger than a chunk always
-        is.
+        ``marks`` are the end of the prompt and the points where other prompts diverged from it. A checkpoint no larger
+        than a chunk is always stored.
         """
         if end_tokens in marks:
             return True
@@ -117,7 +118,7 @@ class Checkpoints:
         return bool(self.groups.full) and self._is_small(end_tokens)
 
     def _is_small(self, end_tokens: int) -> bool:
-        """Whether, of all ranks together, it has no more bytes than a chunk; some may have no layers of a kind."""
+        """Tell if it is no larger than a chunk, over all ranks; some ranks may have no layers of a kind."""
         checkpoint_bytes = sum(rank.checkpoint_bytes(end_tokens) for rank in self.ranks)
         chunk_bytes = sum(
             layout.payload_bytes(layout.blocks_per_chunk)
@@ -127,7 +128,7 @@ class Checkpoints:
         return checkpoint_bytes <= chunk_bytes
 
     def _cuts(self, end_tokens: int) -> tuple[_Cut, ...]:
-        """The parts of a checkpoint at a token."""
+        """Return the parts of a checkpoint at a token."""
         cuts = self._known.at.get(end_tokens)
         if cuts is None:
             counts = tuple(len(self.groups.groups[number].blocks_at(end_tokens)) for number in self.groups.partial)
@@ -140,7 +141,7 @@ class Checkpoints:
         return cuts
 
     def _cut(self, counts: tuple[int, ...]) -> tuple[_Cut, ...]:
-        """The parts of a checkpoint that has so many blocks of each group that keeps less than all tokens."""
+        """Return the parts of a checkpoint with these numbers of blocks of the groups in ``partial``."""
         room_bytes = [layout.payload_bytes(layout.blocks_per_chunk) for layout in self.layouts]
         parts = cut(list(zip(self.groups.partial, counts, strict=True)), self.ranks, room_bytes)
         cuts = []

@@ -1,4 +1,4 @@
-"""The one chunk format, for disk, Redis, wire and packs. ``docs/FORMAT.md`` describes it byte by byte.
+"""The chunk format of disk, Redis, wire and packs. ``docs/FORMAT.md`` describes it byte by byte.
 
 A chunk is a valid safetensors file: a header padded with spaces to a multiple of 4096 bytes, then the payload as the U8
 tensor ``kv``, then zeros as the U8 tensor ``_pad`` up to a multiple of 4096. So one vectored call moves header and
@@ -33,13 +33,13 @@ from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 
 FORMAT_VERSION = "1"
 _LENGTH = struct.Struct("<Q")
-_FIXED_HEADER_BYTES = 1024  # more than a header ever needs besides its checksums
+_FIXED_HEADER_BYTES = 1024  # more than a header needs without its checksums
 CHECKSUM_DIGITS = 16
 _LENGTH_DIGITS = 8
 
 
 class Damage(StrEnum):
-    """Why bytes are not the expected chunk."""
+    """Reasons why bytes are not the expected chunk."""
 
     SIZE = "wrong size"
     NOT_A_CHUNK = "not a chunk file"
@@ -64,7 +64,7 @@ _REASONS = (
 
 
 class Encoding(NamedTuple):
-    """How the layers of a payload are stored: the codec, and the length of each layer."""
+    """Encoding of a payload: the codec, and the stored length of each layer."""
 
     codec: str
     layer_bytes: tuple[int, ...]
@@ -75,28 +75,28 @@ class Encoding(NamedTuple):
         return sum(self.layer_bytes)
 
     def ranges(self) -> list[tuple[int, int]]:
-        """Begin and end of every layer, counted from the end of the header."""
+        """Return begin and end of every layer, counted from the end of the header."""
         return list(pairwise(accumulate(self.layer_bytes, initial=0)))
 
 
 def header_bytes(layout: KVLayout, codec: str = "none") -> int:
-    """Where the payload begins: 4096 up to 192 layers, or up to 128 with a codec."""
+    """Return the length of the header, a multiple of 4096: 4096 up to 192 layers, or up to 128 with a codec."""
     digits = CHECKSUM_DIGITS if codec == "none" else CHECKSUM_DIGITS + _LENGTH_DIGITS
     return round_up(_FIXED_HEADER_BYTES + digits * layout.num_layers, ALIGNMENT_BYTES)
 
 
 def body_bytes(layout: KVLayout, num_blocks: int) -> int:
-    """Bytes after the header: the payload and its padding."""
+    """Return the bytes after the header: the payload and its padding."""
     return round_up(layout.payload_bytes(num_blocks), ALIGNMENT_BYTES)
 
 
 def file_bytes(layout: KVLayout, num_blocks: int, codec: str = "none") -> int:
-    """File size of a chunk of ``num_blocks`` blocks; with a codec, the largest possible one."""
+    """Return the file size of a chunk of ``num_blocks`` blocks; with a codec, the largest possible one."""
     return header_bytes(layout, codec) + body_bytes(layout, num_blocks)
 
 
 def checksums(layout: KVLayout, num_blocks: int, payload: ByteArray, layers: range | None = None) -> str:
-    """The xxh3_64 of every layer, or of the ``layers`` given, 16 hex digits each, one after the other.
+    """Return the xxh3_64 of every layer, or of the given ``layers``, as 16 hex digits each, concatenated.
 
     ``payload`` may be longer than the chunk (a slab slot). The GIL is released while a layer is hashed.
     """
@@ -107,7 +107,7 @@ def checksums(layout: KVLayout, num_blocks: int, payload: ByteArray, layers: ran
 
 
 class RunningSums:
-    """The ``checksums`` of a payload that passes in pieces, in order. Belongs to one thread.
+    """Incremental ``checksums`` of a payload that is added in pieces, in order. Belongs to one thread.
 
     A piece that was just received, or is about to be sent, is hashed while it is in the processor's cache.
     """
@@ -132,25 +132,25 @@ class RunningSums:
                 self._end = next(self._ends, 0)
 
     def over(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-        """Add pieces; yields each of them after it was added."""
+        """Add pieces, and yield each of them after it was added."""
         for piece in pieces:
             self.add(piece)
             yield piece
 
     def text(self) -> str:
-        """The checksums of the layers that are complete."""
+        """Return the checksums of the layers that are complete."""
         return "".join(self._sums)
 
 
 def encode_header(layout: KVLayout, key: ChunkKey, num_blocks: int, payload: ByteArray) -> bytes:
-    """The header of a chunk without a codec, checksums included. ``payload`` may be longer than the chunk."""
+    """Return the header of a chunk without a codec, with checksums. ``payload`` may be longer than the chunk."""
     return build_header(layout, key, num_blocks, checksums(layout, num_blocks, payload))
 
 
 def build_header(
     layout: KVLayout, key: ChunkKey, num_blocks: int, layer_sums: str, *, encoding: Encoding | None = None
 ) -> bytes:
-    """The header of a chunk whose ``checksums`` are known, and its ``encoding``, if it has one."""
+    """Return the header of a chunk with known ``checksums``, and with its ``encoding``, if it has one."""
     payload_bytes = encoding.total_bytes if encoding else layout.payload_bytes(num_blocks)
     end_bytes = round_up(payload_bytes, ALIGNMENT_BYTES)
     metadata = {
@@ -174,10 +174,10 @@ def build_header(
 def verify(
     layout: KVLayout, key: ChunkKey, num_blocks: int, header: ByteArray | bytes, payload: ByteArray
 ) -> Damage | None:
-    """Whether ``header`` and ``payload`` are the chunk ``key`` of ``num_blocks`` blocks: None, or why not.
+    """Return None if ``header`` and ``payload`` are the chunk ``key`` of ``num_blocks`` blocks, else the damage.
 
-    Never raises, whatever the bytes are. ``payload`` may be longer than the chunk (a slab slot); the padding after it
-    is not checked, as nobody reads it.
+    Never raises, for any bytes. ``payload`` may be longer than the chunk (a slab slot); the padding after it is not
+    checked, as it is never read.
     """
     if len(header) != header_bytes(layout) or len(payload) < layout.payload_bytes(num_blocks):
         return Damage.SIZE
@@ -194,9 +194,9 @@ def compare(
     encoding: Encoding | None = None,
     layers: range | None = None,
 ) -> Damage | None:
-    """``verify`` for a payload whose ``checksums`` are known, and its ``encoding``, if it has one.
+    """Verify a payload with known ``checksums``, and with its ``encoding``, if it has one; see ``verify``.
 
-    With ``layers``, ``layer_sums`` are only theirs, and what the header says of the other layers stands.
+    With ``layers``, ``layer_sums`` covers only these, and the header's checksums of the other layers are accepted.
     """
     found = bytes(header)
     if layers is not None:
@@ -211,10 +211,10 @@ def compare(
 def parse_encoding(
     layout: KVLayout, num_blocks: int, header: ByteArray | bytes, codec: str
 ) -> tuple[Encoding | None, str] | Damage:
-    """The encoding that a header states, None for ``none``, and the checksums; or why there is none of either.
+    """Return the encoding that a header states, None for ``none``, and the checksums; or the damage.
 
     Only ``codec`` and ``none`` are accepted. Every length is at least one byte and at most that of the layer without a
-    codec. Whether they fit the file, and whether the rest of the header is right (``compare``), is up to the caller.
+    codec. The caller checks that they fit the file, and that the rest of the header is right (``compare``).
     """
     metadata = _metadata(header)
     if metadata is None:
@@ -234,18 +234,18 @@ def parse_encoding(
 
 
 def codec_of(header: ByteArray | bytes) -> str | None:
-    """The codec that a header names, whatever else is in it; None if it names none."""
+    """Return the codec that a header names, without checking the rest; None if it names none."""
     codec = (_metadata(header) or {}).get("codec")
     return codec if isinstance(codec, str) else None
 
 
 def codec_in(layout: KVLayout, image: ByteArray) -> str:
-    """The codec that the header of a chunk file names: of many layers, it is longer with a codec. Else ``none``."""
+    """Return the codec named by a chunk file's header, which with many layers is longer with a codec; else ``none``."""
     return codec_of(image[: header_bytes(layout)]) or codec_of(image[: header_bytes(layout, "any")]) or "none"
 
 
 def parse_lengths(digits: str) -> tuple[int, ...]:
-    """The ``layer_bytes`` of a header.
+    """Parse the ``layer_bytes`` of a header.
 
     Raises:
         ValueError: they are not hex digits.
@@ -262,7 +262,7 @@ def _tensor(begin: int, end: int) -> dict[str, object]:
 
 
 def _diagnose(found: bytes, expected: bytes) -> Damage:
-    """The first difference between two headers that are not equal."""
+    """Return the most important difference between two headers that are not equal."""
     got, wanted = _metadata(found), _metadata(expected)
     if got is None or wanted is None:
         return Damage.NOT_A_CHUNK
@@ -270,7 +270,7 @@ def _diagnose(found: bytes, expected: bytes) -> Damage:
 
 
 def parse(header: ByteArray | bytes) -> dict[str, Any]:
-    """The JSON of a header; empty if there is none. The length before it is not used, as it may be wrong."""
+    """Return the JSON of a header; empty if there is none. The length before it is not used, as it may be wrong."""
     try:
         entries = json.loads(bytes(header)[_LENGTH.size :].decode())
     except (ValueError, RecursionError):  # not UTF-8, not JSON, or thousands of opening brackets

@@ -1,4 +1,4 @@
-"""Encodes and decodes chunks layer by layer, in buffers of the caller; for every storage of chunk files."""
+"""Encoding and decoding of chunks layer by layer, in buffers of the caller, for every storage of chunk files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 
 
 class ChunkCoder:
-    """Turns payloads of one layout into chunk files, and back. Thread-safe.
+    """Converter of payloads of one layout into chunk files, and back. Thread-safe.
 
     An *image* is the content of a chunk file: header, encoded layers, padding. It is read in steps, so that layers are
     decoded while the next ones arrive, and in parallel: ``open`` with the header, then ``Image.decode`` for each layer.
@@ -28,11 +28,11 @@ class ChunkCoder:
         self._plain_header_bytes = chunkfile.header_bytes(layout)
 
     def image_bytes(self, num_blocks: int) -> int:
-        """The largest image of a chunk of ``num_blocks`` blocks."""
+        """Return the largest size of an image of a chunk of ``num_blocks`` blocks."""
         return chunkfile.file_bytes(self.layout, num_blocks, self.codec.name)
 
     def may_be(self, num_blocks: int, size_bytes: int) -> bool:
-        """Whether an image of a chunk of ``num_blocks`` blocks can have this size."""
+        """Tell if an image of a chunk of ``num_blocks`` blocks can have this size."""
         return self.header_bytes < size_bytes <= self.image_bytes(num_blocks) and size_bytes % ALIGNMENT_BYTES == 0
 
     def encode(self, key: ChunkKey, num_blocks: int, payload: ByteArray, out: ByteArray) -> int:
@@ -63,7 +63,7 @@ class ChunkCoder:
         return Encoding(self.codec.name, tuple(lengths)), "".join(sums)
 
     def open(self, key: ChunkKey, num_blocks: int, image: ByteArray) -> Image | Damage:
-        """Check the header of an image, whose layers need not be there yet; returns what is wrong if it is wrong."""
+        """Check the header of an image, whose layers may still be missing; returns the damage if it is wrong."""
         if not self.may_be(num_blocks, len(image)):
             return Damage.SIZE
         header_bytes = self.header_bytes
@@ -76,9 +76,9 @@ class ChunkCoder:
         return opened
 
     def open_layers(self, key: ChunkKey, num_blocks: int, header: ByteArray | bytes, body: ByteArray) -> Image | Damage:
-        """The same for layers that do not follow their header.
+        """Check a header like ``open``, for layers that do not follow their header.
 
-        ``body`` is at least as long as the chunk without a codec, or the caller compares it with ``Image.size_bytes``.
+        ``body`` must be at least as long as the raw chunk, or the caller compares it with ``Image.size_bytes``.
         """
         parsed = chunkfile.parse_encoding(self.layout, num_blocks, header, self.codec.name)
         if isinstance(parsed, Damage):
@@ -91,7 +91,7 @@ class ChunkCoder:
         return Image(self.codec, body, encoding.ranges() if encoding else raw, raw, sums)
 
     def decode(self, key: ChunkKey, num_blocks: int, image: ByteArray, payload: ByteArray) -> Damage | None:
-        """Fill ``payload`` from a complete image; if that is damaged, returns why, and ``payload`` is undefined."""
+        """Fill ``payload`` from a complete image; returns its damage, if any, and then ``payload`` is undefined."""
         opened = self.open(key, num_blocks, image)
         if isinstance(opened, Damage):
             return opened
@@ -100,7 +100,7 @@ class ChunkCoder:
 
 
 class Image:
-    """An image whose header is right; its layers may still be arriving."""
+    """An image with a valid header; its layers may still be arriving."""
 
     def __init__(
         self,
@@ -127,14 +127,14 @@ class Image:
         return len(self._body)
 
     def layers_within(self, done: int, end_bytes: int) -> range:
-        """The layers from ``done`` on that are complete once ``end_bytes`` after the header have arrived."""
+        """Return the layers from ``done`` on that are complete once ``end_bytes`` after the header have arrived."""
         last = done
         while last < len(self._ranges) and self._ranges[last][1] <= end_bytes:
             last += 1
         return range(done, last)
 
     def decode(self, layer: int, payload: ByteArray) -> Damage | None:
-        """Decode a layer to its place in ``payload``; returns what is wrong with it, if anything."""
+        """Decode a layer to its place in ``payload``; returns its damage, if any."""
         begin, end = self._ranges[layer]
         wanted = self._layer_sums[16 * layer : 16 * layer + 16]
         if xxhash.xxh3_64_hexdigest(self._body.data[begin:end]) != wanted:
@@ -147,5 +147,5 @@ class Image:
         return None
 
     def check_padding(self) -> Damage | None:
-        """Check that everything after the last layer is zero."""
+        """Check that all bytes after the last layer are zero."""
         return Damage.HEADER if self._body[self.size_bytes :].any() else None

@@ -21,12 +21,12 @@ _OPAQUE_TOLERANCE: Final = 0.5
 
 
 def tolerance(layout: KVLayout) -> float:
-    """The deviation up to which payloads count as equal."""
+    """Return the deviation up to which payloads count as equal."""
     return _TOLERANCES.get(layout.element, _OPAQUE_TOLERANCE)
 
 
 def deviation(fresh: ByteArray, stored: ByteArray, layout: KVLayout, num_blocks: int) -> float:
-    """The largest deviation over all layers of a chunk of ``num_blocks``; infinite if a value is not finite."""
+    """Return the largest deviation over a chunk's layers; infinite if a value is not finite."""
     worst = 0.0
     for begin, end in layout.layer_ranges(num_blocks):
         one, other = fresh[begin:end], stored[begin:end]

@@ -1,4 +1,4 @@
-"""Chunk files of any codec, described and checked without decoding them, so without the codec's package.
+"""Description and checks of chunk files of any codec, without decoding them and so without the codec's package.
 
 An *image* is the content of a chunk file. The checks are those of a reader, see ``docs/FORMAT.md``. Everything here is
 a pure function and thread-safe.
@@ -24,10 +24,10 @@ MAX_HEADER_BYTES = 1 << 20  # of any chunk
 
 
 class Facts(NamedTuple):
-    """What the header of a chunk file says, unverified.
+    """Fields of a chunk file's header, unverified.
 
     Attributes:
-        header_bytes: where the payload begins.
+        header_bytes: length of the header, after which the payload begins.
         payload_bytes: as stored, without padding.
         layer_bytes: of each layer as stored; None without a codec, where the layout determines them.
     """
@@ -45,12 +45,12 @@ class Facts(NamedTuple):
 
     @property
     def image_bytes(self) -> int:
-        """The size of a file with this header."""
+        """Size of a file with this header."""
         return self.header_bytes + round_up(self.payload_bytes, ALIGNMENT_BYTES)
 
 
 def read_facts(begin: bytes) -> Facts | None:
-    """What a file says whose first bytes these are; None if they are no chunk's header.
+    """Read the header of a chunk file from its first bytes; None if they are no chunk's header.
 
     The first ``MAX_HEADER_BYTES`` are enough.
     """
@@ -79,7 +79,7 @@ def read_facts(begin: bytes) -> Facts | None:
 
 
 def infer_layout(found: Iterable[Facts]) -> KVLayout | None:
-    """The layout that most chunks have, if all layers are of one size; None if there are no chunks.
+    """Return the layout of most chunks, assuming that all layers have one size; None if there are no chunks.
 
     For storage without a note. The meaning of the bytes is unknown, so the fingerprint is not that of the engine.
     """
@@ -93,16 +93,16 @@ def infer_layout(found: Iterable[Facts]) -> KVLayout | None:
         return None
     (num_layers, block_tokens, _), _ = votes.most_common(1)[0]
     sizes = [vote for vote, _ in votes.most_common() if vote[:2] == (num_layers, block_tokens) and vote[2]]
-    page_bytes = sizes[0][2] if sizes else _ANY_PAGE_BYTES  # encoded chunks do not tell their raw sizes
+    page_bytes = sizes[0][2] if sizes else _ANY_PAGE_BYTES  # headers of encoded chunks lack raw sizes
     block_tokens = max(1, block_tokens)
     return KVLayout((page_bytes,) * num_layers, 1, block_tokens, most_blocks * block_tokens, "inferred")
 
 
 def check_image(layout: KVLayout, key: ChunkKey, num_blocks: int, image: ByteArray) -> Damage | None:
-    """Whether ``image`` is the chunk ``key`` of ``num_blocks`` blocks, whatever codec it names: None, or why not.
+    """Return None if ``image`` is the chunk ``key`` of ``num_blocks`` blocks, in any codec, else its damage.
 
     With a codec, the checksums of the encoded layers must agree and the padding must be zeros; decoding is not tried.
-    Never raises, whatever the bytes are.
+    Never raises, for any bytes.
     """
     codec = chunkfile.codec_in(layout, image)
     begin = image[: chunkfile.header_bytes(layout, codec)]
@@ -130,7 +130,7 @@ def check_image(layout: KVLayout, key: ChunkKey, num_blocks: int, image: ByteArr
 
 
 def _explained(layout: KVLayout, key: ChunkKey, num_blocks: int, begin: ByteArray) -> Damage:
-    """Why a file of a wrong size is not the chunk: another number of blocks explains more than the size does."""
+    """Return the damage of a file of a wrong size; another number of blocks is a more precise reason than the size."""
     facts = read_facts(begin.tobytes())
     if facts is None:
         return Damage.NOT_A_CHUNK if len(begin) == chunkfile.header_bytes(layout) else Damage.SIZE

@@ -1,8 +1,8 @@
-"""A pack: chunks of one model in one file, for shipping. ``docs/FORMAT.md`` describes it byte by byte.
+"""Packs: chunks of one model in one file, for shipping. ``docs/FORMAT.md`` describes them byte by byte.
 
 A pack is written once, from front to back, one chunk at a time, under another name until it is complete; an interrupted
-export resumes where it stopped. Every chunk in it is the content of a chunk file, with its own checksums. Behind the
-chunks, where readers that do not know of trails look at nothing, are those of the chunks.
+export resumes where it stopped. Every chunk in it is the content of a chunk file, with its checksums. The trails of the
+chunks follow after the chunks, in a part of the file that older readers do not read.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _MAX_TRAIL_BYTES = 1 << 20  # one record; of a chunk of a million tokens at leas
 
 @dataclass(frozen=True)
 class Shard:
-    """The chunks of one worker: their namespace and layout, and the folders below the engine's that held them."""
+    """Chunks of one worker: their namespace and layout, and the folders below the engine's that held them."""
 
     namespace: Namespace
     layout: KVLayout
     folders: tuple[str, ...] = ("",)
 
     def to_tree(self) -> dict[str, object]:
-        """Its form in the front of a pack."""
+        """Return the shard as JSON values, for the front of a pack."""
         return {
             "namespace": dict(self.namespace.fields),
             "layout": json.loads(self.layout.to_json()),
@@ -65,7 +65,7 @@ class Shard:
         """Undo ``to_tree``.
 
         Raises:
-            KeyError, TypeError, LayoutError: it is something else.
+            KeyError, TypeError, LayoutError: the tree is not that of a shard.
         """
         fields, folders = tree["namespace"], tree["folders"]
         if not isinstance(fields, dict) or not isinstance(folders, list):
@@ -81,14 +81,14 @@ class Shard:
 
 
 class Extent(NamedTuple):
-    """Where a chunk is in a pack."""
+    """Position and size of a chunk in a pack."""
 
     offset: int
     size_bytes: int
 
 
 class _File:
-    """A descriptor that ``close`` and the end of a ``with`` close."""
+    """A file descriptor, closed by ``close`` and at the end of a ``with`` statement."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -109,17 +109,17 @@ class _File:
 
 
 class PackWriter(_File):
-    """Writes a pack, or resumes an interrupted one; close it in either case. Belongs to one thread.
+    """Writer of a new pack, or of an interrupted one; close it in either case. Belongs to one thread.
 
     Args:
         path: the pack; until ``finish`` its name is ``path`` with ``.partial`` appended.
-        shards: whose chunks it will hold.
+        shards: the shards of its chunks.
 
     Attributes:
         held: the chunks in it, also those from before an interruption.
 
     Raises:
-        ConfigError: the file cannot be written, another export writes it, or there is the begin of another pack.
+        ConfigError: the file cannot be written, another export writes it, or it holds the start of another pack.
     """
 
     def __init__(self, path: Path, shards: Sequence[Shard]) -> None:
@@ -153,7 +153,7 @@ class PackWriter(_File):
         """Write trails and the index, sync the file, and give the pack its name.
 
         Args:
-            trails: of its chunks, as far as they are known; those of others are left out.
+            trails: the known trails of its chunks; those of other chunks are left out.
 
         Raises:
             ConfigError: see ``add``.
@@ -171,13 +171,13 @@ class PackWriter(_File):
             self._partial.rename(self._path)
 
     def _noted(self, trails: Iterable[bytes]) -> bytes:
-        """The part of the file that holds the trails of its chunks; empty if none is known."""
+        """Return the part of the file that holds the trails of its chunks; empty if none is known."""
         records, held = _records(self._shards), {ref for _, ref in self.held}
         mine = dict.fromkeys(trail for trail in trails if records.takes(trail) and chunk_of(trail) in held)
         return b"".join((TRAILS_MAGIC, *map(records.record, mine))) if mine else b""
 
     def _resume(self) -> int:
-        """Keep the sound chunks of an interrupted export; returns where the next one goes."""
+        """Keep the sound chunks of an interrupted export; returns the offset of the next one."""
         found = read_front(self._fd, len(self._front))
         if found != self._front:
             if len(found) == len(self._front) or found[: len(MAGIC)] not in (MAGIC, b""):
@@ -210,7 +210,7 @@ class Pack(_File):
     """A pack open for reading. Thread-safe.
 
     Attributes:
-        shards: whose chunks it holds.
+        shards: the shards of its chunks.
         extents: for each shard, its chunks in the order in which they were written.
     """
 
@@ -229,7 +229,7 @@ class Pack(_File):
         super().__init__(fd)
 
     def read_trails(self) -> tuple[dict[PrefixKey, bytes], int]:
-        """The trails of its chunks, as far as it has them, and how many more are damaged or cannot be read."""
+        """Return the sound trails of its chunks, and the number of records that are damaged or cannot be read."""
         held = {ref for extents in self.extents for ref in extents}
         records, offset, num_records = self._trails_at()
         trails: dict[PrefixKey, bytes] = {}
@@ -246,7 +246,7 @@ class Pack(_File):
         return trails, num_records - num_sound
 
     def _trails_at(self) -> tuple[TrailRecords, int, int]:
-        """The kind of the records of trails, where the first one is, and how many there are: no more than chunks."""
+        """Return the kind of the trail records, the offset of the first, and their number: no more than chunks."""
         records = _records(self.shards)
         ends = [extent.offset + extent.size_bytes for extents in self.extents for extent in extents.values()]
         offset = max(ends, default=self._index_offset) + len(TRAILS_MAGIC)
@@ -254,7 +254,7 @@ class Pack(_File):
         return records, offset, min(room_bytes // records.record_bytes, len(ends))
 
     def read_into(self, extent: Extent, views: Sequence[memoryview]) -> bool:
-        """Fill ``views`` from the begin of a chunk; False if the file ends too early.
+        """Fill ``views`` from the start of a chunk; False if the file ends too early.
 
         Raises:
             OSError: the system refused.
@@ -262,7 +262,7 @@ class Pack(_File):
         return read_whole(self._fd, views, extent.offset)
 
     def read(self, extent: Extent) -> ByteArray | None:
-        """The content of a chunk's file; None if the pack ends too early.
+        """Return the content of a chunk's file; None if the pack ends too early.
 
         Raises:
             OSError: the system refused.
@@ -270,7 +270,7 @@ class Pack(_File):
         return _read_whole(self._fd, extent)
 
     def check(self, shard: int, ref: ChunkRef) -> str | None:
-        """What is wrong with a chunk, in words; None if nothing is."""
+        """Describe the damage of a chunk in words; None if it is sound."""
         try:
             image = self.read(self.extents[shard][ref])
         except OSError as error:
@@ -282,7 +282,7 @@ class Pack(_File):
         return None if damage is None else str(damage)
 
     def describe(self) -> dict[str, object]:
-        """What it holds, for people."""
+        """Return the contents of the pack in readable form."""
         return {
             "file_bytes": os.fstat(self._fd).st_size,
             "trails": len(self.read_trails()[0]),
@@ -350,14 +350,14 @@ def _opened(fd: int, path: Path) -> Pack:
 
 
 def _index_pieces(fd: int, offset: int, num_records: int) -> Iterator[bytes]:
-    """The index in pieces: a file with holes may state more records than there is memory."""
+    """Yield the index in pieces, because a sparse file can state more records than fit into memory."""
     for first in range(0, num_records, _PIECE_RECORDS):
         size_bytes = min(_PIECE_RECORDS, num_records - first) * _RECORD.size
         yield read_front(fd, size_bytes, offset + first * _RECORD.size)
 
 
 def _records(shards: Sequence[Shard]) -> TrailRecords:
-    """A trail is that of a chunk's part in every shard, so there is one record for all."""
+    """Return the one kind of record for all shards, because a chunk has the same trail in every shard."""
     return TrailRecords(max((shard.layout.blocks_per_chunk for shard in shards), default=0))
 
 
@@ -382,7 +382,7 @@ def _read_whole(fd: int, extent: Extent) -> ByteArray | None:
 
 
 def _data(fd: int, extent: Extent) -> Iterator[tuple[int, int]]:
-    """Begins and ends of what a file really holds of an extent: to read a hole would take memory for zeros."""
+    """Yield begin and end of an extent's data in a sparse file: reading a hole would take memory for zeros."""
     begin, end = extent.offset, extent.offset + extent.size_bytes
     while begin < end:
         try:
@@ -416,7 +416,7 @@ def refuse_written(path: Path) -> None:
 
 
 def _lock(fd: int, partial: Path) -> None:
-    """Keep other exports away until the file is closed; what a finished one has renamed is not this file any more.
+    """Lock out other exports until the file is closed; a file that was renamed by a finished export is refused.
 
     Raises:
         ConfigError: another export has it.
@@ -432,7 +432,7 @@ def _lock(fd: int, partial: Path) -> None:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Turns the errors of writing into ``ConfigError``."""
+    """Turn errors of writing into ``ConfigError``."""
     try:
         yield
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Trails in a file: records of one size, so that a torn one spoils no other; each has a checksum.
+"""Trails in a file: records of one size, so that a torn one damages no other, each with a checksum.
 
-``docs/FORMAT.md`` describes them. A folder's note and a pack have them. Everything here is thread-safe.
+``docs/FORMAT.md`` describes them. A folder's note and a pack contain them. Everything here is thread-safe.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _SUM_BYTES: Final = 8
 
 
 class TrailRecords:
-    """Writes and reads records of trails.
+    """Writer and reader of trail records.
 
     Args:
-        blocks_per_chunk: the most blocks of a trail.
+        blocks_per_chunk: the maximum of a trail's blocks.
 
     Attributes:
         record_bytes: the size of each record.
@@ -30,16 +30,16 @@ class TrailRecords:
         self.record_bytes = _SUM_BYTES + self._trail_bytes
 
     def takes(self, trail: bytes) -> bool:
-        """Whether a trail is worth a record, and fits: that of one block says nothing but its key."""
+        """Tell if a trail fits and is worth a record: the trail of one block is nothing but its key."""
         return PREFIX_KEY_BYTES < len(trail) <= self._trail_bytes
 
     def record(self, trail: bytes) -> bytes:
-        """The record of a trail that it ``takes``."""
+        """Return the record of a trail that it ``takes``."""
         body = trail.ljust(self._trail_bytes, b"\0")
         return xxhash.xxh3_64_digest(body) + body
 
     def read(self, data: bytes) -> Iterator[bytes]:
-        """The trails of those records that are whole and sound."""
+        """Yield the trails of those records that are whole and sound."""
         for begin in range(0, len(data) - self.record_bytes + 1, self.record_bytes):
             body = data[begin + _SUM_BYTES : begin + self.record_bytes]
             if data[begin : begin + _SUM_BYTES] == xxhash.xxh3_64_digest(body):
@@ -47,7 +47,7 @@ class TrailRecords:
 
 
 def _without_padding(body: bytes) -> bytes:
-    """The trail of a record: a key of zeros stands for none."""
+    """Return the trail of a record; a key of zeros is padding."""
     end = len(body)
     while end and not any(body[end - PREFIX_KEY_BYTES : end]):
         end -= PREFIX_KEY_BYTES

@@ -1,6 +1,6 @@
-"""Reads and writes of files that continue until all bytes are moved.
+"""Reads and writes of files that repeat system calls until all bytes are moved.
 
-A signal, a network filesystem, or more than 2 GiB at once cuts a system call short, which does not mean the file's end.
+A signal, a network filesystem, or a request over 2 GiB cuts a system call short before the end of the file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def read_whole(fd: int, views: Sequence[memoryview], offset_bytes: int) -> bool:
 
 
 def read_front(fd: int, most_bytes: int, offset_bytes: int = 0) -> bytes:
-    """The content of a file from an offset on, at most ``most_bytes``.
+    """Return the content of a file from an offset on, at most ``most_bytes``.
 
     Raises:
         OSError: the system refused.
@@ -59,7 +59,7 @@ def _move(
 
 
 def _rest(views: Sequence[memoryview], done: int) -> list[memoryview]:
-    """The rest of ``views`` after ``done`` bytes."""
+    """Return the rest of ``views`` after ``done`` bytes."""
     rest = []
     for view in views:
         if done < view.nbytes:

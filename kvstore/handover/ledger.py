@@ -1,4 +1,4 @@
-"""The hand-overs of one worker that are under way, and what became of their chunks."""
+"""Record of one worker's hand-overs under way, and of the outcomes of their chunks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore.paged.base import BlockIds
 from kvstore.protocol.messages import MAX_OPEN
 from kvstore.protocol.progress import ALL_TOKENS, Progress
 
-_MAX_LOST: Final = 256  # hand-overs without all their chunks of which receivers are told after their end
+_MAX_LOST: Final = 256  # incomplete hand-overs that are still reported to receivers after their end
 
 
 class PushJob(NamedTuple):
@@ -22,11 +22,11 @@ class PushJob(NamedTuple):
 
     Attributes:
         ref: its key and length.
-        block_ids: where it is.
+        block_ids: its blocks in the paged cache.
         handover: the number of the hand-over that it belongs to.
-        begin_tokens: where in the prompt it begins.
-        is_needed: without it, what comes after it is of no use.
-        trail: the keys at the ends of its blocks; empty if nobody needs them.
+        begin_tokens: its first token in the prompt.
+        is_needed: later chunks are of no use without it.
+        trail: the keys at the ends of its blocks; empty if they are not needed.
     """
 
     ref: ChunkRef
@@ -39,18 +39,18 @@ class PushJob(NamedTuple):
 
 @dataclass
 class Settled:
-    """What became of chunks that were to be handed over.
+    """Outcomes of chunks that were to be handed over.
 
     Attributes:
-        arrived: how many have, by the number of the hand-over and the token at which they begin.
-        lost: by the number, the first token of the first chunk that has not, and never will.
+        arrived: number of chunks that arrived, by the number of the hand-over and their first token.
+        lost: first token of the first chunk that never arrives, by the number of the hand-over.
     """
 
     arrived: Counter[tuple[int, int]] = field(default_factory=Counter)
     lost: dict[int, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        """Whether there is anything to tell."""
+        """Return True if there is any outcome to report."""
         return bool(self.arrived or self.lost)
 
     def lose(self, handover: int, begin_tokens: int) -> None:
@@ -67,9 +67,9 @@ class Settled:
 @dataclass
 class _Entry:
     receiver: Receiver
-    num_left: int = 0  # chunks of which it is not known yet whether they arrive
+    num_left: int = 0  # chunks with unknown outcome
     end_tokens: int = ALL_TOKENS
-    is_complete: bool = False  # no more chunks will come
+    is_complete: bool = False  # no more chunks follow
 
     @property
     def has_lost(self) -> bool:
@@ -81,10 +81,10 @@ class _Entry:
 
 
 class Ledger:
-    """One per worker. Thread-safe.
+    """Record of the hand-overs of one worker. Thread-safe.
 
     Attributes:
-        sender: how receivers call this engine; empty as long as they are told nothing.
+        sender: name of this engine for receivers; empty while no progress is reported to them.
     """
 
     def __init__(self) -> None:
@@ -92,11 +92,11 @@ class Ledger:
         self._lock = threading.Lock()
         self._next = 0
         self._entries: dict[int, _Entry] = {}
-        self._lost: OrderedDict[int, _Entry] = OrderedDict()  # over, the longest ago first
+        self._lost: OrderedDict[int, _Entry] = OrderedDict()  # ended, the oldest first
         self._settled = Settled()
 
     def begin(self, receiver: Receiver, jobs: Iterable[PushJob]) -> None:
-        """Note chunks that are to be sent; each must be settled."""
+        """Note chunks to be sent, each of which must be settled."""
         with self._lock:
             for job in jobs:
                 self._next = max(self._next, job.handover + 1)
@@ -115,12 +115,12 @@ class Ledger:
             self._end_if_over(job.handover, entry)
 
     def wants(self, job: PushJob) -> bool:
-        """Whether a chunk is of use, as nothing before it is lost."""
+        """Tell if a chunk is of use, which it is if no chunk before it is lost."""
         with self._lock:
             return job.begin_tokens < self._entries[job.handover].end_tokens
 
     def complete(self, handover: int) -> Receiver | None:
-        """Note that no more chunks of a hand-over will come; to whom those went that are not settled, if any."""
+        """Note that a hand-over gets no more chunks; returns its receiver if the hand-over was still open."""
         with self._lock:
             self._next = max(self._next, handover + 1)
             entry = self._entries.get(handover)
@@ -131,7 +131,7 @@ class Ledger:
             return entry.receiver
 
     def progress(self, receiver: Receiver) -> Progress:
-        """What a receiver is to know now."""
+        """Return the current progress to report to a receiver."""
         with self._lock:
             numbers = sorted(number for number, entry in self._entries.items() if entry.receiver == receiver)
             following = numbers[MAX_OPEN] if len(numbers) > MAX_OPEN else self._next
@@ -140,7 +140,7 @@ class Ledger:
             return Progress(self.sender, following, open_, lost)
 
     def take_settled(self) -> Settled:
-        """What was settled since the last call."""
+        """Return the outcomes since the last call."""
         with self._lock:
             settled, self._settled = self._settled, Settled()
             return settled

@@ -1,7 +1,7 @@
 """Hand-over in which the receiver reads the bytes itself, from memory registered with a channel.
 
-The messages are those over TCP, but for payload: an offer says where a part of it lies, and its checksum. A receiver
-that does not read through this channel gets payload in messages, which is said in one line.
+The messages are those of TCP, except for payload: an offer has the position of a part of it, and its checksum. A
+receiver that does not read through this channel gets payload in messages, which is logged in one line.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from kvstore.tiers.server.url import ServerTarget, parse_server
 
 logger = logging.getLogger(__name__)
 
-_LEAST_BYTES: Final = 1 << 20  # layers are offered together until they have so many
-_MOST_BYTES: Final = messages.OFFER_BYTES  # while one is read, the one before is verified
-_WINDOW: Final = 12  # offers under way at once: a server takes 16 pieces of a client
+_LEAST_BYTES: Final = 1 << 20  # layers are offered together until they reach this size
+_MOST_BYTES: Final = messages.OFFER_BYTES  # so that one is verified while the next is read
+_WINDOW: Final = 12  # offers under way at once; a server accepts 16 pieces of a client
 _throttle = Throttle(logger)
 
 
@@ -38,9 +38,9 @@ class Exposed:
     """Memory that peers read through a channel. Thread-safe.
 
     Attributes:
-        channel: with the memory registered.
+        channel: the channel that the memory is registered with.
         memory: uint8 ``[num_bytes]``.
-        read_bytes: how much of it receivers have read. Read without a lock.
+        read_bytes: bytes that receivers have read. Read without a lock.
     """
 
     def __init__(self, channel: Channel, memory: ByteArray) -> None:
@@ -50,23 +50,23 @@ class Exposed:
         self._lock = threading.Lock()
 
     def count(self, num_bytes: int) -> None:
-        """Note that a receiver has read so much."""
+        """Count bytes that a receiver has read."""
         with self._lock:
             self.read_bytes += num_bytes
 
     def offset_of(self, payload: ByteArray) -> int | None:
-        """Where some bytes lie in it; None if they do not."""
+        """Return the offset of a payload in this memory; None if it is elsewhere."""
         offset_bytes: int = payload.ctypes.data - self.memory.ctypes.data
         return offset_bytes if 0 <= offset_bytes <= self.memory.nbytes - payload.nbytes else None
 
 
 class OfferingTransport(TcpTransport):
-    """The connection to one server, which reads from exposed memory if it can. The first three arguments as there."""
+    """Connection to one server, which reads from exposed memory if it can. For other arguments see the base class."""
 
     def __init__(self, target: ServerTarget, namespace: Namespace, layout: KVLayout, exposed: Exposed) -> None:
         super().__init__(target, namespace, layout)
         self._exposed = exposed
-        self._attached: tuple[Link, bool] | None = None  # whether the server at the other end reads here
+        self._attached: tuple[Link, bool] | None = None  # True if that link's server reads through the channel
 
     def _send(self, link: Link, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
         with self._exposed.channel.serving():
@@ -78,7 +78,7 @@ class OfferingTransport(TcpTransport):
         return OfferSender(link, self._exposed, self._give_up) if self._attached[1] else super()._sender(link)
 
     def _attach(self, link: Link) -> bool:
-        """Whether the server reads through the channel."""
+        """Offer the channel to the server; return True if it reads through it."""
         name = self._exposed.channel.name
         if not link.knows(messages.Attach):
             self._say_no("it is of a version without channels")
@@ -95,7 +95,7 @@ class OfferingTransport(TcpTransport):
         return True
 
     def _give_up(self, link: Link) -> None:
-        """Offer nothing more over a connection, as an offer failed."""
+        """Stop offering over a connection, because an offer failed."""
         self._attached = (link, False)
         self._say_no("it failed to read, or what it read was damaged")
 
@@ -105,12 +105,12 @@ class OfferingTransport(TcpTransport):
 
 
 class OfferSender(PieceSender):
-    """Offers payload, some of it before the first was read.
+    """Sender of offers, of which several are under way at once.
 
     Args:
-        link: to the server that reads.
+        link: connection to the reading server.
         exposed: the memory.
-        give_up: told of the connection when an offer has failed.
+        give_up: called with the connection when an offer has failed.
     """
 
     def __init__(self, link: Link, exposed: Exposed, give_up: Callable[[Link], None]) -> None:
@@ -118,10 +118,10 @@ class OfferSender(PieceSender):
         self._exposed = exposed
         self._give_up = give_up
         self._offered_bytes = 0
-        self._joined: dict[int, tuple[int, ByteArray, range]] = {}  # what is not offered yet, by numbers of payloads
+        self._joined: dict[int, tuple[int, ByteArray, range]] = {}  # parts not offered yet, by payload number
 
     def send(self, number: int, lease: int, payload: ByteArray, part: range) -> None:
-        """See ``PieceSender``. What is too little for an offer waits for what follows it."""
+        """See ``PieceSender``. A part that is too small for an offer waits for the next one."""
         if self._exposed.offset_of(payload) is None:
             super().send(number, lease, payload, part)
             return
@@ -159,7 +159,7 @@ class OfferSender(PieceSender):
 def open_offering(
     url: str, namespace: Namespace, layout: KVLayout, settings: Mapping[str, object], exposed: Exposed
 ) -> OfferingTransport:
-    """As ``open_transport``, to a server that may read from exposed memory.
+    """Return a transport to a server that may read from exposed memory; see ``open_transport``.
 
     Raises:
         ConfigError: the URL or a setting is wrong.

@@ -1,9 +1,9 @@
-"""Hands chunks that a model computes over to other engines: gathers them layer by layer, and sends them in background.
+"""Hand-over of chunks from a computing model to other engines: gathered layer by layer, and sent in the background.
 
-The blocks are copied to a buffer of the pusher's own while the step that computes them runs, so they are free as soon
-as it ends, however slow a receiver is: on a device, for what the model launches from then on. There only the sender's
-thread waits for the bytes. A step may have computed from KV that could not be loaded. What it hands over must not be
-found, so the transport is not told of the last layer before the step is known to be right.
+The blocks are copied to the pusher's buffer while the step that computes them runs, so they are free as soon as it
+ends, however slow a receiver is; on a device, they are free for the model's later launches, and only the sender's
+thread waits for the bytes. A step may have computed from KV that could not be loaded. Its chunks must not be found, so
+the transport does not get the last layer before the step is known to be right.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from kvstore.throttle import Throttle
 logger = logging.getLogger(__name__)
 
 MAX_RECEIVERS = 64  # with a thread and a connection each; beyond that the least recently used is dropped
-STALL_S = 1.0  # how long a step waits in all for room in the buffer: a receiver computes what it is not sent
+STALL_S = 1.0  # total wait of a step for room in the buffer; a receiver computes chunks that it does not get
 
 
 @dataclass
 class PushCounters:
     """Chunks since the start, by outcome, and their bytes. Read without its lock."""
 
-    sent: int = 0  # the receiver has them now, or had them
-    refused: int = 0  # no room there, or here
+    sent: int = 0  # the receiver has them now, or had them before
+    refused: int = 0  # no room at the receiver, or in the buffer
     failed: int = 0
     sent_bytes: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
 
 
 class Pusher:
-    """One worker's hand-overs. ``begin`` and what it returns are for the model's thread.
+    """Hand-overs of one worker. ``begin`` and its result are for the model's thread.
 
     Args:
         paged: the model's KV cache.
-        buffer_bytes: of the chunks that have been gathered but not sent.
-        connect: opens the way to a receiver.
-        counters: where to count.
+        buffer_bytes: size of the buffer for chunks that are gathered but not sent.
+        connect: opens the transport to a receiver.
+        counters: counts the chunks by outcome.
 
     Attributes:
-        ledger: what became of the chunks.
+        ledger: the outcomes of the chunks.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class Pusher:
         self._pool = SlabPool(max(1, buffer_bytes // layout.slot_bytes), layout.slot_bytes, paged.device)
         self._room = _Room(self._pool.num_slots)
         self._senders: OrderedDict[Receiver, Sender] = OrderedDict()  # the longest unused first
-        self._leaving: list[Sender] = []  # get nothing more
+        self._leaving: list[Sender] = []  # get no more deliveries
         self._throttle = Throttle(logger)
         self._seconds: list[float] = []
 
     @property
     def memory(self) -> ByteArray:
-        """What chunks are gathered to; every payload that is sent lies in it."""
+        """Memory that chunks are gathered to; it contains every payload that is sent."""
         return self._pool.memory
 
     def begin(self, pushes: Sequence[tuple[Receiver, Sequence[PushJob]]]) -> StepPush:
@@ -86,36 +86,36 @@ class Pusher:
             self.ledger.begin(receiver, jobs)
             sender = self._sender(receiver)
             wanted = [job for job in jobs if self.ledger.wants(job)] if sender is not None else []
-            self._lose(jobs[len(wanted) :])  # nothing behind a lost one is wanted
+            self._lose(jobs[len(wanted) :])  # no chunk after a lost one is wanted
             if sender is not None and wanted:
                 step.add(wanted, sender)
         return step
 
     def forgo(self, pushes: Sequence[tuple[Receiver, Sequence[PushJob]]]) -> None:
-        """Hand over nothing of a step, as it is not to be trusted."""
+        """Settle chunks as lost without sending them, because their step is not to be trusted."""
         for receiver, jobs in pushes:
             self.ledger.begin(receiver, jobs)
             self._lose(jobs)
 
     def complete(self, handovers: Iterable[int]) -> None:
-        """No more chunks of these come. What of them is on its way still arrives."""
+        """Note that these hand-overs get no more chunks. Chunks under way still arrive."""
         for receiver in {self.ledger.complete(handover) for handover in handovers}:
             if receiver is not None and receiver in self._senders:
                 self._senders[receiver].tell()
 
     def change(self, connect: Callable[[Receiver], Transport]) -> None:
-        """Between steps: connect to receivers like this from now on. Deliveries under way go on as they began."""
+        """Replace ``connect``, between steps. Deliveries under way keep their connections."""
         former, self._senders, self._connect = self._senders, OrderedDict(), connect
         self._leave(former.values())
 
     def take_seconds(self) -> list[float]:
-        """For each delivery since the last call, the seconds from the end of its step to its arrival."""
+        """Return, for each delivery since the last call, the seconds from the end of its step to its arrival."""
         with self.counters.lock:
             seconds, self._seconds = self._seconds, []
             return seconds
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything gathered so far is sent or given up; False if time ran out first."""
+        """Wait until all chunks gathered so far are sent or given up; False if time ran out first."""
         deadline_s = time.monotonic() + timeout_s
         return all(sender.flush(deadline_s) for sender in [*self._senders.values(), *self._leaving])
 
@@ -136,7 +136,7 @@ class Pusher:
             self._pool.close()
 
     def _sender(self, receiver: Receiver) -> Sender | None:
-        """The thread for a receiver; None after a recent failure, or if there are too many others."""
+        """Return the sender for a receiver; None after a recent failure, or if there are too many others."""
         sender = self._senders.get(receiver)
         if sender is None:
             if len(self._senders) >= MAX_RECEIVERS and not self._drop_idle():
@@ -157,7 +157,7 @@ class Pusher:
         self._leaving = [*(sender for sender in self._leaving if sender.is_alive), *senders]
 
     def _refuse(self, job: PushJob) -> None:
-        """Count a chunk for which the buffer stayed full for too long."""
+        """Count a chunk that got no room in the buffer in time."""
         self.ledger.settle(job, has_arrived=False)
         with self.counters.lock:
             self.counters.refused += 1
@@ -168,7 +168,7 @@ class Pusher:
         )
 
     def _fail(self, error: DeviceFullError, jobs: Sequence[PushJob] = ()) -> None:
-        """Say that the device had no memory left; count chunks that belong to no delivery."""
+        """Log that the device had no memory left; count chunks that belong to no delivery."""
         self._lose(jobs)
         self._throttle.log("memory", "chunks are not handed over: %s", error)
 
@@ -200,7 +200,7 @@ class Pusher:
 
 
 class StepPush:
-    """The hand-overs of one step, which the model advances layer by layer. For the model's thread.
+    """Hand-overs of one step, which the model advances layer by layer. For the model's thread.
 
     Chunks for which the buffer has no room when the step begins are gathered after it ends, as room is freed. The step
     waits ``STALL_S`` for that in all, and not at all if an earlier step waited in vain and nothing was sent since.
@@ -224,7 +224,7 @@ class StepPush:
         self._forgo = forgo
         self._deliveries: list[Delivery] = []
         self._chunks: list[ChunkBlocks] = []  # gathered layer by layer
-        self._late: list[tuple[PushJob, Sender]] = []  # and at the end
+        self._late: list[tuple[PushJob, Sender]] = []  # gathered at the end
         self._computed: set[int] = set()
         self._done_layers = 0
         self._has_failed = False
@@ -253,16 +253,16 @@ class StepPush:
             self._advance(self._done_layers, moment)
 
     def _next_layers(self) -> range:
-        """The layers that are gathered next, if all of them are computed."""
+        """Return the layers that are gathered next, if all of them are computed."""
         if self._done_layers not in self._computed:
             return range(0)
         layers = self._paged.layers_with(self._done_layers)
         return layers if self._computed.issuperset(layers) else range(0)
 
     def finish(self, *, trusted: bool) -> None:
-        """Gather what is left, after the forward pass, if it is to be ``trusted``.
+        """Gather the remaining layers after the forward pass, if it is to be ``trusted``.
 
-        After that the blocks are free for what the model's thread does, or launches.
+        Afterwards the blocks are free for later work and launches of the model's thread.
         """
         if trusted and not self._paged.moves_layers:
             self._gather_whole()
@@ -283,7 +283,7 @@ class StepPush:
             self._has_failed = True
             self._fail(error)
         else:
-            for moment in moments[-1:]:  # that of all before, too
+            for moment in moments[-1:]:  # which covers all earlier ones
                 self._advance(self._done_layers, moment)
 
     def _chunk(self, job: PushJob, slot: int) -> ChunkBlocks:
@@ -329,7 +329,7 @@ class StepPush:
 
 
 class _Room:
-    """The free slots of the buffer. Thread-safe."""
+    """Free slots of the buffer. Thread-safe."""
 
     def __init__(self, num_slots: int) -> None:
         self._free = deque(range(num_slots))
@@ -341,7 +341,7 @@ class _Room:
             return [self._free.popleft() for _ in range(min(at_most, len(self._free)))]
 
     def wait_for_one(self, timeout_s: float) -> tuple[list[int], float]:
-        """A slot, or none if none was freed in time, and how long that took."""
+        """Return a slot, or none if none was freed in time, and the seconds waited."""
         with self._changed:
             waited_s = 0.0 if self._free or self._is_stalled else self._wait(timeout_s)
             self._is_stalled = not self._free

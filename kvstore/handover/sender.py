@@ -1,4 +1,4 @@
-"""What is on its way to one receiver: deliveries, and the thread that sends them one after the other."""
+"""Deliveries to one receiver, and the thread that sends them one after the other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvstore.protocol.progress import BEAT_S
 
 logger = logging.getLogger(__name__)
 
-PROBE_INTERVAL_S = 10.0  # how long a receiver that failed is left alone
+PROBE_INTERVAL_S = 10.0  # pause after a receiver's failure
 
 
 class Delivery:
@@ -45,22 +45,22 @@ class Delivery:
         self._ended_s = 0.0
 
     def advance(self, done_layers: int, moment: Moment) -> None:
-        """The first ``done_layers`` layers are in the buffer, once ``moment`` is reached."""
+        """Note that the first ``done_layers`` layers are in the buffer once ``moment`` is reached."""
         with self._changed:
             self._done_layers, self._moment = done_layers, moment
             self._changed.notify_all()
 
     def end(self, *, trusted: bool) -> None:
-        """The step has ended. If it is not to be ``trusted``, or a layer is missing, nothing may be found."""
+        """Note the end of the step. If it is not ``trusted``, or a layer is missing, its chunks must not be found."""
         with self._changed:
             self._trusted = trusted and self._done_layers == self._num_layers
             self._ended_s = time.monotonic()
             self._changed.notify_all()
 
     def ready(self, beat: Callable[[], object]) -> Iterator[range]:
-        """The layers as they are gathered; the last one only when the step is known to be right.
+        """Yield the layers as they are gathered; the last one only when the step is known to be right.
 
-        While there are none ``beat`` is called now and then.
+        During waits ``beat`` is called every ``BEAT_S``.
         """
         sent_layers = 0
         while sent_layers < self._num_layers:
@@ -72,13 +72,13 @@ class Delivery:
             sent_layers = usable_layers
 
     def wait(self, beat: Callable[[], object]) -> None:
-        """Wait until the step has ended, and nothing is gathered any more; ``beat`` as in ``ready``."""
+        """Wait until the step and all its gathers have ended; ``beat`` as in ``ready``."""
         while not self._waited(lambda: self._trusted is not None):
             beat()
         self._reach(self._moment)
 
     def seconds_behind(self) -> float:
-        """How long ago its step ended."""
+        """Return the seconds since the end of the step."""
         return time.monotonic() - self._ended_s
 
     def _wait_beyond(self, sent_layers: int, beat: Callable[[], object]) -> tuple[int, Moment]:
@@ -88,7 +88,7 @@ class Delivery:
             return self._usable_layers(), self._moment
 
     def _waited(self, has_come: Callable[[], bool]) -> bool:
-        """Wait for something until it is time to be heard again; False if it has not come."""
+        """Wait for a condition for ``BEAT_S``; False if it is not met by then."""
         with self._changed:
             return self._changed.wait_for(has_come, BEAT_S)
 
@@ -97,13 +97,13 @@ class Delivery:
 
 
 class Sender:
-    """The thread for one receiver, which sends deliveries one after the other.
+    """Thread for one receiver, which sends deliveries one after the other.
 
     Args:
-        receiver: where to.
-        connect: opens the way to it, before the first delivery and after a failure.
-        note: told of each delivery that has ended.
-        ledger: knows what is of use, and what the receiver is to be told.
+        receiver: the destination.
+        connect: opens the transport to it, before the first delivery and after a failure.
+        note: called for each delivery that has ended.
+        ledger: tells which chunks are of use, and the progress to report to the receiver.
     """
 
     def __init__(
@@ -129,18 +129,18 @@ class Sender:
 
     @property
     def answers(self) -> bool:
-        """Whether it has not failed lately."""
+        """True if there was no failure in the last ``PROBE_INTERVAL_S``."""
         return time.monotonic() >= self._broken_until_s
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to send."""
+        """True if no delivery is queued or under way."""
         with self._changed:
             return not self._waiting and not self._is_sending
 
     @property
     def is_alive(self) -> bool:
-        """Whether its thread runs."""
+        """True if the thread runs."""
         return self._thread.is_alive()
 
     def send(self, delivery: Delivery) -> None:
@@ -150,7 +150,7 @@ class Sender:
             self._changed.notify_all()
 
     def tell(self) -> None:
-        """Tell the receiver what is on its way, if it is connected."""
+        """Let the thread report the progress to the receiver, if it is connected."""
         with self._changed:
             self._has_news = True
             self._changed.notify_all()
@@ -162,13 +162,13 @@ class Sender:
             return self._changed.wait_for(lambda: not self._waiting and not self._is_sending, left_s)
 
     def retire(self) -> None:
-        """End the thread once all deliveries are sent or given up; no more will come."""
+        """End the thread once all deliveries are sent or given up; no more may be queued."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Drop what is queued, and end the thread after the delivery under way."""
+        """Drop queued deliveries, and end the thread after the delivery under way."""
         with self._changed:
             self._is_stopped = True
             waiting, self._waiting = list(self._waiting), deque()
@@ -193,14 +193,14 @@ class Sender:
         self._hang_up()
 
     def _is_over(self) -> bool:
-        """Wait for something to do or to say; True if there is nothing, and never will be."""
+        """Wait for a delivery, for news or for the next beat; True once the sender is stopped and its queue empty."""
         timeout_s = BEAT_S if self._transport is not None else None
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopped or self._has_news or bool(self._waiting), timeout_s)
             return self._is_stopped and not self._waiting
 
     def _next(self) -> Delivery | None:
-        """The next delivery; None if there is only something to tell."""
+        """Return the next delivery; None if there is only progress to report."""
         with self._changed:
             self._has_news = False
             self._is_sending = True
@@ -215,7 +215,7 @@ class Sender:
         except KVStoreError as problem:
             error = problem
             self._fail()
-        except Exception:  # a bug of the transport's; the thread goes on, or its part of the buffer is never free again
+        except Exception:  # a bug of the transport; the thread must go on, or its part of the buffer is never freed
             logger.exception("handing KV over to %s failed unexpectedly", self.receiver)
             self._fail()
         delivery.wait(self._tell)
@@ -231,7 +231,7 @@ class Sender:
         return outcomes
 
     def _ready(self, transport: Transport, delivery: Delivery) -> Iterator[range]:
-        """The layers as they are gathered; between them, what has become of other hand-overs is told."""
+        """Yield the layers as they are gathered, and report the progress of other hand-overs between them."""
         for layers in delivery.ready(lambda: transport.tell(self._ledger.progress(self.receiver))):
             transport.tell(self._ledger.progress(self.receiver))
             yield layers
@@ -240,7 +240,7 @@ class Sender:
         try:
             if self._transport is not None:
                 self._transport.tell(self._ledger.progress(self.receiver))
-        except KVStoreError:  # what is waited for there is given up when the connection ends
+        except KVStoreError:  # the receiver stops waiting when the connection ends
             self._fail()
         except Exception:  # as in ``_send``
             logger.exception("telling %s what is on its way failed unexpectedly", self.receiver)

@@ -1,7 +1,7 @@
-"""Over TCP, to the cache server that a receiver embeds, or to one that several engines share.
+"""Hand-over over TCP, to the cache server that a receiver embeds, or to one that several engines share.
 
-The receiver's server grants pages for each chunk, takes the layers in pieces, each with its checksum, and lets the
-chunk be found once it is told that all layers are right. Chunks that a connection has not completed end with it.
+The receiver's server grants pages for each chunk, receives the layers in pieces, each with its checksum, and publishes
+the chunk at commit, once all layers are right. Chunks that a connection has not completed are dropped at its end.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from kvstore.tiers.server.url import ServerTarget, parse_server
 
 
 class TcpTransport(Transport):
-    """The connection to one server.
+    """Connection to one server.
 
     Args:
-        target: where it is, and with which keys it is reached.
-        namespace: whose chunks are handed over.
+        target: its address, and the keys to log in.
+        namespace: that of the chunks.
         layout: their geometry.
     """
 
@@ -59,12 +59,12 @@ class TcpTransport(Transport):
         self._links.close()
 
     def _say_idle(self, link: Link) -> None:
-        """Say it where nothing is being delivered, over a new connection if the server has forgotten this one."""
+        """Report progress outside a delivery, over a new connection if the server has closed this one."""
         link.check()
         self._say(link)
 
     def _say(self, link: Link) -> None:
-        """Say what is new, or long said, if the server understands it."""
+        """Report progress if it is new, or was last reported ``BEAT_S`` ago, and if the server understands it."""
         progress = self._progress
         if progress is None or not progress.sender or not link.knows(messages.Sending):
             return
@@ -76,7 +76,7 @@ class TcpTransport(Transport):
             self._told, self._told_s = (link, progress), time.monotonic()
 
     def _deliver(self, link: Link, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
-        """Deliver over a connection, over which nothing was said before if it is a new one."""
+        """Deliver over a connection, after reporting the progress, which a new connection has not got yet."""
         self._link = link
         self._say(link)
         try:
@@ -85,7 +85,7 @@ class TcpTransport(Transport):
             self._link = None
 
     def _send(self, link: Link, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
-        """Send layers as they come; then, one by one, the chunks that had no room beside the others."""
+        """Send layers as they are ready; then, one by one, the chunks that had no room with the others."""
         is_there = calls.lookup(link, [parcel.ref for parcel in parcels])
         outcomes = [Outcome.STORED if here else Outcome.FAILED for here in is_there]
         missing = [number for number, here in enumerate(is_there) if not here]
@@ -97,17 +97,17 @@ class TcpTransport(Transport):
                 for number, outcome in zip(leases, committed, strict=True):
                     outcomes[number] = outcome
                 for number in missing:
-                    if number not in leases:  # behind the first without room the others are of no use
+                    if number not in leases:  # after the first without room the others are of no use
                         is_full = Outcome.FULL in outcomes
                         outcomes[number] = Outcome.FULL if is_full else self._send_whole(link, parcels, number)
-        except NoSessionError as error:  # a retry would need all layers again, which come only once
+        except NoSessionError as error:  # a retry would need all layers again, and ``ready`` yields them only once
             raise TierError(str(error)) from error
         return outcomes
 
     def _send_layers(
         self, link: Link, parcels: Sequence[Parcel], leases: dict[int, int], ready: Iterator[range]
     ) -> bool:
-        """Whether all layers came. At commit, the server decides which pieces arrived intact."""
+        """Send layers; return True if ``ready`` yielded all. At commit, the server checks that pieces are intact."""
         sender = self._sender(link)
         done_layers = 0
         for layers in ready:
@@ -121,7 +121,7 @@ class TcpTransport(Transport):
         return done_layers == self._layout.num_layers
 
     def _sender(self, link: Link) -> PieceSender:
-        """What moves payloads over a connection."""
+        """Return the sender of payloads over a connection."""
         return PieceSender(link)
 
     def _send_whole(self, link: Link, parcels: Sequence[Parcel], number: int) -> Outcome:
@@ -134,7 +134,7 @@ class TcpTransport(Transport):
 
 
 def _reserve(link: Link, parcels: Sequence[Parcel], numbers: Sequence[int]) -> dict[int, int]:
-    """Leases to write, by the numbers of the parcels that got one. The trails of those are told."""
+    """Reserve room; returns leases by the numbers of the parcels that got one, whose trails are sent."""
     granted = calls.grants(link, messages.Reserve, [parcels[number].ref for number in numbers])
     leases = {number: grant.lease for number, grant in zip(numbers, granted, strict=True) if grant.lease}
     for number, lease in leases.items():
@@ -143,7 +143,7 @@ def _reserve(link: Link, parcels: Sequence[Parcel], numbers: Sequence[int]) -> d
 
 
 def open_transport(url: str, namespace: Namespace, layout: KVLayout, settings: Mapping[str, object]) -> TcpTransport:
-    """A transport to the server at ``kvs://host:port``, not connected yet. The settings are those of the server tier.
+    """Return a transport to ``kvs://host:port``, not connected yet. The settings are those of the server tier.
 
     Raises:
         ConfigError: the URL or a setting is wrong.

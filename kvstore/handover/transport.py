@@ -1,22 +1,22 @@
-"""The contract of a transport, which sends chunks from an engine that prefills to one that decodes.
+"""Contract of a transport, which sends chunks from an engine that prefills to one that decodes.
 
-What every transport promises:
+Every transport guarantees:
 
-- *By content.* The receiver finds a chunk by its key, as anything else that is stored; neither engine holds blocks for
-  the other.
+- *By content.* The receiver finds a chunk by its key, like any other stored chunk; neither engine holds blocks for the
+  other.
 - *All or nothing.* The receiver finds a chunk only after all of its layers have arrived and been verified. If the
-  sender stops or dies, nothing of the chunk stays.
+  sender stops or dies, no part of the chunk stays.
 - *Once.* A chunk that the receiver has is not sent again.
 - *Compatible engines only.* A receiver whose KV is not interchangeable with ours refuses, and names the difference.
 
 ``kvstore.testing.transports`` has a suite for that. The bytes are in host memory, as sockets need them: ``tcp.py``
 sends them in messages, ``offering.py`` lets the receiver read them through a channel (``kvstore/channels``), such as
-NIXL. What one between devices would need in addition:
+NIXL. A transport between devices would need in addition:
 
 - *NCCL* needs both sides in a call at once, and blocks before it is known that all of a chunk is right. So the receiver
-  needs places in device memory that nobody can find yet, ``deliver`` begins with a message that says what is to come,
-  and ``Parcel`` gets a form on the device. A rank that dies takes the communicator with it: one for each pair of
-  engines, made anew after a failure.
+  needs unpublished slots in device memory, ``deliver`` begins with a message that announces the chunks, and ``Parcel``
+  gets a form on the device. A rank that dies breaks its communicator, so each pair of engines needs a separate one,
+  created again after a failure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvstore.protocol.progress import Progress
 
 
 class Receiver(NamedTuple):
-    """Where an engine receives chunks: its host, and the port of this rank."""
+    """Address at which an engine receives chunks: its host, and the port of this rank."""
 
     host: str
     port: int
@@ -45,7 +45,7 @@ class Parcel(NamedTuple):
     Attributes:
         ref: its key and length.
         payload: uint8 ``[layout.payload_bytes(ref.num_blocks)]``, in the order of the layout, in host memory.
-        trail: the keys at the ends of its blocks, by which the receiver finds its parts; empty if they are not told.
+        trail: the keys at the ends of its blocks, by which the receiver finds its parts; empty if they are not sent.
     """
 
     ref: ChunkRef
@@ -54,7 +54,7 @@ class Parcel(NamedTuple):
 
 
 class Transport(ABC):
-    """The connection to one receiver, for the chunks of one namespace. For one thread, except ``close``."""
+    """Connection to one receiver, for the chunks of one namespace. For one thread, except ``close``."""
 
     @abstractmethod
     def deliver(self, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
@@ -63,7 +63,7 @@ class Transport(ABC):
         Args:
             parcels: the chunks. Once ``ready`` has yielded a layer, that must not change until this returns.
             ready: yields all layers in order, in ranges of any length; may block until a layer has been computed. If
-                it ends before the last layer, what was sent is not to be trusted, and nothing of it may be found.
+                it ends before the last layer, the chunks are not to be trusted, and must not be found.
 
         Returns:
             For each chunk: STORED if the receiver has it now, FULL if it has no room for it, or else FAILED.
@@ -74,10 +74,11 @@ class Transport(ABC):
 
     @abstractmethod
     def tell(self, progress: Progress) -> None:
-        """Tell the receiver what is on its way, at once if it is connected; from ``ready``, too, within ``deliver``.
+        """Report progress to the receiver, at once if it is connected; also called by ``ready`` within ``deliver``.
 
-        It comes every ``BEAT_S`` at least, changed or not, and is passed on as often: a receiver that hears nothing for
-        some seconds waits no longer. One that is not told, or does not understand it, waits until its deadline.
+        It is called at least every ``BEAT_S``, changed or not, and must be sent as often, because a receiver without
+        news for some seconds stops waiting. One that gets no progress, or does not understand it, waits until its
+        deadline.
 
         Raises:
             TierError: as ``deliver``.

@@ -1,4 +1,4 @@
-"""What torch does not offer of the CUDA runtime that it has loaded."""
+"""Calls of the loaded CUDA runtime that torch does not expose: clearing errors, capture modes, PCI addresses."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _ADDRESS_BYTES: Final = 32  # "0000:65:00.0" and a zero
 
 
 class CudaRuntime:
-    """Calls of the runtime, for the calling thread.
+    """Functions of the CUDA runtime that act on the calling thread.
 
     Args:
-        library: where they are.
+        library: the loaded runtime.
 
     Raises:
-        AttributeError: one is not there.
+        AttributeError: a function is missing.
     """
 
     def __init__(self, library: Any) -> None:  # noqa: ANN401 - a ctypes library makes its functions at run time
@@ -31,21 +31,21 @@ class CudaRuntime:
         self._pci_bus_id = library.cudaDeviceGetPCIBusId
 
     def clear_error(self) -> None:
-        """Forget the error of a call that failed. Otherwise torch raises it after whatever it launches next."""
+        """Forget the error of a call that failed. Otherwise torch raises it after its next launch."""
         self._take_error()
 
     @contextmanager
     def beside_captures(self) -> Iterator[None]:
-        """Within it, the thread's calls neither fail while another thread captures a graph, nor break its capture."""
+        """Let this thread's calls succeed while another thread captures a graph, without breaking the capture."""
         mode = ctypes.c_int(_RELAXED)
-        self._exchange_mode(ctypes.byref(mode))  # now holds what it was
+        self._exchange_mode(ctypes.byref(mode))  # now holds the former mode
         try:
             yield
         finally:
             self._exchange_mode(ctypes.byref(mode))
 
     def pci_address(self, device_index: int) -> str | None:
-        """Where a device is plugged in, as sysfs writes it: ``0000:65:00.0``."""
+        """Return the PCI address of a device as sysfs writes it, such as ``0000:65:00.0``; None if the call fails."""
         text = ctypes.create_string_buffer(_ADDRESS_BYTES)
         if self._pci_bus_id(text, ctypes.c_int(len(text)), ctypes.c_int(device_index)):
             self.clear_error()
@@ -54,7 +54,7 @@ class CudaRuntime:
 
 
 def find_runtime(maps: Path = _MAPS, version: str | None = torch.version.cuda) -> CudaRuntime | None:
-    """The runtime that torch uses; None if it cannot be told, as where it is linked into torch itself.
+    """Return the runtime that torch uses; None if it is not found, for example because torch links it statically.
 
     Args:
         maps: the files that are mapped into this process.

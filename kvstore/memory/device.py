@@ -1,10 +1,10 @@
 """Slots in device memory, and the order of work on them across CUDA streams.
 
-The host launches work and runs ahead of the device, so uses of a slot are put in order on the device: each use leaves
-an event behind, and the next one, on whatever stream, waits for it there and not on the host.
+The host launches work and runs ahead of the device, so uses of a slot are ordered on the device: each use records an
+event, and the next one, on any stream, waits for it there and not on the host.
 
-The memory is PyTorch's, whose allocator must be told which streams use it: otherwise the memory of a pool that was
-closed could be given to somebody else while a kernel still reads it.
+The memory belongs to PyTorch, whose allocator must know which streams use it. Otherwise the memory of a closed pool
+could be allocated again while a kernel still reads it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class DeviceSlots:
     """``num_slots`` slots of ``slot_bytes`` each on one device, allocated at once. For one thread at a time.
 
     Args:
-        num_slots: how many.
-        slot_bytes: of each.
-        streams: the device, and how work is put in order there.
+        num_slots: number of slots.
+        slot_bytes: size of each.
+        streams: the device, and the order of work there.
 
     Raises:
         ConfigError: the device has no room.
@@ -37,15 +37,15 @@ class DeviceSlots:
 
     @contextmanager
     def using(self, slot: int) -> Iterator[torch.Tensor]:
-        """A slot's memory. What is run inside, on the current stream, comes after all former work on the slot."""
+        """Yield a slot's memory. Work launched inside, on the current stream, follows all former work on the slot."""
         memory = self._pool[slot]
         self._streams.hold(self._last_uses[slot])
         self._streams.keep(memory)
         try:
             yield memory
-        finally:  # also if something raises: part of the work may have been launched
+        finally:  # also after an exception, as part of the work may have been launched
             self._last_uses[slot] = self._streams.now()
 
     def close(self) -> None:
-        """Give the memory back to torch's allocator, which lends it again when the last work on it is done."""
+        """Return the memory to torch's allocator, which reuses it once the last work on it is done."""
         self._pool = torch.empty(0, dtype=torch.uint8)

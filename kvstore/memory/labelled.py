@@ -1,10 +1,10 @@
-"""The CPU pool: slots of host memory, each labelled with the chunk it holds; also the passage to every slower tier.
+"""The CPU pool: slots of host memory, each labelled with the chunk it holds. All slower tiers read and write slots.
 
-The index decides which slot a chunk gets. The label says what the slot really holds, so a load from a slot that holds
-something else fails: should index and pool ever disagree, the answer is a miss and not another chunk's KV.
+The index decides which slot a chunk gets. The label is the slot's real content, so a load from a slot with other
+content fails. If index and pool disagree, the result is a miss and not another chunk's KV.
 
 A device copies to and from slots after the call that launched the copy, so a slot may be given to another chunk while
-it is still read or written there. Each slot remembers the ends of such copies: whoever fills it next comes after them.
+it is still read or written there. Each slot records the ends of such copies, and the next writer waits for them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from kvstore.paged.streams import Moment, Streams
 
 
 class Filling(NamedTuple):
-    """One content of a slot: the next one has another serial number."""
+    """One content of a slot; every new content has another serial number."""
 
     slot: int
     serial: int
 
 
 class LabelledPool:
-    """A slab pool with a label on every slot. Thread-safe; a view belongs to whoever the index gave the slot to.
+    """A slab pool with a label on every slot. Thread-safe; a view belongs to the chunk that the index put there.
 
     Args:
         pool: the memory; ``close`` closes it.
@@ -39,7 +39,7 @@ class LabelledPool:
         self._streams = streams or Streams(torch.device("cpu"))
         self._lock = threading.Lock()
         self._labels: list[ChunkRef | None] = [None] * pool.num_slots
-        self._serials = [0] * pool.num_slots  # how often each slot was claimed or emptied
+        self._serials = [0] * pool.num_slots  # number of claims and removals of each slot
         self._claimed: set[int] = set()
         self._uses: dict[int, list[Moment]] = {}  # the ends of a device's copies, by slot
 
@@ -49,20 +49,20 @@ class LabelledPool:
         return self._pool.num_slots
 
     def claim(self, slot: int) -> ByteArray:
-        """Take a slot to fill it: what it held is gone. Returns its bytes, to be written after ``settle``."""
+        """Take a slot to fill it, which drops its content. Returns its bytes, to be written after ``settle``."""
         with self._lock:
             self._empty(slot)
             self._claimed.add(slot)
         return self._pool.slot(slot)
 
     def claim_on_device(self, slot: int, streams: Streams) -> ByteArray:
-        """``claim`` for a copy by the device, launched after what the current stream of ``streams`` is given now."""
+        """Claim a slot for a copy by the device, to be launched next on the current stream of ``streams``."""
         for moment in self._uses_of(slot):
             streams.hold(moment)
         return self.claim(slot)
 
     def note_use(self, slot: int, moment: Moment) -> None:
-        """A copy by the device, which was launched, reads or writes a slot until ``moment``."""
+        """Record that a launched copy of the device reads or writes a slot until ``moment``."""
         if moment is not None:
             with self._lock:
                 under_way = [former for former in self._uses.get(slot, ()) if not self._streams.is_reached(former)]
@@ -75,13 +75,13 @@ class LabelledPool:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no copy by the device uses any slot. Never waits."""
+        """True if no copy by the device uses any slot. Never waits."""
         with self._lock:
             uses = [moment for moments in self._uses.values() for moment in moments]
         return all(self._streams.is_reached(moment) for moment in uses)
 
     def publish(self, slot: int, ref: ChunkRef) -> bool:
-        """Declare that a claimed slot now holds all of ``ref``. False if it was emptied meanwhile: it holds nothing."""
+        """Declare that a claimed slot now holds all of ``ref``. False if it was emptied in between, and stays empty."""
         with self._lock:
             if slot in self._claimed:
                 self._claimed.remove(slot)
@@ -90,16 +90,16 @@ class LabelledPool:
             return False
 
     def read(self, slot: int, ref: ChunkRef) -> ByteArray | None:
-        """The bytes of a slot, or None if it does not hold ``ref``."""
+        """Return the bytes of a slot, or None if it does not hold ``ref``."""
         return self._pool.slot(slot) if self._labels[slot] == ref else None
 
     def filling(self, slot: int, ref: ChunkRef) -> Filling | None:
-        """Which content of a slot ``ref`` is, for whoever copies it; None if the slot does not hold it."""
+        """Return the identity of a slot's content, for later copies of it; None if the slot does not hold ``ref``."""
         with self._lock:
             return Filling(slot, self._serials[slot]) if self._labels[slot] == ref else None
 
     def clear(self) -> None:
-        """Forget what every slot holds, and what it was claimed for."""
+        """Remove the label and the claim of every slot."""
         with self._lock:
             for slot in range(self.num_slots):
                 self._empty(slot)
@@ -117,7 +117,7 @@ class LabelledPool:
             return list(self._uses.get(slot, ()))
 
     def _empty(self, slot: int) -> None:
-        """Needs the lock."""
+        """Remove a slot's label and claim. Needs the lock."""
         self._labels[slot] = None
         self._claimed.discard(slot)
         self._serials[slot] += 1

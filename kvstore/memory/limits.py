@@ -1,7 +1,7 @@
-"""How much memory this process may still take: the least that any control group, or the machine, has left.
+"""Memory that this process can still take: the minimum left by the machine and by its control groups.
 
-A container's limit does not show in ``free``; a pool that is larger than it ends in the kernel killing vLLM. Both
-versions of control groups are read, from the process's own group up to the root of what it can see.
+A container's limit does not show in ``free``; with a larger pool, the kernel kills vLLM. Both versions of control
+groups are read, from the process's own group up to the root that it can see.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """Memory that may still be taken.
+    """Memory that the process can still take.
 
     Attributes:
         available_bytes: never negative.
@@ -37,7 +37,7 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class _Version:
-    """Where one version of control groups is mounted and what it calls things."""
+    """Mount points and file names of one version of control groups."""
 
     mounts: tuple[str, ...]
     limits: tuple[str, ...]
@@ -60,10 +60,10 @@ _V2 = _Version(
 
 
 def available_memory_bytes(root: Path = _ROOT) -> MemoryLimit:
-    """What is left under the tightest limit; page cache that the kernel would give up counts as free.
+    """Return the memory left under the tightest limit; page cache that the kernel can reclaim counts as free.
 
     Args:
-        root: where ``proc`` and ``sys`` are found.
+        root: the folder that holds ``proc`` and ``sys``.
     """
     free = MemoryLimit(psutil.virtual_memory().available, "free memory of the machine")
     return min([free, *_group_limits(root)], key=lambda limit: limit.available_bytes)
@@ -77,15 +77,15 @@ def require_memory(
     root: Path = _ROOT,
     patience_s: float = 0.0,
 ) -> MemoryLimit:
-    """Check that ``needed_bytes`` can be taken, before they are.
+    """Check that ``needed_bytes`` can be allocated, before doing so.
 
     Args:
         needed_bytes: for all workers that share the limit together.
-        purpose: what the memory is for, as the message names it: "the CPU tier of 2 workers".
-        key: the configuration key that makes it smaller.
-        root: where ``proc`` and ``sys`` are found.
-        patience_s: how long to wait while there is less, since it last became more: the system takes half a second to
-            free a GiB of a process that has ended.
+        purpose: of the memory, as the message names it, such as "the CPU tier of 2 workers".
+        key: the configuration key that reduces the need.
+        root: the folder that holds ``proc`` and ``sys``.
+        patience_s: how long to wait for more memory after the last increase, because the system takes half a second
+            to free a GiB of a process that has ended.
 
     Raises:
         ConfigError: there is less.
@@ -111,18 +111,18 @@ def _gib(size_bytes: int) -> str:
 
 
 def _group_limits(root: Path) -> Iterator[MemoryLimit]:
-    """A limit for every group that has one, this process's own first."""
+    """Yield the limit of every group that has one, this process's own first."""
     for version, path in _own_groups(root):
         parts = [part for part in path.split("/") if part not in {"", ".."}]
         for mount in version.mounts:
             # In a container the path may be the host's while the mount shows the container's group as its root:
-            # levels that are not there are passed by.
+            # levels that do not exist are skipped.
             for depth in range(len(parts), -1, -1):
                 yield from _limits_of(root.joinpath(mount, *parts[:depth]), version)
 
 
 def _own_groups(root: Path) -> Iterator[tuple[_Version, str]]:
-    """The process's group in each hierarchy that accounts memory; a line is ``id:controllers:path``."""
+    """Yield the process's group in each hierarchy that accounts memory; a line is ``id:controllers:path``."""
     text = _read_text(root / "proc/self/cgroup") or ""
     for line in text.splitlines():
         hierarchy, _, rest = line.partition(":")
@@ -145,7 +145,7 @@ def _limits_of(group: Path, version: _Version) -> Iterator[MemoryLimit]:
 
 
 def _reclaimable_bytes(group: Path, version: _Version) -> int:
-    """Page cache that nobody used lately."""
+    """Return the bytes of page cache that were not used lately."""
     for line in (_read_text(group / "memory.stat") or "").splitlines():
         name, _, value = line.partition(" ")
         if name == version.reclaimable:
@@ -154,7 +154,7 @@ def _reclaimable_bytes(group: Path, version: _Version) -> int:
 
 
 def _read_number(path: Path) -> int | None:
-    """The number in a file; None where there is no file, or no limit ("max")."""
+    """Return the number in a file; None without a file, or without a limit ("max")."""
     text = (_read_text(path) or "").strip()
     return int(text) if text.isdecimal() else None
 

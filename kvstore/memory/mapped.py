@@ -1,4 +1,4 @@
-"""Mapped memory: in huge pages where possible, and populated before it is needed."""
+"""Mapped memory, in huge pages where possible, and populated before it is needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from kvstore.chunks import ByteArray
 
-_STEP_BYTES = 8 << 20  # populated between two checks whether to stop
+_STEP_BYTES = 8 << 20  # populated between two calls of ``stops``
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22
@@ -20,7 +20,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def map_bytes(num_bytes: int, fd: int = -1) -> ByteArray:
-    """Map ``num_bytes``: of a file, shared, or anonymous and private. Dropping the last view unmaps them.
+    """Map ``num_bytes``: shared for a file, private for anonymous memory. Dropping the last view unmaps them.
 
     Raises:
         OSError, OverflowError, ValueError: the system refused.
@@ -34,7 +34,7 @@ def map_bytes(num_bytes: int, fd: int = -1) -> ByteArray:
 def keep_from_children(memory: ByteArray) -> None:
     """Leave a mapping out of processes that this one forks.
 
-    Otherwise a fork copies what is pinned, or copies each page at its next write, and fills the memory twice.
+    Otherwise a fork copies pinned pages, and copies other pages at the next write, which doubles the memory in use.
     """
     _libc.madvise(memory.ctypes.data, memory.nbytes, _MADV_DONTFORK)
 
@@ -51,6 +51,6 @@ def populate(memory: ByteArray, begin: int, end: int, stops: Callable[[], bool])
 
 
 def populate_read(memory: ByteArray, begin: int, end: int) -> None:
-    """Fill this process's page tables for a range of a file that others have allocated."""
+    """Fill this process's page tables for a range of a file whose pages are already allocated."""
     # Fails on Linux before 5.14, where each page is mapped on first use.
     _libc.madvise(memory.ctypes.data + begin, end - begin, _MADV_POPULATE_READ)

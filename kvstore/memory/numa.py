@@ -1,4 +1,4 @@
-"""Memory near a device: a host with several sockets copies to a GPU faster from the memory of the GPU's own."""
+"""Memory near a device: on a host with several sockets, copies are faster from memory of the GPU's own socket."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _MBIND: Final = {"x86_64": 237, "aarch64": 235}
 _WORD_BITS: Final = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
-SystemCall = Callable[..., int]  # a number and its arguments; -1 if the kernel refuses, and errno says why
+SystemCall = Callable[..., int]  # a call's number and arguments; returns -1 and sets errno if the kernel refuses
 
 
 def node_near(device: torch.device, root: Path = _ROOT) -> int | None:
-    """The node whose memory is nearest to a GPU; None if there is only one, or the system does not say.
+    """Return the NUMA node nearest to a GPU; None if there is only one, or if the system does not report it.
 
     Args:
-        device: of a tensor. A CPU is near to all memory.
-        root: where ``sys`` is found.
+        device: of a tensor. For a CPU, all memory is near.
+        root: the folder that holds ``sys``.
     """
     if device.type != "cuda":
         return None
@@ -41,7 +41,7 @@ def node_near(device: torch.device, root: Path = _ROOT) -> int | None:
 
 
 def node_of(pci_address: str, root: Path = _ROOT) -> int | None:
-    """The node of a PCI device; None if there is only one node, or the system does not say."""
+    """Return the NUMA node of a PCI device; None if there is only one, or if the system does not report it."""
     try:
         if len(list(root.glob("sys/devices/system/node/node[0-9]*"))) < 2:
             return None
@@ -52,15 +52,15 @@ def node_of(pci_address: str, root: Path = _ROOT) -> int | None:
 
 
 def prefer_node(memory: ByteArray, node: int, call: SystemCall | None = None) -> bool:
-    """Have the pages of a mapping, which must be untouched, come from a node as long as it has some.
+    """Prefer one NUMA node for the pages of a mapping, which must be untouched; a full node falls back to others.
 
     Args:
         memory: page-aligned.
-        node: its number.
-        call: None for the system's own.
+        node: number of the node.
+        call: the system call; None for the real one.
 
     Returns:
-        False, and says why, if the kernel refuses, as containers do.
+        False if the kernel refuses, as in containers; the reason is logged.
     """
     number = _MBIND.get(platform.machine())
     if number is None:

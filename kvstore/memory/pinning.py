@@ -1,11 +1,10 @@
 """Locking host memory in place, so that a GPU copies to and from it at full speed.
 
-CUDA requires that no copy touches both pinned and other memory, so what is pinned at once consists of whole slots.
+CUDA requires that no copy touches both pinned and other memory, so each pinned range consists of whole slots.
 
 A serving engine captures CUDA graphs after it has registered its KV cache. While a thread captures one, registering
-memory on another fails, waits, or breaks the capture, unless the registering thread has said that it goes on beside
-captures. That takes calls that torch does not offer; where they are not found, memory is pinned before anything is
-captured, or not at all.
+memory on another fails, waits, or breaks the capture, unless the registering thread has set its capture mode to
+relaxed. That needs calls that torch does not expose; without them, memory is pinned before any capture, or not at all.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ import torch
 from kvstore.memory.cudart import CudaRuntime, find_runtime
 
 _PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every device of the process
-_OF_CAPTURES: Final = range(900, 909)  # from cudaErrorStreamCaptureUnsupported on: a capture is in the way
+_OF_CAPTURES: Final = range(900, 909)  # from cudaErrorStreamCaptureUnsupported on: a capture prevents the call
 
 
 class Refusal(NamedTuple):
-    """Why memory could not be pinned, and whether that may pass."""
+    """Reason of a failure to pin memory; with ``may_pass``, a later attempt can succeed."""
 
     reason: str
     may_pass: bool = False
@@ -32,24 +31,24 @@ class Pinner(Protocol):
     """Pins ranges of memory. Called from several threads, for different ranges.
 
     Attributes:
-        goes_beside_captures: it may be called while another thread captures a graph.
+        goes_beside_captures: calls are safe while another thread captures a graph.
     """
 
     goes_beside_captures: bool
 
     def pin(self, address: int, num_bytes: int) -> Refusal | None:
-        """Pin a populated, page-aligned range. Returns None, or why it could not be pinned."""
+        """Pin a populated, page-aligned range. Returns None, or the reason of a failure."""
 
     def unpin(self, address: int) -> None:
-        """Give back the range that was pinned at ``address``."""
+        """Unpin the range that was pinned at ``address``."""
 
 
 class CudaPinner:
     """Pins with ``cudaHostRegister``.
 
     Args:
-        device: that copies to and from the memory.
-        runtime: None if it was not found. What fails then leaves its error behind, on the thread that called.
+        device: the one that copies to and from the memory.
+        runtime: None if it was not found. Failed calls then leave their error pending on the calling thread.
     """
 
     def __init__(self, device: torch.device, runtime: CudaRuntime | None) -> None:
@@ -65,7 +64,7 @@ class CudaPinner:
                 error = int(_cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
                 if error:
                     self._clear_error()
-        except RuntimeError as broken:  # torch's, of a device that fails at everything
+        except RuntimeError as broken:  # from torch, when every call to the device fails
             return Refusal(str(broken).partition("\n")[0])
         return Refusal(f"cudaHostRegister returned error {error}", error in _OF_CAPTURES) if error else None
 
@@ -84,7 +83,7 @@ class CudaPinner:
 
 
 def find_pinner(device: torch.device) -> Pinner | None:
-    """What pins memory for a device; None for a CPU, which needs no pinned memory."""
+    """Return the pinner for a device; None for a CPU, which needs no pinned memory."""
     return CudaPinner(device, find_runtime()) if device.type == "cuda" else None
 
 

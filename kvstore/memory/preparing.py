@@ -1,9 +1,9 @@
-"""Touches the pages of a mapping before they are needed, and pins them if a GPU copies to and from them.
+"""Population of a mapping's pages before they are needed, and pinning if a GPU copies to and from them.
 
 Fresh pages cost about ten times a copy. Without a GPU, threads touch them in the background, while the engine starts.
-Pinning holds locks of the driver and collides with the capture of CUDA graphs, so it is done when the start goes on; or
-in the background by small pieces, with pauses, by a pinner that may go beside captures. Threads go upwards, as the
-index hands out slots: most stores find their slot ready, and the others work as well, only slower.
+Pinning holds locks of the driver and collides with the capture of CUDA graphs, so it is finished at start; a pinner
+that is safe during captures can pin in the background, by small pieces with pauses. Threads work in ascending order, as
+the index assigns slots: most stores find their slot ready, and the others are only slower.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _CLOSE_S: Final = 30.0
 
 @dataclass(frozen=True)
 class Pace:
-    """How memory is prepared.
+    """Parameters of preparing memory.
 
     Attributes:
-        threads: how many at once.
-        piece_bytes: about how much each touches, and pins, at once.
-        waits: the start waits until all of it is pinned.
-        pause_s: between two pieces of a thread, for others that need the driver.
-        retry_s: pause after a refusal that may pass.
-        tries: of a piece, after which nothing more is pinned.
-        stall_s: how long the start waits for the next piece.
-        told_after_s: when the log says how far it is.
+        threads: number of threads.
+        piece_bytes: approximate size that a thread touches, and pins, at once.
+        waits: the start waits until all memory is pinned.
+        pause_s: pause between two pieces of a thread, so that others can use the driver.
+        retry_s: pause after a temporary refusal.
+        tries: attempts for a piece, after which no more memory is pinned.
+        stall_s: longest wait of the start for the next piece.
+        told_after_s: time after which progress is logged.
     """
 
     threads: int
@@ -53,13 +53,13 @@ class Pace:
     told_after_s: float = 5.0
 
 
-UNPINNED: Final = Pace(threads=2, piece_bytes=256 << 20)  # more would take bandwidth from the engine that is starting
+UNPINNED: Final = Pace(threads=2, piece_bytes=256 << 20)  # more would take bandwidth from the starting engine
 IN_BACKGROUND: Final = Pace(threads=2, piece_bytes=32 << 20, pause_s=0.005)  # about as long as the driver takes
 AT_START: Final = Pace(threads=min(_MAX_THREADS, len(os.sched_getaffinity(0))), piece_bytes=256 << 20, waits=True)
 
 
 def pace_for(pinner: Pinner | None, *, in_background: bool) -> Pace:
-    """How memory is prepared that ``pinner`` pins, or that is not pinned.
+    """Return the pace for memory that ``pinner`` pins, or that stays unpinned.
 
     Args:
         pinner: None for memory that is not pinned.
@@ -74,13 +74,13 @@ def pace_for(pinner: Pinner | None, *, in_background: bool) -> Pace:
 
 
 class Preparation:
-    """The threads that prepare one mapping.
+    """Threads that prepare one mapping.
 
     Args:
         memory: the mapping.
         pieces: begin and end of each, in bytes.
         pinner: None pins nothing.
-        pace: how.
+        pace: number of threads, sizes and times.
         ready: called on these threads with begin and end of each piece that was touched.
     """
 
@@ -134,7 +134,7 @@ class Preparation:
             self._pinner.unpin(address)
 
     def _wait_pinned(self) -> None:
-        """Wait until all is pinned, or nothing more will be. No call to the driver begins after that."""
+        """Wait until all memory is pinned, or pinning has been given up. No driver call begins after that."""
         with self._changed:
             while self._pins and self._pinned_bytes < self._total_bytes:
                 if not self._changed.wait_for(partial(self._has_advanced, self._pinned_bytes), self._pace.stall_s):
@@ -150,7 +150,7 @@ class Preparation:
         return self._pinned_bytes > before_bytes or not self._pins
 
     def _work(self, first_piece: int) -> None:
-        """On thread ``first_piece``: every so many pieces, so that all threads together go upwards."""
+        """Prepare every n-th piece from ``first_piece`` on, for n threads, which together work in ascending order."""
         for begin, end in self._pieces[first_piece :: len(self._threads)]:
             if not populate(self._memory, begin, end, self._closing.is_set):
                 return
@@ -161,7 +161,7 @@ class Preparation:
                 self._closing.wait(self._pace.pause_s)
 
     def _pin(self, address: int, num_bytes: int) -> None:
-        """Pin one piece; after the first that fails for good, the rest stays as it is."""
+        """Pin one piece; after the first permanent failure, no more pieces are pinned."""
         assert self._pinner is not None
         refusal: Refusal | None = None
         for _ in range(self._pace.tries):

@@ -1,4 +1,4 @@
-"""A few reused buffers for encoding and decoding chunks, allocated when first needed."""
+"""Reused buffers for encoding and decoding chunks, allocated when first needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from kvstore.chunks import ByteArray
 from kvstore.errors import TierError
 
-SCRATCH_BUFFERS = 4  # the number of threads that encode at once; more than there are cores would not be faster
+SCRATCH_BUFFERS = 4  # number of threads that encode at once; more than there are cores would not be faster
 
 
 class Scratch:
@@ -20,7 +20,7 @@ class Scratch:
 
     Args:
         size_bytes: of each.
-        timeout_s: how long to wait while all are in use; None waits until one is free.
+        timeout_s: longest wait while all are in use; None waits until one is free.
     """
 
     def __init__(self, size_bytes: int, timeout_s: float | None = None) -> None:
@@ -32,7 +32,7 @@ class Scratch:
 
     @contextmanager
     def borrowed(self) -> Iterator[ByteArray]:
-        """A buffer for one chunk, with arbitrary content.
+        """Yield a buffer for one chunk, with arbitrary content.
 
         Raises:
             TierError: all of them were in use for ``timeout_s``.

@@ -1,7 +1,7 @@
-"""A pool of memory cut into equal slots, touched before it is needed, and pinned if a GPU copies to and from it.
+"""Pool of memory cut into equal slots, populated before it is needed, and pinned if a GPU copies to and from it.
 
-The pool is mapped once, asks for huge pages, near the GPU if there is a choice, and is prepared piece by piece
-(``preparing.py``). Slots start at page boundaries, as direct I/O wants. The index decides who owns which slot.
+The pool is mapped once, requests huge pages on the GPU's NUMA node, and is prepared piece by piece (``preparing.py``).
+Slots start at page boundaries, as direct I/O requires. The index decides which chunk owns a slot.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _CPU = torch.device("cpu")
 class SlabPool:
     """``num_slots`` slots of ``slot_bytes`` each, in one anonymous mapping, which a forked child does not have.
 
-    Thread-safe in so far as different slots may be used by different threads. ``close`` ends the background threads and
-    unpins; the memory itself lives until the last view of it is gone.
+    Different threads may use different slots. ``close`` ends the background threads and unpins; the memory itself is
+    released with its last view.
 
     Attributes:
         memory: all slots, one after the other: uint8 ``[num_slots * slot_bytes]`` at least.
@@ -34,10 +34,10 @@ class SlabPool:
     Args:
         num_slots: at least one.
         slot_bytes: a multiple of 4096.
-        device: that copies to and from the slots. For a GPU they are pinned before this returns.
+        device: the one that copies to and from the slots. For a GPU they are pinned before this returns.
         pin_in_background: for a GPU, pin them later if that is safe while it captures graphs.
-        pinner: what pins them; None for what ``device`` needs.
-        pace: how they are prepared; None for what fits. A piece consists of whole slots.
+        pinner: None for the one that ``device`` needs.
+        pace: parameters of preparing them; None for suitable ones. A piece consists of whole slots.
 
     Raises:
         ConfigError: the sizes cannot be used, or the memory cannot be mapped.
@@ -71,11 +71,11 @@ class SlabPool:
         self._preparation = Preparation(memory, self._pieces(pace.piece_bytes), pinner, pace)
 
     def slot(self, number: int) -> ByteArray:
-        """The bytes of slot ``number``: uint8 ``[slot_bytes]``, page-aligned, the same view each time."""
+        """Return the bytes of slot ``number``: uint8 ``[slot_bytes]``, page-aligned, the same view each time."""
         return self._slots[number]
 
     def wait_populated(self, timeout_s: float) -> bool:
-        """Wait until the threads have ended, all slots being ready; for benchmarks and tests."""
+        """Wait until the threads have ended and all slots are ready; for benchmarks and tests."""
         return self._preparation.wait(timeout_s)
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class SlabPool:
         self._preparation.close()
 
     def _pieces(self, piece_bytes: int) -> list[tuple[int, int]]:
-        """Begin and end of groups of whole slots, and of whole pages of the machine: none is pinned twice."""
+        """Return begin and end of groups of whole slots and whole pages of the machine, so no page is pinned twice."""
         end_bytes = self.num_slots * self.slot_bytes
         unit_bytes = math.lcm(self.slot_bytes, mmap.PAGESIZE)
         step_bytes = max(1, piece_bytes // unit_bytes) * unit_bytes
@@ -91,7 +91,7 @@ class SlabPool:
 
 
 def _map(num_bytes: int) -> ByteArray:
-    """Addresses for ``num_bytes``, without memory behind them yet.
+    """Map ``num_bytes`` of address space, without memory behind it yet.
 
     Raises:
         ConfigError: the system refused.

@@ -1,6 +1,6 @@
-"""The administration of one engine: its requests and their answers. ``admin_http.py`` serves them.
+"""Administration of one engine: requests and their answers. ``admin_http.py`` serves them.
 
-What can be administered implements ``Controls``; ``answer`` does the rest.
+Objects to administer implement ``Controls``; ``answer`` does the rest.
 """
 
 from __future__ import annotations
@@ -21,49 +21,49 @@ _EXAMPLE: Final = '{"tokens": [1, 2, 3], "salt": "a", "tags": {"tenant": "a"}}'
 
 
 class Controls(Protocol):
-    """What an administrator may ask of a cache. Methods are called from any thread and return soon."""
+    """Operations of a cache for its administrator. Methods are called from any thread and return soon."""
 
     def info(self) -> Tree:
-        """Versions, tiers and sizes."""
+        """Return versions, tiers and sizes."""
 
     def stats(self) -> Tree:
-        """Everything counted since the start."""
+        """Return all counters since the start."""
 
     def config(self) -> Tree:
-        """The configuration in effect, without secrets."""
+        """Return the configuration in effect, without secrets."""
 
     def health(self) -> Tree:
-        """Whether all parts work; ``status`` is ``ok`` or ``degraded``."""
+        """Return the health of all parts; ``status`` is ``ok`` or ``degraded``."""
 
     def kv(self, tokens: Sequence[int], extras: KeyExtras) -> Tree:
-        """How many leading tokens of a sequence are known, and in which tier.
+        """Return the number of leading tokens of a sequence that are known, and their tiers.
 
         Raises:
             InvalidCallError: a token id is out of range.
         """
 
     def clear(self) -> int | None:
-        """Forget all chunks. Returns how many there were, or None if it will be done later."""
+        """Forget all chunks; return their number, or None if it will be done later."""
 
     def pins(self) -> Tree:
-        """What clients have pinned: ``pins``, a list."""
+        """Return the pins of clients: ``pins``, a list."""
 
     def unpin(self) -> int | None:
-        """End all pins. Returns how many there were, or None if it will be done later."""
+        """End all pins; return their number, or None if it will be done later."""
 
     def switch(self, *, enabled: bool) -> None:
-        """Turn the cache on or off; what is stored stays."""
+        """Turn the cache on or off; stored chunks stay."""
 
 
 class Reply(NamedTuple):
-    """An answer: the HTTP status, and what becomes JSON."""
+    """An answer: the HTTP status, and the body to be encoded as JSON."""
 
     status: HTTPStatus
     body: Tree
 
 
 class _Sequence(BaseModel):
-    """A sequence of tokens, and what else decides its KV."""
+    """A sequence of tokens, and the other inputs that decide its KV."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -119,7 +119,7 @@ _ACTIONS: Final[Mapping[tuple[str, str], Callable[[Controls, bytes], Reply]]] = 
 def answer(controls: Controls, method: str, path: str, headers: Mapping[str, str], body: bytes = b"") -> Reply:
     """Carry out a request. ``headers`` has lower-case names.
 
-    Requests of browsers are refused, see ``is_from_here``.
+    Requests of browsers are refused; see ``is_from_here``.
     """
     if not is_from_here(headers):
         return Reply(HTTPStatus.FORBIDDEN, {"error": "only programs on this machine may ask, by a loopback name"})

@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 _MAX_CONNECTIONS: Final = 64
 _MAX_BODY_BYTES: Final = 4 << 20  # half a million tokens
 _BODY_TIMEOUT_S: Final = 10.0
-_PATIENCE_S: Final = 10.0  # with a client that reads nothing of its answer
+_PATIENCE_S: Final = 10.0  # longest wait for a client that does not read its answer
 _END_WAIT_S: Final = 5.0
 
 
 class LoopbackServer:
-    """Listens from its creation until ``close``.
+    """HTTP server on loopback, which listens from its creation until ``close``.
 
     Args:
         respond: answers a request, given its body, on a thread of this server.
@@ -70,12 +70,12 @@ class AdminServer(LoopbackServer):
     """Serves the administration of one engine.
 
     Args:
-        controls: what is administered; its methods are called from this server's threads.
+        controls: the object to administer; its methods are called from this server's threads.
         host: see ``LoopbackServer``.
-        port: the same.
+        port: see ``LoopbackServer``.
 
     Raises:
-        ConfigError: the same.
+        ConfigError: as ``LoopbackServer``.
     """
 
     def __init__(self, controls: Controls, host: str, port: int) -> None:
@@ -93,10 +93,10 @@ class PageServer(LoopbackServer):
     """Serves a few pages of text.
 
     Args:
-        pages: by path, what makes a page: the HTTP status and the text.
+        pages: functions that make a page, its HTTP status and text, by path.
         port: on 127.0.0.1; 0 for any free port.
         name: see ``LoopbackServer``.
-        remedy: the same.
+        remedy: see ``LoopbackServer``.
 
     Raises:
         ConfigError: as ``LoopbackServer``.
@@ -160,7 +160,7 @@ def _make_server(respond: Respond, name: str) -> uvicorn.Server:
 
 
 def listen(host: str, port: int, name: str, remedy: str) -> socket.socket:
-    """A listening socket, for a server that messages call ``name``.
+    """Open a listening socket, for a server that messages call ``name``.
 
     Raises:
         ConfigError: it cannot be bound; ``remedy`` says what to do.
@@ -168,7 +168,7 @@ def listen(host: str, port: int, name: str, remedy: str) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-        return socket.create_server(address, family=family, dualstack_ipv6=both)  # clients wait from now on
+        return socket.create_server(address, family=family, dualstack_ipv6=both)  # clients are queued from now on
     except OSError as error:
         reason = str(error.strerror or error).partition(" (while")[0]  # the library adds the address
         raise ConfigError(f"{name} cannot listen on {host} port {port}: {reason}; {remedy}") from error

@@ -1,6 +1,6 @@
-"""HTTP connections of clients, by uvicorn, with bounds on their number, on their heads and on what they ask ahead.
+"""HTTP connections of clients, by uvicorn, with bounds on their number, head sizes and pipelined requests.
 
-Uvicorn alone waits for ever for a head, and counts a connection that says nothing like one that asks.
+Uvicorn alone waits without limit for a head, and counts an idle connection like one with a request.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any, Final
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 HANG_UP: Final = "hang_up"
-"""In a request's ``state``: a function that takes what to call when the client hangs up, and returns what undoes that.
+"""Key in a request's ``state`` of a function that registers a callback for the client's disconnect.
 
-ASGI says so only to who waits for it, and a task for each request would take a tenth of its time.
+The function returns another one, which unregisters the callback. ASGI reports disconnects only to a pending
+``receive()``, and a task for each request would take a tenth of the request's time.
 """
 _MAX_HEAD_BYTES: Final = 64 << 10
 _HEAD_TIMEOUT_S: Final = 30.0
@@ -23,21 +24,21 @@ _MAX_WAITING: Final = 8
 
 
 def entrance(max_connections: int, patience_s: float) -> type[HttpToolsProtocol]:
-    """The protocol for at most so many connections.
+    """Return the uvicorn protocol for at most so many connections.
 
-    One more takes the place of the one that has asked for nothing for longest, be it silent, slow with its request or
-    kept after an answer. Where all are being answered, the new one is closed.
+    One more replaces the connection that has been without a whole request for longest, be it silent, slow with its
+    request or kept after an answer. If all are being answered, the new one is closed.
 
     Args:
-        max_connections: of all clients.
-        patience_s: how long one may read nothing of what waits for it.
+        max_connections: bound for all clients together.
+        patience_s: longest time for which a client may leave its answer unread.
     """
-    waiting: dict[Entrance, None] = {}  # for requests, or for the rest of one; the one that does so longest is first
+    waiting: dict[Entrance, None] = {}  # for requests, or for the rest of one; the longest-waiting first
 
     class Entrance(HttpToolsProtocol):
-        """One connection of a client. One whose next head is too large, or does not come in time, is closed.
+        """One connection of a client. It is closed if its next head is too large, or does not arrive in time.
 
-        So is one that asks for too much before it has its answers.
+        It is also closed if it pipelines too many requests.
         """
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - uvicorn's
@@ -47,7 +48,7 @@ def entrance(max_connections: int, patience_s: float) -> type[HttpToolsProtocol]
             self._head_timer: asyncio.TimerHandle | None = None
             self._unread_timer: asyncio.TimerHandle | None = None
             self._at_hang_up: set[Callable[[], None]] = set()
-            self._cycles: list[RequestResponseCycle] = []  # not answered; of those uvicorn knows the last one
+            self._cycles: list[RequestResponseCycle] = []  # not answered; uvicorn itself knows only the last one
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -77,8 +78,8 @@ def entrance(max_connections: int, patience_s: float) -> type[HttpToolsProtocol]
             super().data_received(data)
             if self._in_head and self._head_bytes > _MAX_HEAD_BYTES:
                 self.transport.abort()
-            elif self.cycle is not None and self.cycle.response_complete:  # type: ignore[redundant-expr] # at first None
-                self._start_timer()  # uvicorn's own ends with any byte, even one that begins no head
+            elif self.cycle is not None and self.cycle.response_complete:  # type: ignore[redundant-expr] # None first
+                self._start_timer()  # uvicorn's timer ends with any byte, even one that begins no head
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
@@ -98,7 +99,7 @@ def entrance(max_connections: int, patience_s: float) -> type[HttpToolsProtocol]
             self._in_head = False
             self._head_bytes = 0
             self._stop_timer()
-            if len(self.pipeline) >= _MAX_WAITING:  # uvicorn would queue all that one sends before it reads
+            if len(self.pipeline) >= _MAX_WAITING:  # uvicorn would queue all requests of a client that reads nothing
                 self.transport.abort()
                 return
             super().on_headers_complete()
@@ -121,18 +122,18 @@ def entrance(max_connections: int, patience_s: float) -> type[HttpToolsProtocol]
         def on_response_complete(self) -> None:
             super().on_response_complete()
             self._note()
-            if self._unread_timer is None:  # a little may wait that pauses nothing, and closing waits for it
+            if self._unread_timer is None:  # a few unread bytes pause nothing, but closing waits for them
                 self._wait_for_reader()
 
         def _note(self) -> None:
-            """Note whether it waits, or a request that is wholly there is being answered."""
+            """Note if it waits for a request, or if a whole request is being answered."""
             if any(not cycle.more_body and not cycle.response_complete for cycle in self._cycles):
                 waiting.pop(self, None)
             else:
                 waiting.setdefault(self)
 
         def _wait_for_reader(self, before_bytes: float = math.inf) -> None:
-            """Close the connection unless the client reads; nothing is added to what waits for it meanwhile."""
+            """Close the connection unless the client reads, while nothing is added to its unread bytes."""
             self._stop_waiting()
             unread_bytes = self.transport.get_write_buffer_size()
             if not unread_bytes:
@@ -153,7 +154,7 @@ def entrance(max_connections: int, patience_s: float) -> type[HttpToolsProtocol]
                 self._unread_timer = None
 
         def _start_timer(self) -> None:
-            """Once for each head, however slowly it comes."""
+            """Start the timer once for each head, however slowly it arrives."""
             if self._head_timer is None:
                 self._head_timer = self.loop.call_later(_HEAD_TIMEOUT_S, self.transport.abort)
 

@@ -1,4 +1,4 @@
-"""Reads the counters of the index, the mover and the tiers into tallies."""
+"""Meters, which read the counters of the index, the mover and the tiers into tallies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DIRECTIONS: Final = {"load": "get", "store": "put"}
 
 
 class IndexMeter:
-    """What an index decided and holds. For the index's thread only."""
+    """Meter of an index's decisions and contents. For the index's thread only."""
 
     def __init__(self) -> None:
         self._meter = Meter()
@@ -78,12 +78,12 @@ class _Observed:
         self.statistics = [statistics for part in counted if (statistics := find(part, Statistics))]
 
     def breakers(self) -> list[CircuitBreaker]:
-        """The breakers of its parts, which may be more or fewer the next time."""
+        """Return the breakers of its parts, whose number may change between calls."""
         return [breaker for part in self.tier.parts if (breaker := find(part, CircuitBreaker))]
 
 
 class WorkerMeter:
-    """What a worker moved, and how its tiers do. For the worker's thread only."""
+    """Meter of a worker's transfers and of the state of its tiers. For the worker's thread only."""
 
     def __init__(self, tiers: OpenTiers, moved: Callable[[], MoverCounters]) -> None:
         self._moved = moved
@@ -118,7 +118,7 @@ class WorkerMeter:
 
 
 def push_totals(pushed: PushCounters, channel_bytes: int) -> dict[str, float]:
-    """What was handed over to other engines, as totals of metrics."""
+    """Return the totals of hand-overs to other engines, by metric."""
     chunks = metrics.PUSHED_CHUNKS
     return {
         chunks.key("sent"): pushed.sent,

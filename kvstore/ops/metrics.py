@@ -1,4 +1,4 @@
-"""What is counted: each metric's name, labels and meaning, and the plain numbers on their way to a monitoring system.
+"""Metrics: the name, labels and meaning of each, and the plain numbers on their way to a monitoring system.
 
 Nothing here knows Prometheus: a ``Tally`` is three dictionaries of numbers, with keys such as ``hit_tokens|disk``.
 """
@@ -21,10 +21,10 @@ _SLOW_TIERS: Final = (Place.DISK.value, Place.REMOTE.value)
 
 
 class Kind(Enum):
-    """How a metric behaves."""
+    """Kinds of metrics."""
 
     COUNTER = "counter"  # only grows
-    GAUGE = "gauge"  # as it is now
+    GAUGE = "gauge"  # the current value
     HISTOGRAM = "histogram"  # seconds
 
 
@@ -33,12 +33,12 @@ class Metric:
     """One metric.
 
     Attributes:
-        name: with the unit, without the prefix that a monitoring system adds.
-        kind: how it behaves.
+        name: name with the unit, without the prefix that a monitoring system adds.
+        kind: counter, gauge or histogram.
         meaning: a sentence without its full stop.
-        labels: what it is divided by.
-        values: all combinations of label values, where they are known beforehand; these start at 0, not absent.
-        worst: of several workers' gauges, the highest counts instead of the sum.
+        labels: names of its labels.
+        values: all combinations of label values, if they are known beforehand; their series start at 0, not absent.
+        worst: True to combine several workers' gauges by their maximum instead of their sum.
     """
 
     name: str
@@ -49,12 +49,12 @@ class Metric:
     worst: bool = False
 
     def key(self, *label_values: str) -> str:
-        """The key of one time series in a ``Tally``."""
+        """Return the key of one time series in a ``Tally``."""
         return _SEPARATOR.join((self.name, *label_values))
 
 
 def split_key(key: str) -> tuple[Metric, tuple[str, ...]]:
-    """The metric of a time series, and the values of its labels."""
+    """Return the metric of a time series, and the values of its labels."""
     name, *values = key.split(_SEPARATOR)
     return METRICS[name], tuple(values)
 
@@ -156,18 +156,18 @@ DISK_USED_BYTES = _gauge("disk_used_bytes", "Bytes on disk, of all workers, spar
 DISK_CAPACITY_BYTES = _gauge("disk_capacity_bytes", "Bytes that they may fill")
 
 METRICS: Final = {value.name: value for value in tuple(globals().values()) if isinstance(value, Metric)}
-"""All metrics by name, in the order in which people read them."""
+"""All metrics by name, in the order of their display."""
 
 MAX_SAMPLES: Final = 4096
-"""The most times that one series of a ``Tally`` holds; further ones are dropped, in case nobody takes the tally."""
+"""The most times that one series of a ``Tally`` holds; further ones are dropped, in case the tally is never taken."""
 
 
 @dataclass
 class Tally:
-    """What happened since the last one was taken. Not thread-safe.
+    """Counts, times and gauges since the last tally was taken. Not thread-safe.
 
     Attributes:
-        counters: what was added, by time series.
+        counters: increments, by time series.
         samples: times in seconds, by time series.
         gauges: values by time series and source; of each source, the last value counts.
     """
@@ -206,7 +206,7 @@ class Tally:
             self.gauges.setdefault(key, {}).update(by_source)
 
     def levels(self) -> dict[str, float]:
-        """The gauges, with one value for all sources."""
+        """Return the gauges, with one value for all sources."""
         return {
             key: max(by_source.values()) if split_key(key)[0].worst else math.fsum(by_source.values())
             for key, by_source in self.gauges.items()
@@ -214,10 +214,10 @@ class Tally:
 
 
 class Meter:
-    """Turns totals that only grow into what was added since the last time, and gauges into those that changed.
+    """Turns growing totals into increments since the last call, and passes on only the gauges that changed.
 
     Args:
-        source: whose gauges these are.
+        source: name of the source of the gauges.
     """
 
     def __init__(self, source: str = "") -> None:
@@ -226,10 +226,10 @@ class Meter:
         self._levels: dict[str, float] = {}
 
     def advance(self, totals: Mapping[str, float], tally: Tally) -> None:
-        """Count what came since the last call."""
+        """Count the increments since the last call."""
         for key, total in totals.items():
             last = self._last.get(key, 0)
-            if total > last:  # a total that is a difference of two others, read one after the other, may shrink briefly
+            if total > last:  # the difference of two totals, which are read one after the other, may shrink briefly
                 tally.count(key, total - last)
                 self._last[key] = total
 
@@ -242,7 +242,7 @@ class Meter:
 
 
 class Totals:
-    """Sums of all tallies since the start, for people. Thread-safe."""
+    """Sums of all tallies since the start, for display. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -261,12 +261,12 @@ class Totals:
         return self._sums.counters.get(key, 0)
 
     def levels(self) -> dict[str, float]:
-        """The gauges as last seen, with one value for all sources."""
+        """Return the gauges as last seen, with one value for all sources."""
         with self._lock:
             return self._sums.levels()
 
     def as_tree(self) -> dict[str, object]:
-        """All metrics by name, those with labels as mappings: ``{"hit_tokens": {"disk": 512}}``."""
+        """Return all metrics by name, those with labels as mappings: ``{"hit_tokens": {"disk": 512}}``."""
         tree: dict[str, object] = {}
         for metric in METRICS.values():
             if metric.kind is Kind.COUNTER:

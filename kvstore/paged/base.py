@@ -1,4 +1,4 @@
-"""Whole blocks between a paged KV cache and slab slots, as opaque bytes.
+"""Copies of whole blocks between a paged KV cache and slab slots, as opaque bytes.
 
 A backend may arrange a block in any way (vLLM's CPU backend transposes K inside it), so nothing here looks inside: a
 block is the dense region of bytes that its strides span, found once when the caches are registered. Copies use numpy,
@@ -39,13 +39,13 @@ Page = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 """A plane's rows of all blocks, and the rows of some of them in a payload."""
 
 _Copy = tuple[npt.NDArray[Any], BlockIds, npt.NDArray[Any]]
-"""A plane's rows of all blocks, which of them, and their rows in a payload."""
+"""A plane's rows of all blocks, the ids of some blocks, and their rows in a payload."""
 
 
 class ChunkBlocks(NamedTuple):
     """Some blocks of a chunk: from ``first_block`` on in its payload, and ``block_ids`` in the paged cache.
 
-    Made by ``PagedKV.chunk``, which checks the ids. ``pages`` are those of every plane in order, in host memory.
+    Created by ``PagedKV.chunk``, which checks the ids. ``pages`` holds every plane's pages in order, in host memory.
     """
 
     block_ids: BlockIds
@@ -56,7 +56,7 @@ class ChunkBlocks(NamedTuple):
 
 
 class PagedKV(Protocol):
-    """The paged KV cache of one worker, addressed by block ids.
+    """Paged KV cache of one worker, addressed by block ids.
 
     ``payload`` below is a row of ``layout.payload_bytes(n)`` uint8 in the order of ``layout``, in host memory or on the
     cache's ``device``; ``block_ids`` are int64 in ordinary host memory, each in ``[0, num_blocks)`` and none reserved
@@ -67,34 +67,34 @@ class PagedKV(Protocol):
     num_blocks: int
     device: torch.device
     streams: Streams  # of the device
-    moves_layers: bool  # whether chunks can be moved layer by layer
+    moves_layers: bool  # True if chunks can be moved layer by layer
 
     @property
     def device_bytes(self) -> int:
-        """The device's memory that this takes besides the cache; each ``for_thread`` takes as much again."""
+        """Bytes of device memory in use in addition to the cache; each ``for_thread`` takes as many again."""
 
     def for_thread(self) -> PagedKV:
-        """The same cache for one other thread, which may move blocks that no kernel uses, while the model runs.
+        """Return the same cache for one other thread, which may move blocks that no kernel uses, while the model runs.
 
-        On a device it has a current stream of its own: only ``streams.hold`` and ``fence`` order that with the model's.
+        On a device it has a separate current stream, which only ``streams.hold`` and ``fence`` order with the model's.
         """
 
     def beside(self, other: PagedKV) -> PagedKV:
-        """The same cache for the thread of another one on the same device, with whom it shares streams and buffers."""
+        """Return the same cache for the thread of ``other`` on the same device; both share streams and buffers."""
 
     def has_planes_of(self, other: PagedKV) -> bool:
-        """Whether blocks of both are moved alike, from and to the same memory, so that one launch can move both's."""
+        """Tell if both have the same planes at the same addresses, so that one launch can move blocks of both."""
 
     def with_help(self, copiers: Copiers) -> PagedKV:
-        """The same cache, whose blocks several threads copy if the CPU does that."""
+        """Return the same cache, whose blocks several threads copy if the CPU does the copying."""
 
     def bytes_of(self, block_ids: BlockIds) -> int:
-        """Bytes of these blocks in all layers."""
+        """Return the bytes of these blocks in all layers."""
 
     def fence(self) -> None:
-        """Order what the current stream is given from now on after all gathers so far, by any ``for_thread()`` too.
+        """Order later work of the current stream after all gathers so far, including those of any ``for_thread()``.
 
-        For blocks that are written again before anybody has waited for their gather. The host does not wait.
+        For blocks that are overwritten before their gather has been waited for. The host does not wait.
         """
 
     def gather(self, block_ids: BlockIds, payload: ByteArray) -> Moment:
@@ -103,61 +103,61 @@ class PagedKV(Protocol):
     def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> Moment:
         """Copy blocks ``first_block ... first_block + len(block_ids)`` of a payload of ``chunk_blocks`` blocks.
 
-        Kernels launched after it returns see the blocks. The payload must not change before the moment it returns.
+        Kernels launched after the call see the blocks. The payload must not change before the returned moment.
         """
 
     def gather_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
-        """``gather`` several whole chunks, in fewer launches. A moment for each; ``pages`` are not used."""
+        """Gather several whole chunks, in fewer launches. Returns a moment for each; ``pages`` are not used."""
 
     def scatter_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
-        """``scatter`` several chunks, in fewer launches. A moment for each; ``pages`` are not used."""
+        """Scatter several chunks, in fewer launches. Returns a moment for each; ``pages`` are not used."""
 
     def blank(self, parts: Sequence[ByteArray]) -> Moment:
-        """Make parts of payloads zeros, in the order of gathers: the device may still read what stands there."""
+        """Zero parts of payloads, ordered with gathers because the device may still read the former bytes."""
 
     def chunk(
         self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int | None = None, first_block: int = 0
     ) -> ChunkBlocks:
-        """Blocks to move layer by layer. ``chunk_blocks`` are in the payload, by default ``len(block_ids)``.
+        """Describe blocks to move by layer. ``chunk_blocks`` are in the payload, by default ``len(block_ids)``.
 
         Raises:
             InvalidCallError: names the first id that is outside the cache.
         """
 
     def layers_with(self, layer: int) -> range:
-        """The layers that are moved together with this one: alone they would be too small for fast copies."""
+        """Return the layers that are moved together with this one, because alone they are too small for fast copies."""
 
     def gather_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Moment:
         """Copy layers of several chunks' blocks into their payloads, which are valid once ``reach`` returns.
 
-        The moment is also that of all layers gathered before.
+        The returned moment also covers all layers gathered before.
         """
 
     def scatter_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Moment:
         """Copy layers of several chunks into their blocks, where kernels launched later see them.
 
-        The payloads must not change before the moment it returns, which is also that of all layers before.
+        The payloads must not change before the returned moment, which also covers all layers before.
         """
 
     def settle(self) -> None:
-        """Let the host wait until the device has done with the buffers: they may be let go then.
+        """Let the host wait until the device no longer uses the buffers, so that they can be freed.
 
-        Whatever streams were current when they were used, of which the device's allocator knows only the first.
+        Covers all streams that used them, of which the device's allocator knows only the first.
         """
 
     def restore(self) -> None:
-        """Go on after the device's memory has lost what it held, at the same addresses, while nothing was under way."""
+        """Restore tables after the device's memory was discarded and mapped again at the same addresses, when idle."""
 
     def gather_on_device(self, block_ids: BlockIds, payload: torch.Tensor) -> None:
         """Copy ``n = len(block_ids)`` blocks of every layer into a payload on the cache's own device.
 
-        In the order of the current stream, like the kernels around it. Launches and does not wait.
+        Runs in the order of the current stream, like a kernel. Launches and does not wait.
         """
 
     def scatter_on_device(
         self, block_ids: BlockIds, payload: torch.Tensor, chunk_blocks: int, first_block: int
     ) -> None:
-        """``scatter`` from a payload on the cache's own device, in the order of the current stream."""
+        """Scatter from a payload on the cache's own device, in the order of the current stream."""
 
 
 @dataclass(frozen=True)
@@ -172,9 +172,9 @@ class PlaneRows:
     dims: tuple[tuple[int, int], ...]  # of a kernel block: size, and stride in elements, the outermost first
 
     def axes(self, page_tokens: int) -> tuple[int, int, int] | None:
-        """The elements of a page of ``page_tokens`` tokens as rows of ``[a, tokens, b]``.
+        """Return the shape ``[a, tokens, b]`` of the rows in a page of ``page_tokens`` tokens.
 
-        None if the shape does not tell which dimension holds the tokens, or there are no heads, as with MLA.
+        None if the shape does not show which dimension holds the tokens, or there are no heads, as with MLA.
         """
         tokens = [dim for dim in self.dims[:-1] if dim[0] * self.kernel_blocks == page_tokens]
         if len(tokens) != 1:
@@ -197,7 +197,7 @@ def find_planes(name: str, cache: LayerCache, num_blocks: int) -> list[PlaneRows
 
 
 def planes_of(name: str, cache: LayerCache, num_blocks: int) -> list[torch.Tensor]:
-    """The tensors of layer ``name`` that have blocks in dimension 0, one for each plane.
+    """Return the tensors of layer ``name`` that have blocks in dimension 0, one for each plane.
 
     Raises:
         LayoutError: see ``find_planes``.
@@ -300,7 +300,7 @@ class HostPagedKV:
             self._runs.append(_Run(run, word, len(run) * words * word.itemsize))
 
     def for_thread(self) -> PagedKV:
-        """See ``PagedKV``: nothing here belongs to one thread. It copies alone: the other cores are the model's."""
+        """See ``PagedKV``. It copies without helpers, because the other cores belong to the model."""
         return self.with_help(ALONE)
 
     def beside(self, other: PagedKV) -> PagedKV:  # noqa: ARG002 - there is nothing to share
@@ -362,7 +362,7 @@ class HostPagedKV:
         return ChunkBlocks(block_ids, payload, chunk_blocks, first_block, pages)
 
     def layers_with(self, layer: int) -> range:
-        """See ``PagedKV``: each layer goes alone."""
+        """See ``PagedKV``: each layer is moved alone."""
         return range(layer, layer + 1)
 
     def gather_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Moment:
@@ -376,10 +376,10 @@ class HostPagedKV:
         return None
 
     def settle(self) -> None:
-        """See ``PagedKV``: there are none."""
+        """See ``PagedKV``: there are no buffers."""
 
     def restore(self) -> None:
-        """See ``PagedKV``: host memory keeps what it holds."""
+        """See ``PagedKV``: host memory keeps its content."""
 
     def gather_on_device(self, block_ids: BlockIds, payload: torch.Tensor) -> None:
         """See ``PagedKV``."""

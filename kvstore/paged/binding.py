@@ -1,4 +1,4 @@
-"""Makes a paged KV cache of a model's tensors: finds every layer's blocks, derives the layout, chooses how to copy."""
+"""Binding of a model's tensors to a paged KV cache: finds every layer's blocks, derives the layout, selects copies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def bind_paged_kv(
     beside: PagedKV | None = None,
     piece_bytes: int = 0,
 ) -> PagedKV:
-    """Find the blocks of all layers and choose how to copy them.
+    """Find the blocks of all layers and select the class that copies them.
 
     Args:
         kv_caches: layer name to the tensor, or pair of tensors, that holds its blocks; the order is the payload's.
@@ -32,12 +32,12 @@ def bind_paged_kv(
         chunk_tokens: tokens in a chunk; a multiple of ``block_tokens``.
         reserved_blocks: the number of blocks, from the first on, that the serving engine reserves: they are neither
             read nor written.
-        packing: what else, besides strides, decides the order of bytes in a block: on CPUs, the instruction set in use.
-        has_channels: whether the shapes tell which elements are one channel of K or V over several tokens. They do not
+        packing: what decides the order of bytes in a block in addition to strides: on CPUs, the instruction set in use.
+        has_channels: True if the shapes show which elements are one channel of K or V over several tokens. They do not
             for MLA's latents, nor for packed blocks.
         beside: another group of layers on the same device, with which buffers are shared.
-        piece_bytes: what a buffer must hold at least: the most that is moved at once of several groups; 0 for a chunk
-            of these layers.
+        piece_bytes: the minimum size of a buffer, which is the most that several groups move at once; 0 for a chunk of
+            these layers.
 
     Raises:
         LayoutError: a layer's layout is not supported, or layers differ in a way a payload cannot hold.
@@ -64,7 +64,7 @@ def layout_of(
     *,
     has_channels: bool,
 ) -> KVLayout:
-    """The geometry of chunks of these layers, given the planes of each; the rest as for ``bind_paged_kv``.
+    """Return the geometry of chunks of these layers, given the planes of each; other arguments as ``bind_paged_kv``.
 
     Raises:
         LayoutError: layers differ in a way a payload cannot hold.
@@ -91,13 +91,13 @@ def layout_of(
 def bind_groups(
     groups: Sequence[PagedKV | None], full: Sequence[int], *, block_tokens: int, chunk_tokens: int
 ) -> GroupedPagedKV:
-    """Several groups of layers, whose blocks come from one pool of ids, as one cache.
+    """Combine several groups of layers, whose blocks come from one pool of ids, into one cache.
 
     Args:
-        groups: each group's, in the order of their numbers; None for one that has no layer on this rank.
-        full: the groups that keep all tokens: a chunk is theirs.
-        block_tokens: the tokens after which a block of every group ends, those without a layer here included: all
-            ranks count a chunk's blocks alike.
+        groups: the cache of each group, in the order of their numbers; None for one without layers on this rank.
+        full: the groups that keep all tokens, whose blocks form a chunk.
+        block_tokens: the tokens after which a block of every group ends, including groups without a layer here, so
+            that all ranks count a chunk's blocks alike.
         chunk_tokens: tokens in a chunk.
 
     Raises:

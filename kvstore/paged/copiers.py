@@ -1,8 +1,8 @@
-"""Many copies, shared between the caller and a few helper threads.
+"""Copies that are shared between the caller and a few helper threads.
 
 One thread rarely reaches a machine's memory bandwidth: measured, two threads copied 1.9 times as much as one. Each
-takes the next copy as soon as its last one is done, and nobody waits for a helper that has not started, so a thread
-that the system does not schedule delays at most the copy it is at.
+takes the next copy as soon as its last one is done, and the caller does not wait for a helper that has not started, so
+a thread that the system does not schedule delays only its current copy.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _MAX_THREADS = 4  # of one engine, to leave bandwidth for others
 
 
 class Copiers:
-    """The calling thread and its helpers, which end at ``close``. One call at a time.
+    """Calling thread and its helpers, which end at ``close``. One call at a time.
 
     Args:
-        threads: how many copy at once, the caller included.
+        threads: number of copying threads, including the caller.
     """
 
     def __init__(self, threads: int) -> None:
@@ -30,7 +30,7 @@ class Copiers:
         self._pool = ThreadPoolExecutor(max(1, self._helpers), "kvstore-copy")  # has no thread before it is used
 
     def each(self, items: Iterable[Item], copy: Callable[[Item], None]) -> None:
-        """Copy everything, in any order. If a copy raises, so does this, after all copies under way have ended."""
+        """Copy all items, in any order. If a copy raises, this raises after all copies under way have ended."""
         if not self._helpers:
             for item in items:
                 copy(item)
@@ -60,9 +60,9 @@ class Copiers:
 
 
 ALONE = Copiers(1)
-"""Copies without helpers. It has no thread to end, so all may share it."""
+"""Copies without helpers. It has no thread to end, so it can be shared."""
 
 
 def copy_threads() -> int:
-    """As many threads as the calling thread has cores: one where vLLM has bound it to a single core."""
+    """Return the number of the calling thread's cores, at most 4: one where vLLM has bound it to a single core."""
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)))

@@ -1,13 +1,13 @@
-"""Whole blocks between a paged KV cache on a device and slots, in host memory or on the same device.
+"""Copies of whole blocks between a paged KV cache on a device and slots, in host memory or on the same device.
 
-On their way to host memory blocks pass through dense staging buffers on the device (``staging.py``); to a slot on the
+On their way to host memory blocks pass through dense staging buffers on the device (``staging.py``); for a slot on the
 device they need none. Gathers and scatters run on the current stream, so a gather waits for the kernels that write the
-blocks, and kernels launched after a scatter see it. Copies to and from the host run on streams of their own.
-``for_thread`` gives another thread a stream of its own instead of the current one.
+blocks, and kernels launched after a scatter see it. Copies to and from the host run on separate streams. ``for_thread``
+gives another thread a separate stream instead of the current one.
 
-What all this needs of the device is taken at start (``device_bytes``): buffers, and rings for the places of blocks.
-Chunks that are smaller than a buffer share one: one launch gathers all of them, and one copy a chunk takes them out.
-By layer small ones go together, until a copy is worth its beginning.
+All device memory is allocated at start (``device_bytes``): buffers, and rings for the places of blocks. Chunks that are
+smaller than a buffer share one: one launch gathers all of them, and one copy for each chunk moves it to the host. Small
+layers are moved together, until a copy is large enough to pay for its launch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvstore.paged.staging import Staging
 from kvstore.paged.streams import Moment, Streams, Way, streams_of
 
 _Copy = tuple[torch.Tensor, int]
-"""Bytes in host memory, and where they begin in a staging buffer."""
+"""Bytes in host memory, and their offset in a staging buffer."""
 
 
 class DevicePagedKV:
@@ -40,12 +40,12 @@ class DevicePagedKV:
         layers: the planes of each layer.
         layout: of a payload.
         num_blocks: of the cache.
-        reserved_blocks: as of ``bind_paged_kv``.
-        streams: how work is put in order on the device; None for the device's own.
+        reserved_blocks: see ``bind_paged_kv``.
+        streams: the order of work on the device; None for the device's own streams.
         staging_bytes: of each buffer, at least ``piece_bytes``.
         piece_bytes: the most that is moved at once; 0 for a chunk of these layers.
-        copy_bytes: to begin a copy takes about as long as to copy so many bytes.
-        beside: a cache whose streams and buffers are used, instead of those that the arguments before describe.
+        copy_bytes: launching a copy takes about as long as copying so many bytes.
+        beside: a cache whose streams and buffers are used, instead of new ones by the arguments above.
     """
 
     moves_layers = True
@@ -68,7 +68,7 @@ class DevicePagedKV:
         self._allowed = range(reserved_blocks, num_blocks)
         rows = [plane.rows for planes in layers for plane in planes]
         word = min((part.dtype for part in rows), key=lambda dtype: dtype.itemsize)
-        with torch.inference_mode(mode=False):  # in which engines start: nobody could write to them outside
+        with torch.inference_mode(mode=False):  # in which engines start, and whose tensors are read-only outside
             rows = [part.view(word) for part in rows]  # one width: every part of the staging is aligned to it
         self._all_planes = range(len(rows))
         self._planes = [(plane.data_ptr(), plane.stride(0), plane.shape[1], word) for plane in rows]
@@ -77,7 +77,7 @@ class DevicePagedKV:
         self._copy_bytes = copy_bytes
         self._together = [group for group in layout.layer_groups(copy_bytes) for _ in group]
         self.device = rows[0].device
-        self._gathered: dict[Streams, Moment] = {}  # the end of the last gather of every thread's
+        self._gathered: dict[Streams, Moment] = {}  # the end of each thread's last gather
         if beside is None:
             streams = streams_of(self.device) if streams is None else streams
             self._settle_on(streams, max(staging_bytes, round_up(piece_bytes, ALIGNMENT_BYTES) or layout.slot_bytes))
@@ -86,19 +86,19 @@ class DevicePagedKV:
         self._kernels: Kernels = kernels_for(rows, self.streams, self._staging.buffers[0])
 
     def _settle_on(self, streams: Streams, staging_bytes: int) -> None:
-        """Take what one thread needs of the device."""
+        """Allocate the device memory that one thread needs."""
         self.streams = streams
         self._staging = Staging(staging_bytes, streams)
         self._ring = PlaceRing(max(MAX_BLOCKS, self.layout.blocks_per_chunk), streams)
 
     def _settle_beside(self, other: DevicePagedKV) -> None:
-        """Use what another one's thread has taken of the device."""
+        """Share the streams and the device memory of another cache's thread."""
         self.streams, self._staging, self._ring = other.streams, other._staging, other._ring
         self._gathered = other._gathered
 
     @property
     def device_bytes(self) -> int:
-        """What this takes of the device's memory; each ``for_thread`` takes the same again."""
+        """Bytes of device memory in use; each ``for_thread`` takes as many again."""
         return BUFFERS * self._staging.size_bytes + self._ring.device_bytes + self._kernels.device_bytes
 
     def for_thread(self) -> PagedKV:
@@ -212,9 +212,9 @@ class DevicePagedKV:
             places.last_use = self.streams.now()
 
     def _carry_whole(self, way: Way, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
-        """Carry whole chunks, as many at once as fit into a buffer, by one thread at a time. A moment for each."""
+        """Carry whole chunks, a buffer's worth at once, by one thread at a time. Returns a moment for each."""
         for chunk in chunks:
-            check_block_ids(chunk.block_ids, self._allowed)  # before anything is copied
+            check_block_ids(chunk.block_ids, self._allowed)  # before any copy
             self._check_fits(chunk.chunk_blocks * self.layout.block_bytes)
         moments: list[Moment] = []
         with self._staging.lock:
@@ -225,7 +225,7 @@ class DevicePagedKV:
         return moments
 
     def _check_fits(self, size_bytes: int) -> None:
-        """Refuse what is larger than a buffer: a kernel would write behind it."""
+        """Refuse more bytes than a buffer holds, because a kernel would write behind it."""
         if size_bytes > self._staging.size_bytes:
             raise InvalidCallError(
                 f"{size_bytes} bytes do not fit into a staging buffer of {self._staging.size_bytes}: they are to be "
@@ -233,7 +233,7 @@ class DevicePagedKV:
             )
 
     def _carry_layers(self, way: Way, layers: range, chunks: Sequence[ChunkBlocks]) -> Moment:
-        """Carry layers of some chunks' blocks. Returns the last moment: copies leave one after the other."""
+        """Carry layers of some chunks' blocks. Returns the last moment, because copies end in order."""
         last: Moment = None
         for some in self._batches(layers, chunks):
             places = self._ring.keep([_pieces(own) for own in some])
@@ -243,7 +243,7 @@ class DevicePagedKV:
         return last
 
     def _batches(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Iterator[Sequence[Sequence[ChunkBlocks]]]:
-        """The chunks of each launch, of as many launches as have their places sent together."""
+        """Yield groups of launches whose places are sent together; each launch is a sequence of chunks."""
         launches: list[Sequence[ChunkBlocks]] = []
         blocks = 0
         for part in self._parts(layers, chunks):
@@ -257,7 +257,7 @@ class DevicePagedKV:
             yield launches
 
     def _parts(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Iterator[Sequence[ChunkBlocks]]:
-        """Consecutive chunks, as many as one buffer and one launch hold of these layers; one at the least."""
+        """Yield consecutive chunks, as many as one buffer and one launch hold of these layers; at least one."""
         max_blocks = min(self._staging.size_bytes // self._block_bytes(layers), self._ring.max_blocks)
         begin = blocks = 0
         for number, chunk in enumerate(chunks):
@@ -272,7 +272,7 @@ class DevicePagedKV:
         return self.layout.layer_range(layers[-1], 1)[1] - self.layout.layer_range(layers[0], 1)[0]
 
     def _carry(self, way: Way, layers: range, chunks: Sequence[ChunkBlocks], part: Part) -> Moment:
-        """Carry what fits into one buffer. On the way out nothing but the blocks is written to payloads."""
+        """Carry chunks that fit into one buffer. On the way out only the blocks are written to payloads."""
         block_bytes, begin = self._block_bytes(layers), 0
         copies: list[_Copy] = []
         for chunk in chunks:

@@ -1,8 +1,8 @@
-"""A paged KV cache of several groups of layers, whose blocks are of different kinds but come from one pool of ids.
+"""Paged KV cache of several groups of layers, whose blocks are of different kinds but come from one pool of ids.
 
-What is moved is a list of *rows*: blocks of one group or several, in the order of the payload. A row's id is that of
-its block, with its group above it (``rows_of``). Payloads are ``[group][layer][plane][block][page bytes]``, where a
-group is as many rows as follow one another. A row whose block is null is left out: its bytes are not loaded.
+A copy moves a list of *rows*: blocks of one or several groups, in the order of the payload. A row's id is its block's,
+with the group in the upper bits (``rows_of``). Payloads are ``[group][layer][plane][block][page bytes]``, where a group
+is a run of consecutive rows of one group. A row whose block is null is left out: its bytes are not loaded.
 """
 
 # ruff: noqa: ARG002 - rows say what others are told by further arguments
@@ -28,22 +28,22 @@ _BLOCK_MASK: Final = (1 << _GROUP_SHIFT) - 1
 
 
 def row_of(group: int, block_id: int) -> int:
-    """A block of a group as a row. Those of the first group are their own rows."""
+    """Return a block of a group as a row. A block id of group 0 equals its row."""
     return block_id + (group << _GROUP_SHIFT)
 
 
 def rows_of(group: int, block_ids: BlockIds) -> BlockIds:
-    """Blocks of a group as rows."""
+    """Return blocks of a group as rows."""
     return block_ids + row_of(group, 0)
 
 
 def any_present(rows: BlockIds) -> bool:
-    """Whether any row is that of a block, and not null."""
+    """Tell if any row has a block that is not null."""
     return bool((rows & _BLOCK_MASK).any())
 
 
 class _Segment(NamedTuple):
-    """Consecutive rows of one group: its cache, the part of the payload that they have, and those that are wanted."""
+    """Consecutive rows of one group: its cache, their part of the payload, and the rows whose block is not null."""
 
     paged: PagedKV
     place: slice
@@ -51,11 +51,11 @@ class _Segment(NamedTuple):
 
 
 class GroupedPagedKV:
-    """The groups of one worker's cache. See ``PagedKV``; ``block_ids`` are rows, and blocks are not moved by layer.
+    """Groups of one worker's cache. See ``PagedKV``; ``block_ids`` are rows, and blocks are not moved by layer.
 
     Args:
         groups: the cache of each group, all in the same pool of ids; None for one without layers on this rank.
-        layout: of a chunk: all groups that keep all tokens, as one.
+        layout: of a chunk, which combines all groups that keep all tokens.
     """
 
     moves_layers = False
@@ -72,12 +72,12 @@ class GroupedPagedKV:
         self.streams = self._first.streams
 
     def _mover_of(self, group: PagedKV) -> PagedKV:
-        """What moves a group's blocks: the first that has the same, so that one launch moves those of both."""
+        """Return the first cache with the same planes as a group, so that one launch moves the blocks of both."""
         return next((first for first in self._bound if group.has_planes_of(first)), group)
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
-        """Bytes of a block of each group."""
+        """Bytes of a block, by group."""
         return tuple(self._block_bytes.tolist())
 
     @property
@@ -120,13 +120,13 @@ class GroupedPagedKV:
             group.restore()
 
     def gather(self, block_ids: BlockIds, payload: ByteArray) -> Moment:
-        """See ``PagedKV``; nothing behind the rows is written."""
+        """See ``PagedKV``; bytes of the payload behind the rows are not written."""
         chunks = [ChunkBlocks(block_ids, payload, len(block_ids), 0)]
         self._check_sources(chunks)
         return self._move(chunks, lambda paged, parts: paged.gather_chunks(parts), self.streams.now())[0]
 
     def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> Moment:
-        """See ``PagedKV``; the rows are all that the payload has."""
+        """See ``PagedKV``; the payload consists of the rows only."""
         return self.scatter_chunks([ChunkBlocks(block_ids, payload, chunk_blocks, first_block)])[0]
 
     def gather_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
@@ -149,7 +149,7 @@ class GroupedPagedKV:
             self._check_rows(chunk.block_ids)
 
     def _check_rows(self, block_ids: BlockIds) -> None:
-        """A null block is no source."""
+        """Refuse null blocks, which cannot be sources of a copy."""
         check_block_ids(block_ids & _BLOCK_MASK, range(1, self.num_blocks))
 
     def scatter_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
@@ -162,11 +162,11 @@ class GroupedPagedKV:
         move: Callable[[PagedKV, Sequence[ChunkBlocks]], list[Moment]],
         begun: Moment,
     ) -> list[Moment]:
-        """Move what several chunks have of a group at once. Copies end in order: a chunk's last is its end.
+        """Move several chunks, with one call for each group. Copies end in order, so a chunk's last moment is its end.
 
-        ``begun``: that of what comes before.
+        ``begun`` is the moment of the work before, and that of chunks without a copy.
         """
-        parts: dict[PagedKV, list[tuple[int, ChunkBlocks]]] = {}  # by what moves them, each with its chunk's number
+        parts: dict[PagedKV, list[tuple[int, ChunkBlocks]]] = {}  # by moving cache, each with its chunk's number
         for number, chunk in enumerate(chunks):
             for paged, _, part in self._segments(chunk.block_ids, chunk.payload):
                 if len(part.block_ids):
@@ -214,7 +214,7 @@ class GroupedPagedKV:
                 paged.scatter_on_device(ids, payload[place], rows, first)
 
     def _segments(self, block_ids: BlockIds, payload: ByteArray) -> Iterator[_Segment]:
-        """The rows, by group, each with its part of the payload; groups without layers here have none."""
+        """Yield the rows by group, each with its part of the payload; groups without layers here are left out."""
         numbers, blocks = block_ids >> _GROUP_SHIFT, block_ids & _BLOCK_MASK
         edges = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(blocks)] if len(blocks) else []
         begin = 0

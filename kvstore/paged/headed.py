@@ -1,4 +1,4 @@
-"""Where the KV heads lie in a page, and the layout of the same cache with another number of heads."""
+"""Positions of the KV heads in a page, and the layout of the same cache with another number of heads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvstore.layout import KVLayout
 from kvstore.paged.base import LayerCache, PlaneRows, plane_rows, planes_of
 from kvstore.paged.binding import layout_of
 
-_ONE_TENSOR_DIMS = 4  # [blocks, heads, tokens, K and V], whatever the order in memory
+_ONE_TENSOR_DIMS = 4  # [blocks, heads, tokens, K and V], in any order in memory
 
 
 class _Page(NamedTuple):
@@ -37,12 +37,12 @@ class _Page(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of heads."""
+        """Number of rows of heads."""
         outside = self.order[: self.order.index(self.head_dim)]
         return self.kernel_blocks * prod(self.sizes[dim - 1] for dim in outside)
 
     def with_heads(self, num_heads: int) -> PlaneRows:
-        """What a worker with so many heads finds: by the code that it finds it with."""
+        """Return the plane that a worker with ``num_heads`` heads finds, using the same code as that worker."""
         sizes = {dim: num_heads if dim == self.head_dim else self.sizes[dim - 1] for dim in self.order}
         page = torch.empty(self.kernel_blocks, *(sizes[dim] for dim in self.order), dtype=self.dtype)
         in_order = (1 + self.order.index(dim) for dim in sorted(self.order))
@@ -51,12 +51,12 @@ class _Page(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadedPages:
-    """The pages of one worker's layers, by their KV heads.
+    """Pages of one worker's layers, by their KV heads.
 
     Attributes:
         layers: the pages of each layer's planes.
         num_heads: in each page.
-        block_tokens, chunk_tokens, packing, device_type, has_channels: as ``bind_paged_kv`` was told.
+        block_tokens, chunk_tokens, packing, device_type, has_channels: see ``bind_paged_kv``.
     """
 
     layers: tuple[tuple[_Page, ...], ...]
@@ -69,7 +69,7 @@ class HeadedPages:
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
-        """For each layer, the rows of heads in a page.
+        """Rows of heads in a page, for each layer.
 
         Raises:
             LayoutError: K and V differ.
@@ -80,7 +80,7 @@ class HeadedPages:
         return tuple(found.pop() for found in rows)
 
     def layout(self, num_heads: int) -> KVLayout:
-        """Of a worker with so many heads, whose cache is like ours otherwise.
+        """Return the layout of a worker with ``num_heads`` heads, whose cache is otherwise like this one.
 
         Raises:
             LayoutError: layers would differ in a way a payload cannot hold.
@@ -108,7 +108,7 @@ def find_heads(
     """Find the KV heads in the pages of all layers; the arguments are those of ``bind_paged_kv``.
 
     Raises:
-        LayoutError: the shapes do not tell where the heads are.
+        LayoutError: the shapes do not show which dimension holds the heads.
     """
     layers, device_type = [], "cpu"
     for name, cache in kv_caches.items():
@@ -122,14 +122,14 @@ def find_heads(
 def _page(name: str, plane: torch.Tensor, num_heads: int, num_blocks: int, block_tokens: int, *, is_one: bool) -> _Page:
     kernel_blocks = plane.shape[0] // num_blocks
     head_dim = _head_dim(name, plane, num_heads, block_tokens // kernel_blocks, is_one=is_one)
-    # Of dimensions as far apart one has size 1: where that is the heads', they come behind the tokens.
+    # Of two dimensions with equal strides one has size 1: if that is the heads', it is placed after the tokens.
     strides = plane.stride()
     order = sorted(range(1, plane.dim()), key=lambda dim: (-strides[dim], dim == head_dim))
     return _Page(plane.dtype, kernel_blocks, tuple(plane.shape[1:]), tuple(order), head_dim)
 
 
 def _head_dim(name: str, plane: torch.Tensor, num_heads: int, num_tokens: int, *, is_one: bool) -> int:
-    """Which dimension has the heads: the innermost never has, nor the one that tells K and V apart."""
+    """Return the dimension of the heads, which is never the innermost nor the one that separates K from V."""
     shape = plane.shape
     if is_one:
         fitting = {1} if tuple(shape[1:3]) == (num_heads, num_tokens) else set()

@@ -1,9 +1,9 @@
-"""Moves blocks between the planes of a paged cache and a dense buffer on the same device.
+"""Kernels that move blocks between the planes of a paged cache and a dense buffer on the same device.
 
-In the buffer each chunk lies as in a payload, ``[plane][block][page bytes]``, one chunk after the other. With Triton, a
-single launch moves all planes of several chunks: launches, not bytes, would bound the speed of models with small pages.
-Triton comes with vLLM for GPUs; without it PyTorch moves one plane of one chunk at a time, and is the reference in
-tests.
+In the buffer each chunk is laid out as in a payload, ``[plane][block][page bytes]``, one chunk after the other. With
+Triton, a single launch moves all planes of several chunks, because the number of launches, not of bytes, limits models
+with small pages. Triton is a dependency of vLLM for GPUs; without it PyTorch moves one plane of one chunk at a time,
+which is also the reference in tests.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ logger = logging.getLogger(__name__)
 
 
 _MAX_WORDS = 2048  # that one program moves
-_VECTOR_BYTES = 16  # the most that a thread loads at once
+_VECTOR_BYTES = 16  # the maximum that a thread loads at once
 
 
 class Launch(NamedTuple):
-    """Some planes of the blocks at some places."""
+    """Planes to move, and the places of the blocks to move."""
 
     planes: range
     part: Part
 
 
 class Kernels(Protocol):
-    """Moves blocks. To be called in ``Streams.run``; ``staged`` begins with the first chunk's part."""
+    """Mover of blocks. To be called in ``Streams.run``; ``staged`` begins with the first chunk's part."""
 
     device_bytes: int
 
@@ -51,11 +51,11 @@ class Kernels(Protocol):
         """Copy blocks from the buffer into the cache."""
 
     def restore(self, streams: Streams) -> None:
-        """Write again what is kept on the device, whose memory has lost what it held."""
+        """Write tables on the device again, after its memory was discarded."""
 
 
 class TorchKernels:
-    """One launch for each plane of each chunk.
+    """Kernels of PyTorch, with one launch for each plane of each chunk.
 
     Args:
         rows: for each plane ``[num_blocks, words]``, all of one type.
@@ -77,10 +77,10 @@ class TorchKernels:
             rows.index_copy_(0, ids, part)
 
     def restore(self, streams: Streams) -> None:
-        """See ``Kernels``: nothing is kept."""
+        """See ``Kernels``: there are no tables."""
 
     def _parts(self, launch: Launch, staged: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """A plane's rows, the ids of some of them, and their rows in the buffer."""
+        """Yield a plane's rows, the block ids of a chunk, and their rows in the buffer."""
         words = staged.view(self._rows[0].dtype)
         done = begin = 0
         for block_ids, chunk_blocks, first_block in launch.part.pieces:
@@ -95,10 +95,10 @@ class TorchKernels:
 
 
 class TritonKernels:
-    """One launch.
+    """Kernel of Triton, with one launch for all planes of several chunks.
 
     A table on the device has four numbers for each plane: its address, and, in words, the distance between its blocks,
-    their size, and the size of one block in all planes before. Rows of planes without bytes end it.
+    their size, and the size of one block in all planes before. It ends with rows of planes without bytes.
 
     Args:
         rows: for each plane ``[num_blocks, words]``, all of one type.
@@ -109,7 +109,7 @@ class TritonKernels:
         sizes = [plane.shape[1] for plane in rows]
         before = list(accumulate(sizes, initial=0))
         table = [(r.data_ptr(), r.stride(0), size, start) for r, size, start in zip(rows, sizes, before, strict=False)]
-        table += [(rows[0].data_ptr(), 0, 0, before[-1])] * 2  # to be moved in ``warm_up``, and its end
+        table += [(rows[0].data_ptr(), 0, 0, before[-1])] * 2  # the empty plane that ``warm_up`` moves, and the end
         numbers = torch.tensor(table, dtype=torch.int64)
         self._word = rows[0].dtype
         item_bytes = self._word.itemsize
@@ -134,12 +134,12 @@ class TritonKernels:
         self._launch(launch.planes, launch.part.on_device, staged, is_gather=False)
 
     def restore(self, streams: Streams) -> None:
-        """See ``Kernels``. A table of garbage would let kernels read and write anywhere."""
+        """See ``Kernels``. With garbage in the table, kernels could read and write anywhere."""
         streams.run(lambda: self._table.copy_(self._numbers))
-        streams.reach(streams.now())  # other streams read it, too
+        streams.reach(streams.now())  # other streams also read it
 
     def warm_up(self, staged: torch.Tensor) -> None:
-        """Compile and load, which needs time and device memory: move the plane without bytes, both ways."""
+        """Move the empty plane both ways, so that compiling and loading take their time and device memory now."""
         for is_gather in (True, False):
             anywhere = self._table.view(-1)[:NUMBERS].view(NUMBERS, 1)
             self._launch(
@@ -163,7 +163,7 @@ class TritonKernels:
 
 
 if triton is not None:
-    # One variant of each direction: what has to be compiled while a model runs holds it up.
+    # One variant of each direction, because compiling another one while a model runs would delay it.
     @triton.jit(  # type: ignore[untyped-decorator]
         do_not_specialize=["row_words", "first_plane"],
         do_not_specialize_on_alignment=["table", "places", "staged"],
@@ -178,7 +178,7 @@ if triton is not None:
         vector: tl.constexpr,
         words: tl.constexpr,
     ) -> None:
-        """Move a part of one block in one plane. Grid: blocks, planes, parts of the longest page."""
+        """Move a part of one block in one plane. The grid is blocks, planes, parts of the longest page."""
         place = tl.program_id(0)
         plane = first_plane + tl.program_id(1)
         first, last = table + 4 * first_plane, table + 4 * (first_plane + tl.num_programs(1))
@@ -204,7 +204,7 @@ if triton is not None:
 
 
 def kernels_for(rows: Sequence[torch.Tensor], streams: Streams, staged: torch.Tensor) -> Kernels:
-    """What moves blocks fastest here: Triton on a GPU, if it is there and finds its compiler."""
+    """Return the fastest available kernels: Triton on a GPU if it is installed and can compile, else PyTorch."""
     if triton is None or streams.device.type != "cuda":
         return TorchKernels(rows)
     kernels = TritonKernels(rows, streams)

@@ -1,10 +1,10 @@
-"""Where the blocks of launches lie, in the cache and in a dense buffer, as kernels on a device read it.
+"""Places of blocks in the cache and in a dense buffer, in the form that kernels on a device read.
 
 A *place* is four numbers: a block's id, and its part of the buffer as blocks of chunks before its own, blocks of its
 chunk, and blocks of its chunk before it. None of them depends on the planes that are moved, so the places of some
-chunks serve every layer. They are written on the host into a ring of pinned memory, and copied to the same place of a
-ring on the device, those of all launches of a call together. Both are taken at start, and a part of them is written
-again only when its last use has ended.
+chunks serve every layer. They are written on the host into a ring of pinned memory, and copied to the same offset of a
+ring on the device, in one copy for all launches of a call. Both rings are allocated at start, and a part of them is
+overwritten only when its last use has ended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvstore.paged.streams import Moment, Streams
 
 
 class Piece(NamedTuple):
-    """Some blocks of one chunk: from ``first_block`` on, of ``chunk_blocks`` that have room in the buffer."""
+    """Blocks of one chunk from ``first_block`` on, where the buffer has room for ``chunk_blocks`` of them."""
 
     block_ids: BlockIds
     chunk_blocks: int
@@ -32,14 +32,14 @@ class Piece(NamedTuple):
 
 
 class Places:
-    """The places of the pieces of some launches, one after the other, which are sent to the device together.
+    """Places of the pieces of some launches, one after the other, which are sent to the device together.
 
     Attributes:
         pieces: those of each launch.
-        on_device: ``[4, blocks]``; what ``PlaceRing.send`` puts there.
-        is_sent: whether ``PlaceRing.send`` was launched.
+        on_device: ``[4, blocks]``, filled by ``PlaceRing.send``.
+        is_sent: True if ``PlaceRing.send`` was launched.
         last_use: the end of the last launch that reads them.
-        key: under which the ring keeps them for other layers, if it does.
+        key: the key under which the ring keeps them for other layers; None if it does not.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Places:
         self.key: int | None = None
 
     def parts(self) -> Iterator[Part]:
-        """What each launch needs of them."""
+        """Yield the pieces and places of each launch."""
         begin = 0
         for pieces in self.pieces:
             end = begin + _blocks_of(pieces)
@@ -63,7 +63,7 @@ class Places:
 
 
 class Part(NamedTuple):
-    """The pieces of one launch, and their places: a row of ``on_device`` is as long as those of all launches."""
+    """Pieces of one launch, and their places, a view of ``on_device`` with the row stride of all launches."""
 
     places: Places
     pieces: Sequence[Piece]
@@ -71,10 +71,10 @@ class Part(NamedTuple):
 
 
 class PlaceRing:
-    """The places of the launches under way. For one thread at a time.
+    """Ring of the places of launches under way. For one thread at a time.
 
     Args:
-        max_blocks: whose places are sent together, and of one launch.
+        max_blocks: the maximum of one launch, and of launches whose places are sent together.
         streams: the device.
     """
 
@@ -93,11 +93,11 @@ class PlaceRing:
 
     @property
     def device_bytes(self) -> int:
-        """What it takes of the device's memory."""
+        """Bytes of device memory in use."""
         return self._size * WORD_BYTES
 
     def write(self, pieces: Sequence[Sequence[Piece]]) -> Places:
-        """The places of some launches' pieces, on the host. Waits only if the ring is full of launches under way."""
+        """Write the places of some launches' pieces on the host. Waits only if the ring is full of current launches."""
         num_blocks = sum(map(_blocks_of, pieces))
         if num_blocks > self.max_blocks:
             raise InvalidCallError(f"{num_blocks} blocks at once: {self.max_blocks} have room")
@@ -110,7 +110,7 @@ class PlaceRing:
         return places
 
     def keep(self, pieces: Sequence[Sequence[Piece]]) -> Places:
-        """``write`` for launches that other layers of the same blocks will follow; those of a layer before, if any."""
+        """Write places that later layers of the same blocks reuse, or return those that an earlier layer wrote."""
         key = id(pieces[0][0].block_ids)  # whose array lives as long as the places
         known = self._kept.get(key)
         if known is None or not _are_same(known.pieces, pieces):
@@ -119,21 +119,21 @@ class PlaceRing:
         return known
 
     def ends(self) -> list[Moment]:
-        """The ends of all uses of places in the ring."""
+        """Return the ends of all uses of places in the ring."""
         return [places.last_use for places in self._oldest_first]
 
     def forget(self) -> None:
-        """Send all places again: the device has lost what it held."""
+        """Drop kept places, so that they are sent again after the device's memory was discarded."""
         self._kept.clear()
 
     def send(self, places: Places) -> None:
-        """Copy them to the device: work of the stream that this is called in."""
+        """Copy places to the device, on the stream of the caller."""
         places.on_device.view(-1).copy_(places.on_host, non_blocking=True)
 
     def _take(self, size: int) -> int:
-        """Room for ``size`` numbers."""
+        """Return the offset of room for ``size`` numbers, after waiting for former uses of it."""
         begin = self._end if self._end + size <= self._size else 0
-        if begin < self._end:  # what lies behind the end is older than what lies at the begin
+        if begin < self._end:  # entries behind the end are older than those at the beginning
             while self._oldest_first and self._oldest_first[0].begin >= self._end:
                 self._forget_oldest()
         while self._oldest_first and begin <= self._oldest_first[0].begin < begin + size:
@@ -154,7 +154,7 @@ def _blocks_of(pieces: Sequence[Piece]) -> int:
 
 
 def _are_same(pieces: Sequence[Sequence[Piece]], others: Sequence[Sequence[Piece]]) -> bool:
-    """Whether launches are of the same blocks; of the very same arrays, which nobody changes."""
+    """Tell if launches have the same blocks, by identity of the arrays of ids, which never change."""
     if [*map(len, pieces)] != [*map(len, others)]:
         return False
     pairs = zip(chain.from_iterable(pieces), chain.from_iterable(others), strict=True)

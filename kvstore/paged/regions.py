@@ -1,8 +1,8 @@
-"""Which bytes of a chunk's payload are copied to or from a staging buffer, by as few copies as pays.
+"""Regions of a chunk's payload to copy to or from a staging buffer, chosen for the least time.
 
-In the buffer the layers of a chunk that move together lie as in its payload, so one copy brings all of them. Only some
-of its blocks are many pieces, one in each plane: they are copied one by one if that is faster than to bring what lies
-between them as well.
+In the buffer the layers of a chunk that move together are laid out as in its payload, so one copy moves all of them. A
+subset of the blocks consists of many pieces, one in each plane: they are copied one by one if that is faster than to
+copy the bytes between them as well.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import NamedTuple
 from kvstore.layout import KVLayout
 from kvstore.paged.base import ChunkBlocks
 
-COPY_BYTES = 256 << 10  # to begin a copy takes about as long as to copy so many bytes
-PIECE_COPIES = 4  # a piece counts as so many copies: the host takes longer to begin one than the device
+COPY_BYTES = 256 << 10  # launching a copy takes about as long as copying so many bytes
+PIECE_COPIES = 4  # a piece counts as so many copies, because launching one takes the host longer than the device
 
 
 class Region(NamedTuple):
-    """Bytes of a payload, and where they begin in the part of a buffer that its chunk has."""
+    """Bytes of a payload, and their offset in the chunk's part of a buffer."""
 
     begin: int
     end: int
@@ -28,13 +28,13 @@ class Region(NamedTuple):
 def regions_of(
     chunk: ChunkBlocks, layers: range, layout: KVLayout, copy_bytes: int, *, exactly: bool
 ) -> Iterator[Region]:
-    """The regions of some layers.
+    """Yield the regions of some layers.
 
     Args:
-        chunk: its blocks lie side by side in each plane.
+        chunk: its blocks are adjacent in each plane.
         layers: those that move together.
         layout: of the payload.
-        copy_bytes: as ``COPY_BYTES``.
+        copy_bytes: see ``COPY_BYTES``.
         exactly: no byte of other blocks may be copied.
     """
     num_blocks, num_wanted = chunk.chunk_blocks, len(chunk.block_ids)

@@ -1,8 +1,8 @@
 """Buffers on a device through which blocks pass on their way to host memory and back.
 
 Over PCIe large copies are fast and small ones slow, so blocks are gathered into one dense buffer, which is copied at
-once. The buffers are used in turn: while one is copied on a stream of its own, another is gathered or scattered on the
-current stream, and a third may wait for either. Moments order all of it on the device, and the host waits for nothing.
+once. The buffers are used in turn: while one is copied on a copy stream, another is gathered or scattered on the
+current stream, and a third may wait for either. Moments order all of it on the device, and the host never waits.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Staging:
 
     Args:
         size_bytes: of each.
-        streams: how work is put in order there.
+        streams: the order of work on the device.
 
     Attributes:
-        last_use: the end of the last gather or scatter. Set also if one raised.
+        last_use: the end of the last gather or scatter, also of one that raised.
         lock: for callers on several threads.
     """
 
@@ -38,11 +38,11 @@ class Staging:
         self.buffers = [streams.allocate(size_bytes) for _ in range(BUFFERS)]
         for buffer in self.buffers:
             streams.keep(buffer)
-        self._free = [streams.now()] * BUFFERS  # when each buffer's last use ends
+        self._free = [streams.now()] * BUFFERS  # the end of each buffer's last use
         self._turn = 0
 
     def ends(self) -> list[Moment]:
-        """When each buffer's last use ends."""
+        """Return the end of each buffer's last use."""
         return list(self._free)
 
     def carry_out(self, gather: Use, copy: Use) -> Moment:
@@ -59,7 +59,7 @@ class Staging:
     def carry_in(self, copy: Use, scatter: Use) -> Moment:
         """Copy from the host into a buffer on a copy stream, then empty it on the current stream.
 
-        Returns the copy's end: from then on the host's memory is no longer read.
+        Returns the copy's end, after which the host's memory is no longer read.
         """
         turn, buffer = self._next()
         copied = self._copy(Way.IN, turn, lambda: copy(buffer), self._free[turn])
@@ -73,7 +73,7 @@ class Staging:
     def _copy(self, way: Way, turn: int, work: Work, after: Moment) -> Moment:
         try:
             return self._streams.launch(way, work, after)
-        except BaseException:  # those copies that were launched before one raised are uses, too
+        except BaseException:  # copies launched before one raised also use the buffer
             self._streams.hold(self._streams.launch(way, _nothing, after))
             self.last_use = self._free[turn] = self._streams.now()
             raise

@@ -1,7 +1,7 @@
-"""The order of work on a device, and its memory: nothing else here touches a stream, an event or the allocator.
+"""Order of work on a device, and its memory. Only this module uses streams, events and the allocator.
 
-The host launches work and runs ahead of the device. What must come after something else waits for it there, and not on
-the host: the end of what a stream was given is a *moment*, and another stream, or the host, can wait for it.
+The host launches work and runs ahead of the device. Dependent work waits on the device and not on the host: the end of
+the work launched on a stream so far is a *moment*, and another stream, or the host, can wait for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from kvstore.errors import ConfigError, DeviceFullError
 
-Moment = torch.cuda.Event | None  # None where everything is done at once; for the streams that made it
+Moment = torch.cuda.Event | None  # None where work is done when its call returns; only for the streams that made it
 Work = Callable[[], object]
 
 _GIB = 2**30
@@ -22,27 +22,27 @@ _CUDA_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 
 class Way(Enum):
-    """The direction of a copy; PCIe carries both at once."""
+    """Direction of a copy; PCIe carries both at once."""
 
     IN = "host to device"
     OUT = "device to host"
 
 
 class Streams:
-    """The current stream of the calling thread, and a copy stream for each direction.
+    """Current stream of the calling thread, and a copy stream for each direction.
 
-    As it stands it is for the CPU, where work is done when its call returns.
+    This base class is for the CPU, where work is done when its call returns.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def now(self) -> Moment:
-        """The end of what the current stream has been given so far."""
+        """Return the end of the current stream's work so far."""
         return None
 
     def hold(self, moment: Moment) -> None:
-        """Order what the current stream is given from now on after ``moment``."""
+        """Order later work of the current stream after ``moment``."""
 
     def run(self, work: Work) -> None:
         """Launch ``work`` on the current stream.
@@ -57,7 +57,7 @@ class Streams:
         """Launch ``work`` on a copy stream, after ``after``. Returns its end.
 
         Raises:
-            DeviceFullError: as of ``run``.
+            DeviceFullError: see ``run``.
         """
         with _full_is_ours(self.device):
             return self._launch(way, work, after)
@@ -66,20 +66,20 @@ class Streams:
         """Let the host wait for ``moment``. Any thread may call it."""
 
     def is_reached(self, moment: Moment) -> bool:  # noqa: ARG002 - all that was launched is done
-        """Whether the device has come to ``moment``. Never waits. Any thread may call it."""
+        """Tell if the device has reached ``moment``. Never waits. Any thread may call it."""
         return True
 
     def seconds_between(self, begin: Moment, end: Moment) -> float:  # noqa: ARG002 - callers have clocks
-        """What the device took from one moment to another, both of them reached; 0 where work is done at once."""
+        """Return the device's time between two reached moments; 0 where work is done when its call returns."""
         return 0.0
 
     def allocate(self, size_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """Device memory of ``size_bytes`` as a row of ``dtype``, for what the current stream is given from now on.
+        """Allocate ``size_bytes`` of device memory as a row of ``dtype``, for later work of the current stream.
 
-        Outside inference mode, in which engines like to start: its tensors could not be written to by other threads.
+        Allocated outside inference mode, in which engines start, because other threads cannot write to its tensors.
 
         Raises:
-            ConfigError: there is no room; it says how much is free.
+            ConfigError: there is no room; the message has the free memory.
         """
         try:
             with torch.inference_mode(mode=False):
@@ -93,7 +93,7 @@ class Streams:
             ) from error
 
     def pinned(self, size_bytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """Host memory of ``size_bytes`` as one row of ``dtype``, from which a device copies while the host goes on."""
+        """Allocate ``size_bytes`` of pinned host memory as one row of ``dtype``, for copies that run asynchronously."""
         with torch.inference_mode(mode=False):
             host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
             return host.view(dtype)
@@ -102,15 +102,15 @@ class Streams:
         """Tell the allocator that these streams use ``memory``, which may be dropped at any time."""
 
     def for_thread(self) -> Streams:
-        """A set for one other thread, whose current stream is one of its own, whatever that thread's is."""
+        """Return streams for one other thread, with a new stream in the role of that thread's current one."""
         return self
 
     def ends(self) -> list[Moment]:
-        """The end of what each of these streams has been given so far."""
+        """Return the end of each stream's work so far."""
         return []
 
     def wait(self) -> None:
-        """Let the host wait for everything launched so far on any of these streams. For ``close``, and for tests."""
+        """Let the host wait for all work launched so far on any of these streams. For ``close``, and for tests."""
 
     def _run(self, work: Work) -> None:
         work()
@@ -127,11 +127,11 @@ class Streams:
 
 
 class CudaStreams(Streams):
-    """For a CUDA device. It need not be the calling thread's: a thread of ours would begin on device 0.
+    """Streams of a CUDA device, which need not be the current device of the calling thread: new threads begin on 0.
 
     Args:
         device: with its number.
-        own: the current stream; None for that of the calling thread.
+        own: used as the current stream; None for that of the calling thread.
     """
 
     def __init__(self, device: torch.device, own: torch.cuda.Stream | None = None) -> None:
@@ -196,7 +196,7 @@ class CudaStreams(Streams):
             stream.synchronize()
 
     def _empty(self, size_bytes: int) -> torch.Tensor:
-        with torch.cuda.stream(self._own):  # to which the allocator lends it
+        with torch.cuda.stream(self._own):  # the stream to which the allocator assigns it
             return super()._empty(size_bytes)
 
     def _current(self) -> torch.cuda.Stream:
@@ -210,7 +210,7 @@ class CudaStreams(Streams):
 
 
 def streams_of(device: torch.device) -> Streams:
-    """The streams of a device, with the current one of whoever calls."""
+    """Return the streams of a device, with the caller's current one."""
     return CudaStreams(device) if device.type == "cuda" else Streams(device)
 
 
@@ -227,7 +227,7 @@ def _full_is_ours(device: torch.device) -> Iterator[None]:
 
 
 def _end_of(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """The end of what a stream has been given so far. Who waits for it sleeps; a spinning thread would cost a core."""
+    """Return the end of a stream's work so far. A wait for it sleeps, because a spinning thread would cost a core."""
     event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event

@@ -1,4 +1,4 @@
-"""Policies: which chunks are evicted when room is needed, and which new ones are worth storing."""
+"""Eviction policies: which chunks are evicted to make room, and which new ones are worth storing."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvstore.policies.s3fifo import S3FIFO
 __all__ = ["ARC", "LFU", "LRU", "POLICIES", "S3FIFO", "Adaptive", "Policy", "choose_policy", "open_policy"]
 
 POLICIES: Final[dict[str, type[Policy]]] = {cls.name: cls for cls in (LRU, LFU, ARC, S3FIFO, Adaptive)}
-"""By name, as ``cache_policy`` gives it."""
+"""Policies by name, as given in ``cache_policy``."""
 
 _SUBSTITUTES: Final = {"FIFO": S3FIFO.name, "MRU": Adaptive.name}
-"""LMCache's policies that are not available here, and what is used instead."""
+"""LMCache's policies that are not available here, with their substitutes."""
 
 
 def choose_policy(name: str) -> tuple[str, str | None]:
-    """The policy that a name stands for, in upper or lower case, and a warning if another one is used instead.
+    """Return the policy of a name in any case, and a warning if a substitute is used.
 
     Raises:
         ConfigError: no policy has this name.
@@ -37,7 +37,7 @@ def choose_policy(name: str) -> tuple[str, str | None]:
 
 
 def open_policy(name: str, capacity_bytes: int) -> Policy:
-    """A new policy for a tier of this capacity.
+    """Return a new policy for a tier of this capacity.
 
     Raises:
         ConfigError: no policy has this name.

@@ -1,4 +1,4 @@
-"""The default: keeps the chunks that give most hits for their space and time, judged by this workload's past."""
+"""The default policy: keeps the chunks with most hits for their space and time, estimated from this workload's past."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kvstore.policies.survival import NUM_CLASSES, SurvivalTable, bucket_of
 from kvstore.policies.units import PAGE_UNITS, History, Unit
 
 _SURVEY_INTERVAL = 2_000  # chunks touched between two surveys
-_SURVEY_UNITS = 8  # looked at for each chunk touched
+_SURVEY_UNITS = 8  # surveyed for each chunk touched
 _TOP_CLASS = NUM_CLASSES - 1
 
 
 class Adaptive(Policy):
-    """Evicts or refuses what is worth least by its class (how often it was used) and its age: see ``survival.py``.
+    """Evicts or refuses the chunks of least value by class (number of uses) and age: see ``survival.py``.
 
-    Chunks of one class that one request touched have the same age and the same value; they are one *unit*, from which
-    the deepest goes first. Of each class only the oldest and the newest units are compared. Keys of evicted and refused
+    Chunks of one class that one request touched have the same age and value. They form one *unit*, whose deepest chunk
+    is evicted first. Of each class only the oldest and the newest units are compared. Keys of evicted and refused
     chunks are remembered, so that their next use counts.
     """
 
@@ -32,10 +32,10 @@ class Adaptive(Policy):
         self._table = SurvivalTable()
         self._clock = 0  # chunks touched
         self._next_survey = _SURVEY_INTERVAL
-        self._units: dict[PrefixKey, Unit] = {}  # of all keys remembered, here or not
+        self._units: dict[PrefixKey, Unit] = {}  # of all remembered keys, in the tier or not
         self._history = History()
-        self._stripped: dict[Unit, None] = {}  # of which only the chunks that are here are remembered
-        self._queues: list[OrderedDict[Unit, None]] = [OrderedDict() for _ in range(NUM_CLASSES)]  # with chunks here
+        self._stripped: dict[Unit, None] = {}  # units of which only the chunks in the tier are remembered
+        self._queues: list[OrderedDict[Unit, None]] = [OrderedDict() for _ in range(NUM_CLASSES)]  # units in the tier
 
     @property
     def num_ghosts(self) -> int:  # noqa: D102 - inherited
@@ -54,10 +54,10 @@ class Adaptive(Policy):
                     continue
                 cls = 0
             elif key in used:
-                if unit.cls < _TOP_CLASS or unit.time < now:  # a chunk in every request says nothing about its class
+                if unit.cls < _TOP_CLASS or unit.time < now:  # a chunk in every request is no evidence for its class
                     self._table.hit(unit.cls, now - unit.time)
                 cls = min(unit.cls + 1, _TOP_CLASS)
-            elif unit.time == now:  # touched by this very request
+            elif unit.time == now:  # touched by this request
                 continue
             else:
                 self._table.lose(unit.cls, now - unit.time)
@@ -110,7 +110,7 @@ class Adaptive(Policy):
             yield from unit.deepest_first()
 
     def _units_by_value(self) -> Iterator[tuple[float, Unit]]:
-        """Merges the ends of all classes' queues; at equal value the older unit comes first."""
+        """Merge the ends of all classes' queues; at equal value the older unit comes first."""
         ends: list[tuple[float, int, int, Unit, Iterator[Unit]]] = []
         left = [len(queue) for queue in self._queues]
         for cls, queue in enumerate(self._queues):
@@ -131,7 +131,7 @@ class Adaptive(Policy):
                 break
 
     def _value(self, unit: Unit | None) -> float:
-        """What a chunk of this unit is worth; None stands for a new chunk."""
+        """Return the value of a chunk of this unit; None stands for a new chunk."""
         if unit is None:
             return self._table.values[0][0]
         return self._table.values[unit.cls][bucket_of(self._clock - unit.time)]
@@ -156,7 +156,7 @@ class Adaptive(Policy):
             self._queues[target.cls][target] = None
 
     def _leave(self, key: PrefixKey, unit: Unit) -> None:
-        """A chunk that is here leaves the tier or this unit."""
+        """Note that a chunk leaves the tier or this unit."""
         unit.here.remove(key)
         if not unit.here:
             del self._queues[unit.cls][unit]
@@ -169,7 +169,7 @@ class Adaptive(Policy):
             self._stripped.pop(unit, None)
 
     def _forget_oldest(self) -> None:
-        """Keep the number of remembered keys within its bound; chunks that are here stay."""
+        """Keep the number of remembered keys within its bound; keys of chunks in the tier stay."""
         limit = self.max_ghosts
         while self._history and len(self._units) - len(self._sizes) > limit:
             unit = self._history.pop_oldest()
@@ -182,7 +182,7 @@ class Adaptive(Policy):
                 self._forget(key, unit)
 
     def _survey(self, touched: int) -> None:
-        """Count some of the waiting keys, in proportion to the chunks touched; after the last page update the values.
+        """Count some of the waiting keys, in proportion to the chunks touched; update the values after the last page.
 
         Counting all of them at once would take tens of milliseconds.
         """
@@ -197,7 +197,7 @@ class Adaptive(Policy):
 
     def _count_waiting(self, units: Iterable[Unit]) -> None:
         for unit in units:
-            if len(unit.keys) > 2 * unit.num_keys + 8:  # most have moved on
+            if len(unit.keys) > 2 * unit.num_keys + 8:  # most keys are in other units by now
                 unit.keys = [key for key in unit.keys if self._units.get(key) is unit]
                 unit.depth = len(unit.keys)
             self._table.wait(unit.cls, self._clock - unit.time, unit.num_keys)

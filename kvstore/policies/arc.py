@@ -1,4 +1,4 @@
-"""ARC, the adaptive replacement cache of Megiddo and Modha (FAST 2003), in bytes and for chains."""
+"""ARC, the adaptive replacement cache of Megiddo and Modha (FAST 2003), with sizes in bytes and chains of chunks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvstore.policies.queues import SizedQueue
 
 
 class ARC(Policy):
-    """Balances chunks used once against those used more often, by the misses on what it has just evicted.
+    """Balances chunks used once against those used more often, by the misses on recently evicted chunks.
 
-    ``_once`` and ``_again`` (T1 and T2) hold chunks that are here, the least recently used first; ``_gone_once`` and
-    ``_gone_again`` (B1 and B2) hold remembered keys. ``_target_bytes`` is the size that ``_once`` should have.
+    ``_once`` and ``_again`` (T1 and T2) hold chunks in the tier, the least recently used first; ``_gone_once`` and
+    ``_gone_again`` (B1 and B2) hold remembered keys. ``_target_bytes`` is the target size of ``_once``.
     """
 
     name = "ARC"
@@ -42,7 +42,7 @@ class ARC(Policy):
                 self._on_miss(key)
 
     def _on_miss(self, key: PrefixKey) -> None:
-        """Learn from a miss on a remembered key: the queue that it was evicted from was too small."""
+        """Adapt to a miss on a remembered key: the queue from which it was evicted was too small."""
         once, again = self._gone_once, self._gone_again
         if key in once:
             step = max(1.0, again.used_bytes / once.used_bytes)

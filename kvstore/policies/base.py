@@ -1,15 +1,15 @@
-"""The contract of a policy: which chunks of one tier go when room is needed, and whether a new one is worth it.
+"""Contract of a policy: which chunks of one tier are evicted to make room, and if a new one is worth storing.
 
-A policy knows keys, sizes and what was used when. It knows neither leases nor writes in flight: its caller says which
-chunks may go. It does no I/O and has no clock, and its caller serialises all calls.
+A policy knows keys, sizes and the order of uses. It knows neither leases nor writes in flight; its caller says which
+chunks may be evicted. It does no I/O and has no clock, and its caller serialises all calls.
 
-The index and the simulator note one request like this::
+The index and the simulator report one request like this::
 
-    policy.touch_chain(keys)                    # all of its chunks, including those that are not here
-    for each chunk that is not here, head first:
+    policy.touch_chain(keys)                    # all of its chunks, including those not in the tier
+    for each chunk not in the tier, head first:
         victims = policy.make_room(missing_bytes, may_go, newcomer=key)    # if it does not fit
         policy.evict(victim) for each of them; policy.add(key, size_bytes) # unless the answer was None
-    policy.refresh_chain(keys)                  # now that the new ones are here
+    policy.refresh_chain(keys)                  # once the new ones are in the tier
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Policy(ABC):
 
     Attributes:
         name: its name in ``POLICIES``.
-        filters: whether a new chunk may be refused although others could go. While there is room, none is refused:
-            the policy is not asked.
+        filters: True if a new chunk may be refused although others could be evicted. While there is room, the policy is
+            not asked and no chunk is refused.
         used_bytes: the sum of the sizes of all chunks.
     """
 
@@ -42,12 +42,12 @@ class Policy(ABC):
     filters: ClassVar[bool] = False
 
     def __init__(self, capacity_bytes: int) -> None:
-        """Start empty. Sizes may have any unit, as long as the capacity has it too: a pool counts slots."""
+        """Start empty. Sizes may have any unit if the capacity has the same one: a pool counts slots."""
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self._sizes: dict[PrefixKey, int] = {}
-        self._parents: dict[PrefixKey, PrefixKey] = {}  # of chunks that are here
-        self._children: dict[PrefixKey, int] = {}  # how many are here, if any; the parent itself need not be
+        self._parents: dict[PrefixKey, PrefixKey] = {}  # of chunks in the tier
+        self._children: dict[PrefixKey, int] = {}  # numbers of children in the tier; the parent may be absent
         self._chain: dict[PrefixKey, PrefixKey | None] = {}  # the chain touched last, with parents
 
     def __len__(self) -> int:
@@ -57,17 +57,17 @@ class Policy(ABC):
         return key in self._sizes
 
     def __iter__(self) -> Iterator[PrefixKey]:
-        """All keys, in no particular order."""
+        """Iterate over all keys, in no particular order."""
         return iter(self._sizes)
 
     @property
     @abstractmethod
     def num_ghosts(self) -> int:
-        """Keys remembered that are not here; bounded by ``max_ghosts``."""
+        """Number of remembered keys whose chunks are not in the tier; bounded by ``max_ghosts``."""
 
     @property
     def max_ghosts(self) -> int:
-        """The most keys of chunks that are not here that may be remembered."""
+        """Maximum of remembered keys whose chunks are not in the tier."""
         return max(MIN_GHOSTS, GHOSTS_PER_CHUNK * len(self._sizes))
 
     # -- what happened -----------------------------------------------------------------------------------------------
@@ -78,10 +78,10 @@ class Policy(ABC):
         noted: AbstractSet[PrefixKey] = frozenset(),
         leaves: AbstractSet[PrefixKey] = frozenset(),
     ) -> None:
-        """Note that a request used a chain, given head first; keys of chunks that are not here count as misses.
+        """Note that a request used a chain, given head first; keys of chunks not in the tier count as misses.
 
-        Keys already ``noted`` for this request are only refreshed: a request that loads a chain, and then stores it
-        again, has used it once. On ``leaves`` nothing hangs, also not what follows in the chain.
+        Keys already ``noted`` for this request are only refreshed, because a request that loads a chain and stores it
+        again has used it once. No chunk depends on ``leaves``, not even the next one in the chain.
         """
         chain = list(dict.fromkeys(keys))
         used = {key for key in chain if key not in noted}
@@ -95,10 +95,10 @@ class Policy(ABC):
         self._on_touch(chain, frozenset())
 
     def add(self, key: PrefixKey, size_bytes: int = 1) -> None:
-        """Add a chunk. If it is part of the chain touched last, it hangs on the chunk before it there.
+        """Add a chunk. If it is part of the chain touched last, it depends on the chunk before it there.
 
         Raises:
-            InvalidCallError: it is here already.
+            InvalidCallError: it has already been added.
         """
         if key in self._sizes:
             raise InvalidCallError(f"a chunk of {self._sizes[key]} bytes was added twice: evict or remove it first")
@@ -108,7 +108,7 @@ class Policy(ABC):
         self._on_add(key)
 
     def resize(self, key: PrefixKey, size_bytes: int) -> None:
-        """Correct the size of a chunk. Unknown ones are ignored."""
+        """Correct the size of a chunk. Unknown keys are ignored."""
         if key in self._sizes:
             more_bytes = size_bytes - self._sizes[key]
             self._sizes[key] = size_bytes
@@ -116,13 +116,13 @@ class Policy(ABC):
             self._on_resize(key, more_bytes)
 
     def evict(self, key: PrefixKey) -> None:
-        """Drop a chunk that made room for others; its key may be remembered. Unknown ones are ignored."""
+        """Drop a chunk evicted to make room; its key may be remembered. Unknown keys are ignored."""
         if key in self._sizes:
             self._on_evict(key)
             self._drop(key)
 
     def remove(self, key: PrefixKey) -> None:
-        """Forget a chunk that was deleted, expired or lost, without a trace. Unknown ones are ignored."""
+        """Forget a deleted, expired or lost chunk and its key. Unknown keys are ignored."""
         self._on_remove(key)
         self._drop(key)
         self._chain.pop(key, None)
@@ -132,10 +132,11 @@ class Policy(ABC):
     def make_room(
         self, missing_bytes: int, may_go: Callable[[PrefixKey], bool], newcomer: PrefixKey | None = None
     ) -> list[PrefixKey] | None:
-        """Chunks whose eviction frees at least ``missing_bytes``, or None if there are not enough of them.
+        """Return chunks whose eviction frees at least ``missing_bytes``, or None if there are not enough of them.
 
-        The least valuable go first, but a chunk before the prefix it hangs on, unless the chunk itself may not go. The
-        answer is None, too, if a ``newcomer`` is worth less than they are. Nothing changes: the caller calls ``evict``.
+        The least valuable are evicted first, but a chunk before the prefix it depends on, unless the chunk itself may
+        not be evicted. Returns None, too, if a ``newcomer`` is worth less than they are. Nothing changes: the caller
+        calls ``evict``.
         """
         search = _Search(missing_bytes, self._sizes, self._parents, self._children)
         if missing_bytes <= 0:
@@ -151,7 +152,7 @@ class Policy(ABC):
 
     @abstractmethod
     def _on_touch(self, chain: Sequence[PrefixKey], used: AbstractSet[PrefixKey]) -> None:
-        """Note uses, and keep the chain in order. Keys may be unknown, or of chunks that are not here."""
+        """Note uses, and keep the chain in order. Keys may be unknown, or of chunks not in the tier."""
 
     @abstractmethod
     def _on_add(self, key: PrefixKey) -> None:
@@ -166,11 +167,11 @@ class Policy(ABC):
 
     @abstractmethod
     def _on_remove(self, key: PrefixKey) -> None:
-        """Forget a key, whether its chunk is here, remembered or unknown."""
+        """Forget a key, whether its chunk is in the tier, remembered or unknown."""
 
     @abstractmethod
     def _order(self, newcomer: PrefixKey | None) -> Generator[PrefixKey]:
-        """Keys of chunks that are here, the least valuable first; ends before those worth more than the newcomer."""
+        """Yield keys of chunks in the tier, the least valuable first, without those worth more than the newcomer."""
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -200,7 +201,7 @@ class Policy(ABC):
 
 
 class _Search:
-    """Collects victims. As long as others can go, none of them leaves a chunk behind that hangs on it."""
+    """Collects victims. While others can be evicted, no chunk is left behind without its prefix."""
 
     def __init__(
         self,
@@ -212,11 +213,11 @@ class _Search:
         self.victims: list[PrefixKey] = []
         self._missing_bytes = missing_bytes
         self._sizes, self._parents, self._children = sizes, parents, children
-        self._gone: dict[PrefixKey, int] = {}  # how many children are among the victims
-        self._waiting: dict[PrefixKey, None] = {}  # prefixes of chunks that have not been taken so far
+        self._gone: dict[PrefixKey, int] = {}  # numbers of children among the victims
+        self._waiting: dict[PrefixKey, None] = {}  # prefixes of chunks not taken so far
 
     def offer(self, key: PrefixKey) -> bool:
-        """Take the next chunk in order, and prefixes that waited for it; True when they free enough."""
+        """Take the next chunk in order, and prefixes that waited for it; True once they free enough."""
         if self._children.get(key, 0) > self._gone.get(key, 0):
             self._waiting[key] = None
             return False
@@ -229,7 +230,7 @@ class _Search:
         return True
 
     def take_waiting(self) -> bool:
-        """Take prefixes of chunks that may not go themselves, from the ends of the chains towards their heads."""
+        """Take prefixes of chunks that may not be evicted, from the ends of the chains towards their heads."""
         below = Counter(self._parents.get(key) for key in self._waiting)
         ready = [key for key in self._waiting if not below[key]]
         for key in ready:

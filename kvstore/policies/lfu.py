@@ -1,4 +1,4 @@
-"""Least frequently used."""
+"""LFU: evicts the least frequently used chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore.policies.base import Policy
 class LFU(Policy):
     """Evicts the least often used first, and among those the least recently used.
 
-    Counts outlive eviction, as far as keys are remembered. A chunk used less often than all those here is refused.
+    Counts outlive eviction while their keys are remembered. A chunk used less than all those in the tier is refused.
     """
 
     name = "LFU"
@@ -21,8 +21,8 @@ class LFU(Policy):
 
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__(capacity_bytes)
-        self._counts: dict[PrefixKey, int] = {}  # of what is here
-        self._ghosts: OrderedDict[PrefixKey, int] = OrderedDict()  # counts of what is not
+        self._counts: dict[PrefixKey, int] = {}  # of chunks in the tier
+        self._ghosts: OrderedDict[PrefixKey, int] = OrderedDict()  # counts of remembered keys
         self._queues: dict[int, OrderedDict[PrefixKey, None]] = {}  # by count, the least recently used first
 
     @property

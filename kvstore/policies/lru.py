@@ -1,4 +1,4 @@
-"""Least recently used."""
+"""LRU: evicts the least recently used chunks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvstore.policies.base import Policy
 
 
 class LRU(Policy):
-    """Evicts the least recently used first; admits everything, and remembers nothing of what went.
+    """Evicts the least recently used first; admits everything, and remembers no evicted keys.
 
-    Chains are touched from their end to their head, so that a chunk goes before the prefix it hangs on.
+    Chains are touched from their end to their head, so that a chunk is evicted before the prefix it depends on.
     """
 
     name = "LRU"
@@ -26,7 +26,7 @@ class LRU(Policy):
     def num_ghosts(self) -> int:  # noqa: D102 - inherited
         return 0
 
-    def _on_touch(self, chain: Sequence[PrefixKey], used: AbstractSet[PrefixKey]) -> None:  # noqa: ARG002 - a use is a touch
+    def _on_touch(self, chain: Sequence[PrefixKey], used: AbstractSet[PrefixKey]) -> None:  # noqa: ARG002 - unused
         for key in reversed(chain):
             if key in self._recency:
                 self._recency.move_to_end(key)
@@ -40,5 +40,5 @@ class LRU(Policy):
     def _on_remove(self, key: PrefixKey) -> None:
         self._recency.pop(key, None)
 
-    def _order(self, newcomer: PrefixKey | None) -> Generator[PrefixKey]:  # noqa: ARG002 - the newcomer is always worth more
+    def _order(self, newcomer: PrefixKey | None) -> Generator[PrefixKey]:  # noqa: ARG002 - newcomers always win
         yield from self._recency

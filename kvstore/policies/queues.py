@@ -1,4 +1,4 @@
-"""What the policies of fixed rules keep their keys in."""
+"""Queue of sized keys, used by the policies with fixed rules."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ class SizedQueue(OrderedDict[PrefixKey, int]):
         self.used_bytes += size_bytes
 
     def take(self, key: PrefixKey) -> int:
-        """Take a key out, and return its size."""
+        """Remove a key and return its size."""
         size_bytes = self.pop(key)
         self.used_bytes -= size_bytes
         return size_bytes
 
     def discard(self, key: PrefixKey) -> bool:
-        """Take a key out if it is there; returns whether it was."""
+        """Remove a key if present; returns True if it was."""
         if key not in self:
             return False
         self.take(key)
         return True
 
     def pop_oldest(self) -> None:
-        """Take out the oldest key."""
+        """Remove the oldest key."""
         self.take(next(iter(self)))
 
     def resize(self, key: PrefixKey, more_bytes: int) -> None:
-        """Correct the size of a key in its place."""
+        """Correct the size of a key without moving it."""
         self[key] += more_bytes
         self.used_bytes += more_bytes

@@ -1,4 +1,4 @@
-"""S3-FIFO, of Yang, Zhang, Qiu, Yue and Vinayak (SOSP 2023), in bytes and for chains."""
+"""S3-FIFO, of Yang, Zhang, Qiu, Yue and Vinayak (SOSP 2023), with sizes in bytes and chains of chunks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MAX_USES = 3
 
 
 class S3FIFO(Policy):
-    """A small queue in front of a main one: chunks that are not used again while in the small one leave soon.
+    """A small queue in front of a main one: chunks that are not used again while in the small one are evicted soon.
 
-    A use only raises a counter. When room is needed, used chunks move on (from the small queue to the main one, in the
-    main one back to its end with one use less) and unused ones go. A key that is still remembered when it comes back
+    A use only raises a counter. When room is needed, unused chunks are evicted and used ones move: from the small queue
+    to the main one, or to the end of the main one with one use less. A key that is still remembered when it returns
     starts in the main queue.
     """
 
@@ -26,7 +26,7 @@ class S3FIFO(Policy):
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__(capacity_bytes)
         self._small, self._main, self._ghosts = SizedQueue(), SizedQueue(), SizedQueue()
-        self._uses: dict[PrefixKey, int] = {}  # of the chunks that are here, since they came
+        self._uses: dict[PrefixKey, int] = {}  # uses of the chunks in the tier since they were added
         self._new: set[PrefixKey] = set()  # added since the last touch
 
     @property
@@ -35,7 +35,7 @@ class S3FIFO(Policy):
 
     def _on_touch(self, chain: Sequence[PrefixKey], used: AbstractSet[PrefixKey]) -> None:
         for key in reversed(chain):
-            if key in self._new:  # came head first, and should go from the end
+            if key in self._new:  # added head first, but evicted from the end
                 (self._small if key in self._small else self._main).move_to_end(key)
             elif key in used and key in self._uses:
                 self._uses[key] = min(self._uses[key] + 1, MAX_USES)
@@ -67,8 +67,8 @@ class S3FIFO(Policy):
         self._new.discard(key)
         (self._small if key in self._small else self._main).take(key)
 
-    def _order(self, newcomer: PrefixKey | None) -> Generator[PrefixKey]:  # noqa: ARG002 - the newcomer is always worth more
-        """Moves used chunks on, as the hand of a clock does: this changes the order, but not which chunks are here."""
+    def _order(self, newcomer: PrefixKey | None) -> Generator[PrefixKey]:  # noqa: ARG002 - newcomers always win
+        """Move used chunks like the hand of a clock; changes the order, but not which chunks are in the tier."""
         offered: list[tuple[SizedQueue, PrefixKey]] = []
         try:
             while self._small or self._main:
@@ -82,7 +82,7 @@ class S3FIFO(Policy):
                 else:
                     offered.append((queue, key))
                     yield key
-        finally:  # they keep their place until they are evicted
+        finally:  # chunks keep their place until they are evicted
             for queue, key in reversed(offered):
                 queue.push(key, self._sizes[key])
                 queue.move_to_end(key, last=False)

@@ -1,7 +1,7 @@
-"""Tiers without bytes: what a policy would have done with a sequence of requests.
+"""Simulated tiers without bytes: the effect of a policy on a sequence of requests.
 
-The simulator calls the policies just as the index does, so what is measured here is what runs there. Every request is
-looked up, loads what is found, and stores the rest before the next one comes; moves take no time.
+The simulator calls the policies exactly as the index does, so its results hold for the index. Every request is looked
+up, loads the chunks found, and stores the rest before the next one; transfers take no time.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvstore.policies import Policy
 
 @dataclass
 class TierCounts:
-    """What one tier did.
+    """Counters of one tier.
 
     Attributes:
-        hit_chunks, hit_bytes: found here, and in no tier above.
-        offered_chunks: used by a request, and not here when it ended.
-        written_chunks, written_bytes: admitted of those; chunks brought up from the tier below are not counted.
+        hit_chunks, hit_bytes: found in this tier, and in none above.
+        offered_chunks: used by a request, and not in this tier when it ended.
+        written_chunks, written_bytes: the admitted ones of those; chunks promoted from the tier below are not counted.
         evicted_chunks: evicted to make room.
     """
 
@@ -35,24 +35,24 @@ class TierCounts:
 
 
 class SimulatedTier:
-    """One policy over a capacity. Sizes may have any unit, as long as the capacity has it too."""
+    """One policy over a capacity. Sizes may have any unit if the capacity has the same one."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.counts = TierCounts()
 
     def bring_up(self, key: PrefixKey, size_bytes: int, held: AbstractSet[PrefixKey]) -> None:
-        """Admit a chunk found in a tier below, whatever it is worth: a load needs a place for it."""
+        """Admit a chunk found in a tier below regardless of its value, because a load needs a place for it."""
         if self._make_room(size_bytes, held, None):
             self.policy.add(key, size_bytes)
 
     def offer(self, keys: Sequence[PrefixKey], sizes_bytes: Sequence[int], held: AbstractSet[PrefixKey]) -> None:
-        """Admit those chunks of a chain that are not here and are worth their room; those in ``held`` stay."""
+        """Admit the chunks of a chain that are missing here and worth their room; those in ``held`` stay."""
         new = [(key, size) for key, size in zip(keys, sizes_bytes, strict=True) if key not in self.policy]
         self.counts.offered_chunks += len(new)
         for key, size_bytes in new:
             if not self._make_room(size_bytes, held, key):
-                return  # what hangs on a chunk that is not here would not be found
+                return  # chunks after a missing one would not be found
             self.policy.add(key, size_bytes)
             self.counts.written_chunks += 1
             self.counts.written_bytes += size_bytes
@@ -85,9 +85,9 @@ class SimulatedStore:
         return self.hit_chunks / self.chunks if self.chunks else 0.0
 
     def request(self, keys: Sequence[PrefixKey], sizes_bytes: Sequence[int], leased: Collection[PrefixKey] = ()) -> int:
-        """Look up a chain, load its leading chunks that are here, and store the rest. Returns how many were found.
+        """Look up a chain, load its leading chunks that are stored, and store the rest. Returns how many were found.
 
-        Chunks in ``leased`` may not go, either.
+        Chunks in ``leased`` are not evicted either.
         """
         found = self._find(keys, sizes_bytes)
         held = {*keys, *leased}
@@ -114,10 +114,10 @@ class SimulatedStore:
 
 
 def best_hits(chains: Sequence[Sequence[PrefixKey]], sizes: Sequence[Sequence[int]], capacity: int) -> int:
-    """Chunks found by a policy that knows the future: the chunk whose next use is last goes first (Belady, 1966).
+    """Return the hits of a policy that evicts the chunk with the latest next use first (Belady, 1966).
 
-    Of chunks with the same next use the deepest goes first, so a chunk goes before its prefix; a new chunk that is
-    worth least is not stored. No policy can do better with chunks of one size, and hardly any with several sizes.
+    Of chunks with the same next use the deepest is evicted first, so a chunk is evicted before its prefix; a new chunk
+    of least value is not stored. No policy can do better with chunks of one size, and hardly any with several sizes.
     """
     next_uses = _next_uses(chains)
     here: dict[PrefixKey, tuple[int, int]] = {}  # next use, size
@@ -142,7 +142,7 @@ def best_hits(chains: Sequence[Sequence[PrefixKey]], sizes: Sequence[Sequence[in
 
 
 def _next_uses(chains: Sequence[Sequence[PrefixKey]]) -> list[list[int]]:
-    """For every chunk of every request, the number of the next request that uses it; ``len(chains)`` for none."""
+    """Return the number of the next request using each chunk of each request; ``len(chains)`` for none."""
     last: dict[PrefixKey, int] = {}
     found = []
     for number in range(len(chains) - 1, -1, -1):

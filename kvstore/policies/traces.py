@@ -1,4 +1,4 @@
-"""Traces: which chunks each request used, without their content.
+"""Traces: the chunks that each request used, without their content.
 
 Two formats can be read, both JSON lines. Our own begins with a header and is described in ``docs/FORMAT.md``; the other
 is that of the traces published with Mooncake (FAST 2025), with ``hash_ids`` of blocks of 512 tokens.
@@ -34,7 +34,7 @@ class Request(NamedTuple):
         keys: keys of its chunks, head first. Equal keys stand for equal prefixes.
         chunk_tokens: tokens in each chunk but the last.
         tail_tokens: tokens in the last chunk.
-        num_tokens: of all its chunks, as the trace says.
+        num_tokens: tokens of all its chunks, as the trace states.
     """
 
     time_s: float
@@ -44,7 +44,7 @@ class Request(NamedTuple):
     num_tokens: int
 
     def tokens_of(self, position: int) -> int:
-        """Tokens in the chunk at this position."""
+        """Return the tokens in the chunk at this position."""
         return self.tail_tokens if position == len(self.keys) - 1 else self.chunk_tokens
 
 
@@ -52,12 +52,12 @@ class Request(NamedTuple):
 
 
 def read_trace(path: Path, key_tokens: int | None = None) -> Iterator[Request]:
-    """The requests of a trace, in order. Requests without chunks are left out.
+    """Yield the requests of a trace, in order. Requests without chunks are left out.
 
-    With ``key_tokens``, every key must stand for as many tokens, but for the last one of a request.
+    With ``key_tokens``, every key must stand for that many tokens, except the last one of a request.
 
     Raises:
-        ConfigError: the file cannot be read, or a line of it is in neither format, or of other keys.
+        ConfigError: the file cannot be read, or a line is in neither format or has keys of another size.
     """
     number, chunk_tokens = 0, 0
     try:
@@ -126,8 +126,8 @@ def _check_keys(request: Request, key_tokens: int) -> None:
 class TraceRecorder:
     """Writes a trace in our own format, through a buffer. Thread-safe.
 
-    Keys are hashed once more, with a secret made for this file and never written: whoever knows a prompt cannot tell
-    whether it is in the trace.
+    Keys are hashed once more, with a secret made for this file and never written, so that knowing a prompt does not
+    reveal if it is in the trace.
 
     Attributes:
         recorded: requests written.
@@ -138,7 +138,7 @@ class TraceRecorder:
         """Begin a new file, readable by its owner only.
 
         Raises:
-            ConfigError: it exists already, or cannot be made.
+            ConfigError: it exists already, or cannot be created.
         """
         self.recorded = 0
         self.dropped = 0
@@ -155,10 +155,10 @@ class TraceRecorder:
 
     @classmethod
     def open_next(cls, path: Path, chunk_tokens: int) -> TraceRecorder:
-        """Begin a new file under the first free name of ``path``, ``path.1``, ``path.2``, ...: one for each start.
+        """Begin a new file for each start, under the first free name of ``path``, ``path.1``, ``path.2``, ...
 
         Raises:
-            ConfigError: the file cannot be made.
+            ConfigError: the file cannot be created.
         """
         later = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
         return cls(next(name for name in itertools.chain([path], later) if not name.exists()), chunk_tokens)

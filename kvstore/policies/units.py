@@ -11,7 +11,7 @@ PAGE_UNITS = 64
 
 
 class Unit:
-    """Chunks of one class that one request touched last: they have the same age and the same value.
+    """Chunks of one class that one request touched last, which have the same age and value.
 
     Attributes:
         cls: the class.
@@ -19,7 +19,7 @@ class Unit:
         keys: head first; includes keys that have moved to another unit since.
         num_keys: keys that belong to this unit.
         here: those of them whose chunks are in the tier.
-        depth: all keys in ``here`` stand before this place.
+        depth: a position after all keys in ``here``.
     """
 
     __slots__ = ("cls", "depth", "here", "keys", "num_keys", "time")
@@ -38,12 +38,12 @@ class Unit:
         self.num_keys += 1
 
     def enter(self, key: PrefixKey) -> None:
-        """Note that the chunk of a key is here."""
+        """Note that the chunk of a key is in the tier."""
         self.here.add(key)
         self.depth = len(self.keys)
 
     def deepest_first(self) -> Iterator[PrefixKey]:
-        """The chunks that are here, from the end of the chain to its head."""
+        """Yield the chunks in the tier, from the end of the chain to its head."""
         while self.depth and self.keys[self.depth - 1] not in self.here:
             self.depth -= 1
         for place in range(self.depth - 1, -1, -1):
@@ -52,7 +52,7 @@ class Unit:
 
 
 class History:
-    """All units in order of time, in pages: they can be surveyed page by page while units come and go."""
+    """All units in order of time, in pages that can be surveyed one by one while units are added and removed."""
 
     def __init__(self) -> None:
         self._pages: deque[deque[Unit]] = deque()
@@ -68,7 +68,7 @@ class History:
         self._pages[-1].append(unit)
 
     def pop_oldest(self) -> Unit:
-        """Take the oldest unit out."""
+        """Remove and return the oldest unit."""
         page = self._pages[0]
         unit = page.popleft()
         if not page:
@@ -77,7 +77,7 @@ class History:
         return unit
 
     def survey_page(self) -> list[Unit] | None:
-        """The units of the next page that have keys, dropping the others; None once after the last page."""
+        """Return the units of the next page that have keys, dropping the others; None once after the last page."""
         if self._place >= len(self._pages):
             self._place = 0
             return None

@@ -1,1 +1,1 @@
-"""What the cache server and its clients exchange. ``docs/FORMAT.md`` describes it."""
+"""Protocol between the cache server and its clients. ``docs/FORMAT.md`` describes it."""

@@ -1,8 +1,8 @@
-"""ZeroMQ contexts that wait for nobody when their owner is forgotten.
+"""ZeroMQ contexts that never block at garbage collection.
 
-pyzmq ends a context that the garbage collector takes, and ending it waits for its sockets. Those of the same cycle may
-still be open at that moment, and the thread that collects waits for ever. So a context is kept until it is closed: who
-forgets to close one leaks it, and no more than that.
+pyzmq terminates a context that is garbage-collected, and waits for its sockets. Sockets of the same reference cycle may
+still be open at that moment, and the collecting thread would never return. So a context is kept until it is closed, and
+an owner that forgets to close it only leaks it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _open: Final[set[Context]] = set()
 
 
 def open_context(io_threads: int = 1) -> Context:
-    """One that ``close_context`` ends, and nothing else.
+    """Return a new context, which only ``close_context`` ends.
 
     Raises:
         TierError: the process may open no more files.
@@ -35,6 +35,6 @@ def open_context(io_threads: int = 1) -> Context:
 
 
 def close_context(context: Context) -> None:
-    """Close its sockets, whatever they have not sent, and end it. Idempotent."""
+    """Close the sockets of a context, drop their unsent messages, and end it. Idempotent."""
     context.destroy(linger=0)
     _open.discard(context)

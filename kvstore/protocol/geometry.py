@@ -1,4 +1,4 @@
-"""The geometry of chunks, as it stands in a message."""
+"""Geometry of chunks, as encoded in messages."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
     @classmethod
     def of(cls, layout: KVLayout) -> Geometry:
-        """A layout, to be sent."""
+        """Return the geometry of a layout, to be sent."""
         return cls(**{**asdict(layout), "page_bytes": tuple(layout.page_bytes)})
 
     def layout(self) -> KVLayout:
-        """The layout that was sent.
+        """Return the layout that was sent.
 
         Raises:
             ProtocolError: no layout has these fields.
@@ -54,5 +54,5 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 def encode_geometry(layout: KVLayout) -> bytes:
-    """The bytes of a geometry: equal for equal layouts."""
+    """Encode a geometry as bytes, equal for equal layouts."""
     return _encoder.encode(Geometry.of(layout))

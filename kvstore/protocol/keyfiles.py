@@ -1,6 +1,6 @@
-"""CURVE keys in files: 40 characters in Z85. Only their owner may read secret ones.
+"""CURVE keys in files, as 40 characters in Z85. Only their owner may read secret ones.
 
-Below a client's public key, the server's operator may write what the client may do::
+Below a client's public key, the server's operator may write the client's rights and tenant::
 
     rights: read, write
     tenant: team-a
@@ -60,7 +60,7 @@ def make_keys(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 def read_pair(path: Path) -> KeyPair:
-    """The secret key in a file, and the public one that belongs to it.
+    """Read the secret key in a file, and derive its public key.
 
     Raises:
         ConfigError: there is none, or others may read it.
@@ -79,9 +79,9 @@ class ListedKey(NamedTuple):
     """A client that may connect, as the file of its public key describes it.
 
     Attributes:
-        name: of the file, without its end.
-        rights: what the client may do.
-        tenant: whose chunks it shares; empty for those of all keys without a tenant.
+        name: name of the file, without its suffix.
+        rights: the client's rights.
+        tenant: its tenant, whose chunks it shares; empty for keys without one, which share theirs.
     """
 
     name: str
@@ -90,11 +90,10 @@ class ListedKey(NamedTuple):
 
 
 def read_list(folder: Path) -> dict[bytes, ListedKey]:
-    """The public keys in the ``.pub`` files of a folder, and what their clients may do.
+    """Read the public keys in the ``.pub`` files of a folder, and the rights of their clients.
 
     Raises:
-        ConfigError: there is no such folder, or a file holds no key, or something that is not understood, or a key
-            that another file holds.
+        ConfigError: there is no such folder, or a file holds no key, an unknown line, or the key of another file.
     """
     if not folder.is_dir():
         raise ConfigError(f"the folder of the clients' keys, {folder}, is not there")
@@ -108,7 +107,7 @@ def read_list(folder: Path) -> dict[bytes, ListedKey]:
 
 
 def read_public(path: Path) -> bytes:
-    """The key in a file; for a file of one's own secret key see ``read_pair``.
+    """Read the public key in a file; for a secret key see ``read_pair``.
 
     Raises:
         ConfigError: there is none.
@@ -117,7 +116,7 @@ def read_public(path: Path) -> bytes:
 
 
 def _read(path: Path) -> tuple[bytes, ListedKey]:
-    """The key in a file, and what is said of its client.
+    """Read the public key in a file, and the description of its client.
 
     Raises:
         ConfigError: names the file, and the line.
@@ -142,7 +141,7 @@ def _read(path: Path) -> tuple[bytes, ListedKey]:
 
 
 def _told(path: Path, lines: list[tuple[int, bytes]]) -> Iterator[tuple[str, tuple[int, str]]]:
-    """The names of a file's lines below the key, with their numbers and values."""
+    """Yield the name of each line below a file's key, with the line's number and value."""
     seen = set()
     for number, line in lines:
         text = line.decode("utf-8", "backslashreplace")

@@ -1,8 +1,8 @@
-"""The messages between the cache server and its clients. ``docs/FORMAT.md`` describes them for other languages.
+"""Messages between the cache server and its clients. ``docs/FORMAT.md`` describes them for other languages.
 
 Each message is one msgpack array, ``[number of its kind, fields ...]``, and may be followed by frames of payload. A
-message that does not decode, or is too long, is malformed: its sender loses the connection. Decoded messages contain
-only numbers, bytes and text, within limits.
+message that does not decode, or is too long, is malformed, and its sender loses the connection. Decoded messages
+contain only numbers, bytes and text, within limits.
 
 Every request has a ``serial``, which its answer repeats. Payload travels in pieces, each with the xxh3_64 of its bytes.
 """
@@ -31,14 +31,14 @@ from kvstore.protocol.runs import Run
 Decoded = TypeVar("Decoded")
 
 PROTOCOL_VERSION: Final = 3
-OLDEST_VERSION: Final = 1  # that is spoken: a client of it sends no message that came later
-PIECE_BYTES: Final = 2 << 20  # the most that one message carries of a payload
-OFFER_BYTES: Final = 8 << 20  # the most of a payload that is read at once
-MAX_DESCRIPTION_BYTES: Final = 64 << 10  # of memory that a client lets the server read
+OLDEST_VERSION: Final = 1  # the oldest that is supported; its clients send no messages of later versions
+PIECE_BYTES: Final = 2 << 20  # the most payload in one message
+OFFER_BYTES: Final = 8 << 20  # the most payload in one read through a channel
+MAX_DESCRIPTION_BYTES: Final = 64 << 10  # of a description of a client's memory
 MAX_REFS: Final = 4096  # in a lookup; of chunks to be moved, MAX_MOVES
 MAX_MOVES: Final = 64
 MAX_TRAILS: Final = 64  # in one message
-WINDOW: Final = 8  # pieces under way at once, to the server
+WINDOW: Final = 8  # pieces to the server that are under way at once
 MAX_MESSAGE_BYTES: Final = 128 << 10
 MAX_TRAIL_BYTES: Final = 64 << 10  # of one; together, those of a message fit into it
 MAX_FRAME_BYTES: Final = PIECE_BYTES
@@ -59,35 +59,35 @@ _Fields: TypeAlias = Annotated[dict[_Short, _Short | int], msgspec.Meta(max_leng
 
 
 class Refusal(IntEnum):
-    """Why a request cannot be answered as asked."""
+    """Reasons why a request is refused."""
 
-    NO_SESSION = 1  # say hello first: the server was restarted, or this client was silent for too long
+    NO_SESSION = 1  # say hello first, because the server was restarted or this client was silent for too long
     VERSION = 2
     TOKEN = 3  # no such connection to the unix socket
     LIMIT = 4
     CLOSING = 5
     UNKNOWN = 6  # no such namespace
-    MALFORMED = 7  # not a request; whatever else comes on this connection is ignored
+    MALFORMED = 7  # not a request; all later messages of this connection are ignored
     FOREIGN = 8  # the server belongs to an engine with other KV
     DISK = 9  # chunks were forgotten, but not all of their files could be deleted
     NO_RIGHT = 10  # the sender's key lacks the right
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a client sends."""
+    """Base of all messages that a client sends."""
 
     serial: _Count
 
 
 class Hello(Request, tag=1, frozen=True):
-    """The first message: names the client's namespace, whose chunks all later requests are about.
+    """First message of a client, which names the namespace that all later requests are about.
 
     Attributes:
-        version: of the protocol.
-        fields: of the namespace.
-        geometry: of its chunks.
-        capacity_bytes: means nothing any more; 0.
-        token: what the unix socket sent; empty for a client that does not map the pool.
+        version: version of the protocol.
+        fields: fields of the namespace.
+        geometry: geometry of its chunks.
+        capacity_bytes: unused; 0.
+        token: the token from the unix socket; empty for a client that does not map the pool.
     """
 
     version: _Count
@@ -98,38 +98,38 @@ class Hello(Request, tag=1, frozen=True):
 
 
 class Lookup(Request, tag=2, frozen=True):
-    """Which chunks are there? ``Held``."""
+    """Query for which chunks are held. Answered by ``Held``."""
 
     refs: _Refs
 
 
 class Reserve(Request, tag=3, frozen=True):
-    """Asks for pages to write chunks to. ``Granted``."""
+    """Request for pages to write chunks to. Answered by ``Granted``."""
 
     refs: _Moves
 
 
 class Commit(Request, tag=4, frozen=True):
-    """Ends writes: the chunks are whole, or (not ``is_whole``) never will be. ``Done``, with outcomes."""
+    """End of writes: the chunks are whole, or (not ``is_whole``) never will be. Answered by ``Done``, with outcomes."""
 
     leases: _Leases
     is_whole: bool
 
 
 class Acquire(Request, tag=5, frozen=True):
-    """Asks for pages to read chunks from. ``Granted``."""
+    """Request for pages to read chunks from. Answered by ``Granted``."""
 
     refs: _Moves
 
 
 class Release(Request, tag=6, frozen=True):
-    """Ends reads. No answer."""
+    """End of reads. No answer."""
 
     leases: _Leases
 
 
 class Piece(Request, tag=7, frozen=True):
-    """Stores a part of a payload, which is in the next frame. ``Done``, with one outcome."""
+    """Part of a payload to store, which is in the next frame. Answered by ``Done``, with one outcome."""
 
     lease: _Count
     offset_bytes: _Count
@@ -137,9 +137,9 @@ class Piece(Request, tag=7, frozen=True):
 
 
 class Attach(Request, tag=23, frozen=True):
-    """Describes the client's registered memory, for the channel of that name. Since version 3.
+    """Description of the client's registered memory, for the channel of that name. Since version 3.
 
-    ``Done``: STORED if it can be read here, FAILED if not.
+    Answered by ``Done``, with STORED if the server can read it, else FAILED.
     """
 
     channel: Annotated[str, msgspec.Meta(max_length=64)]
@@ -147,7 +147,7 @@ class Attach(Request, tag=23, frozen=True):
 
 
 class Offer(Request, tag=24, frozen=True):
-    """Stores a part of a payload, which the server reads from the memory that was attached. As ``Piece``. Since 3."""
+    """Part of a payload to store, which the server reads from the attached memory. As ``Piece``. Since version 3."""
 
     lease: _Count
     offset_bytes: _Count
@@ -157,7 +157,7 @@ class Offer(Request, tag=24, frozen=True):
 
 
 class Fetch(Request, tag=8, frozen=True):
-    """Reads a part of a payload. ``Data``."""
+    """Request for a part of a payload. Answered by ``Data``."""
 
     lease: _Count
     offset_bytes: _Count
@@ -165,7 +165,7 @@ class Fetch(Request, tag=8, frozen=True):
 
 
 class Front(Request, tag=22, frozen=True):
-    """Reads a part of what a chunk's leading blocks are as a chunk of their own. ``Data``. Since version 2."""
+    """Request for a part of a chunk's leading blocks, laid out as a shorter chunk. ``Data``. Since version 2."""
 
     lease: _Count
     front_blocks: Annotated[int, msgspec.Meta(gt=0, le=MAX_CHUNK_PARTS)]
@@ -174,49 +174,49 @@ class Front(Request, tag=22, frozen=True):
 
 
 class Remove(Request, tag=9, frozen=True):
-    """Forget chunks. ``Done``."""
+    """Order to forget chunks. Answered by ``Done``."""
 
     refs: _Refs
 
 
 class Clear(Request, tag=10, frozen=True):
-    """Forget all chunks of the namespace. ``Done``."""
+    """Order to forget all chunks of the namespace. Answered by ``Done``."""
 
 
 class Scan(Request, tag=11, frozen=True):
-    """Lists all chunks, the least recently used first, from number ``first`` on. ``Listing``."""
+    """Query for all chunks from number ``first`` on, the least recently used first. Answered by ``Listing``."""
 
     first: _Count
 
 
 class Sending(Request, tag=21, frozen=True):
-    """Which hand-overs are under way to this server: the fields of ``Progress``. No answer. Since version 2."""
+    """Hand-overs under way to this server, with the fields of ``Progress``. No answer. Since version 2."""
 
     sender: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     following: _Count
     open: _Tokens
     lost: _Tokens = []
-    beat_ms: _Count = 0  # it comes again within so long; 0 promises nothing
+    beat_ms: _Count = 0  # the next one follows within this time; 0 promises nothing
 
 
 class Ping(Request, tag=12, frozen=True):
-    """Is the server there? ``Report``. Needs no hello, nor do the requests below."""
+    """Probe of the server. Answered by ``Report``. Needs no hello, nor do the requests below."""
 
 
 class Stats(Request, tag=13, frozen=True):
-    """Asks for all counters. ``Report``."""
+    """Query for all counters. Answered by ``Report``."""
 
 
 class ClearSpaces(Request, tag=14, frozen=True):
-    """Forget all chunks of a namespace, by id, or of all (empty). ``Report``."""
+    """Order to forget all chunks of a namespace, by id, or of all (empty). Answered by ``Report``."""
 
     namespace: Annotated[bytes, msgspec.Meta(max_length=8)]
 
 
 class Pin(Request, tag=15, frozen=True):
-    """Pins chunks, so that they are not evicted, or (not ``is_wanted``) unpins them. ``Report``.
+    """Order to pin chunks, so that they are not evicted, or (not ``is_wanted``) to unpin them. ``Report``.
 
-    A pin ends after ``seconds``, but at the latest after the server's longest time, which 0 stands for.
+    A pin ends after ``seconds``, but at the latest after the server's longest time; 0 stands for the longest time.
     """
 
     space: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
@@ -226,31 +226,31 @@ class Pin(Request, tag=15, frozen=True):
 
 
 class Explain(Request, tag=16, frozen=True):
-    """Where is each chunk, or why is it nowhere? ``Report``."""
+    """Query for the places of each chunk, or the reason why it is in none. Answered by ``Report``."""
 
     space: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
     refs: _Refs
 
 
 class Pins(Request, tag=17, frozen=True):
-    """What is pinned. ``Report``."""
+    """Query for the pins. Answered by ``Report``."""
 
 
 class UnpinSpaces(Request, tag=18, frozen=True):
-    """Unpins all chunks of a namespace, by id, or of all (empty). ``Report``."""
+    """Order to unpin all chunks of a namespace, by id, or of all (empty). Answered by ``Report``."""
 
     namespace: Annotated[bytes, msgspec.Meta(max_length=8)]
 
 
 class Describe(Request, tag=19, frozen=True):
-    """Tells the keys at the ends of the blocks of a chunk that is being written. No answer. Since version 2."""
+    """The keys at the ends of the blocks of a chunk that is being written. No answer. Since version 2."""
 
     lease: _Count
     trail: _Trail
 
 
 class Nearest(Request, tag=20, frozen=True):
-    """Which chunks share leading blocks with each of these trails? ``Named``. Since version 2."""
+    """Query for chunks that share leading blocks with each of these trails. Answered by ``Named``. Since version 2."""
 
     trails: Annotated[list[_Trail], msgspec.Meta(max_length=MAX_TRAILS)]
 
@@ -260,7 +260,7 @@ Order: TypeAlias = ClearSpaces | Pin | Explain | Pins | UnpinSpaces
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a namespace takes. Of two usages, the one with the later stamp is valid."""
+    """Bytes that a namespace uses. Of two usages, the one with the later stamp is valid."""
 
     stamp: int = 0
     used_bytes: int = 0
@@ -270,7 +270,7 @@ NO_USAGE: Final = Usage()
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Pages of the pool, if the outcome is ``HIT`` or ``STORED``: this connection's until it gives them back."""
+    """Pages of the pool, if the outcome is ``HIT`` or ``STORED``, leased to this connection until it returns them."""
 
     outcome: int
     lease: int = 0
@@ -282,41 +282,41 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Welcome(_Answer, tag=1, frozen=True):
-    """To ``Hello``: the server's memory."""
+    """Answer to ``Hello``: the server's memory."""
 
     pool_bytes: int
     usage: Usage
 
 
 class Held(_Answer, tag=2, frozen=True):
-    """To ``Lookup``: one byte a chunk, 1 if it is there."""
+    """Answer to ``Lookup``: one byte for each chunk, 1 if it is held."""
 
     found: bytes
     usage: Usage
 
 
 class Granted(_Answer, tag=3, frozen=True):
-    """To ``Reserve`` and ``Acquire``: pages for each chunk, or why there are none."""
+    """Answer to ``Reserve`` and ``Acquire``: pages for each chunk, or the reason why there are none."""
 
     grants: list[Grant]
     usage: Usage
 
 
 class Done(_Answer, tag=4, frozen=True):
-    """To many requests: outcomes, one byte each, if the request has any."""
+    """Answer to many requests: outcomes, one byte each, if the request has any."""
 
     outcomes: bytes
     usage: Usage
 
 
 class Data(_Answer, tag=5, frozen=True):
-    """To ``Fetch`` and ``Front``: the frames that follow, together, are the payload."""
+    """Answer to ``Fetch`` and ``Front``: the frames that follow are the payload, concatenated."""
 
     checksum: bytes
 
 
 class Listing(_Answer, tag=6, frozen=True):
-    """To ``Scan``: chunks, and how many there are in all."""
+    """Answer to ``Scan``: some chunks, and the number of all."""
 
     refs: bytes
     total: int
@@ -324,20 +324,20 @@ class Listing(_Answer, tag=6, frozen=True):
 
 
 class Refused(_Answer, tag=7, frozen=True):
-    """To any request: why it is not carried out."""
+    """Answer to any request that is refused: the reason."""
 
     reason: int
     message: str
 
 
 class Report(_Answer, tag=8, frozen=True):
-    """JSON for people, so that it may change without a new protocol."""
+    """Answer as JSON for people, which may change without a new version of the protocol."""
 
     body: bytes
 
 
 class Named(_Answer, tag=9, frozen=True):
-    """To ``Nearest``: for each trail, those of chunks, the one that shares most with it first."""
+    """Answer to ``Nearest``: for each trail, trails of chunks, the one that shares most with it first."""
 
     trails: list[list[bytes]]
 
@@ -350,12 +350,12 @@ _answers: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answe
 
 
 def encode(message: Request | Answer) -> bytes:
-    """A message as bytes."""
+    """Encode a message as bytes."""
     return _encoder.encode(message)
 
 
 def decode_request(data: bytes | memoryview) -> Request:
-    """What a client sent.
+    """Decode a message of a client.
 
     Raises:
         ProtocolError: it is no request.
@@ -366,7 +366,7 @@ def decode_request(data: bytes | memoryview) -> Request:
 
 
 def decode_answer(data: bytes | memoryview) -> Answer:
-    """What the server sent.
+    """Decode a message of the server.
 
     Raises:
         ProtocolError: it is no answer.
@@ -382,19 +382,19 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Decoded], data: bytes | memoryview
 
 
 def pack_refs(refs: Iterable[ChunkRef]) -> bytes:
-    """Chunks as bytes: each its key, and its number of blocks as a little-endian uint32."""
+    """Pack chunks as bytes: for each its key, and its number of blocks as a little-endian uint32."""
     parts = tuple(refs)
     return _packer(len(parts)).pack(*chain.from_iterable(parts))
 
 
 @lru_cache(maxsize=256)
 def _packer(count: int) -> struct.Struct:
-    """Packs so many chunks in one call, in a third of the time of as many calls."""
+    """Return a struct that packs so many chunks in one call, in a third of the time of as many calls."""
     return struct.Struct("<" + f"{PREFIX_KEY_BYTES}sI" * count)
 
 
 def unpack_refs(data: bytes) -> list[ChunkRef]:
-    """The reverse of ``pack_refs``.
+    """Unpack chunks, the reverse of ``pack_refs``.
 
     Raises:
         ProtocolError: these are no whole chunks.
@@ -403,7 +403,7 @@ def unpack_refs(data: bytes) -> list[ChunkRef]:
 
 
 def unpack_pairs(data: bytes) -> Sequence[ChunkRef]:
-    """As ``unpack_refs``, but with plain tuples, which are equal to chunks and made in a third of the time.
+    """Unpack chunks as ``unpack_refs`` does, but as plain tuples, which are equal and take a third of the time.
 
     Raises:
         ProtocolError: these are no whole chunks.
@@ -415,5 +415,5 @@ def unpack_pairs(data: bytes) -> Sequence[ChunkRef]:
 
 
 def fields_bytes(namespace: Namespace) -> int:
-    """The length of a namespace's fields in a message."""
+    """Return the length of a namespace's fields in a message."""
     return len(_encoder.encode(dict(namespace.fields)))

@@ -1,4 +1,4 @@
-"""Outcomes in messages: one byte each, their place in the order of ``Outcome``."""
+"""Outcomes in messages, one byte each: their index in the order of ``Outcome``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _NUMBERS: Final = {outcome: number for number, outcome in enumerate(_OUTCOMES)}
 
 
 def pack_outcomes(outcomes: Sequence[Outcome]) -> bytes:
-    """Outcomes as bytes."""
+    """Pack outcomes as bytes."""
     return bytes([_NUMBERS[outcome] for outcome in outcomes])
 
 
 def outcome_of(number: int) -> Outcome:
-    """The reverse of ``number_of``.
+    """Return the outcome with a number, the reverse of ``number_of``.
 
     Raises:
         ProtocolError: no outcome has this number.
@@ -29,5 +29,5 @@ def outcome_of(number: int) -> Outcome:
 
 
 def number_of(outcome: Outcome) -> int:
-    """An outcome as a number."""
+    """Return the number of an outcome."""
     return _NUMBERS[outcome]

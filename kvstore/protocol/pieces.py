@@ -1,4 +1,4 @@
-"""Pieces of payload: their checksums, and copying them to where they belong."""
+"""Pieces of payload: their checksums, and copies to their places."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvstore.chunks import ByteArray
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_STEP_BYTES: Final = 256 << 10  # what a processor's own cache holds
+_STEP_BYTES: Final = 256 << 10  # fits into a core's own cache
 
 
 def checksum(parts: Iterable[Buffer]) -> bytes:
-    """The xxh3_64 of some parts, joined."""
+    """Return the xxh3_64 of the concatenated parts."""
     running = xxhash.xxh3_64()
     for part in parts:
         running.update(part)
@@ -25,7 +25,7 @@ def checksum(parts: Iterable[Buffer]) -> bytes:
 
 
 def scatter(payload: ByteArray, parts: Iterable[ByteArray]) -> None:
-    """Copy a payload into parts, one after the other; together they have as many bytes."""
+    """Copy a payload into consecutive parts, which together have as many bytes."""
     begin = 0
     for part in parts:
         part[:] = payload[begin : begin + len(part)]
@@ -33,16 +33,17 @@ def scatter(payload: ByteArray, parts: Iterable[ByteArray]) -> None:
 
 
 class Placing:
-    """Copies bytes to several places in turn, and computes the checksum of what is there then.
+    """Copies bytes to several places in turn, and computes the checksum of the copied bytes.
 
-    In steps whose checksum is computed while they are in the processor's cache: memory is read once.
+    It copies in steps, and computes the checksum of each while it is in the processor's cache, so that memory is read
+    only once.
     """
 
     def __init__(self) -> None:
         self._running = xxhash.xxh3_64()
 
     def copy(self, source: memoryview, target: ByteArray) -> None:
-        """Copy the next bytes; both arrays have as many."""
+        """Copy the next bytes; both arrays have the same length."""
         arrived = np.frombuffer(source, np.uint8)
         for begin in range(0, len(target), _STEP_BYTES):
             step = target[begin : begin + _STEP_BYTES]
@@ -51,5 +52,5 @@ class Placing:
 
     @property
     def checksum(self) -> bytes:
-        """The xxh3_64 of everything copied so far."""
+        """xxh3_64 of all bytes copied so far."""
         return self._running.digest()

@@ -1,6 +1,6 @@
 """Rights of a client at a cache server, and those that each kind of request needs.
 
-A client has its rights from the file of its key at the server, and from nothing that it says itself.
+A client's rights are in the file of its key at the server. Nothing that it sends changes them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvstore.protocol import messages
 
 
 class Right(Flag):
-    """Permissions, which are combined with ``|``."""
+    """Permissions, to be combined with ``|``."""
 
     READ = auto()
     WRITE = auto()
@@ -22,12 +22,12 @@ class Right(Flag):
 
 
 NO_RIGHT: Final = Right(0)
-USUAL_RIGHTS: Final = Right.READ | Right.WRITE  # of a client whose key names none
+USUAL_RIGHTS: Final = Right.READ | Right.WRITE  # of a client whose key file names none
 EVERY_RIGHT: Final = USUAL_RIGHTS | Right.CLEAR | Right.OPERATE
 
 NEEDED: Final[Mapping[type[messages.Request], Right]] = {  # one of these is enough
     messages.Hello: Right.READ | Right.WRITE | Right.CLEAR,
-    messages.Lookup: Right.READ | Right.WRITE,  # a sender asks what it need not send
+    messages.Lookup: Right.READ | Right.WRITE,  # senders look up the chunks that they need not send
     messages.Nearest: Right.READ,
     messages.Scan: Right.READ,
     messages.Acquire: Right.READ,
@@ -40,7 +40,7 @@ NEEDED: Final[Mapping[type[messages.Request], Right]] = {  # one of these is eno
     messages.Offer: Right.WRITE,
     messages.Describe: Right.WRITE,
     messages.Commit: Right.WRITE,
-    messages.Remove: Right.WRITE,  # who may replace a chunk may as well remove it
+    messages.Remove: Right.WRITE,  # a client that may replace a chunk may as well remove it
     messages.Sending: Right.WRITE,
     messages.Clear: Right.CLEAR | Right.OPERATE,
     messages.ClearSpaces: Right.OPERATE,
@@ -49,12 +49,12 @@ NEEDED: Final[Mapping[type[messages.Request], Right]] = {  # one of these is eno
     messages.UnpinSpaces: Right.OPERATE,
     messages.Explain: Right.OPERATE,
     messages.Ping: NO_RIGHT,
-    messages.Stats: NO_RIGHT,  # how much it tells depends on the rights
+    messages.Stats: NO_RIGHT,  # the contents of the answer depend on the rights
 }
 
 
 def names_of(rights: Right) -> str:
-    """Rights in words, with commas between them."""
+    """Return the names of rights, with commas between them."""
     return ", ".join(str(right.name).lower() for right in Right if right & rights) or "none"
 
 

@@ -1,4 +1,4 @@
-"""Runs of pages in a cache server's pool: where a chunk lies."""
+"""Runs of pages in a cache server's pool, which hold the chunks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvstore.errors import ProtocolError
 
 PAGE_BYTES: Final = 16 << 10
 Run: TypeAlias = tuple[int, int]
-"""Consecutive pages: the number of the first, and how many."""
+"""Consecutive pages: the number of the first, and their count."""
 
 
 class Extent(NamedTuple):
@@ -20,7 +20,7 @@ class Extent(NamedTuple):
 
 
 def extents(runs: Sequence[Run], offset_bytes: int, num_bytes: int) -> list[Extent]:
-    """The ranges of the pool for ``num_bytes`` from an offset on in what lies in some runs.
+    """Return the ranges of the pool for ``num_bytes`` from an offset on in the concatenated runs.
 
     Raises:
         ProtocolError: the runs are shorter.

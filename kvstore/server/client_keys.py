@@ -1,7 +1,7 @@
-"""Lets in only clients from the network whose public key is listed: ZeroMQ's authentication protocol (ZAP, RFC 27).
+"""Admits only network clients with a listed public key, through ZeroMQ's authentication protocol (ZAP, RFC 27).
 
-``zmq.auth.Authenticator`` does the same on an asyncio loop or a thread of its own, does not tell of a refusal, and
-names clients by their keys. Here the thread that decides counts refusals, and clients are named by their files.
+``zmq.auth.Authenticator`` does the same on an asyncio loop or a separate thread, but does not report refusals, and
+names clients by their keys. Here the thread that decides counts refusals, and clients are named by their key files.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _REQUEST_FRAMES: Final = 7  # version, id, domain, address, identity, mechanism,
 
 
 class ClientKeys:
-    """Answers ZeroMQ's question whether a client may connect. Belongs to the thread that decides.
+    """Answers ZeroMQ's requests to authenticate a client. Belongs to the thread that decides.
 
     Args:
-        context: whose sockets ask.
-        listed: the public keys in Z85, and their clients.
+        context: the context of the sockets that clients connect to.
+        listed: clients by their public keys in Z85.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], listed: Mapping[bytes, ListedKey]) -> None:
@@ -40,12 +40,12 @@ class ClientKeys:
         self.socket.bind(_ADDRESS)
 
     def answer(self) -> None:
-        """Answer all questions that wait."""
+        """Answer all requests that wait."""
         while self.socket.poll(0):
             self.socket.send_multipart(self._judge(self.socket.recv_multipart()))
 
     def close(self) -> None:
-        """Stop answering: nobody can connect any more."""
+        """Stop answering, so that no client can connect any more."""
         self.socket.close()
 
     def _judge(self, question: Sequence[bytes]) -> list[bytes]:

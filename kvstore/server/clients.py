@@ -1,4 +1,4 @@
-"""Clients by the key that they have, or by the socket that they come through, and never by what they say."""
+"""Identity of clients, by their key or by the socket that they use, and never by their messages."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from kvstore.protocol.keyfiles import ListedKey
 from kvstore.protocol.rights import EVERY_RIGHT, NO_RIGHT, USUAL_RIGHTS, Right
 
 IPC: Final = 0  # the number of the socket for this host
-TCP: Final = 1  # and of that for the network
+TCP: Final = 1  # the number of the socket for the network
 ANYBODY: Final = "*"  # in server_operators
 
 
 @dataclass(frozen=True)
 class Client:
-    """Everybody who has the same key, or comes without one through the same socket.
+    """All connections with the same key, or without a key through the same socket.
 
     Attributes:
-        name: of the key; empty without one.
+        name: name of the key; empty without one.
         socket: the number of the socket.
-        rights: what it may do.
-        tenant: whose chunks it shares; empty for those of all clients without a tenant.
+        rights: the client's rights.
+        tenant: its tenant, whose chunks it shares; empty for clients without one, which share theirs.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Client:
 
     @property
     def runs_all(self) -> bool:
-        """Tell if its orders reach the whole server, and not only its tenant."""
+        """True if its orders reach the whole server, and not only its tenant."""
         return bool(self.rights & Right.OPERATE) and not self.tenant
 
 
@@ -43,11 +43,11 @@ _STRANGER: Final = Client("", TCP, NO_RIGHT)
 
 
 class Clients:
-    """Tells who sent a message. Belongs to the thread that decides.
+    """Identifies the senders of messages. Belongs to the thread that decides.
 
     Args:
-        listed: those who may come over the network; None if that is anybody, as there are no keys.
-        operators: names of those who also have the right to operate.
+        listed: clients that may connect over the network; None without keys, if any client may.
+        operators: names of the clients that also have the right to operate.
     """
 
     def __init__(self, listed: Mapping[bytes, ListedKey] | None, operators: frozenset[str]) -> None:
@@ -56,11 +56,12 @@ class Clients:
             return Client(key.name, TCP, key.rights | (Right.OPERATE if is_operator else NO_RIGHT), key.tenant)
 
         self._by_name = {key.name: client(key) for key in (listed or {}).values()}
-        # Whoever may replace chunks of all can do as much harm as by clearing, and an engine's reset must be for good.
+        # A client that may replace all chunks can do as much harm as one that clears them, and an engine's reset must
+        # last.
         self._anybody = client(ListedKey("", USUAL_RIGHTS | Right.CLEAR)) if listed is None else None
 
     def sender(self, socket: int, frame: zmq.Frame) -> Client:
-        """Find the sender of a frame: ZeroMQ has noted the name of the key with which it was decrypted."""
+        """Find the sender of a frame, to which ZeroMQ attached the name of the key that decrypted it."""
         if socket == IPC:
             return OURSELVES
         if self._anybody is not None:

@@ -1,4 +1,4 @@
-"""What the parts of the server share: its state, and the ways to its disk and its clients."""
+"""State shared by the parts of the server, and the callbacks with which they reach its disk and its clients."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Core:
-    """Belongs to the thread that decides; only ``report`` may be called from others.
+    """Shared state of the server. Belongs to the thread that decides; only ``report`` may be called from others.
 
     Attributes:
         pool: the memory.
-        stock: which chunks are where.
+        stock: the chunks and their places.
         sessions: the clients and their leases.
         disk: None for a server without one.
-        send: sends an answer to a client, and frames of payload behind it.
-        report: lets the thread that decides call something.
-        is_open: whether a token belongs to an open connection to the unix socket.
+        send: sends a client an answer, followed by frames of payload.
+        report: queues a call for the thread that decides.
+        is_open: tells if a token belongs to an open connection to the unix socket.
         stats: all counters, for a report.
-        sender: who sent the message at hand, which came from a peer.
+        sender: returns the client that sent the message being handled, which came from a peer.
         now: the monotonic time in seconds.
         is_closing: the server is about to end: no new clients, no new chunks.
-        slices: what takes longer than others should wait.
-        denied: requests that were not carried out, by the name of the client's key, and the right or room it lacked.
+        slices: long work, done in slices so that other clients do not wait.
+        denied: number of refused requests, by the name of the client's key and the right or room that it lacked.
     """
 
     pool: Pool
@@ -69,11 +69,11 @@ class Core:
         return "closing" if self.is_closing else "ok"
 
     def usage(self, space: Space) -> messages.Usage:
-        """What a namespace takes now, as clients are told with every answer."""
+        """Return the bytes that a namespace uses now, which every answer to a client carries."""
         return messages.Usage(self.stock.stamp, space.used_bytes)
 
     def deny(self, client: Client, lacked: str, why: str) -> None:
-        """Count what a client was refused, and log it now and then."""
+        """Count a refusal, and log it at a limited rate."""
         self.denied[client.name, lacked] += 1
         who = client.name or "a client without a key"
         self._throttle.log(f"{who} {lacked}", "refused %s: %s", who, why)

@@ -1,7 +1,7 @@
 """The server's disk: one folder with a disk tier for each namespace, which share one bound.
 
-Beside the chunks of a namespace lies ``geometry.json``, from which a restarted server knows what it has before the
-first client comes. The stock decides what is written and deleted; this module does it, on threads of its own, in the
+Next to the chunks of a namespace lies ``geometry.json``, from which a restarted server learns what it holds before the
+first client connects. The stock decides what is written and deleted; this module does it, on separate threads, in the
 order that ``turns.py`` keeps.
 """
 
@@ -43,7 +43,7 @@ class Disk:
 
     Args:
         options: the disk.
-        report: lets the thread that decides call something.
+        report: queues a call for the thread that decides.
 
     Raises:
         ConfigError: the folder cannot be used, is an engine's, or is smaller than the bound.
@@ -77,15 +77,13 @@ class Disk:
 
     @property
     def is_busy(self) -> bool:
-        """Whether files are being written or deleted."""
+        """True while files are being written or deleted."""
         return self._turns.is_busy
 
     def open_all(self) -> list[tuple[Space, list[tuple[ChunkRef, int]], dict[PrefixKey, bytes]]]:
-        """The namespaces that an earlier server has left, each with its chunks, the least recently used first.
+        """Return an earlier server's namespaces, each with its chunks, the least recently used first, and their trails.
 
-        And with the trails of the chunks, as far as they were kept.
-
-        Namespaces of past epochs, and folders that nobody can read, are deleted.
+        Trails are returned as far as they were kept. Namespaces of past epochs and unreadable folders are deleted.
 
         Raises:
             TierError: a folder cannot be read.
@@ -104,7 +102,7 @@ class Disk:
         return found
 
     def size_of(self, space: Space, ref: ChunkRef) -> int:
-        """The most bytes that a chunk takes on disk."""
+        """Return the most bytes that a chunk can take on disk."""
         return chunkfile.file_bytes(space.layout, ref.num_blocks, self._options.codec)
 
     def write(self, chunk: Chunk, parts: Sequence[ByteArray], done: Callable[[int | None], None]) -> None:
@@ -118,10 +116,10 @@ class Disk:
         """Start to read a chunk.
 
         Args:
-            chunk: which.
-            parts: where to.
-            done: called with what came of it.
-            freed: called after that, once nothing can write to ``parts`` any more.
+            chunk: the chunk.
+            parts: its pages, in order.
+            done: called with the outcome.
+            freed: called after ``done``, once nothing can write to ``parts`` any more.
         """
         free = Once(partial(self._report, freed))
         read = self._work(partial(self._get, chunk, parts), self._reporting(done), Outcome.FAILED, reports_hang=True)
@@ -141,24 +139,24 @@ class Disk:
     def clear(self, space: Space, done: Callable[[bool], None]) -> None:
         """Start to delete all files of a namespace.
 
-        What was begun before ends first, and what comes later waits. ``done`` is called by the thread that decides:
-        with True if no file can be found any more, not even after a crash; otherwise they are deleted one by one.
+        Work begun before ends first, and later work waits. The thread that decides calls ``done``, with True if no
+        file can be found any more, not even after a crash; otherwise the files are deleted one by one.
         """
         report = self._reporting(done)
 
         def cleared(is_clear: bool) -> None:
             report(is_clear)
-            if not is_clear:  # delete what is there now, but nothing that is written from now on
+            if not is_clear:  # delete the present files, but none that is written from now on
                 self._turns.take_next(space.id, self._work(partial(self._remove_all, space), lambda _: None, None))
 
         self._turns.take_all(space.id, self._work(partial(self._clear, space), cleared, failed=False))
 
     def forget(self, space: Space) -> None:
-        """Start to delete the folder of a namespace that has no chunks, and that nobody uses."""
+        """Start to delete the folder of a namespace that has neither chunks nor clients."""
         self._turns.take_all(space.id, self._work(partial(self._tiers.forget, space), lambda _: None, None))
 
     def close(self, timeout_s: float) -> None:
-        """End the threads, and close all tiers; what hangs is left behind."""
+        """End the threads, and close all tiers; calls that hang longer than the timeout are abandoned."""
         self._is_closing = True
         for pool in (self._readers, self._writers):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -173,7 +171,7 @@ class Disk:
         self._owner.release()
 
     def _start(self, pool: ThreadPoolExecutor, action: Callable[[], None], give_up: Callable[[], None]) -> None:
-        """Run an action on a thread; call ``give_up`` if it raises, or whoever waits for it would wait for ever."""
+        """Run an action on a thread; call ``give_up`` if it raises, because its waiters would never be called."""
 
         def look(future: Future[None]) -> None:
             error = None if future.cancelled() else future.exception()
@@ -187,7 +185,7 @@ class Disk:
                 pool.submit(action).add_done_callback(look)
 
     def _reporting(self, done: Callable[[Result], None]) -> Callable[[Result], None]:
-        """Lets the thread that decides hear of a result: of the first one that there is."""
+        """Return a callback that passes only the first result to ``done``, on the thread that decides."""
         return Once(lambda result: self._report(partial(done, result)))
 
     def _work(
@@ -198,13 +196,13 @@ class Disk:
         *,
         reports_hang: bool = False,
     ) -> Work:
-        """Work that calls the disk, and ends when no call of it hangs any more.
+        """Return work that calls the disk, and ends when no call of it hangs any more.
 
         Args:
             call: raises ``TierError`` or ``ConfigError`` if the disk is broken.
-            report: takes what ``call`` returned.
-            failed: what is reported instead if it raised.
-            reports_hang: report a call that hangs at its deadline, and not only when it ends.
+            report: takes the result of ``call``.
+            failed: the result that is reported if ``call`` raised.
+            reports_hang: reports a hanging call at its deadline, and not only when it ends.
         """
 
         def run(end: Callable[[], None]) -> None:
@@ -231,7 +229,7 @@ class Disk:
     # -- on the threads ----------------------------------------------------------------------------------------------
 
     def _put(self, chunk: Chunk, parts: Sequence[ByteArray]) -> int | None:
-        """Write a chunk; the size of its file, or None if it is not there."""
+        """Write a chunk; return the size of its file, or None if it was not stored."""
         if chunk.is_gone:  # while it waited: a clear need not wait for it
             return None
         most_bytes = self.size_of(chunk.space, chunk.ref)
@@ -248,7 +246,7 @@ class Disk:
 
     def _get(self, chunk: Chunk, parts: Sequence[ByteArray]) -> Outcome:
         """Read a chunk into its pages."""
-        if chunk.is_gone:  # and its namespace perhaps with it
+        if chunk.is_gone:  # perhaps with its namespace
             return Outcome.MISS
         with self._tiers.use(chunk.space, makes=False) as opened:
             if opened is None:
@@ -276,7 +274,7 @@ class Disk:
         return True
 
     def _room(self, chunk: Chunk) -> ByteArray:
-        """This thread's buffer for chunks that lie in several runs of pages."""
+        """Return this thread's buffer for chunks that lie in several runs of pages."""
         room: ByteArray | None = getattr(self._staging, "buffer", None)
         if room is None or len(room) < chunk.size_bytes:
             room = np.frombuffer(mmap.mmap(-1, chunk.size_bytes), np.uint8)
@@ -288,7 +286,7 @@ class Disk:
 
 
 def _refuse_engines(folder: Path) -> None:
-    """Refuse a folder with chunks that an engine stored: they would be deleted as unreadable.
+    """Refuse a folder with chunks that an engine stored, because they would be deleted as unreadable.
 
     Raises:
         ConfigError: it is such a folder.

@@ -1,6 +1,6 @@
 """The disk tiers of the server's namespaces, of which only the most recently used are open.
 
-An open tier has a descriptor and a dictionary of its chunks, and namespaces come and go by the thousand: one for each
+An open tier takes a descriptor and a dictionary of its chunks, and there may be thousands of namespaces, one for each
 epoch of each model's weights. All of them are in one folder on one storage, so their calls share threads.
 """
 
@@ -33,14 +33,14 @@ _SLOW_TIMEOUT_S: Final = 30.0
 
 @dataclass(frozen=True)
 class DiskOptions:
-    """The disk.
+    """Options of the disk.
 
     Attributes:
-        folder: used by this server alone.
-        capacity_bytes: of all namespaces together.
-        codec: what chunks are encoded with.
-        direct: whether to bypass the page cache; None finds out.
-        read_threads: reads at once.
+        folder: its folder, used by this server alone.
+        capacity_bytes: bound on the bytes of all namespaces together.
+        codec: the encoding of chunks.
+        direct: True to bypass the page cache; None to detect if that works.
+        read_threads: number of concurrent reads.
         timeout_s: deadline of each call.
     """
 
@@ -53,14 +53,14 @@ class DiskOptions:
 
 
 class OpenTier(NamedTuple):
-    """One namespace's tier, bare and guarded."""
+    """Open tier of a namespace, bare and guarded."""
 
     raw: DiskTier
     tier: BoundedTier
 
     @property
     def is_dispensable(self) -> bool:
-        """Whether it can be closed without a loss: no call hangs in it, and no removal is left to be tried again."""
+        """True if it can be closed without a loss, because no call hangs in it and it owes no removal."""
         deadline, breaker = find(self.tier, Deadline), find(self.tier, CircuitBreaker)
         assert deadline is not None
         assert breaker is not None
@@ -69,13 +69,13 @@ class OpenTier(NamedTuple):
 
 @dataclass
 class _Entry:
-    """One namespace's tier, open or not.
+    """Tier of a namespace, open or not.
 
     Attributes:
         opening: held while the tier is opened or closed.
         opened: the tier, if it is open.
-        users: how many use it, or wait for that.
-        closed_bytes: of its files, if it is not open.
+        users: number of threads that use it or wait for it.
+        closed_bytes: bytes of its files while it is not open.
     """
 
     opening: threading.Lock = field(default_factory=threading.Lock)
@@ -112,12 +112,12 @@ class DiskTiers:
 
     @property
     def num_open(self) -> int:
-        """Tiers that are open."""
+        """Number of open tiers."""
         return sum(entry.opened is not None for entry in list(self._entries.values()))
 
     @contextmanager
     def use(self, space: Space, *, makes: bool = True) -> Iterator[OpenTier | None]:
-        """A namespace's tier, open for as long as the context; None if there is none and none is to be made.
+        """Yield a namespace's tier, open for as long as the context; None if it has none and ``makes`` is false.
 
         Raises:
             TierError, ConfigError: it cannot be opened.
@@ -141,25 +141,25 @@ class DiskTiers:
             self._tidy()
 
     def claim(self, space: Space, num_bytes: int) -> bool:
-        """Whether there are so many bytes for one more file, after spare files of other namespaces if need be."""
+        """Claim bytes for one more file, after a deletion of spare files if needed; return False without room."""
         with self._lock:
             others = [entry.opened for space_id, entry in self._entries.items() if space_id != space.id]
             own = self._entries[space.id].opened
         for opened in [None, *others, own]:
             if opened is not None and opened.raw.spare_bytes:
-                with suppress(TierError, ClosedError):  # its breaker tells; others may have spares too
+                with suppress(TierError, ClosedError):  # its breaker logs it; other tiers may have spares too
                     opened.tier.drop_spares(self._missing_bytes(num_bytes))
             if self._claim(num_bytes):
                 return True
         return False
 
     def unclaim(self, num_bytes: int) -> None:
-        """Give back what was claimed: the file is counted by now, or never will be."""
+        """Give back claimed bytes, because the file is counted by now or was not written."""
         with self._lock:
             self._claimed_bytes -= num_bytes
 
     def forget(self, space: Space) -> None:
-        """Delete a namespace's folder, of which nothing is needed any more. Who uses it meanwhile waits.
+        """Delete the folder of a namespace that is not needed any more. Threads that want to use it meanwhile wait.
 
         Raises:
             TierTimeoutError: the disk hangs; until its ``pending`` is done the folder may yet be deleted.
@@ -199,7 +199,7 @@ class DiskTiers:
         self._crew.close()
 
     def _enter(self, space: Space) -> _Entry:
-        """A namespace's entry, with one more user. Needs the lock."""
+        """Return a namespace's entry, with one more user. Needs the lock."""
         entry = self._entries.setdefault(space.id, _Entry())
         entry.users += 1
         return entry
@@ -219,7 +219,7 @@ class DiskTiers:
         return self.used_bytes + self._claimed_bytes + num_bytes - self._options.capacity_bytes
 
     def _tidy(self) -> None:
-        """Close open tiers beyond ``MAX_OPEN`` that nobody uses, the least recently used first."""
+        """Close open tiers beyond ``MAX_OPEN`` that have no user, the least recently used first."""
         while not self._is_closed and self.num_open > MAX_OPEN:
             with self._lock:
                 idle = (entry for entry in self._entries.values() if not entry.users)
@@ -236,7 +236,7 @@ class DiskTiers:
         with entry.opening:
             with self._lock:
                 opened = entry.opened if entry.users == 1 else None
-            if opened is not None:  # who comes now waits for its end, and opens it again
+            if opened is not None:  # the next user waits until it is closed, and opens it again
                 with suppress(TierError):
                     opened.tier.drop_spares(opened.raw.spare_bytes)
                 opened.tier.close()
@@ -270,7 +270,7 @@ class DiskTiers:
 
 
 def _describe(home: Path, space: Space) -> None:
-    """Note in a folder which namespace it belongs to, unless it does: the next start would delete it otherwise.
+    """Write the namespace of a folder into it, unless it is there; the next start would delete the folder otherwise.
 
     Raises:
         OSError: the system refused.
@@ -282,11 +282,11 @@ def _describe(home: Path, space: Space) -> None:
         return
     fresh = path.with_suffix(".new")
     fresh.write_text(text, encoding="utf-8")
-    fresh.replace(path)  # at once: a crash here leaves the old note or the new one
+    fresh.replace(path)  # atomic: a crash here leaves the old note or the new one
 
 
 def read_home(home: Path) -> Space | None:
-    """The namespace whose folder this is; None if there is no note that can be understood.
+    """Return the namespace of a folder; None if it has no note that can be understood.
 
     Raises:
         TierError: the disk fails to read the note.

@@ -1,7 +1,7 @@
-"""The network's entrance, which is shut while few files can be opened.
+"""Shuts the network's socket while few more files can be opened.
 
 libzmq accepts connections faster than they can be counted here. A flood of them would take the last file, and libzmq
-ends the process where a unix socket's client then comes.
+aborts the process when a client of the unix socket connects after that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvstore.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
-_OPEN_BELOW: Final = 0.8  # of those at which it is shut
+_OPEN_BELOW: Final = 0.8  # of the number of files at which it is shut
 
 
 class Door:
@@ -26,7 +26,7 @@ class Door:
 
     Args:
         router: a socket that is bound to one address.
-        probe_fd: any open file, which is duplicated to see what number is free.
+        probe_fd: any open file, which is duplicated to find the lowest free number.
     """
 
     def __init__(self, router: zmq.Socket[bytes], probe_fd: int) -> None:
@@ -42,11 +42,11 @@ class Door:
 
     @property
     def port(self) -> int:
-        """Of the address."""
+        """Port of the address."""
         return int(self._endpoint.rsplit(":", 1)[1])
 
     def look(self) -> None:
-        """Shut it, or open it again. Takes microseconds."""
+        """Shut the socket or open it again, by the number of open files. Takes microseconds."""
         used = self._used()
         try:
             if self.is_open and used >= self._room:
@@ -59,11 +59,11 @@ class Door:
             elif not self.is_open and used < _OPEN_BELOW * self._room:
                 self._router.bind(self._endpoint)
                 self.is_open = True
-        except zmq.ZMQError as error:  # it is not shut yet: it is tried again
+        except zmq.ZMQError as error:  # it is not shut yet, and the next call tries again
             self._throttle.log("door", "%s: %s", self._endpoint, error.strerror)
 
     def _used(self) -> int:
-        """Count the open files: as Linux 6.2 and later tell, or at least those below the lowest free number."""
+        """Count the open files, as reported by Linux 6.2 and later, or at least those below the lowest free number."""
         try:
             free_fd = os.dup(self._probe_fd)
         except OSError:

@@ -1,4 +1,4 @@
-"""A cache server on a thread of an engine's worker: others send to it and read from it while the engine lives."""
+"""A cache server on a thread of an engine's worker, through which other engines send chunks and read them."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from kvstore.server.unix_socket import POOL_SOCKET, is_alive
 
 logger = logging.getLogger(__name__)
 
-_POLICY: Final = "LRU"  # admits whatever is sent, if there is room beside what is held
+_POLICY: Final = "LRU"  # admits all chunks that are sent, if there is room next to the held ones
 _END_WAIT_S: Final = 10.0
-_KEPT_BYTES: Final = 64 << 20  # of freed memory: the frames of some senders
+_KEPT_BYTES: Final = 64 << 20  # freed memory kept for the frames of some senders
 _FOLDER_PREFIX: Final = "kvstore-server-"
-_YOUNG_S: Final = 60.0  # a server that has just made its folder may not listen there yet
+_YOUNG_S: Final = 60.0  # a server with a younger folder may not listen there yet
 
 
 @dataclass(frozen=True)
 class EmbeddedOptions:
-    """An embedded server.
+    """Options of an embedded server.
 
     Attributes:
-        pool_bytes: of memory.
-        host: that it listens on for other engines.
-        port: the same; 0 for any that is free.
-        keys: the server's own; None for no encryption, which only loopback may have.
-        listed: the public keys of the clients that may connect, and what each may do; all of one tenant.
-        hold_s: how long what others have sent stays at most until the owner has read it.
-        parts: of the owner's chunks, which engines of other tensor-parallel sizes send here.
-        channel: through which senders' memory is read; None for none.
+        pool_bytes: size of the memory pool.
+        host: the host that it listens on for other engines.
+        port: the port that it listens on for other engines; 0 for any free one.
+        keys: the server's keys; None for no encryption, which is allowed on loopback only.
+        listed: the public keys of the clients that may connect, and their rights; all of one tenant.
+        hold_s: longest time for which chunks from other engines are held until the owner has read them.
+        parts: parts of the owner's chunks, which engines of other tensor-parallel sizes send here.
+        channel: the channel through which senders' memory is read; None for none.
     """
 
     pool_bytes: int
@@ -63,13 +63,13 @@ class EmbeddedOptions:
 
 
 class EmbeddedServer:
-    """Serves one engine's chunks from the moment it is made until ``close``. No disk, no signals, nothing printed.
+    """Serves one engine's chunks until ``close``. Has no disk, handles no signals and prints nothing.
 
-    Only clients whose namespace and geometry are the owner's, or of its parts, are let in, see ``Owner``. Thread-safe.
+    Admits only clients with the namespace and geometry of the owner or of its parts; see ``Owner``. Thread-safe.
 
     Args:
-        namespace: of the owner's chunks.
-        layout: their geometry.
+        namespace: the namespace of the owner's chunks.
+        layout: the geometry of these chunks.
         options: memory, address and keys.
 
     Raises:
@@ -97,23 +97,23 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        """Where processes of its owner reach it."""
+        """URL for processes of its owner."""
         return f"kvs+ipc://{self._folder}"
 
     @property
     def port(self) -> int:
-        """Where others do."""
+        """TCP port for other engines."""
         port = self._hub.tcp_port
         assert port is not None
         return port
 
     @property
     def senders(self) -> Mapping[str, Progress]:
-        """What is on its way here, by the senders' names. Another object whenever it changes."""
+        """Hand-overs on their way to this server, by the senders' names. Each change makes a new object."""
         return self._owner.senders.view
 
     def stats(self, timeout_s: float) -> dict[str, Any]:
-        """All counters, as ``kvstore stats`` shows them.
+        """Return all counters, as ``kvstore stats`` shows them.
 
         Raises:
             TimeoutError: the server does not answer in time.
@@ -121,11 +121,11 @@ class EmbeddedServer:
         return self._hub.snapshot(timeout_s)
 
     def enter(self, namespace: Namespace) -> None:
-        """The owner's weights were changed: drop the chunks of the old ones, and refuse engines that have those."""
+        """Drop the chunks of the owner's old weights, and refuse engines that have these, after a weight update."""
         self._hub.enter(namespace)
 
     def let_go(self, refs: Sequence[ChunkRef]) -> None:
-        """The owner has no use for these chunks, although it has not read them."""
+        """Release the holds on chunks that the owner will not read."""
         self._hub.let_go(refs)
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ def _end_unserved(hub: Hub) -> None:
 def _sweep() -> None:
     """Delete the folders of servers that were killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
-        with suppress(OSError):  # somebody else's, or gone
+        with suppress(OSError):  # another user's, or deleted meanwhile
             status = folder.stat()
             is_old = time.time() - status.st_mtime > _YOUNG_S
             if is_old and status.st_uid == os.geteuid() and not is_alive(folder / POOL_SOCKET):
@@ -154,10 +154,10 @@ def _sweep() -> None:
 
 
 def _server_options(options: EmbeddedOptions, folder: Path) -> ServerOptions:
-    """The options of the server itself, checked with the host name that the user has given.
+    """Return the options of the server itself, after a check of the configured host name.
 
     Raises:
-        ConfigError: the host has no address, or others can reach it and there are no keys, or keys of several tenants.
+        ConfigError: the host has no address; other hosts can reach it without keys; the keys are of several tenants.
     """
     tenants = sorted({key.tenant for key in options.listed.values()})
     if len(tenants) > 1:

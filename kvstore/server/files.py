@@ -1,6 +1,6 @@
-"""Open files: the system's limit for this process, and how many clients can connect within it.
+"""Limit of open files of this process, and the number of clients that can connect within it.
 
-Clients take only a part of what the limit allows: before others are cut off, some more may have been let in.
+Clients get only a part of the limit, because some more may connect before the excess ones are cut off.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from kvstore.server.clients import IPC, TCP
 
 _WANTED: Final = 65_536
 _KEPT: Final = 512
-_OWN: Final = 32  # files of the server's own that it opens later: of the disk, of its pages
-_PER_CLIENT: Final = 2  # of this host: two sockets; of the network: one, and its duplicate
+_OWN: Final = 32  # files that the server itself opens later, for its disk and its pages
+_PER_CLIENT: Final = 2  # two sockets for a client of this host; a socket and its duplicate for one of the network
 _FEWEST: Final = 128  # clients
 _MOST: Final = {IPC: 2048, TCP: 16_384}
 
 
 def allowed_clients(*, has_ipc: bool, has_tcp: bool) -> dict[int, int]:
-    """Raise the limit as far as needed; returns the number of clients that may be connected to each socket at once.
+    """Raise the limit as far as needed; return the number of clients that may be connected to each socket at once.
 
     Raises:
         ConfigError: the limit allows too few.
@@ -44,12 +44,12 @@ def allowed_clients(*, has_ipc: bool, has_tcp: bool) -> dict[int, int]:
 
 
 def room_for_clients(limit: int) -> int:
-    """Count the files that clients and the server may have open: the others are kept for a flood."""
+    """Return the number of files for clients and server; the rest of the limit is kept for a flood of connections."""
     return limit - max(limit // 4, _KEPT)
 
 
 def limit_of_files() -> int:
-    """Read the number of files that this process may have open; at most as many as are of use."""
+    """Read the number of files that this process may have open; at most as many as are useful."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _WANTED if soft == resource.RLIM_INFINITY else min(soft, _WANTED)
 

@@ -1,6 +1,6 @@
-"""Grants: which pages of the pool a client may write a chunk to, or read it from once it is in memory.
+"""Grants of pages of the pool, for a client to write a chunk to, or to read it from once it is in memory.
 
-Until the pool has all of its pages, nothing is evicted for those that are yet to come: who needs them waits.
+Nothing is evicted while the pool still allocates pages; requests that need those wait.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class _Batch:
     """Grants that are being collected.
 
     Attributes:
-        session: whose.
-        serial: of the request.
+        session: the client's session.
+        serial: the serial number of the request.
         refs: the chunks wanted.
-        is_write: whether to write them.
-        grants: for the first chunks, so far.
-        num_waiting: of these, the ones being read from disk.
+        is_write: True to write them, False to read.
+        grants: grants of the first chunks, so far.
+        num_waiting: number of these chunks that are being read from disk.
     """
 
     session: Session
@@ -47,10 +47,10 @@ class _Batch:
 
 
 class Grants:
-    """Belongs to the thread that decides.
+    """Answers requests for pages. Belongs to the thread that decides.
 
     Args:
-        core: what the parts of the server share.
+        core: the shared state of the server.
     """
 
     def __init__(self, core: Core) -> None:
@@ -59,7 +59,7 @@ class Grants:
         self._waiting: deque[_Batch] = deque()  # for pages
 
     def find(self, session: Session, request: messages.Reserve | messages.Acquire) -> None:
-        """Find what a client asks for, and send the answer.
+        """Find or make the chunks of a request, and send the answer, perhaps later.
 
         Raises:
             ProtocolError: there can be no such chunks, or too many such requests of this client are unanswered.
@@ -72,7 +72,7 @@ class Grants:
         self._core.slices.begin(self._collect(batch))
 
     def go_on(self) -> None:
-        """Go on, in order, with requests that wait for pages, until one still lacks some."""
+        """Continue the requests that wait for pages, in order, until one still lacks some."""
         waiting, self._waiting = self._waiting, deque()
         while waiting and not self._waiting:
             self._core.slices.begin(self._collect(waiting.popleft()))
@@ -137,7 +137,7 @@ class Grants:
             self._core.send(batch.session.peer, messages.Granted(batch.serial, batch.grants, usage), ())
 
     def _load(self, chunk: Chunk, arrived: Callable[[Outcome], None]) -> None:
-        """Read a chunk, which is in use, from disk to its pages; several requests wait for one read."""
+        """Read a chunk in use from disk to its pages; all requests for it share one read."""
         waiting = self._loading.setdefault(chunk, [])
         waiting.append(arrived)
         if len(waiting) > 1:
@@ -174,7 +174,7 @@ class Grants:
         return may
 
     def _may_still_lease(self, session: Session, ref: ChunkRef) -> bool:
-        """The same once pages were found: others may have had their turn meanwhile."""
+        """Check the lease again once pages are found, because other requests may have been served meanwhile."""
         return not session.is_over and self._may_lease(session, ref)
 
     def _grant(self, session: Session, chunk: Chunk, outcome: Outcome) -> messages.Grant:

@@ -1,4 +1,4 @@
-"""Which chunks are held: they were handed over to the server's owner, and stay until it has read them."""
+"""Holds on chunks that were handed over to the server's owner: they are not evicted until the owner has read them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from kvstore.server.spaces import Chunk
 
 
 class Holds:
-    """All of them. Belongs to the thread that decides. All holds last equally long."""
+    """All holds, which last equally long. Belongs to the thread that decides."""
 
     def __init__(self) -> None:
         self._ends: OrderedDict[Chunk, float] = OrderedDict()  # the first to end first
-        self._readers: dict[Chunk, int] = {}  # of those that several of the owner's workers read, how many have not
-        self._over: set[Chunk] = set()  # that nobody has read in time, and that are still there
+        self._readers: dict[Chunk, int] = {}  # workers that have yet to read it, if several of the owner's do
+        self._over: set[Chunk] = set()  # chunks that are still there, and were not read in time
 
     def __contains__(self, chunk: Chunk) -> bool:
         return chunk in self._ends
@@ -22,9 +22,10 @@ class Holds:
         return len(self._ends)
 
     def hold(self, chunk: Chunk, end_s: float, num_readers: int = 1) -> None:
-        """Hold a chunk, which so many of the owner's workers read, until then at most: later than any other.
+        """Hold a chunk until ``num_readers`` of the owner's workers have read it, at most until ``end_s``.
 
-        Its first hold counts until it is dropped: a sender that asks for it again and again holds it no longer.
+        ``end_s`` must not be before the end of any other hold. Only the first hold of a chunk counts until it is
+        dropped, so that a sender cannot prolong it with repeated requests.
         """
         if chunk in self._over or chunk in self._ends:
             return
@@ -33,7 +34,7 @@ class Holds:
             self._readers[chunk] = num_readers
 
     def note_read(self, chunk: Chunk, *, by_owner: bool) -> None:
-        """Drop it, if the owner's worker here has read it, or as many clients as it has workers that need it."""
+        """Drop the hold once the owner's worker here has read the chunk, or as many clients as workers need it."""
         num_left = self._readers.get(chunk, 1)
         if num_left > 1:
             self._readers[chunk] = num_left - 1
@@ -41,13 +42,13 @@ class Holds:
             self.drop(chunk)
 
     def drop(self, chunk: Chunk) -> None:
-        """It was read, or is gone."""
+        """Drop the hold of a chunk that was read, or is gone."""
         self._ends.pop(chunk, None)
         self._readers.pop(chunk, None)
         self._over.discard(chunk)
 
     def expire(self, now_s: float) -> None:
-        """Nobody has read these in time."""
+        """End the holds of chunks that were not read in time."""
         while self._ends and next(iter(self._ends.values())) <= now_s:
             chunk, _ = self._ends.popitem(last=False)
             self._readers.pop(chunk, None)

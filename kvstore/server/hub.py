@@ -1,7 +1,7 @@
 """The server's sockets, and the one thread that decides.
 
-That thread never waits for a disk, a copy or a client: other threads do what takes time, and report what is then to be
-decided. A client that does not read its answers is cut off when its queue is full.
+That thread never waits for a disk, a copy or a client. Other threads do the slow work, and report back to it. A client
+that does not read its answers is cut off when its queue is full.
 """
 
 from __future__ import annotations
@@ -55,23 +55,23 @@ CONTROL_NAME: Final = "control"
 _FAILURES: Final = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _MONITOR: Final = "inproc://connections"
 _TICK_S: Final = 0.5
-_PAUSE_MS: Final = 2  # without a request, until work that can wait is done
-_TURN: Final = 64  # messages of one socket before the others have their turn
+_PAUSE_MS: Final = 2  # without a request, after which deferred work is done
+_TURN: Final = 64  # messages of one socket before the next socket is served
 _RECEIVE_QUEUE: Final = 16  # messages of one client
-_SEND_QUEUE: Final = 64  # answers to one client, who never waits for so many
+_SEND_QUEUE: Final = 64  # answers to one client, which never has so many requests open
 _LOOK_EACH_S: Final = 2e-4  # between two looks, for each connection: a look takes some microseconds
-_SPARE_PART: Final = 64  # one of so many connections is for those who say no hello, but ask or order
+_SPARE_PART: Final = 64  # one of so many connections is for clients without a hello, which query or send orders
 _MAX_KICKED: Final = 16_384  # connections that are remembered as kicked
 _HEARTBEAT_MS: Final = 5000
 _SILENCE_MS: Final = 30_000
 
 
 class Hub:
-    """A cache server: memory and disk opened, sockets bound; ``run`` serves until ``stop``.
+    """A cache server with its memory and disk open and its sockets bound; ``run`` serves until ``stop``.
 
     Args:
         options: addresses, sizes and policies.
-        owner: the engine that it belongs to; None if it takes everybody's chunks.
+        owner: the engine that it belongs to; None if it takes chunks of all engines.
 
     Raises:
         ConfigError: something cannot be used as configured; nothing is left open.
@@ -106,7 +106,7 @@ class Hub:
 
     @property
     def tcp_port(self) -> int | None:
-        """The TCP port that the server listens on; None without one."""
+        """TCP port that the server listens on; None without one."""
         return self._door.port if self._door is not None else None
 
     def stop(self) -> None:
@@ -117,7 +117,7 @@ class Hub:
         self._rouse()
 
     def snapshot(self, timeout_s: float) -> dict[str, Any]:
-        """All counters. From any thread but the one that serves.
+        """Return all counters. From any thread but the one that serves.
 
         Raises:
             TimeoutError: the server does not answer in time.
@@ -127,15 +127,15 @@ class Hub:
         return asked.result(timeout_s)
 
     def enter(self, namespace: Namespace) -> None:
-        """The owner uses another namespace from now on. From any thread; takes effect soon after."""
+        """Change the owner's namespace. From any thread; takes effect soon after."""
         self._report(lambda: self.service.enter(namespace))
 
     def let_go(self, refs: Sequence[ChunkRef]) -> None:
-        """Hold these chunks of the owner's no longer. From any thread; takes effect soon after."""
+        """Release the holds on these chunks of the owner. From any thread; takes effect soon after."""
         self._report(lambda: self.service.let_go(refs))
 
     def run(self) -> bool:
-        """Serve until ``stop``; False if chunks were lost that had not been written to disk yet."""
+        """Serve until ``stop``; return False if chunks were lost because they were not written to disk in time."""
         try:
             while not self._stopping.is_set():
                 self._turn(_TICK_S)
@@ -161,7 +161,7 @@ class Hub:
             self._sockets[IPC] = self._bind(f"ipc://{options.folder / CONTROL_NAME}")
             (options.folder / CONTROL_NAME).chmod(0o600)
         self._open_core(opened)
-        if options.tcp is not None:  # last: a client that is let in must be served
+        if options.tcp is not None:  # last, because a client that is let in must be served
             self._sockets[TCP] = self._bind(str(options.tcp))
             self._door = Door(self._sockets[TCP], self._wake)
             self._watch = Watch(self._door.port, self._most[TCP])
@@ -219,7 +219,7 @@ class Hub:
     def _take_stock(self, disk: Disk) -> None:
         for found, chunks, trails in disk.open_all():
             space = self.stock.enter(found.namespace, found.layout, found.tenant)
-            if space is None:  # nobody could ever use its chunks
+            if space is None:  # no client could ever use its chunks
                 disk.forget(found)
                 continue
             for ref, size_bytes in chunks:
@@ -259,7 +259,7 @@ class Hub:
         if self._wake in ready:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
-        for _ in range(len(self._jobs)):  # jobs that these add come after the next messages
+        for _ in range(len(self._jobs)):  # jobs added by these run after the next messages
             self._jobs.popleft()()
         if self._unix_socket is not None and self._unix_socket.fileno() in ready:
             for token in self._unix_socket.look():
@@ -305,7 +305,7 @@ class Hub:
     def _handle(self, peer: Peer, frames: Sequence[zmq.Frame]) -> None:
         self._at_hand = frames
         is_new = peer.socket == TCP and peer not in self.sessions.by_peer
-        if is_new:  # the end of an earlier connection with its number must not end this client, its own end must
+        if is_new:  # the end of an earlier connection with the same number must not end this client
             self._note_connections()
         try:
             self.service.handle(peer, [frame.buffer for frame in frames])
@@ -332,7 +332,7 @@ class Hub:
     def _note_connections(self, at_most: int | None = None) -> None:
         """Note new connections, and end the clients of closed ones: ZeroMQ reports an end before it closes one.
 
-        In a flood of connections others must have their turn: then ``at_most`` so many are noted.
+        Handles ``at_most`` so many events, so that a flood of connections does not delay other clients.
         """
         assert self._monitor is not None
         assert self._watch is not None
@@ -355,7 +355,7 @@ class Hub:
                 self.service.end(session)
 
     def _kick(self, peer: Peer, why: str) -> None:
-        """End a client that sent a malformed message, and ignore whatever else comes through its connection."""
+        """End a client that sent a malformed message, and ignore all later messages of its connection."""
         self.num_malformed += 1
         self._throttle.log("kick", "a client was cut off: %s", why[:200])
         self._send(peer, messages.Refused(0, messages.Refusal.MALFORMED, why[:200]), ())
@@ -364,7 +364,7 @@ class Hub:
             self._kicked.popitem(last=False)
         session = self.sessions.by_peer.pop(peer, None)
         if session is not None and session.token and self._unix_socket is not None:
-            self._unix_socket.turn_out(session.token)  # the session ends when the client lets go of the pool
+            self._unix_socket.turn_out(session.token)  # the session ends when the client releases the pool
         elif session is not None:
             self.service.end(session)
 
@@ -372,7 +372,7 @@ class Hub:
         frames = [peer.name, messages.encode(answer), *payload]
         try:
             self._sockets[peer.socket].send_multipart(frames, zmq.NOBLOCK, copy=not payload)
-        except zmq.ZMQError:  # it has gone, or does not read its answers
+        except zmq.ZMQError:  # it has disconnected, or does not read its answers
             session = self.sessions.by_peer.get(peer)
             if session is not None and not session.token:
                 self.service.end(session)
@@ -390,7 +390,7 @@ class Hub:
         return self._unix_socket is not None and self._unix_socket.is_open(token)
 
     def _note_pages(self, run: Run) -> None:
-        """Take in pages that were allocated. From any thread."""
+        """Add pages that were allocated. From any thread."""
 
         def add() -> None:
             self.pool.add(run)
@@ -399,7 +399,7 @@ class Hub:
         self._report(add)
 
     def _report(self, job: Callable[[], None]) -> None:
-        """Let the thread that decides call something. From any thread."""
+        """Queue a call for the thread that decides. From any thread."""
         self._jobs.append(job)
         self._rouse()
 
@@ -408,11 +408,11 @@ class Hub:
             os.eventfd_write(self._wake, 1)
 
     def _close_wake(self) -> None:
-        wake, self._wake = self._wake, -1  # a call to a disk that hung may come back later, and report
+        wake, self._wake = self._wake, -1  # a disk call that hung may return later, and report
         os.close(wake)
 
     def _drain(self) -> bool:
-        """Let writes to disk and deletions end, while lookups and reads are still answered."""
+        """Wait for disk writes and deletions, while reads are still answered; return False if writes are left."""
         self.core.is_closing = True
         deadline_s = time.monotonic() + self.options.drain_s
         while self.service.is_changing_files and time.monotonic() < deadline_s and not self._hurry.is_set():

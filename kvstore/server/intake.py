@@ -1,4 +1,4 @@
-"""Receives messages frame by frame; of a message with too many frames, only the first ones are kept."""
+"""Receives messages frame by frame, and keeps only the first frames of a message with too many."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 import zmq
 
-_MOST_FRAMES: Final = 2  # after the name of the sender: a request and its payload
+_MOST_FRAMES: Final = 2  # a request and its payload, after the name of the sender
 _SKIPPED_AT_ONCE: Final = 4096  # frames; a few milliseconds
 
 
@@ -17,7 +17,7 @@ class Message(NamedTuple):
     Attributes:
         name: the socket's name for the sender.
         frames: its first frames.
-        is_whole: it has no others.
+        is_whole: True if it has no other frames.
     """
 
     name: bytes
@@ -33,7 +33,7 @@ class Intake:
         self._is_skipping = False
 
     def take(self) -> Message | None:
-        """The next message; None if there is none, or if it is others' turn after many frames were skipped."""
+        """Return the next message; None if there is none, or if others are due after many skipped frames."""
         try:
             if self._is_skipping and not self._skip():
                 return None
@@ -49,7 +49,7 @@ class Intake:
         return Message(name.bytes, frames, not more)
 
     def _skip(self) -> bool:
-        """Throw away the rest of a message; whether that was all of it."""
+        """Discard the rest of a message; return True at its end, False after a limited number of frames."""
         for _ in range(_SKIPPED_AT_ONCE):
             if not self._router.recv(zmq.NOBLOCK, copy=False).more:
                 self._is_skipping = False

@@ -1,7 +1,7 @@
 """Payload that the server reads from its clients' memory, through a channel.
 
-The pages of a piece stay in use until the channel says that its read has ended, even if the client has gone or nobody
-waits any more: what comes late must not be written over another chunk.
+The pages of a piece stay in use until the channel says that its read has ended, even if the client is gone or the read
+was given up, because late bytes must not overwrite another chunk.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from kvstore.server.pulling import Pull, Puller
 from kvstore.server.sessions import Session
 from kvstore.server.turns import Once
 
-_MAX_ATTACHED: Final = 256  # memories of clients
+_MAX_ATTACHED: Final = 256  # attached memories of clients
 
 
 class Offers:
-    """Belongs to the thread that decides.
+    """Reads pieces that clients offer in their memory. Belongs to the thread that decides.
 
     Args:
-        core: what the parts of the server share.
-        payload: keeps pages, and has threads for checksums.
-        channel: with the pool registered; None if nothing is read.
+        core: the shared state of the server.
+        payload: keeps pages in use, and runs checksums on its threads.
+        channel: a channel with the pool registered; None if nothing is read.
 
     Attributes:
-        read_bytes: what was read, and had the right checksum.
-        num_failed: reads that were not.
+        read_bytes: bytes that were read with the right checksum.
+        num_failed: number of other reads.
     """
 
     def __init__(self, core: Core, payload: Payload, channel: Channel | None) -> None:
@@ -47,7 +47,7 @@ class Offers:
         self._clients: Counter[bytes] = Counter()  # by the descriptions of their memory
 
     def stats(self) -> dict[str, object]:
-        """For a report; empty without a channel."""
+        """Return counters for a report; empty without a channel."""
         if self._puller is None:
             return {}
         counted = {"name": self._name, "attached": len(self._clients)}
@@ -62,7 +62,7 @@ class Offers:
         return self._attach(session, request) if isinstance(request, messages.Attach) else self._take(session, request)
 
     def leave(self, session: Session) -> None:
-        """A client is gone."""
+        """Detach the memory of a client that is gone, unless other clients share it."""
         description, session.attached = session.attached, b""
         if description and self._puller is not None:
             self._clients[description] -= 1
@@ -122,7 +122,7 @@ class Offers:
             self._core.report(leave_late)
 
         def leave_late() -> None:
-            """Its client may begin another piece in its place; nothing more is read from there."""
+            """Let the client begin another piece in its place, although nothing more is read from its memory."""
             nonlocal is_late
             is_late = True
             session.num_pieces -= 1

@@ -1,4 +1,4 @@
-"""The options of a server, and which of them are refused."""
+"""Options of a server, with checks that refuse unsafe ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_SOCKET_PATH_BYTES: Final = 107  # of sun_path
 
 @dataclass(frozen=True)
 class TcpAddress:
-    """An address for clients that do not map the pool; port 0 for any that is free."""
+    """An address for clients that do not map the pool; port 0 for any free one."""
 
     host: str
     port: int
@@ -31,23 +31,23 @@ class TcpAddress:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """A server.
+    """Options of a server.
 
     Attributes:
-        pool_bytes: of memory.
-        folder: of the sockets for clients on the same host; None for no such clients.
+        pool_bytes: size of the memory pool.
+        folder: folder of the sockets for clients on the same host; None for no such clients.
         tcp: the address for other clients; None for no such clients.
-        keys: the server's own; None for no encryption.
-        listed: the public keys of the clients that may connect, and what each may do.
-        disk: None for none.
-        policy: which chunks are evicted first from memory.
-        disk_policy: the same for the disk.
+        keys: the server's keys; None for no encryption.
+        listed: the public keys of the clients that may connect, and their rights.
+        disk: options of the disk; None without one.
+        policy: eviction policy of the memory.
+        disk_policy: eviction policy of the disk.
         quotas: bytes by tenant, model or namespace; see ``Stock``.
-        drain_s: how long writes to disk may take at the end.
-        max_writes: chunks being written to disk at once.
-        operators: names of the listed clients that have the right to operate, too; ``*`` for everybody.
-        pin_max_s: the longest time for which a chunk may be pinned.
-        channel: the name of that through which clients' memory is read; None for none.
+        drain_s: longest time that writes to disk may take at the end.
+        max_writes: number of chunks that are written to disk at once.
+        operators: names of the listed clients that also have the right to operate; ``*`` for all.
+        pin_max_s: longest time for which a chunk may be pinned.
+        channel: name of the channel through which clients' memory is read; None for none.
     """
 
     pool_bytes: int
@@ -66,7 +66,7 @@ class ServerOptions:
     channel: str | None = None
 
     def check(self) -> None:
-        """Refuse what is not safe, or cannot work.
+        """Refuse options that are not safe or cannot work.
 
         Raises:
             ConfigError: names the option.
@@ -91,7 +91,7 @@ class ServerOptions:
 
 
 def parse_listen(urls: tuple[str, ...]) -> tuple[Path | None, TcpAddress | None]:
-    """The addresses of a server: at most one folder and one of the network.
+    """Parse the addresses of a server: at most one folder and one network address.
 
     Raises:
         ConfigError: one cannot be understood, or there are two of a kind.
@@ -118,7 +118,7 @@ def _tcp_address(url: str) -> TcpAddress:
 
 
 def parse_quotas(text: str) -> dict[str, int]:
-    """Quotas in bytes, from ``model=GiB, *=GiB``.
+    """Parse quotas of the form ``model=GiB, *=GiB``; return bytes by name.
 
     Raises:
         ConfigError: one of them cannot be understood.

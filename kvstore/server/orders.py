@@ -1,4 +1,4 @@
-"""Orders: what operators ask of a server, or tell it to do."""
+"""Orders: requests of operators for reports and changes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _MAX_LISTED: Final = 1024  # groups of pins
 
 
 class Orders:
-    """Belongs to the thread that decides. The caller checks that the sender is an operator.
+    """Carries out orders. Belongs to the thread that decides. The caller checks that the sender is an operator.
 
-    Of an operator that has a tenant, orders reach this tenant's chunks only; to it there are no others.
+    The orders of an operator with a tenant reach this tenant's chunks only, as if there were no others.
 
     Args:
-        core: what the parts of the server share.
-        pin_max_s: the longest time for which a chunk may be pinned.
-        clear: forgets the chunks of a namespace, and returns how many there were.
+        core: the shared state of the server.
+        pin_max_s: longest time for which a chunk may be pinned.
+        clear: forgets the chunks of a namespace, and returns their number.
     """
 
     def __init__(self, core: Core, pin_max_s: float, clear: Callable[[Space], int]) -> None:
@@ -76,7 +76,7 @@ class Orders:
         return count
 
     def _explain(self, space: Space, refs: Sequence[ChunkRef]) -> Generator[None, None, dict[str, object]]:
-        """Where each chunk is; of the ends of one chunk's blocks, what holds most of these."""
+        """Say where each chunk is; if all are ends of one chunk's blocks, also name the chunk that holds most."""
         places = []
         for ref in refs:
             places.append(self._stock.why(space, ref))
@@ -98,7 +98,11 @@ def _reaches(client: Client, space: Space) -> bool:
 
 
 def holder_of(space: Space, ends: Sequence[ChunkRef]) -> tuple[ChunkRef, int] | None:
-    """The chunk that holds most of a chunk's first blocks, given as the tails that end with each, and how many."""
+    """Find the chunk that holds most of a chunk's first blocks, given as the tails that end with each block.
+
+    Returns:
+        The chunk and the number of shared blocks; None if no chunk shares any, or the tails are not of such a form.
+    """
     if [ref.num_blocks for ref in ends] != list(range(1, len(ends) + 1)):
         return None
     trail, shared = next(space.trails.neighbours(b"".join(ref.prefix_key for ref in ends)), (b"", 0))
@@ -106,5 +110,5 @@ def holder_of(space: Space, ends: Sequence[ChunkRef]) -> tuple[ChunkRef, int] | 
 
 
 def report(request: messages.Request, tree: object) -> messages.Report:
-    """An answer for people, as JSON."""
+    """Return an answer for people, as JSON."""
     return messages.Report(request.serial, json.dumps(tree).encode())

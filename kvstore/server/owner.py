@@ -1,4 +1,4 @@
-"""The engine that owns an embedded server, which takes only KV that this engine can use."""
+"""Owner of an embedded server: the engine whose KV alone the server takes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ logger = logging.getLogger(__name__)
 
 
 class Owner:
-    """Belongs to the thread that decides.
+    """The owner's namespace, parts and senders. Belongs to the thread that decides.
 
     Args:
-        namespace: of the owner's chunks.
-        layout: their geometry.
-        hold_s: how long chunks that others have sent stay at most until they are read; 0 as long as there is room.
-        parts: of these chunks at engines of other tensor-parallel sizes: their workers are let in, too.
+        namespace: the namespace of the owner's chunks.
+        layout: the geometry of these chunks.
+        hold_s: longest time for which chunks from other engines are held until they are read; 0 for no hold.
+        parts: parts of these chunks at engines of other tensor-parallel sizes, whose workers are admitted too.
 
     Attributes:
-        senders: what is on its way.
+        senders: progress of the hand-overs to the server.
     """
 
     def __init__(self, namespace: Namespace, layout: KVLayout, hold_s: float = 0.0, parts: Iterable[Part] = ()) -> None:
@@ -38,16 +38,16 @@ class Owner:
         self._throttle = Throttle(logger)
 
     def owns(self, namespace: Namespace) -> bool:
-        """Whether chunks of a namespace are the owner's, or parts of them."""
+        """Tell if the chunks of a namespace are the owner's, or parts of the owner's."""
         return any(namespace.id == known.id for known, _ in self._welcome())
 
     def num_readers(self, namespace: Namespace) -> int:
-        """How many of the owner's workers read chunks of a namespace."""
+        """Return the number of the owner's workers that read the chunks of a namespace."""
         parts = (part for part, _ in self._parts if part.namespace(self.namespace).id == namespace.id)
         return next((part.num_readers for part in parts), 1)
 
     def objection(self, hello: messages.Hello) -> str:
-        """Why a client is refused: the names of the fields in which its KV differs; empty if it is welcome.
+        """Return the reason to refuse a client, which names the fields in which its KV differs; empty if it is welcome.
 
         The owner's own processes, which connect through its private folder, may be an epoch ahead or behind.
         """
@@ -56,7 +56,7 @@ class Owner:
             return ""
         known = differing & {*self.namespace.fields, EPOCH_FIELD, LAYOUT_FIELD}
         names = ", ".join([*sorted(known), *(["fields not known here"] if differing - known else [])])
-        # The cause does not contain the fields, which strangers choose.
+        # The throttle's key does not contain the fields, because strangers choose them.
         self._throttle.log("stranger", "refused an engine whose KV cannot be used here: it differs in %s", names)
         return f"it belongs to an engine with other KV: they differ in {names}"
 

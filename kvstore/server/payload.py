@@ -1,4 +1,4 @@
-"""Payload in messages, for clients that do not map the pool. Copies and checksums run on threads of their own."""
+"""Payload in messages, for clients that do not map the pool. Copies and checksums run on separate threads."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_COPY_THREADS: Final = 4
-_MAX_UNSENT_BYTES: Final = 256 << 20  # copies of leading blocks, beside the pool; a half of those for one key
+_MAX_UNSENT_BYTES: Final = 256 << 20  # copies of leading blocks, outside the pool; one key may have half of it
 _MAX_SESSION_UNSENT_BYTES: Final = MAX_PIECES * messages.PIECE_BYTES
-_MAX_SUMS: Final = 256  # of one chunk: those of all pieces of one GiB
+_MAX_SUMS: Final = 256  # of one chunk, as many as a chunk of one GiB has pieces
 
 
 class Payload:
     """Moves pieces between messages and pages. Belongs to the thread that decides.
 
     Args:
-        core: what the parts of the server share.
+        core: the shared state of the server.
     """
 
     def __init__(self, core: Core) -> None:
@@ -46,7 +46,7 @@ class Payload:
         self._unsent = Shares(_MAX_UNSENT_BYTES, by_key=_MAX_UNSENT_BYTES // 2)
 
     def take(self, session: Session, request: messages.Piece, frame: Buffer) -> messages.Answer | None:
-        """Start to copy a piece to its pages. The answer is sent once it is there; returned if it cannot be.
+        """Start to copy a piece to its pages. The answer is sent once it is copied; it is returned on failure.
 
         Raises:
             ProtocolError: the piece is not inside its chunk, or too many are under way.
@@ -75,7 +75,7 @@ class Payload:
     def hand_out(self, session: Session, request: messages.Fetch | messages.Front) -> messages.Answer | None:
         """Send a part of a chunk, or of its leading blocks, with its checksum.
 
-        At once if that is known from an earlier piece or request.
+        The answer is sent at once if the checksum is known from an earlier piece or request.
 
         Raises:
             ProtocolError: it is not inside its chunk, or too many are under way.
@@ -105,7 +105,7 @@ class Payload:
         lease: Lease,
         find: Callable[[], Sequence[ByteArray]],
     ) -> None:
-        """Start to find what is asked for, and to compute its checksum; then send it behind that."""
+        """Start to find the requested bytes and to compute their checksum; then send the checksum and the bytes."""
 
         def summed(added_up: bytes, parts: Sequence[ByteArray]) -> None:
             if lease.is_over:
@@ -131,7 +131,7 @@ class Payload:
         self.start(add_up, give_up)
 
     def _note_copies(self, session: Session, parts: Sequence[ByteArray]) -> None:
-        """Count what takes memory of its own until it is sent: a client may ask for much, and read nothing."""
+        """Count copies, which take extra memory until they are sent, as a client may request much and read none."""
         for part in parts:
             session.unsent_bytes += part.nbytes
             self._unsent.take(session.client, part.nbytes)
@@ -150,7 +150,7 @@ class Payload:
         self._copiers.shutdown(wait=True, cancel_futures=True)
 
     def start(self, action: Callable[[], None], give_up: Callable[[], None]) -> None:
-        """Run an action on a thread; call ``give_up`` if it raises, or its pages would stay in use for ever."""
+        """Run an action on a thread; call ``give_up`` if it raises, or its pages would never be released."""
 
         def look(future: Future[None]) -> None:
             error = None if future.cancelled() else future.exception()
@@ -173,17 +173,17 @@ class Payload:
 
     @staticmethod
     def _note(chunk: Chunk, part: tuple[int, int], added_up: bytes) -> None:
-        """Keep a checksum, which readers then need not wait for. The bound is enough for every honest client."""
+        """Keep a checksum, so that readers need not wait for it. The bound suffices for every honest client."""
         if part in chunk.sums or len(chunk.sums) < _MAX_SUMS:
             chunk.sums[part] = added_up
 
     def end(self, session: Session, lease: Lease, *, is_sound: bool) -> None:
-        """A piece is there, or nothing of it will be written any more."""
+        """End a piece, which has arrived or will never be written to again."""
         session.num_pieces -= 1
         self._core.sessions.copied(lease, is_sound=is_sound)
 
     def parts(self, lease: Lease, offset_bytes: int, num_bytes: int) -> list[ByteArray]:
-        """Views of a part of a chunk's payload.
+        """Return views of a part of a chunk's payload.
 
         Raises:
             ProtocolError: it is not inside its chunk.
@@ -193,12 +193,12 @@ class Payload:
         return self._core.pool.parts(lease.chunk.runs, offset_bytes, num_bytes)
 
     def _front(self, lease: Lease, request: messages.Front) -> Callable[[], Sequence[ByteArray]]:
-        """Brings a part of what a chunk's leading blocks are as a chunk of their own. On any thread.
+        """Return a function that reads a part of a chunk's leading blocks, laid out as a shorter chunk, on any thread.
 
-        Its many short ranges are joined: that takes less time than to send each as a frame.
+        The function joins the many short ranges, because that is faster than to send each as a frame.
 
         Raises:
-            ProtocolError: it is not inside that, or these are all blocks of the chunk.
+            ProtocolError: the part is not inside the leading blocks, or these are all blocks of the chunk.
         """
         layout, ref, runs = lease.chunk.space.layout, lease.chunk.ref, lease.chunk.runs
         begin, end = request.offset_bytes, request.offset_bytes + request.num_bytes
@@ -214,7 +214,7 @@ class Payload:
 
 
 def _between(ranges: Iterable[tuple[int, int]], begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Where the bytes from ``begin`` to ``end`` lie, and how many, of ranges put one behind the other."""
+    """Yield the start and length of each piece of the bytes ``begin`` to ``end`` of the concatenated ranges."""
     before = 0
     for first, last in ranges:
         skipped, wanted = max(0, begin - before), min(last - first, end - before)
@@ -224,17 +224,17 @@ def _between(ranges: Iterable[tuple[int, int]], begin: int, end: int) -> Iterato
 
 
 def _copy_threads() -> int:
-    """Half of the processors at most: sending, receiving and deciding need the others."""
+    """Return at most half of the processors, because sending, receiving and deciding need the others."""
     return max(1, min(_MAX_COPY_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 
 def done(request: messages.Request, outcome: Outcome) -> messages.Done:
-    """The answer to a request about one piece."""
+    """Return the answer to a request about one piece."""
     return messages.Done(request.serial, pack_outcomes([outcome]), messages.NO_USAGE)
 
 
 def _place(source: memoryview, parts: Sequence[ByteArray]) -> bytes:
-    """Copy bytes to parts that hold exactly as many; returns the checksum of what is there then."""
+    """Copy bytes to parts that hold exactly as many; return the checksum of the copied bytes."""
     placing = Placing()
     begin = 0
     for part in parts:

@@ -1,4 +1,4 @@
-"""Which chunks are pinned: kept from eviction until a given second."""
+"""Pins, which keep chunks from eviction until a given second."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Pins:
     """All pins, in groups of one namespace that end in the same second. Belongs to the thread that decides.
 
     Args:
-        memory: the policy of the memory. It does not order what is pinned, or every search for room would look at that.
-        max_bytes: the most that may be pinned.
+        memory: the policy of the memory. It never contains pinned chunks, so that no search for room visits them.
+        max_bytes: the most bytes that may be pinned.
     """
 
     def __init__(self, memory: Policy, max_bytes: int) -> None:
@@ -34,13 +34,13 @@ class Pins:
         self._groups: dict[bytes, dict[int, _Group]] = {}  # by namespace, then by end
 
     def __iter__(self) -> Iterator[Chunk]:
-        """All chunks that are pinned."""
+        """Iterate over all pinned chunks."""
         for groups in self._groups.values():
             for group in groups.values():
                 yield from group.chunks
 
     def pin(self, space: Space, refs: Iterable[ChunkRef], end_s: float) -> int:
-        """Pin chunks until then, as far as the bound allows; how many."""
+        """Pin chunks until ``end_s``, as far as the bound allows; return their number."""
         count = 0
         for ref in refs:
             chunk = space.chunks.get(ref)
@@ -53,7 +53,7 @@ class Pins:
         return count
 
     def unpin(self, chunks: Iterable[Chunk]) -> int:
-        """Unpin chunks; how many were pinned."""
+        """Unpin chunks; return the number that were pinned."""
         pinned = [chunk for chunk in chunks if chunk.is_pinned]
         for chunk in pinned:
             self.drop(chunk)
@@ -62,7 +62,7 @@ class Pins:
         return len(pinned)
 
     def move(self, tail: Chunk) -> None:
-        """A pinned chunk goes. If a longer one holds its blocks, pin that, as far as the bound allows."""
+        """Move the pin of a tail that is dropped to a longer chunk with its blocks, as far as the bound allows."""
         space, num_blocks = tail.space, tail.ref.num_blocks
         near = takewhile(lambda found: found[1] == num_blocks, space.trails.neighbours(tail.trail))
         refs = (chunk_of(trail) for trail, _ in near)
@@ -74,7 +74,7 @@ class Pins:
             self.set(longer, tail.pin_end_s)
 
     def set(self, chunk: Chunk, end_s: float) -> None:
-        """Pin a chunk until then; replaces an earlier pin."""
+        """Pin a chunk until ``end_s``; replaces an earlier pin."""
         self.drop(chunk)
         self._memory.evict(chunk.key)
         chunk.pin_end_s = max(1, math.floor(end_s))
@@ -84,7 +84,7 @@ class Pins:
         self.used_bytes += chunk.size_bytes
 
     def drop(self, chunk: Chunk) -> None:
-        """Unpin a chunk that goes."""
+        """Unpin a chunk that is dropped."""
         if not chunk.is_pinned:
             return
         groups = self._groups[chunk.space.id]
@@ -103,12 +103,12 @@ class Pins:
         self.used_bytes -= sum(group.num_bytes for group in self._groups.pop(space.id, {}).values())
 
     def due(self, now_s: float) -> list[Chunk]:
-        """The chunks whose time is over; they are still pinned."""
+        """Return the chunks with expired pins; they are still pinned."""
         due = [group for groups in self._groups.values() for end_s, group in groups.items() if end_s <= now_s]
         return [chunk for group in due for chunk in group.chunks]
 
     def listed(self, now_s: float, at_most: int, spaces: Container[bytes]) -> dict[str, object]:
-        """A report of what is pinned in some namespaces, by end and namespace, the pins first that end first."""
+        """Report the pins of some namespaces, by end and namespace, the first to end first."""
         chunks, sizes = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
         for space_id, groups in self._groups.items():
             for end_s, group in groups.items() if space_id in spaces else ():

@@ -1,9 +1,9 @@
-"""The server's memory: pages in a memfd, which clients on the same host map, and a list of the free ones.
+"""The server's memory: pages in a memfd, which clients on the same host map, and a list of the free pages.
 
 A memfd belongs to no filesystem: a container's small ``/dev/shm`` does not bound it, and it is freed with the last
-process that has it. A page is charged to the container of the process that touches it first, so the server touches all
-of them, and gives out none before. Chunks of all sizes share the pool. A chunk lies in one run of pages if there is one
-that is long enough, otherwise in several. So only the end of its last page is wasted, and all free pages can be used.
+process that has it open. A page is charged to the container of the process that touches it first, so the server touches
+each page before it hands it out. Chunks of all sizes share the pool. A chunk lies in one run of pages if one is long
+enough, otherwise in several. So only the end of its last page is wasted, and all free pages can be used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvstore.memory.mapped import map_bytes
 from kvstore.memory.preparing import Pace, Preparation
 from kvstore.protocol.runs import PAGE_BYTES, Run, extents
 
-# From linux/fcntl.h; only Python 3.12 and later has them. No client can truncate the pool under the others.
+# From linux/fcntl.h; only Python 3.12 and later have them. They keep clients from truncating the pool of the others.
 _F_ADD_SEALS = 1033
 _SEALS = 0x0001 | 0x0002 | 0x0004  # no more seals, no shrinking, no growing
 _PIECE_BYTES: Final = 16 << 20
@@ -29,24 +29,24 @@ _PACE: Final = Pace(threads=min(4, len(os.sched_getaffinity(0))), piece_bytes=_P
 
 
 def pages_of(num_bytes: int) -> int:
-    """How many pages hold so many bytes."""
+    """Return the number of pages that hold so many bytes."""
     return -(-num_bytes // PAGE_BYTES)
 
 
 class FreePages:
-    """The free pages of a pool. Belongs to one thread. A call looks at few of the free runs."""
+    """The free pages of a pool. Belongs to one thread. A call visits few of the free runs."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_free = 0
         self._lengths: dict[int, int] = {}  # of free runs, by their first page
         self._firsts: dict[int, int] = {}  # of free runs, by the page behind them
         self._by_length: dict[int, dict[int, None]] = {}  # their first pages
-        self._known: list[int] = []  # all lengths that there are, in order
+        self._known: list[int] = []  # all lengths of free runs, in order
         if num_pages:
             self.give([(0, num_pages)])
 
     def take(self, num_pages: int) -> tuple[Run, ...] | None:
-        """The shortest free run that is long enough, or else the longest runs. None: too few pages are free."""
+        """Take the shortest free run that is long enough, or else the longest runs; None if too few pages are free."""
         if num_pages > self.num_free:
             return None
         runs: list[Run] = []
@@ -90,7 +90,7 @@ class FreePages:
         same[first] = None
 
     def _remove(self, first: int) -> int:
-        """Forget a run; returns its length."""
+        """Forget a run; return its length."""
         length = self._lengths.pop(first)
         del self._firsts[first + length]
         same = self._by_length[length]
@@ -107,9 +107,9 @@ class Pool:
     Any thread may read and write bytes of pages that were taken; ``free`` belongs to the thread that decides.
 
     Args:
-        num_bytes: of all pages.
-        allocated: called on other threads with each run of pages that has been allocated: the thread that decides then
-            calls ``add``.
+        num_bytes: bytes of all pages.
+        allocated: called on other threads with each run of pages that was allocated; it must have the thread that
+            decides call ``add``.
 
     Raises:
         ConfigError: the system cannot make a memfd of that size.
@@ -143,7 +143,7 @@ class Pool:
 
     @property
     def is_growing(self) -> bool:
-        """Tell if there will be more pages than ``add`` has added so far."""
+        """True until ``add`` has added all pages."""
         return self._left_pages > 0
 
     def add(self, run: Run) -> None:
@@ -152,11 +152,11 @@ class Pool:
         self.free.give([run])
 
     def wait_allocated(self, timeout_s: float) -> bool:
-        """Wait until ``allocated`` was called for all pages; False if time ran out first. For tests."""
+        """Wait until ``allocated`` was called for all pages; return False after a timeout. For tests."""
         return self._preparation.wait(timeout_s)
 
     def parts(self, runs: Sequence[Run], offset_bytes: int, num_bytes: int) -> list[ByteArray]:
-        """Views of ``num_bytes`` from an offset on in what lies in some runs.
+        """Return views of ``num_bytes`` from an offset on in the concatenated runs.
 
         Raises:
             ProtocolError: the runs are shorter.

@@ -1,4 +1,4 @@
-"""The thread that reads what clients offer, through a channel."""
+"""Thread that reads clients' memory through a channel."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 
 READ_S: Final = 4.0  # after which a read is given up; a client waits for 5 s by default
 _LOOK_S: Final = 2e-4  # between two looks at reads that may soon end
-_LATE_LOOK_S: Final = 0.05  # at those that were given up
+_LATE_LOOK_S: Final = 0.05  # between two looks at reads that were given up
 _END_WAIT_S: Final = 2.0
-_MAX_HUNG: Final = 2  # memories; what was begun there keeps pages, up to a quarter of the pool each
+_MAX_HUNG: Final = 2  # memories; reads that hang there keep pages, up to a quarter of the pool each
 
 
 @dataclass
@@ -29,11 +29,11 @@ class Pull:
     """A read to be done.
 
     Attributes:
-        description: of the memory to read from.
-        offset_bytes: where in it.
-        parts: of the pool, to read to.
-        given_up: called after ``READ_S``, if it has not ended: ``parts`` may still be written to.
-        ended: called once, with whether all bytes were read: from here on ``parts`` are written to no more.
+        description: description of the memory to read from.
+        offset_bytes: offset in this memory.
+        parts: parts of the pool to read to.
+        given_up: called after ``READ_S`` if it has not ended; ``parts`` may still be written to.
+        ended: called once, with True if all bytes were read; from then on ``parts`` are not written to any more.
     """
 
     description: bytes
@@ -47,7 +47,7 @@ class Pull:
 
 @dataclass
 class _Source:
-    """A peer, and what is read from it."""
+    """A peer, and the reads from it."""
 
     peer: Peer
     pulls: dict[Reading, Pull] = field(default_factory=dict)
@@ -56,15 +56,15 @@ class _Source:
 
     @property
     def hangs(self) -> bool:
-        """Whether something that was given up may still be written."""
+        """True if a read that was given up may still write."""
         return self.has_failed or any(pull.is_late for pull in self.pulls.values())
 
 
 class Puller:
-    """Attaches, reads, detaches: in the order in which it is told, on its thread. Thread-safe.
+    """Attaches, reads and detaches in the order of the calls, on its thread. Thread-safe.
 
     Args:
-        channel: with the pool registered.
+        channel: a channel with the pool registered.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -72,25 +72,25 @@ class Puller:
         self._changed = threading.Condition()
         self._jobs: deque[Callable[[], None]] = deque()
         self._is_closed = False
-        self._sources: dict[bytes, _Source] = {}  # the thread's
+        self._sources: dict[bytes, _Source] = {}  # belongs to the thread
         self._throttle = Throttle(logger)
         self._thread = threading.Thread(target=self._run, name="kvstore-pull", daemon=True)
         self._thread.start()
 
     def attach(self, description: bytes, attached: Callable[[bool], None]) -> None:
-        """Get ready to read from a client; ``attached`` is told whether that is possible."""
+        """Prepare to read from a client; ``attached`` is called with True if that is possible."""
         self._add(lambda: attached(self._attach(description)))
 
     def detach(self, description: bytes) -> None:
-        """The last client with this memory has gone."""
+        """Detach a memory whose last client is gone, once its reads have ended."""
         self._add(lambda: self._detach(description))
 
     def pull(self, pull: Pull) -> None:
-        """Read."""
+        """Queue a read."""
         self._add(lambda: self._begin(pull))
 
     def close(self) -> None:
-        """End the thread, and the channel: nothing is written to any part any more. Bounded."""
+        """End the thread and close the channel, so that nothing is written to any part any more. Takes bounded time."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -113,7 +113,7 @@ class Puller:
                     self._channel.detach(source.peer)
 
     def _next_jobs(self) -> list[Callable[[], None]] | None:
-        """Wait for jobs, or until it is time to look at reads; None at the end."""
+        """Wait for jobs, or until reads must be checked; return None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or bool(self._jobs), self._pause_s())
             jobs, self._jobs = list(self._jobs), deque()
@@ -126,7 +126,7 @@ class Puller:
         return _LATE_LOOK_S if all(pull.is_late for pull in pulls) else _LOOK_S
 
     def _attach(self, description: bytes) -> bool:
-        """Whether its memory can be read. Not if it hangs: what was begun may still be written."""
+        """Attach a client's memory; return False if it cannot be read, or an abandoned read may still write."""
         source = self._sources.get(description)
         if source is None:
             if sum(known.hangs for known in self._sources.values()) >= _MAX_HUNG:
@@ -136,7 +136,7 @@ class Puller:
                 self._sources[description] = _Source(self._channel.attach(description))
             except ChannelError:
                 return False
-            except Exception:  # a bug of the channel's; the thread goes on, for the other clients
+            except Exception:  # a bug in the channel; the thread continues, for the other clients
                 logger.exception("attaching a client's memory failed unexpectedly")
                 return False
             return True
@@ -158,7 +158,7 @@ class Puller:
         except ChannelError:
             pull.ended(False)
             return
-        except Exception:  # a bug of the channel's, which may have begun to write: the pages stay
+        except Exception:  # a bug in the channel, which may have begun to write, so the pages stay in use
             logger.exception("reading a client's memory failed unexpectedly: nothing more is read from there")
             source.has_failed = True
             pull.given_up()
@@ -180,7 +180,7 @@ class Puller:
     def _state_of(self, reading: Reading) -> State:
         try:
             return self._channel.look(reading)
-        except Exception:  # a bug of the channel's: nothing says that it has ended, so the pages stay
+        except Exception:  # a bug in the channel; the read may not have ended, so the pages stay in use
             if self._throttle.is_due("look"):
                 logger.exception("looking at a read of a client's memory failed unexpectedly")
             return State.PENDING

@@ -1,4 +1,4 @@
-"""Quotas: what the namespaces of one tenant, or of one model, may hold together."""
+"""Quotas: limits on the bytes that the namespaces of one tenant, or of one model, hold together."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Final
 from kvstore.keys import Namespace
 from kvstore.server.spaces import NO_QUOTA, Quota
 
-ANY_NAME: Final = "*"  # those not named
+ANY_NAME: Final = "*"  # all that are not named
 
 
 class Quotas:
     """All quotas. Belongs to the thread that decides.
 
-    A tenant has one for all that it holds, under its own name. Chunks of clients without a tenant count by what these
-    say that they are: by the namespace's id or its model where one of these is named, and all others together.
+    A tenant has one quota for all of its chunks, under its name. Chunks of clients without a tenant count against the
+    quota named after their namespace's id or its model, and all others against one common quota.
 
     Args:
         given: bytes by name; ``*`` for those not named.
@@ -26,13 +26,13 @@ class Quotas:
         self._known: dict[tuple[str, str], Quota] = {}
 
     def __iter__(self) -> Iterator[Quota]:
-        """Those of all namespaces that ever came."""
+        """Iterate over the quotas of all namespaces so far."""
         return iter(self._known.values())
 
     def find(self, tenant: str, namespace: Namespace, space_id: bytes) -> Quota:
-        """The quota of a namespace."""
+        """Return the quota of a namespace."""
         model = str(namespace.fields.get("model", ""))
-        ids = (namespace.id.hex(), space_id.hex())  # the second was shown by earlier versions
+        ids = (namespace.id.hex(), space_id.hex())  # earlier versions showed users the second one
         names = (tenant, ANY_NAME) if tenant else (*ids, model, model.removeprefix("id "), ANY_NAME)
         name = next((name for name in names if name in self._given), "")
         quota = self._known.get((tenant, name))

@@ -1,4 +1,4 @@
-"""What the server holds and has done, as one tree of numbers, and in Prometheus's text format."""
+"""Reports of the server's contents and counters, as one tree of numbers and in Prometheus's text format."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvstore.server.core import Core
 from kvstore.server.spaces import NO_QUOTA, Quota, Space
 
 _MAX_SPACES: Final = 256
-_MAX_FIELDS_BYTES: Final = 256 << 10  # of all of them
+_MAX_FIELDS_BYTES: Final = 256 << 10  # of all namespaces in a report
 
 
 def stats(core: Core, uptime_s: float, num_unwritten: int) -> dict[str, Any]:
-    """The server, its tiers, and the namespaces that hold most."""
+    """Report the server, its tiers, and the namespaces that hold most."""
     return {
         **part_of_stats(core, core.stock.spaces.values()),
         "uptime_s": round(uptime_s, 1),
@@ -33,9 +33,9 @@ def stats(core: Core, uptime_s: float, num_unwritten: int) -> dict[str, Any]:
 
 
 def part_of_stats(core: Core, spaces: Collection[Space]) -> dict[str, Any]:
-    """Report those of some namespaces that hold most, for clients who may know of no others.
+    """Report those of some namespaces that hold most, for clients that may know of no others.
 
-    A report must not keep clients waiting, so it is short.
+    The report is short, so that other clients do not wait for it.
     """
     largest = nlargest(_MAX_SPACES, spaces, key=attrgetter("used_bytes"))
     sizes = accumulate(fields_bytes(space.namespace) for space in largest)
@@ -97,7 +97,7 @@ _COUNTERS = {"malformed": "Messages that cost their sender the connection.", "re
 
 
 def exposition(tree: Mapping[str, Any]) -> str:
-    """The tree in Prometheus's text format."""
+    """Return the tree in Prometheus's text format."""
     lines: list[str] = []
     for name, meaning in _GAUGES.items():
         lines += _metric(f"kvstore_server_{name}", "gauge", meaning, [({}, tree[name])])
@@ -122,7 +122,7 @@ def exposition(tree: Mapping[str, Any]) -> str:
 
 
 def _by_namespace(values: Iterable[tuple[Mapping[str, Any], int]]) -> list[tuple[dict[str, str], float]]:
-    """Values by namespace: clients may come to one with several geometries, and a series must not be there twice."""
+    """Sum values by namespace, because one may have several geometries, and a series must not appear twice."""
     totals = Counter[tuple[str, str, str]]()
     for space, value in values:
         totals[space["id"], str(space["fields"].get("model", "")), space["tenant"]] += value

@@ -1,4 +1,4 @@
-"""What the connected engines say of the KV that is on its way here: one merged view of each, kept as they say more."""
+"""Progress of hand-overs to this server, as the connected engines report it: one merged view of each engine."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Final
 
 from kvstore.protocol.progress import Progress
 
-_MAX_SENDERS: Final = 1024  # of which is known what they send, and their hand-overs
-_MAX_OPEN: Final = 1 << 16
+_MAX_SENDERS: Final = 1024  # senders whose progress is known
+_MAX_OPEN: Final = 1 << 16  # their hand-overs in total, open or lost
 
 
 class Senders:
-    """Belongs to the thread that decides, but for ``view``.
+    """All senders. Belongs to the thread that decides, except for ``view``.
 
     Attributes:
-        view: what is on its way, by the senders' names. Another object whenever it changes, for any thread.
+        view: progress by the senders' names, for any thread. Each change makes a new object.
     """
 
     def __init__(self) -> None:
         self.view: Mapping[str, Progress] = {}
-        self._told: dict[str, dict[Hashable, Progress]] = {}  # by the sender, and the connection over which it says so
+        self._told: dict[str, dict[Hashable, Progress]] = {}  # reports by sender and connection
         self._num_open = 0
 
     def note(self, connection: Hashable, before: Progress | None, now: Progress | None) -> None:
-        """Take in what one says, and what it said ``before``; None for nothing.
+        """Replace a connection's report ``before`` with ``now``; None stands for no report.
 
-        What is too much is not taken in: nobody waits for it.
+        A report beyond the bounds is ignored, and its hand-overs are not waited for.
         """
         if before is not None:
             self._forget(connection, before.sender)
@@ -61,9 +61,9 @@ def _size(progress: Progress) -> int:
 
 
 def _merged(sender: str, told: list[Progress]) -> Progress:
-    """What a sender with several connections says, perhaps of several ranks: what one lacks is of no use from others.
+    """Merge the reports of a sender's connections, perhaps of several ranks: a chunk that one lacks is lost for all.
 
-    A hand-over is over once all have said so.
+    A hand-over is over once all connections have reported its end.
     """
     if len(told) == 1:
         return told[0]

@@ -1,4 +1,4 @@
-"""What each request does. Runs on the one thread that decides; copies, checksums and the disk are left to others."""
+"""Handlers of requests. They run on the one thread that decides; other threads do copies, checksums and disk I/O."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ _MAX_UNWRITTEN: Final = 65_536  # chunks that wait for the disk; beyond that, ch
 _NO_OPERATOR: Final = (
     "this is for those who run the server: ask over its kvs+ipc address, or with a key that has the right operate"
 )
-_MAX_TOUCHES: Final = 256  # parts of lookups that the policies have not been told of yet
+_MAX_TOUCHES: Final = 256  # parts of lookups that were not reported to the policies yet
 _TOUCHED: Final = 256  # chunks in such a part: about a millisecond
 
 
 class Service:
-    """Requests of all clients. Belongs to the thread that decides.
+    """Handles the requests of all clients. Belongs to the thread that decides.
 
     Args:
-        core: what the parts of the server share.
-        max_writes: chunks being written to disk at once.
-        pin_max_s: the longest time for which a chunk may be pinned.
-        owner: the engine whose chunks alone are taken; None for everybody's.
-        channel: through which clients' memory is read; None for none. The service closes it.
+        core: the shared state of the server.
+        max_writes: number of chunks that are written to disk at once.
+        pin_max_s: longest time for which a chunk may be pinned.
+        owner: the engine whose chunks alone are taken; None to take those of all engines.
+        channel: the channel through which clients' memory is read; None for none. The service closes it.
 
     Attributes:
-        offers: what is read through it.
+        offers: the reads through the channel.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Service:
         channel: Channel | None = None,
     ) -> None:
         self.num_writing = 0
-        self._is_dropping = False  # what was cleared
+        self._is_dropping = False  # cleared chunks
         self._is_expiring = False
         self._core = core
         self._max_writes = max_writes
@@ -78,19 +78,19 @@ class Service:
 
     @property
     def num_unwritten(self) -> int:
-        """Chunks being written to disk, or waiting for it."""
+        """Number of chunks that are being written to disk, or wait for it."""
         return self.num_writing + len(self._unwritten)
 
     @property
     def is_changing_files(self) -> bool:
-        """Whether chunks are on their way to disk, or files of evicted chunks are still there."""
+        """True while chunks are on their way to disk, or files of evicted chunks are still there."""
         return bool(self.num_unwritten) or (self._core.disk is not None and self._core.disk.is_busy)
 
     def handle(self, peer: Peer, message: Sequence[Buffer]) -> None:
-        """Carry out a request: one frame, and for a piece a second one of payload.
+        """Carry out a request of one frame, or of two for a piece, where the second is payload.
 
         Raises:
-            ProtocolError: it is malformed: its sender is to lose the connection.
+            ProtocolError: it is malformed, and its sender must lose the connection.
         """
         if not 1 <= len(message) <= 2:
             raise ProtocolError(f"a message of {len(message)} frames")
@@ -100,7 +100,7 @@ class Service:
         client = self._core.sender(peer)
         session = self._core.sessions.by_peer.get(peer)
         if session is not None and session.client != client:
-            session = None  # of somebody who had this name before
+            session = None  # of another client, which had this name before
         if not is_allowed(type(request), client.rights):
             answer: messages.Answer | None = self._deny(client, request)
         elif isinstance(request, messages.Order):
@@ -119,27 +119,27 @@ class Service:
 
     @property
     def has_leisure_work(self) -> bool:
-        """Whether policies are yet to be told of lookups, which can wait until there are no requests."""
+        """True if lookups are not yet reported to the policies, which can wait until there are no requests."""
         return bool(self._touches)
 
     @property
     def is_behind(self) -> bool:
-        """Whether more lookups wait than can be remembered."""
+        """True if as many lookups wait as can be remembered."""
         return len(self._touches) == _MAX_TOUCHES
 
     def do_leisure_work(self) -> None:
-        """Tell the policies of a part of a lookup."""
+        """Report a part of a lookup to the policies."""
         if self._touches:
             self._core.stock.touch(*self._touches.popleft())
 
     def hang_up(self, token: bytes) -> None:
-        """A connection to the unix socket was closed: its client can no longer touch the pool."""
+        """End the client of a closed connection to the unix socket, which can no longer touch the pool."""
         session = self._core.sessions.of_token(token)
         if session is not None:
             self.end(session)
 
     def end(self, session: Session) -> None:
-        """A client is gone."""
+        """End the session of a client that is gone."""
         self._core.slices.begin(self._core.sessions.end(session))
         self.offers.leave(session)
         self._note_progress(session, None)
@@ -165,12 +165,12 @@ class Service:
         self._is_expiring = False
 
     def forget_silent(self) -> None:
-        """Let nobody wait for what silent clients hand over."""
+        """Forget the progress of silent clients, so that no engine waits for their hand-overs."""
         for session in self._core.sessions.silent(self._core.now()):
             self._note_progress(session, None)
 
     def enter(self, namespace: Namespace) -> None:
-        """The owner has moved to another namespace: clear all others, and end the clients that use them."""
+        """Change the owner's namespace, clear all others, and end the clients that use them."""
         assert self._owner is not None
         self._owner.namespace = namespace
         for session in list(self._core.sessions.by_peer.values()):
@@ -181,7 +181,7 @@ class Service:
                 self._clear_space(space)
 
     def let_go(self, refs: Sequence[ChunkRef]) -> None:
-        """Hold these chunks of the owner's no longer."""
+        """Release the holds on these chunks of the owner."""
         for space in self._core.stock.spaces.values():
             for chunk in map(space.chunks.get, refs if self._is_owners(space) else ()):
                 if chunk is not None:
@@ -211,7 +211,7 @@ class Service:
         session: Session | None,
         request: messages.Hello | messages.Ping | messages.Stats,
     ) -> messages.Answer:
-        """The answer to a request that needs no session."""
+        """Answer a request that needs no session."""
         match request:
             case messages.Hello():
                 return self._hello(peer, client, request)
@@ -225,7 +225,7 @@ class Service:
         self._core.send(peer, answer, ())
 
     def _stats(self, client: Client, session: Session | None) -> dict[str, object]:
-        """Report what a client may know: all, its tenant's namespaces, or the one that it uses."""
+        """Report the stats that a client may see: all, those of its tenant, or those of the namespace that it uses."""
         if client.runs_all:
             return self._core.stats()
         if client.rights & Right.OPERATE:
@@ -235,7 +235,7 @@ class Service:
         return part_of_stats(self._core, spaces)
 
     def _answer(self, session: Session, request: messages.Request, payload: Sequence[Buffer]) -> messages.Answer | None:
-        """The answer to a client; None if there is none, or if it is sent later."""
+        """Answer a request of a session; None if it has no answer, or if the answer is sent later."""
         match request:
             case messages.Lookup():
                 return self._lookup(session, request)
@@ -326,13 +326,13 @@ class Service:
     def _lookup(self, session: Session, request: messages.Lookup) -> messages.Answer:
         refs = messages.unpack_pairs(request.refs)
         found = self._core.stock.lookup(session.space, refs)
-        if session.progress is not None:  # it does not send again what is there
+        if session.progress is not None:  # it hands over, and does not send chunks again that are there
             self._hold(chunk for ref in refs if (chunk := session.space.chunks.get(ref)) is not None)
         self._touches.extend((session.space, refs[at : at + _TOUCHED]) for at in range(0, len(refs), _TOUCHED))
         return messages.Held(request.serial, found, self._core.usage(session.space))
 
     def _nearest(self, session: Session, request: messages.Nearest) -> messages.Answer:
-        """Answers with at most as much as a message may hold: a trail behind that has no neighbours."""
+        """Answer with as much as a message may hold; trails beyond that get no neighbours."""
         named: list[list[bytes]] = []
         left_bytes = messages.MAX_MESSAGE_BYTES
         for trail in request.trails:
@@ -376,7 +376,7 @@ class Service:
         self._core.send(session.peer, self._done(session, request), ())
 
     def _clear(self, session: Session, request: messages.Clear) -> messages.Answer | None:
-        """Forget the chunks of a namespace. The answer comes once no crash can bring them back."""
+        """Forget the chunks of a namespace. The answer is sent once no crash can bring them back."""
 
         def cleared(is_clear: bool) -> None:
             refusal = messages.Refused(request.serial, Refusal.DISK, "the disk has not let go of all chunks yet")
@@ -387,7 +387,7 @@ class Service:
         return None if self._core.disk is not None else self._done(session, request)
 
     def _clear_space(self, space: Space, cleared: Callable[[bool], None] = lambda _: None) -> int:
-        """Forget the chunks of a namespace, and start to delete their files; how many there were."""
+        """Forget the chunks of a namespace, and start to delete their files; return their number."""
         self._core.sweep()
         count = self._core.stock.clear(space)
         if self._core.disk is not None:
@@ -404,7 +404,7 @@ class Service:
         yield from self._write_waiting()
 
     def _hold(self, chunks: Iterable[Chunk]) -> None:
-        """Keep what was handed over until the owner has read it."""
+        """Hold chunks that were handed over until the owner has read them."""
         if self._owner is not None and self._owner.hold_s:
             end_s = self._core.now() + self._owner.hold_s
             for chunk in chunks:
@@ -412,7 +412,7 @@ class Service:
                 self._core.stock.holds.hold(chunk, end_s, readers)
 
     def _note_progress(self, session: Session, now: Progress | None) -> None:
-        """Let the owner know what is on its way from a client, if that has changed."""
+        """Report a client's progress to the owner, if it has changed."""
         before, session.progress = session.progress, now
         if self._owner is not None and now != before:
             self._owner.senders.note(session.peer, before, now)
@@ -433,7 +433,7 @@ class Service:
             return
         if not core.stock.prepare_write(chunk, disk.size_of(chunk.space, chunk.ref)):
             return
-        core.sweep()  # what has made room is to be deleted before this write
+        core.sweep()  # evicted files must be deleted before this write
         self.num_writing += 1
 
         def written(size_bytes: int | None) -> None:

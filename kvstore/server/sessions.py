@@ -1,11 +1,11 @@
 """Clients, and their leases of pages in the pool.
 
-A *lease* is the right to read or write the pages of one chunk. Its number is never used again: a client that comes back
-late with an old number is told that there is no such lease.
+A *lease* is the right to read or write the pages of one chunk. Its number is never used again, so a late request with
+an old number finds no lease.
 
 A client that maps the pool can write to it until it is gone. So its leases end with its connection to the unix socket,
-which only the client or its death closes, and never with a timer. Bytes of other clients come in messages, and the
-server itself copies them to their pages: the leases of such a client also end when it was silent for a while.
+which only the client or its death closes, and never with a timer. Other clients send bytes in messages, and the server
+copies them to their pages, so the leases of such a client also end when it was silent for a while.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Lease:
     """The right to read, or write, the pages of a chunk.
 
     Attributes:
-        number: its name.
+        number: its number.
         chunk: the chunk.
-        is_write: to write it, and not to read it.
-        copies: pieces that the server is copying: the pages are kept until that has ended.
-        arrived: begin and end of what has arrived, in order; pieces that meet are one.
-        is_over: it was given back, and waits for ``copies`` to end.
-        is_sound: the checksum of every piece so far was right.
+        is_write: True to write the chunk, False to read it.
+        copies: number of pieces that the server is copying; the pages are kept until they have ended.
+        arrived: begin and end of each range that has arrived, in order; adjacent pieces are one range.
+        is_over: True once it was given back, and waits for ``copies`` to end.
+        is_sound: True if the checksum of every piece so far was right.
     """
 
     number: int
@@ -55,11 +55,11 @@ class Lease:
 
     @property
     def is_covered(self) -> bool:
-        """Whether every byte of the chunk has arrived in a piece."""
+        """True if every byte of the chunk has arrived in a piece."""
         return self.arrived == [(0, self.chunk.num_bytes)]
 
     def note_arrived(self, begin: int, end: int) -> bool:
-        """Note a piece; False if a part of it is there already, or the gaps are too many to remember."""
+        """Note a piece; return False if a part of it has arrived already, or there are too many gaps to remember."""
         at = bisect(self.arrived, (begin, end))
         first = last = at
         if at and self.arrived[at - 1][1] >= begin:
@@ -82,20 +82,20 @@ class Session:
 
     Attributes:
         peer: its name at the sockets.
-        client: who it is.
+        client: its identity.
         space: the namespace that it uses.
-        token: of its connection to the unix socket; empty without one.
-        heard_s: when it last sent something.
-        leases: by their numbers.
-        leased_bytes: of the pages of all of them.
-        num_pieces: pieces that are being copied for it.
-        unsent_bytes: copies that were made for it, and that it has not taken yet.
-        num_late: its requests that are to be answered later, in slices or from disk.
-        is_over: it has ended.
-        fd: of its connection, where that is known; otherwise -1.
-        progress: what it says of the hand-overs that it sends; None if it says nothing, or no longer.
-        beat_s: how often it has promised to say so at least; 0 without such a promise.
-        attached: how it describes the memory that is read here; empty if none is.
+        token: token of its connection to the unix socket; empty without one.
+        heard_s: time of its last message.
+        leases: its leases by number.
+        leased_bytes: bytes of the pages of all its leases.
+        num_pieces: number of pieces that are being copied for it.
+        unsent_bytes: bytes of copies made for it that it has not received yet.
+        num_late: number of its requests that are to be answered later, in slices or from disk.
+        is_over: True once it has ended.
+        fd: descriptor of its connection, if known; otherwise -1.
+        progress: last report on the hand-overs that it sends; None if it sends no reports, or no longer.
+        beat_s: longest time between two such reports, as promised by it; 0 without such a promise.
+        attached: description of its memory that is read here; empty if none is.
     """
 
     peer: Peer
@@ -115,7 +115,7 @@ class Session:
     attached: bytes = b""
 
     def begin_late(self) -> None:
-        """Count a request that is answered later, and then to be taken off ``num_late``.
+        """Add to ``num_late`` a request that is answered later, and is to be subtracted then.
 
         Raises:
             ProtocolError: there are too many.
@@ -129,7 +129,7 @@ class Peer(NamedTuple):
     """A client as the sockets know it.
 
     Attributes:
-        socket: the number of the socket through which it comes.
+        socket: the number of the socket that it uses.
         name: the socket's name for it.
     """
 
@@ -138,13 +138,13 @@ class Peer(NamedTuple):
 
 
 class Sessions:
-    """All of them, and their leases. Belongs to the thread that decides.
+    """All sessions and their leases. Belongs to the thread that decides.
 
     Args:
-        stock: of the chunks that are leased.
-        pool_bytes: all leases together may hold three quarters of them, and those of one session a quarter.
-        most: sessions by socket.
-        num_keys: with which clients may come. Of several, one may have half of the sessions and of the bytes.
+        stock: the chunks that are leased.
+        pool_bytes: bytes of the pool. All leases together may hold three quarters, and those of one session a quarter.
+        most: the most sessions by socket.
+        num_keys: number of clients' keys. If there are several, each may have half of the sessions and of the bytes.
     """
 
     def __init__(self, stock: Stock, pool_bytes: int, most: Mapping[int, int], num_keys: int = 0) -> None:
@@ -162,11 +162,11 @@ class Sessions:
 
     @property
     def leased_bytes(self) -> int:
-        """Of the pages of all leases."""
+        """Bytes of the pages of all leases."""
         return self._leased.held
 
     def may_begin(self, client: Client) -> bool:
-        """Tell if a client may have one session more."""
+        """Tell if a client may begin another session."""
         return self._counts.has_room(client, 1)
 
     def begin(self, peer: Peer, client: Client, space: Space, token: bytes, now_s: float) -> Session:
@@ -180,7 +180,7 @@ class Sessions:
         return session
 
     def end(self, session: Session) -> Iterator[None]:
-        """End the session of a client that is gone, and then one of its leases a step."""
+        """End the session of a client that is gone, and then one of its leases in each step."""
         if session.is_over:
             return
         session.is_over = True
@@ -193,18 +193,18 @@ class Sessions:
             yield
 
     def of_token(self, token: bytes) -> Session | None:
-        """The client of a connection to the unix socket, if it said hello."""
+        """Return the session of a connection to the unix socket, if its client said hello."""
         return self._by_token.get(token)
 
     def may_lease(self, session: Session, num_bytes: int) -> bool:
-        """Tell if a session may lease so much more. One lease is always allowed: a pool may be small."""
+        """Tell if a session may lease so many more bytes. One lease is always allowed, because a pool may be small."""
         if not self.num_leases:
             return True
         is_fair = not session.leases or session.leased_bytes + num_bytes <= self._max_session_bytes
         return is_fair and self._leased.has_room(session.client, num_bytes)
 
     def lease(self, session: Session, chunk: Chunk, *, is_write: bool) -> Lease:
-        """Lease a chunk, whose use for this was counted already, to a client."""
+        """Lease to a client a chunk whose use was counted already."""
         lease = Lease(next(self._numbers), chunk, is_write)
         session.leases[lease.number] = lease
         session.leased_bytes += chunk.size_bytes
@@ -213,7 +213,7 @@ class Sessions:
         return lease
 
     def give_back(self, session: Session, lease: Lease, *, is_whole: bool) -> Outcome:
-        """End a lease, and say what became of it. A write succeeds if ``is_whole``: all bytes are there."""
+        """End a lease, and return its outcome. A write succeeds if ``is_whole``, when all bytes have arrived."""
         del session.leases[lease.number]
         session.leased_bytes -= lease.chunk.size_bytes
         self._leased.give(session.client, lease.chunk.size_bytes)
@@ -238,7 +238,7 @@ class Sessions:
         return Outcome.HIT
 
     def expire(self, now_s: float) -> list[Session]:
-        """Clients that do not map the pool, and were silent for too long."""
+        """Return the sessions of clients that do not map the pool and were silent for too long."""
         return [
             session
             for session in self.by_peer.values()
@@ -246,7 +246,7 @@ class Sessions:
         ]
 
     def silent(self, now_s: float) -> list[Session]:
-        """Clients that hand over, and have long said nothing: they hang, or their host is gone."""
+        """Return the sessions that hand over but have missed their beats, because they hang or their host is gone."""
         return [
             session
             for session in self.by_peer.values()

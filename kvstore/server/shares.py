@@ -1,4 +1,4 @@
-"""Shares: how much of one thing the clients hold, bounded for each key, for each socket, and in all."""
+"""Shares: amounts that clients hold of one resource, bounded for each key, for each socket and in total."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Shares:
     """Amounts that clients hold. Belongs to the thread that decides.
 
     Args:
-        most: what all clients may hold together.
-        by_socket: what those of one socket may hold; of a socket that is not named, as much as all.
-        by_key: what those with the same key may hold; None for as much as those of the socket.
+        most: bound for all clients together.
+        by_socket: bounds for the clients of a socket; ``most`` for sockets that are not named.
+        by_key: bound for the clients with the same key; None for the bound of their socket.
     """
 
     def __init__(self, most: int, by_socket: Mapping[int, int] | None = None, by_key: int | None = None) -> None:

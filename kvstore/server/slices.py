@@ -1,4 +1,4 @@
-"""Long work of the thread that decides, in slices of some milliseconds, between which others have their turn."""
+"""Long work of the thread that decides, split into slices of some milliseconds, between which it serves others."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ SLICE_S: Final = 0.002
 
 
 class Slices:
-    """Belongs to the thread that decides. Between two steps of some work anything may happen.
+    """Runs work in slices. Belongs to the thread that decides. Between two steps of some work anything may happen.
 
     Args:
-        report: lets the thread that decides call something once others have had their turn.
+        report: queues a call for the thread that decides, behind other calls and messages.
         now: the monotonic time in seconds.
         after_step: called after every step.
     """
@@ -24,11 +24,11 @@ class Slices:
         self._report = report
         self._now = now
         self._after_step = after_step
-        self._waiting: deque[Iterator[None]] = deque()  # each has a slice when it is its turn
+        self._waiting: deque[Iterator[None]] = deque()  # work that gets a slice in turn
         self._is_due = False
 
     def begin(self, work: Iterator[None]) -> None:
-        """Begin some work, of which each step takes far less than a slice. What it raises at once, this raises."""
+        """Begin work whose steps each take far less than a slice. Raises the errors of the first slice."""
         self._work_on(work)
 
     def _go_on(self) -> None:

@@ -25,19 +25,19 @@ class Chunk:
 
     Attributes:
         space: the namespace.
-        ref: its name there.
+        ref: its name in the namespace.
         key: its name among the chunks of all namespaces.
-        num_bytes: of its payload.
-        size_bytes: of the pages it takes in memory; also what it counts against a quota.
-        runs: where it is in memory; empty if it is not.
-        disk_bytes: what it takes on disk; 0 if it is not there.
-        uses: reads, loads and writes under way, while which its pages are given to nobody else.
-        pin_end_s: when its pin ends; 0 if it is not pinned.
-        is_whole: all of it is in memory. Not so while it is written, or read from disk.
-        is_dropped: nothing knows it any more; its pages are freed with the last use.
-        epoch: of its namespace, when its write began.
-        sums: known checksums of parts of its payload as it is in memory, by offset and length.
-        trail: the keys at the ends of its blocks; empty if they were not told.
+        num_bytes: bytes of its payload.
+        size_bytes: bytes of its pages in memory, which also count against a quota.
+        runs: its pages in memory; empty if it has none.
+        disk_bytes: bytes that it takes on disk; 0 if it is not there.
+        uses: number of reads, loads and writes under way, during which its pages are not reused.
+        pin_end_s: end of its pin; 0 if it is not pinned.
+        is_whole: True if all of it is in memory; False while it is written, or read from disk.
+        is_dropped: True once it is unreachable; its pages are freed with the last use.
+        epoch: epoch of its namespace when its write began.
+        sums: known checksums of parts of its payload in memory, by offset and length.
+        trail: the keys at the ends of its blocks; empty if they are unknown.
     """
 
     space: Space
@@ -63,28 +63,28 @@ class Chunk:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether it is kept from eviction."""
+        """True if it is kept from eviction."""
         return self.pin_end_s != 0 and not self.is_cleared
 
     @property
     def is_cleared(self) -> bool:
-        """Tell if its namespace was cleared since its write began."""
+        """True if its namespace was cleared since its write began."""
         return self.epoch != self.space.epoch
 
     @property
     def is_gone(self) -> bool:
-        """Tell if it cannot be found any more. From any thread."""
+        """True if it cannot be found any more. From any thread."""
         return self.is_dropped or self.is_cleared
 
 
 class Quota:
-    """The bytes that some namespaces may hold, and do hold.
+    """Limit on the bytes that some namespaces hold together.
 
     Attributes:
-        tenant: of the namespaces.
-        name: under which the quota was given; empty if none was.
-        limit_bytes: in memory and on disk together, each chunk counted once.
-        used_bytes: of all chunks of these namespaces, those being written included.
+        tenant: tenant of the namespaces.
+        name: configured name of the quota; empty if none was configured.
+        limit_bytes: limit in memory and on disk together, where each chunk counts once.
+        used_bytes: bytes of all chunks of these namespaces, those being written included.
     """
 
     def __init__(self, tenant: str = "", name: str = "", limit_bytes: int = NO_QUOTA) -> None:
@@ -92,7 +92,7 @@ class Quota:
         self.name = name
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
-        self._chunks: OrderedDict[Chunk, None] = OrderedDict()  # only where there is a limit
+        self._chunks: OrderedDict[Chunk, None] = OrderedDict()  # kept only if there is a limit
 
     def touch(self, chunk: Chunk) -> None:
         """Note that a chunk was stored or read."""
@@ -105,22 +105,22 @@ class Quota:
         self._chunks.pop(chunk, None)
 
     def by_age(self) -> Iterator[Chunk]:
-        """The chunks of all of these namespaces, the least recently used first."""
+        """Iterate over the chunks of all of these namespaces, the least recently used first."""
         return iter(self._chunks)
 
 
 @dataclass
 class SpaceCounters:
-    """What happened in a namespace since the server started."""
+    """Counters of a namespace since the server started."""
 
     lookups: int = 0
-    found_chunks: int = 0  # of those looked up
+    found_chunks: int = 0  # in lookups
     missing_chunks: int = 0
     stored_chunks: int = 0
     stored_bytes: int = 0
     read_chunks: int = 0
     read_bytes: int = 0
-    loaded_chunks: int = 0  # of those read, brought from disk
+    loaded_chunks: int = 0  # read from disk into memory for a client
     full: int = 0
     failed: int = 0
     evicted_chunks: int = 0
@@ -131,16 +131,16 @@ class Space:
     """A namespace.
 
     Attributes:
-        id: 8 bytes that stand for namespace, geometry and tenant; people see the namespace's own id.
+        id: 8 bytes that stand for namespace, geometry and tenant; users see the namespace's id instead.
         namespace: its fields.
         layout: the geometry of its chunks.
-        tenant: whose chunks these are; empty for those of all clients without one.
-        quota: what it may hold together with others.
-        chunks: the least recently used first.
-        trails: of those of them that have one.
-        stored_bytes: of those of the chunks that can be found.
-        epoch: counts how often it was cleared.
-        num_sessions: clients that use it now.
+        tenant: owner of the chunks; empty for all clients without a tenant.
+        quota: the quota that it shares with other namespaces.
+        chunks: its chunks, the least recently used first.
+        trails: trails of the chunks that have one.
+        stored_bytes: bytes of the chunks that can be found.
+        epoch: number of times that it was cleared.
+        num_sessions: number of clients that use it now.
     """
 
     namespace: Namespace
@@ -155,14 +155,14 @@ class Space:
     counters: SpaceCounters = field(default_factory=SpaceCounters)
 
     def __post_init__(self) -> None:
-        # With another geometry, the same names would stand for other bytes; with another tenant, for another's.
+        # The same names stand for other bytes with another geometry, and for another tenant's bytes.
         name = self.namespace.id + encode_geometry(self.layout) + self.tenant.encode()
         self.id = hashlib.sha256(name).digest()[:NAMESPACE_ID_BYTES]
         self._used_bytes = 0
 
     @property
     def used_bytes(self) -> int:
-        """Of all chunks, those being written included."""
+        """Bytes of all chunks, those being written included."""
         return self._used_bytes
 
     @used_bytes.setter
@@ -171,9 +171,9 @@ class Space:
         self._used_bytes = value
 
     def key_of(self, ref: ChunkRef) -> bytes:
-        """The name of a chunk among those of all namespaces."""
+        """Return the name of a chunk among those of all namespaces."""
         return self.id + pack_refs([ref])
 
     def has_size(self, ref: ChunkRef) -> bool:
-        """Whether there can be a chunk of that many blocks."""
+        """Tell if there can be a chunk of that many blocks."""
         return 0 < ref.num_blocks <= self.layout.blocks_per_chunk

@@ -1,13 +1,13 @@
-"""The state of the server: which chunks are where, and which are evicted. Pure: no I/O, no lock, one thread.
+"""State of the server: the places of all chunks, and the choice of those to evict. No I/O, no lock, one thread.
 
 As with ``ChunkIndex``, every move is prepared, carried out and completed. A chunk that is being written cannot be found
-until it is complete. A chunk that is being read may be removed or replaced meanwhile: its pages are freed with its last
-use. A namespace is cleared at once, and the chunks that it had are dropped one by one.
+until it is complete. A chunk may be removed or replaced while it is read; its pages are freed with its last use. A
+namespace is cleared at once, and its former chunks are dropped one by one.
 
-Some calls are done in *steps*, as what they return is iterated: between these, others have their turn.
+Some calls return an iterator whose *steps* do the work; other requests are served between the steps.
 
-Memory and disk have a policy each, over the chunks of all namespaces. Namespaces at their common quota evict chunks of
-their own, the least recently used first.
+Memory and disk each have a policy for the chunks of all namespaces. Namespaces at their common quota evict their own
+chunks, the least recently used first.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from kvstore.server.spaces import Chunk, Quota, Space
 
 MAX_SPACES = 4096
 MAX_TENANT_SPACES = MAX_SPACES // 4  # of one tenant
-MAX_FAR_SPACES = MAX_SPACES * 3 // 4  # beyond which clients from the network bring no more
+MAX_FAR_SPACES = MAX_SPACES * 3 // 4  # beyond which network clients cannot add more
 
 
 class Stock:
     """All chunks of the server.
 
     Args:
-        pool_bytes: of the memory.
-        free: the pages of the pool.
-        disk_bytes: of the disk; 0 for none.
-        policy: of the memory.
-        disk_policy: of the disk.
+        pool_bytes: size of the memory.
+        free: the free pages of the pool.
+        disk_bytes: size of the disk; 0 for none.
+        policy: eviction policy of the memory.
+        disk_policy: eviction policy of the disk.
         quotas: bytes by tenant, model or id; see ``Quotas``.
-        first_stamp: where ``stamp`` begins; later than any that clients know of an earlier server.
+        first_stamp: first value of ``stamp``; later than any that clients know from an earlier server.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Stock:
     ) -> None:
         self.spaces: dict[bytes, Space] = {}
         self.departed = Departed()
-        self.stamp = first_stamp  # counts the changes of the sizes that clients are told
+        self.stamp = first_stamp  # counts the changes of the sizes that are reported to clients
         self.num_in_memory = 0
         self.holds = Holds()
         self._disk_bytes = disk_bytes
@@ -70,19 +70,19 @@ class Stock:
         self.pins = Pins(self._memory, pool_bytes // 2)
         self._disk = open_policy(disk_policy, disk_bytes)
         self._chunks: dict[bytes, Chunk] = {}  # all that are not dropped, by key
-        self._cleared: deque[tuple[dict[ChunkRef, Chunk], Trails]] = deque()  # that are yet to be dropped
+        self._cleared: deque[tuple[dict[ChunkRef, Chunk], Trails]] = deque()  # yet to be dropped
         self._removals: list[tuple[Space, ChunkRef]] = []
         self._forgotten: list[Space] = []
 
     @property
     def num_on_disk(self) -> int:
-        """Chunks on disk."""
+        """Number of chunks on disk."""
         return len(self._disk)
 
     # -- namespaces --------------------------------------------------------------------------------------------------
 
     def enter(self, namespace: Namespace, layout: KVLayout, tenant: str = "", most: int = MAX_SPACES) -> Space | None:
-        """A tenant's chunks of a namespace; None if it would be one more than ``most``, or the tenant may have."""
+        """Return a tenant's space of a namespace; None if it would exceed ``most``, or the tenant's bound."""
         fresh = Space(namespace, layout, tenant)
         space = self.spaces.get(fresh.id)
         if space is not None:
@@ -101,21 +101,21 @@ class Stock:
         return len(self.spaces) >= most
 
     def forget_empty(self) -> Iterator[None]:
-        """Forget namespaces without chunks or clients, one a step."""
+        """Forget namespaces without chunks or clients, one in each step."""
         for space in list(self.spaces.values()):
             if not (space.num_sessions or space.chunks or space.used_bytes) and space.id in self.spaces:
                 self._forgotten.append(self.spaces.pop(space.id))
                 yield
 
     def take_forgotten(self) -> list[Space]:
-        """Namespaces that were forgotten, whose folders can be deleted. Their removals come first."""
+        """Take the forgotten namespaces, whose folders are to be deleted after their removals."""
         forgotten, self._forgotten = self._forgotten, []
         return forgotten
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
     def lookup(self, space: Space, refs: Sequence[ChunkRef]) -> bytes:
-        """One byte a chunk: 1 if it can be read."""
+        """Return one byte for each chunk: 1 if it can be read."""
         chunks = space.chunks
         found = bytes([ref in chunks for ref in refs])
         counters = space.counters
@@ -126,19 +126,19 @@ class Stock:
         return found
 
     def describe(self, chunk: Chunk, trail: bytes) -> None:
-        """Take in the trail of a chunk that is being written, unless it would take much of the room of its bytes."""
+        """Keep the trail of a chunk that is being written, unless it is large in comparison with the payload."""
         if is_trail_of(trail, chunk.ref) and len(trail) <= chunk.num_bytes // TRAIL_SHARE:
             chunk.trail = trail
 
     def touch(self, space: Space, refs: Sequence[ChunkRef]) -> None:
-        """Tell the policies that chunks were looked up, in the order of a prompt."""
+        """Report a lookup of chunks, in the order of a prompt, to the policies."""
         keys = [space.key_of(ref) for ref in refs]
         self._memory.touch_chain(keys)
         if self._disk_bytes:
             self._disk.touch_chain(keys)
 
     def why(self, space: Space, ref: ChunkRef) -> str:
-        """Where a chunk is, or why it is nowhere; for people."""
+        """Return the places of a chunk, or the reason why it is in none, for people to read."""
         chunk = space.chunks.get(ref)
         if chunk is None:
             key = space.key_of(ref)
@@ -150,18 +150,18 @@ class Stock:
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def reserve(self, space: Space, ref: ChunkRef) -> Generator[None, None, Chunk | None]:
-        """Find pages for a chunk that is to be written, in steps; None: no room.
+        """Find pages for a chunk that is to be written, in steps; return None without room.
 
         Args:
-            space: whose it is.
-            ref: its name. If there is such a chunk, it stays until the new one is complete, if there is room for both.
+            space: its namespace.
+            ref: its name. An old chunk of this name stays until the new one is complete, if there is room for both.
         """
         chunk = Chunk(space, ref)
         old = space.chunks.get(ref)
         if old is not None and space.quota.used_bytes + chunk.size_bytes > space.quota.limit_bytes:
             self._drop(old, MissReason.REMOVED)
         while space.quota.used_bytes + chunk.size_bytes > space.quota.limit_bytes and self.drop_cleared():
-            yield  # or the search would look at all that was cleared
+            yield  # or the search would visit all cleared chunks
         fits = self._shrink(space.quota, space.quota.limit_bytes - chunk.size_bytes)
         space.used_bytes += chunk.size_bytes  # before others may take what the quota has left
         runs = (yield from self._take(chunk, chunk.key)) if fits else None
@@ -175,7 +175,7 @@ class Stock:
         return chunk
 
     def complete(self, chunk: Chunk, *, is_whole: bool) -> Outcome:
-        """A chunk that was reserved has been written, or never will be."""
+        """Complete a reserved chunk, which was written or never will be."""
         space = chunk.space
         chunk.uses -= 1
         self.stamp += 1
@@ -187,7 +187,7 @@ class Stock:
             return Outcome.FAILED
         old = self._chunks.get(chunk.key)  # perhaps one that was cleared
         if old is not None:
-            chunk.trail = chunk.trail or old.trail  # of the same key: an older client tells none
+            chunk.trail = chunk.trail or old.trail  # the same key has the same trail, and older clients send none
             self._drop(old, MissReason.REMOVED)
         chunk.is_whole = True
         self._admit(chunk)
@@ -215,14 +215,14 @@ class Stock:
             self._memory.add(chunk.key, chunk.size_bytes)
 
     def acquire(self, space: Space, ref: ChunkRef) -> Generator[None, None, Chunk | Outcome]:
-        """Take a chunk into use, in steps; it must be read from disk if it is not whole. Or why there is none."""
+        """Take a chunk into use, in steps; it must be read from disk if it is not whole. Else return the outcome."""
         chunk = space.chunks.get(ref)
         if chunk is None:
             return Outcome.MISS
         chunk.uses += 1
         if not chunk.runs:
             runs = yield from self._take(chunk, None)
-            if chunk.is_gone or chunk.runs:  # removed, or wanted by another, who was faster
+            if chunk.is_gone or chunk.runs:  # removed, or another request was faster
                 self._free.give(runs or ())
             elif runs is not None:
                 chunk.runs = runs
@@ -237,18 +237,18 @@ class Stock:
         return chunk
 
     def note_read(self, chunk: Chunk) -> None:
-        """Count a chunk that a client was granted."""
+        """Count a read that was granted to a client."""
         chunk.space.counters.read_chunks += 1
         chunk.space.counters.read_bytes += chunk.num_bytes
 
     def release(self, chunk: Chunk) -> None:
-        """A use has ended."""
+        """End a use of a chunk."""
         chunk.uses -= 1
         if not chunk.uses and (chunk.is_dropped or not chunk.is_whole):
             self._unmap(chunk)
 
     def loaded(self, chunk: Chunk, outcome: Outcome) -> None:
-        """A read from disk has ended. Its uses are released separately."""
+        """Complete a read from disk. Its uses are released separately."""
         if outcome is Outcome.HIT:
             chunk.is_whole = True
         elif outcome in {Outcome.MISS, Outcome.CORRUPT} and not chunk.is_gone:
@@ -257,7 +257,7 @@ class Stock:
     # -- the disk ----------------------------------------------------------------------------------------------------
 
     def found_on_disk(self, space: Space, ref: ChunkRef, size_bytes: int, trail: bytes = b"") -> None:
-        """Take in a chunk that an earlier server has left."""
+        """Add a chunk that an earlier server stored."""
         chunk = Chunk(space, ref)
         if trail:
             self.describe(chunk, trail)
@@ -266,11 +266,14 @@ class Stock:
         self._admit(chunk)
 
     def prepare_write(self, chunk: Chunk, size_bytes: int) -> bool:
-        """Make room on disk for a chunk in memory. True: it is in use until ``written``; False: do not write it."""
+        """Make room on disk for a chunk in memory; return False without room.
+
+        If True, the chunk is in use until ``written``.
+        """
         if chunk.disk_bytes or chunk.is_gone or not chunk.is_whole:
             return False
         while (missing := self._disk.used_bytes + size_bytes - self._disk_bytes) > 0 and self.drop_cleared():
-            pass  # seldom: the server writes nothing while there are any
+            pass  # rare, because the server writes nothing while there are any
         if missing > 0:
             victims = self._disk.make_room(missing, self._may_leave_disk, chunk.key)
             if victims is None:
@@ -283,7 +286,7 @@ class Stock:
         return True
 
     def written(self, chunk: Chunk, size_bytes: int | None) -> None:
-        """A write to disk has ended with a file of that size, or (None) has failed."""
+        """Complete a write to disk, which left a file of that size, or failed if that is None."""
         if not chunk.is_dropped:  # otherwise its removal follows
             if size_bytes is None:
                 self._disk.remove(chunk.key)
@@ -293,7 +296,7 @@ class Stock:
         self.release(chunk)
 
     def take_removals(self) -> list[tuple[Space, ChunkRef]]:
-        """Chunks whose files must be deleted, before any that is written from now on under the same name."""
+        """Take the chunks whose files must be deleted before any later write under the same name."""
         removals, self._removals = self._removals, []
         return removals
 
@@ -309,10 +312,10 @@ class Stock:
         chunk = self._chunks[key]
         return not chunk.uses and not (chunk.is_pinned and not chunk.is_whole)
 
-    # -- what goes ---------------------------------------------------------------------------------------------------
+    # -- removals ----------------------------------------------------------------------------------------------------
 
     def remove(self, space: Space, refs: Iterable[ChunkRef]) -> int:
-        """Forget chunks; how many were there."""
+        """Forget chunks; return the number that existed."""
         found = [chunk for ref in dict.fromkeys(refs) if (chunk := space.chunks.get(ref)) is not None]
         for chunk in found:
             if chunk.is_pinned:
@@ -321,10 +324,10 @@ class Stock:
         return len(found)
 
     def clear(self, space: Space) -> int:
-        """Forget all chunks of a namespace, and those just being written; how many there were.
+        """Forget all chunks of a namespace, and those just being written; return their number.
 
-        That costs the same however many there are, as these are dropped later: see ``drop_cleared``. The caller has
-        their files deleted.
+        Takes constant time, because the chunks are dropped later by ``drop_cleared``. The caller must have their
+        files deleted.
         """
         count = len(space.chunks)
         if count:
@@ -339,11 +342,11 @@ class Stock:
 
     @property
     def has_cleared(self) -> bool:
-        """Tell if cleared chunks are yet to be dropped."""
+        """True if cleared chunks are yet to be dropped."""
         return bool(self._cleared)
 
     def drop_cleared(self) -> bool:
-        """Drop one of the chunks that were cleared; False if there is none. Who needs room takes theirs first."""
+        """Drop one of the cleared chunks, whose room is taken before any eviction; return False if there is none."""
         if not self._cleared:
             return False
         chunks, trails = self._cleared[0]
@@ -357,7 +360,7 @@ class Stock:
         return True
 
     def _drop(self, chunk: Chunk, reason: MissReason) -> None:
-        """Make a chunk unreachable, and free what nobody uses."""
+        """Make a chunk unreachable, and free its pages if it is not in use."""
         space = chunk.space
         if not chunk.is_cleared:
             del space.chunks[chunk.ref]
@@ -402,7 +405,7 @@ class Stock:
         chunk.sums = {}  # a codec may bring other bytes back
 
     def _take(self, chunk: Chunk, newcomer: bytes | None) -> Generator[None, None, tuple[Run, ...] | None]:
-        """Take pages, in steps: what was cleared makes room first, then evictions do; None if too little may go."""
+        """Take pages, in steps, from cleared chunks first, then by evictions; None if too little can be evicted."""
         while (missing_bytes := chunk.size_bytes - self._free.num_free * PAGE_BYTES) > 0:
             if self.drop_cleared():
                 yield
@@ -417,7 +420,7 @@ class Stock:
         return self._free.take(chunk.size_bytes // PAGE_BYTES)
 
     def _may_go(self, chunk: Chunk) -> bool:
-        """Whether a chunk may be evicted from memory."""
+        """Tell if a chunk may be evicted from memory."""
         return not (chunk.uses or chunk.is_pinned or chunk in self.holds)
 
     def _leave_memory(self, chunk: Chunk) -> None:
@@ -427,7 +430,7 @@ class Stock:
             self._drop(chunk, MissReason.EVICTED)
 
     def _shrink(self, quota: Quota, limit_bytes: int) -> bool:
-        """Evict the least recently used chunks of a quota until they are within a limit; none if that cannot be."""
+        """Evict the least recently used chunks of a quota down to a limit; if that cannot be reached, evict none."""
         missing_bytes = quota.used_bytes - limit_bytes
         victims: list[Chunk] = []
         for chunk in quota.by_age() if missing_bytes > 0 else ():

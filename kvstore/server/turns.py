@@ -1,7 +1,7 @@
-"""The order in which files are written and deleted.
+"""Order of writes and deletions of files.
 
-Work on one chunk's file ends in the order in which it was begun: otherwise an older version could replace a newer one.
-Some work, such as a clear, has a whole namespace to itself.
+Work on one chunk's file runs one after another in the order of the calls, because otherwise an older version could
+replace a newer one. Some work, such as a clear, runs alone in its namespace.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 
 class Work(NamedTuple):
-    """Something to do.
+    """Work to do.
 
     Attributes:
-        run: does it, on a thread. Its argument is to be called when the work has ended, maybe after ``run`` returns.
-        give_up: called if ``run`` raised something unforeseen.
+        run: does the work, on a thread. It must call its argument when the work has ended, maybe after it returns.
+        give_up: called if ``run`` raised unexpectedly.
     """
 
     run: Callable[[Callable[[], None]], None]
@@ -27,13 +27,13 @@ class Work(NamedTuple):
 
 
 class Once:
-    """Forwards the first call of it, from whatever thread, and ignores the others."""
+    """Forwards its first call, from any thread, and ignores the others."""
 
     def __init__(self, action: Callable[..., None]) -> None:
         self._left = deque([action])
 
     def __call__(self, *args: object) -> None:
-        """Call the action, unless that was done."""
+        """Call the action, unless it was called before."""
         try:
             action = self._left.pop()
         except IndexError:
@@ -42,18 +42,18 @@ class Once:
 
 
 class _Held(NamedTuple):
-    key: bytes | None  # of the chunk; None for work that needs the namespace to itself
+    key: bytes | None  # of the chunk; None for work that runs alone in the namespace
     work: Work
 
 
 @dataclass
 class _Traffic:
-    """The work in one namespace.
+    """Work in one namespace.
 
     Attributes:
-        active: how much is under way, or waiting for its file.
-        alone: the work that needs the namespace to itself and is next, or under way; None without any.
-        held: what came after that, in order.
+        active: number of works under way, or waiting for their file.
+        alone: the work that runs alone in the namespace and is next, or under way; None without any.
+        held: works after that, in order.
     """
 
     active: int = 0
@@ -62,7 +62,7 @@ class _Traffic:
 
 
 class Turns:
-    """Thread-safe.
+    """Keeps the order of works. Thread-safe.
 
     Args:
         start: runs its first argument on another thread, and calls its second one if that raised.
@@ -70,25 +70,25 @@ class Turns:
 
     def __init__(self, start: Callable[[Callable[[], None], Callable[[], None]], None]) -> None:
         self._start = start
-        self._waiting: dict[bytes, deque[Work]] = {}  # for the file of a chunk, while something is done to it
-        self._traffic: dict[bytes, _Traffic] = {}  # by namespace, while there is any
+        self._waiting: dict[bytes, deque[Work]] = {}  # by the key of a chunk, while work on its file is under way
+        self._traffic: dict[bytes, _Traffic] = {}  # by namespace, while it has any work
         self._lock = threading.Lock()
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is under way."""
+        """True if any work is under way."""
         return bool(self._traffic)
 
     def take(self, space_id: bytes, key: bytes, work: Work) -> None:
-        """Work on the file of a chunk, after what was begun before on it or on the whole namespace."""
+        """Queue work on the file of a chunk, behind earlier work on it or on the whole namespace."""
         self._take(space_id, _Held(key, work))
 
     def take_all(self, space_id: bytes, work: Work) -> None:
-        """Work on a whole namespace: what was begun before ends first, and what comes later waits."""
+        """Queue work on a whole namespace; earlier work there ends first, and later work waits."""
         self._take(space_id, _Held(None, work))
 
     def take_next(self, space_id: bytes, work: Work) -> None:
-        """Work on a whole namespace before anything that waits. To be called by such work before it ends."""
+        """Queue work on a whole namespace ahead of all that waits. To be called by such work before it ends."""
         with self._lock:
             self._traffic[space_id].held.appendleft(_Held(None, work))
 
@@ -101,7 +101,7 @@ class Turns:
             begin()
 
     def _admit(self, space_id: bytes, traffic: _Traffic) -> list[Callable[[], None]]:
-        """Take what waits, in order, as far as it may begin; returns what to call without the lock. Needs the lock."""
+        """Admit work in order, as far as it may begin; return the calls to make without the lock. Needs the lock."""
         ready: list[Callable[[], None]] = []
         while traffic.held and traffic.alone is None:
             key, work = traffic.held.popleft()

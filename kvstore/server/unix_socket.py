@@ -1,8 +1,8 @@
-"""The unix socket for clients on the same host: hands out the pool, and tells when a client is gone.
+"""Unix socket for clients on the same host, which hands out the pool and detects when a client is gone.
 
-A client that connects is sent the memfd and a token, with which it says hello through the ZeroMQ socket. After that
-nothing is sent here. The connection stands for the client's hold on the pool: only the client closes it, or the kernel
-after the client's death, so its end is the only sign that the client cannot write to its pages any more.
+A client that connects receives the memfd and a token, with which it says hello through the ZeroMQ socket. After that
+nothing is sent here. The connection stands for the client's access to the pool. Only the client closes it, or the
+kernel after the client's death, so its end is the only sign that the client cannot write to its pages any more.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class UnixSocket:
     """A unix socket in a folder of mode 0700. Belongs to the thread that decides.
 
     Args:
-        folder: where it is; made if missing.
+        folder: its folder; made if missing.
         pool_fd: the memfd to hand out.
-        most: connections that may be open.
+        most: the most connections that may be open.
 
     Raises:
-        ConfigError: the folder belongs to somebody else or is open to others, or another server runs in it.
+        ConfigError: the folder belongs to another user or is open to others, or another server runs in it.
     """
 
     def __init__(self, folder: Path, pool_fd: int, most: int) -> None:
@@ -56,22 +56,22 @@ class UnixSocket:
         self._epoll.register(self._listener, select.EPOLLIN)
 
     def fileno(self) -> int:
-        """Readable when a client connects or disconnects."""
+        """Return a descriptor that is readable when a client connects or disconnects."""
         return self._epoll.fileno()
 
     def is_open(self, token: bytes) -> bool:
-        """Whether the connection with this token is open."""
+        """Tell if the connection with this token is open."""
         return token in self._connections
 
     def turn_out(self, token: bytes) -> None:
-        """Ask a client to close its end. It is gone once it has."""
+        """Ask a client to close its end; it is gone once it does."""
         connection = self._connections.get(token)
         if connection is not None:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
 
     def look(self) -> list[bytes]:
-        """Accept new clients; returns the tokens of those that are gone."""
+        """Accept new clients; return the tokens of those that are gone."""
         gone = []
         for fd, events in self._epoll.poll(0):
             if fd == self._listener.fileno():
@@ -114,7 +114,7 @@ class UnixSocket:
         self._epoll.register(connection, select.EPOLLIN | select.EPOLLRDHUP)
 
     def _has_gone(self, fd: int, events: int) -> bool:
-        """Whether a connection ended. Bytes that come through it mean nothing, and are thrown away."""
+        """Tell if a connection ended. Bytes received through it mean nothing, and are discarded."""
         if events & (select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP):
             return True
         connection = self._connections[self._tokens[fd]]
@@ -136,7 +136,7 @@ def make_private(folder: Path) -> None:
     """Make a folder that only our user can enter, or check that it is one.
 
     Raises:
-        ConfigError: it is none, or cannot be made.
+        ConfigError: it is not private, or cannot be made.
     """
     try:
         folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
@@ -172,7 +172,7 @@ def _listen(path: Path) -> socket.socket:
 
 
 def is_alive(path: Path) -> bool:
-    """Whether somebody listens on a unix socket."""
+    """Tell if a process listens on a unix socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:

@@ -1,8 +1,8 @@
 """Cuts off connections that send bytes without ever completing a message.
 
-ZeroMQ bounds the length of a frame but not the number of frames, and hands over only complete messages. So a message
-that never ends would fill the memory unseen. The kernel counts the bytes that a connection has received: if they grow
-while no message comes, the connection is cut off, and ZeroMQ frees what it has received of the message.
+ZeroMQ bounds the length of a frame but not the number of frames, and delivers only complete messages. So a message that
+never ends would fill the memory unseen. The kernel counts the bytes that a connection has received. If they grow while
+no message arrives, the connection is cut off, and ZeroMQ frees the partial message.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class _Connection:
     """An open connection.
 
     Attributes:
-        own: a duplicate of its descriptor, so that the number cannot come to stand for another connection.
+        own: a duplicate of its descriptor, so that the number cannot be reused for another connection.
         heard_bytes: the bytes received until the first look after the last message.
-        is_heard: a message came since the last look.
+        is_heard: True if a message arrived since the last look.
     """
 
     own: socket.socket
@@ -47,14 +47,14 @@ class _Connection:
         return int(_RECEIVED.unpack_from(info, _RECEIVED_OFFSET)[0]) if len(info) > _RECEIVED_OFFSET else 0
 
     def unheard_bytes(self) -> int:
-        """Bytes received since the last message."""
+        """Return the bytes received since the last message."""
         received_bytes = self.received_bytes
         if self.is_heard:
             self.is_heard, self.heard_bytes = False, received_bytes
         return received_bytes - self.heard_bytes
 
     def cut(self) -> None:
-        with suppress(OSError):  # it has ended by itself
+        with suppress(OSError):  # it has already ended
             self.own.shutdown(socket.SHUT_RDWR)
 
 
@@ -62,8 +62,8 @@ class Watch:
     """The connections of a TCP socket. Belongs to the thread that decides.
 
     Args:
-        port: of the socket.
-        most: connections that may be open. Beyond that the oldest goes of which no client has said hello.
+        port: the port of the socket.
+        most: the most connections that may be open. Beyond that, the oldest one without a hello is cut off.
     """
 
     def __init__(self, port: int, most: int) -> None:
@@ -76,7 +76,7 @@ class Watch:
         return len(self._connections)
 
     def come(self, fd: int) -> None:
-        """A connection was accepted."""
+        """Add a connection that was accepted."""
         self.go(fd)
         own = _duplicate(fd, self._port)
         if own is None:
@@ -85,28 +85,28 @@ class Watch:
         self._strangers[fd] = None
         if len(self._connections) > self._most:
             oldest = next(iter(self._strangers))
-            del self._strangers[oldest]  # it is cut off once
+            del self._strangers[oldest]  # so that it is cut off only once
             self._connections[oldest].cut()
 
     def meet(self, fd: int) -> None:
-        """A client has said hello through a connection."""
+        """Note that a client has said hello through a connection."""
         self._strangers.pop(fd, None)
 
     def go(self, fd: int) -> None:
-        """A connection has ended."""
+        """Remove a connection that has ended."""
         self._strangers.pop(fd, None)
         connection = self._connections.pop(fd, None)
         if connection is not None:
             connection.own.close()
 
     def hear(self, fd: int) -> None:
-        """A message came through a connection."""
+        """Note that a message arrived through a connection."""
         connection = self._connections.get(fd)
         if connection is not None:
             connection.is_heard = True
 
     def look(self) -> int:
-        """Cut off connections that send without end; how many."""
+        """Cut off connections that send endless messages; return their number."""
         strangers: list[tuple[int, int]] = []
         guilty: list[int] = []
         for fd, connection in self._connections.items():
@@ -135,7 +135,7 @@ class Watch:
 
 
 def _duplicate(fd: int, port: int) -> socket.socket | None:
-    """A duplicate of the descriptor of a connection to a port; None if the number stands for something else by now."""
+    """Duplicate the descriptor of a connection to a port; return None if the number is reused by now."""
     own_fd = -1
     try:
         own_fd = os.dup(fd)
@@ -146,7 +146,7 @@ def _duplicate(fd: int, port: int) -> socket.socket | None:
         return None
     with suppress(OSError):
         name = own.getsockname()
-        is_listener = own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)  # bound anew, under a number of before
+        is_listener = own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)  # bound again, under a reused number
         if own.family in {socket.AF_INET, socket.AF_INET6} and name[1] == port and not is_listener:
             return own
     own.close()

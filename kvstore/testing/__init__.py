@@ -1,9 +1,9 @@
-"""Tests for tiers and policies of other packages, and for ours.
+"""Tests for tiers and policies of other packages, and for those of this one.
 
-One suite that every tier and every wrapper of a tier must pass, a longer one for tiers that keep to a bound
+It has one suite that every tier and every wrapper of a tier must pass, a longer one for tiers that keep to a bound
 (``BoundedTierConformance``), and one for policies (``policies.py``).
 
-A tier's test is a class that says how to open the tier and how to reach its storage behind its back::
+A tier's test is a class with hooks that open the tier and that read its storage without it::
 
     class TestMyTier(TierConformance):
         def open_tier(self, setup: TierSetup) -> Tier: ...
@@ -18,7 +18,7 @@ from __future__ import annotations
 from pkgutil import iter_modules
 
 try:
-    import hypothesis  # noqa: F401 - imported here, so that the error says what to install
+    import hypothesis  # noqa: F401 - imported here, so that the error names the packages to install
     import pytest
 except ImportError as error:
     raise ImportError(f"kvstore.testing needs {error.name}: pip install 'vllm-kvstore[testing]'") from error

@@ -1,4 +1,4 @@
-"""A tier keeps to its bound, accounts for its bytes, and tells what it holds."""
+"""Tests of bounds: a tier keeps to its bound, accounts for its bytes, and reports its chunks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ STORED, FULL, HIT = Outcome.STORED, Outcome.FULL, Outcome.HIT
 
 
 class BoundsTests(BoundedHarness):
-    """Capacity, accounting, scan."""
+    """Tests of capacity, accounting and ``scan``."""
 
     def test_the_bound_may_be_rounded_down_but_never_up(self) -> None:
-        """It is told to people."""
+        """The bound may be rounded down but not up, because it is reported to users."""
         tier = self.start_bounded(chunks=FEW_CHUNKS)
         assert tier.usable_bytes <= tier.capacity_bytes == FEW_CHUNKS * tier.stored_bytes(EVEN.blocks_per_chunk)
 
     @pytest.mark.parametrize("geometry", LAYOUTS)
     def test_stored_bytes_cover_the_payload(self, geometry: str) -> None:
-        """And do not shrink with the length."""
+        """Stored bytes cover the payload, and never shrink with the number of blocks."""
         layout = LAYOUTS[geometry]
         tier = self.start_bounded(layout)
         sizes = [tier.stored_bytes(blocks) for blocks in range(1, layout.blocks_per_chunk + 1)]
@@ -35,14 +35,14 @@ class BoundsTests(BoundedHarness):
         assert sizes == sorted(sizes)
 
     def test_used_bytes_are_the_sum_of_stored_bytes(self) -> None:
-        """To the byte, while nothing was removed."""
+        """Used bytes are exactly the sum of the stored bytes, while nothing was removed."""
         tier = self.start_bounded()
         for number in range(12):
             self.put(make_ref(number, 1 + number % 4))
             assert tier.used_bytes == sum(size for _, size in tier.scan()) == self.raw_used_bytes()
 
     def test_full_is_an_answer(self) -> None:
-        """The first chunks are stored, the rest is refused, each on its own."""
+        """The first chunks are stored, and each of the others is refused individually."""
         self.only_with_exact_sizes()
         self.start(chunks=FEW_CHUNKS)
         outcomes = self.put(*FEW) + self.put(make_ref(91), make_ref(92))
@@ -50,7 +50,7 @@ class BoundsTests(BoundedHarness):
         self.check_bytes()
 
     def test_full_writes_nothing(self) -> None:
-        """What was refused is nowhere, and what was there is unharmed."""
+        """A refused chunk is stored nowhere, and chunks stored before are unharmed."""
         self.only_with_exact_sizes()
         tier = self.start_bounded(chunks=FEW_CHUNKS)
         self.put(*FEW)
@@ -63,7 +63,7 @@ class BoundsTests(BoundedHarness):
         assert tier.used_bytes == used_bytes == self.raw_used_bytes()
 
     def test_a_full_tier_can_replace(self) -> None:
-        """Without room for two of them, the new one takes the place of the old."""
+        """Without room for both, the new chunk replaces the old one."""
         self.start(chunks=FEW_CHUNKS)
         self.put(*FEW)
         assert self.put(*FEW, version=1) == [STORED] * FEW_CHUNKS
@@ -71,7 +71,7 @@ class BoundsTests(BoundedHarness):
         self.check_bytes()
 
     def test_what_is_removed_makes_room(self) -> None:
-        """At once, for as many chunks as were removed."""
+        """Removals make room at once, for as many chunks as were removed."""
         self.only_with_exact_sizes()
         tier = self.start_bounded(chunks=FEW_CHUNKS)
         self.put(*FEW)
@@ -81,7 +81,7 @@ class BoundsTests(BoundedHarness):
         self.check_bytes()
 
     def test_room_of_one_length_serves_another(self) -> None:
-        """Chunks of other lengths can take what a removed one gave back."""
+        """Chunks of other lengths can use the room of a removed one."""
         tier = self.start_bounded(chunks=FEW_CHUNKS)
         self.put(*FEW)
         tier.remove([A])
@@ -91,7 +91,7 @@ class BoundsTests(BoundedHarness):
         self.check_bytes()
 
     def test_clear_makes_room(self) -> None:
-        """For all that fits."""
+        """A clear makes room for as many chunks as fit."""
         tier = self.start_bounded(chunks=FEW_CHUNKS)
         for version in range(3):
             assert self.put(*FEW, version=version) == [STORED] * FEW_CHUNKS
@@ -99,7 +99,7 @@ class BoundsTests(BoundedHarness):
             self.check_bytes()
 
     def test_no_byte_is_lost_over_many_rounds(self) -> None:
-        """Storing and removing again and again, in a tier that is nearly full."""
+        """No byte is lost over many puts and removals in a tier that is nearly full."""
         tier = self.start_bounded(chunks=FEW_CHUNKS)
         keep = FEW_CHUNKS - 1
         for number in range(60):
@@ -108,7 +108,7 @@ class BoundsTests(BoundedHarness):
             self.check_bytes()
 
     def test_what_is_refused_is_counted(self) -> None:
-        """As full, beside what is stored."""
+        """Refused chunks are counted as full, separately from stored ones."""
         self.only_with_exact_sizes()
         tier = self.start_bounded(chunks=FEW_CHUNKS)
         self.put(*FEW)
@@ -117,7 +117,7 @@ class BoundsTests(BoundedHarness):
         assert (tier.counters.stored, tier.counters.full, tier.counters.failed) == (FEW_CHUNKS + 1, 1, 0)
 
     def test_bytes_moved_are_bytes_stored(self) -> None:
-        """And no more."""
+        """Counted bytes do not exceed the stored bytes."""
         tier = self.start_bounded()
         self.put(A, make_ref(2, 1))
         self.get(A)
@@ -125,14 +125,14 @@ class BoundsTests(BoundedHarness):
         assert tier.counters.bytes_read <= tier.stored_bytes(4)
 
     def test_scan_after_close_is_refused(self) -> None:
-        """Like every other call."""
+        """``scan`` after ``close`` is refused like every other call."""
         tier = self.start_bounded()
         tier.close()
         with pytest.raises(ClosedError):
             tier.scan()
 
     def test_scan_tells_stored_bytes(self) -> None:
-        """By which the index keeps the tier within its bound."""
+        """``scan`` returns the stored bytes, with which the index keeps the tier within its bound."""
         tier = self.start_bounded()
         refs = [make_ref(blocks, blocks) for blocks in range(1, 5)]
         self.put(*refs)
@@ -156,7 +156,7 @@ class BoundsTests(BoundedHarness):
             assert set(order[3:]) == touched
 
     def test_sizes_are_found_again_after_a_restart(self) -> None:
-        """Of each chunk, and of all."""
+        """The sizes of each chunk and of all are found again after a restart."""
         self._only_where_chunks_outlive_the_tier()
         tier = self.start_bounded()
         self.put(*(make_ref(number, 1 + number % 4) for number in range(12)))
@@ -166,7 +166,7 @@ class BoundsTests(BoundedHarness):
         assert self.bounded.used_bytes == used_bytes == self.raw_used_bytes()
 
     def test_a_lowered_bound_holds_at_once(self) -> None:
-        """Chunks that no longer fit go; those that stay are whole."""
+        """Chunks that no longer fit are removed, and the others are whole."""
         self._only_where_chunks_outlive_the_tier()
         self.only_with_exact_sizes()
         tier = self.start_bounded()
@@ -180,7 +180,7 @@ class BoundsTests(BoundedHarness):
         assert self.get(*kept) == [HIT] * FEW_CHUNKS
 
     def test_the_bound_holds_under_concurrent_puts(self) -> None:
-        """Twelve threads put into a tier with room for six chunks: six are stored."""
+        """Of the puts of twelve threads into a tier with room for six chunks, six are stored."""
         self.only_with_exact_sizes()
         self.start(chunks=FEW_CHUNKS)
         stored: list[ChunkRef] = []

@@ -1,4 +1,4 @@
-"""A tier reads and writes exactly the bytes it was given, and keeps none of them."""
+"""Tests of buffers: a tier reads and writes exactly the bytes that it was given, and keeps none of them."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ BAD_BUFFERS: dict[str, Any] = {
 
 
 def touched_bytes(layout: KVLayout, ref: ChunkRef) -> int:
-    """The payload and its padding: all that a tier may write to."""
+    """Return the bytes of the payload and its padding, which are all that a tier may write to."""
     return round_up(layout.payload_bytes(ref.num_blocks), ALIGNMENT_BYTES)
 
 
 class BufferTests(TierHarness):
-    """Slots, tails in slots, buffers at odd addresses, and buffers that break the contract."""
+    """Tests of slots, tails in slots, buffers at odd addresses, and buffers that break the contract."""
 
     @both_layouts
     def test_put_leaves_the_payload_as_it_is(self, layout: KVLayout) -> None:
-        """And all bytes of the slot behind the padding."""
+        """A put changes neither the payload nor the bytes behind the padding."""
         tier = self.start(layout)
         ref, buffer, *_ = make_transfer(layout, TAIL)
         tier.put([Transfer(ref, buffer)])
@@ -63,7 +63,7 @@ class BufferTests(TierHarness):
 
     @both_layouts
     def test_put_may_only_zero_the_padding(self, layout: KVLayout) -> None:
-        """Zeros, or what was there."""
+        """After a put the padding holds zeros or its old bytes."""
         tier = self.start(layout)
         ref, buffer, *_ = make_transfer(layout, TAIL)
         tier.put([Transfer(ref, buffer)])
@@ -80,7 +80,7 @@ class BufferTests(TierHarness):
         assert is_untouched(buffer[touched_bytes(layout, TAIL) :])
 
     def test_a_buffer_just_large_enough(self) -> None:
-        """For a tail, less than a slot."""
+        """A tail can be read into a buffer that is smaller than a slot."""
         tier = self.start(ODD)
         self.put(TAIL)
         buffer = make_buffer(touched_bytes(ODD, TAIL))
@@ -90,7 +90,7 @@ class BufferTests(TierHarness):
         assert self.get(TAIL) == [Outcome.HIT]
 
     def test_get_touches_no_other_memory(self) -> None:
-        """Three slots side by side, of which the middle one is read."""
+        """Of three adjacent slots, a read into the middle one leaves the others unchanged."""
         tier = self.start()
         self.put(FULL)
         size = EVEN.slot_bytes
@@ -101,7 +101,7 @@ class BufferTests(TierHarness):
         assert is_untouched(row[2 * size :])
 
     def test_each_chunk_goes_to_its_own_buffer(self) -> None:
-        """Slots side by side, filled in one batch."""
+        """One batch fills adjacent slots, each with its chunk."""
         tier = self.start()
         refs = [make_ref(number) for number in range(6)]
         self.put(*refs)
@@ -112,7 +112,7 @@ class BufferTests(TierHarness):
 
     @pytest.mark.parametrize("shift_bytes", [1, 8, 512, 4095])
     def test_unaligned_buffers(self, shift_bytes: int) -> None:
-        """Slower at most, never wrong."""
+        """Unaligned buffers may be slower but get the right bytes."""
         tier = self.start(ODD)
         assert tier.put([make_transfer(ODD, FULL, shift_bytes=shift_bytes)]) == [Outcome.STORED]
         assert self.get(FULL) == [Outcome.HIT]
@@ -121,7 +121,7 @@ class BufferTests(TierHarness):
         assert buffer[: ODD.payload_bytes(4)].tobytes() == make_payload(ODD, FULL)
 
     def test_put_keeps_no_hold_of_the_buffer(self) -> None:
-        """The slot is given to another chunk as soon as put has returned."""
+        """The slot may be reused for another chunk as soon as ``put`` has returned."""
         tier = self.start()
         transfer = make_transfer(EVEN, FULL)
         tier.put([transfer])
@@ -129,7 +129,7 @@ class BufferTests(TierHarness):
         assert self.get(FULL) == [Outcome.HIT]
 
     def test_get_gives_no_hold_of_the_storage(self) -> None:
-        """Whoever writes to the buffer does not write to the tier."""
+        """A write to the buffer after ``get`` does not reach the tier."""
         tier = self.start()
         self.put(FULL)
         buffer = make_buffer(EVEN.slot_bytes)
@@ -138,7 +138,7 @@ class BufferTests(TierHarness):
         assert self.get(FULL) == [Outcome.HIT]
 
     def test_the_padding_is_not_part_of_the_chunk(self) -> None:
-        """Equal payloads are equal chunks, whatever stands behind them."""
+        """Equal payloads are equal chunks, with any bytes behind them."""
         tier = self.start(ODD)
         ref, buffer, *_ = make_transfer(ODD, TAIL)
         tier.put([Transfer(ref, buffer)])

@@ -1,4 +1,4 @@
-"""What every channel must do: its own contract, and that of a transport over it."""
+"""Tests that every channel must pass: its own contract, and that of a transport over it."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class Exposing(NamedTuple):
 
 
 class ChannelConformance(TransportConformance):
-    """What every channel must pass. Subclass it under a name that begins with ``Test``, and set ``channel``."""
+    """Tests of a channel. Subclass it under a name that begins with ``Test``, and set ``channel``."""
 
     channel: ClassVar[type[Channel] | None] = None
 
-    # -- in short ----------------------------------------------------------------------------------------------------
+    # -- shorthands --------------------------------------------------------------------------------------------------
 
     @pytest.fixture
     def here(self) -> Iterator[Channel]:
-        """A channel of this process; ``self.target`` is registered."""
+        """Yield a channel of this process, with ``self.target`` registered."""
         with closing(self.open_channel()) as channel:
             self.target = np.zeros(_MEMORY_BYTES, np.uint8)
             channel.register(self.target)
@@ -49,19 +49,19 @@ class ChannelConformance(TransportConformance):
     @pytest.fixture(scope="class")
     @classmethod
     def there(cls) -> Iterator[Exposing]:
-        """Another process, whose memory holds ``random_bytes(_MEMORY_BYTES, _SEED)``."""
+        """Yield another process, whose memory holds ``random_bytes(_MEMORY_BYTES, _SEED)``."""
         with cls.exposing() as other:
             yield other
 
     def open_channel(self) -> Channel:
-        """A channel without memory."""
+        """Return a channel without memory."""
         assert self.channel is not None
         return self.channel()
 
     @classmethod
     @contextmanager
     def exposing(cls) -> Iterator[Exposing]:
-        """Another process."""
+        """Yield another process that lets its memory be read."""
         assert cls.channel is not None
         where = (cls.channel.__module__, cls.channel.__qualname__, str(_MEMORY_BYTES), str(_SEED))
         command = [sys.executable, "-m", "kvstore.testing.exposing", *where]
@@ -77,7 +77,7 @@ class ChannelConformance(TransportConformance):
 
     @staticmethod
     def ended(channel: Channel, reading: Reading) -> State:
-        """What becomes of a read."""
+        """Wait for the end of a read, and return its state."""
         until_s = time.monotonic() + _READ_S
         while (state := channel.look(reading)) is State.PENDING:
             assert time.monotonic() < until_s, "the read does not end"
@@ -167,7 +167,7 @@ class ChannelConformance(TransportConformance):
         assert self.read(here, here.attach(there.description), 0, [self.target[:9]]) is State.DONE
 
     def test_a_peer_that_was_killed(self, here: Channel, there: Exposing) -> None:
-        """Reads are refused or fail; nobody waits for ever, and others are not concerned."""
+        """Reads from a killed peer are refused or fail in bounded time, and other peers are not affected."""
         with self.exposing() as victim:
             peer = here.attach(victim.description)
             assert self.read(here, peer, 0, [self.target[:9]]) is State.DONE

@@ -1,4 +1,4 @@
-"""The whole suites, one class each."""
+"""Complete suites for tiers, one class each."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class TierConformance(
     ThreadTests,
     MachineTests,
 ):
-    """What every tier must pass. Subclass it under a name that begins with ``Test``, and fill in the hooks."""
+    """Tests of a tier. Subclass it under a name that begins with ``Test``, and fill in the hooks."""
 
 
 class BoundedTierConformance(TierConformance, BoundsTests):
-    """What every ``BoundedTier`` must pass."""
+    """Tests of a ``BoundedTier``."""

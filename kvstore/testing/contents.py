@@ -1,4 +1,4 @@
-"""What was put can be got, until it is replaced, removed or cleared."""
+"""Tests of a tier's contents: a chunk can be read until it is replaced, removed or cleared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ A, B, C = make_ref(1), make_ref(2), make_ref(3)
 
 
 def _trail(ref: ChunkRef, *first: int) -> bytes:
-    """A trail of a chunk of four blocks that begins with blocks of these numbers."""
+    """Return a trail of a chunk of four blocks that begins with blocks of these numbers."""
     others = [make_ref(number, 1).prefix_key for number in first]
     own = [
         make_ref(100 * ref.prefix_key[0] + number, 1).prefix_key for number in range(len(others), ref.num_blocks - 1)
@@ -21,7 +21,7 @@ def _trail(ref: ChunkRef, *first: int) -> bytes:
 
 
 class ContentTests(TierHarness):
-    """Round trips, batches, and the calls that forget."""
+    """Tests of round trips, batches, and the calls that forget."""
 
     def test_an_empty_tier_holds_nothing(self) -> None:
         """Right after opening there are no chunks, bytes or events."""
@@ -39,13 +39,13 @@ class ContentTests(TierHarness):
         assert self.get(B) == [Outcome.MISS]
 
     def test_contains(self) -> None:
-        """Answers in the order of the question, and says what get would."""
+        """``contains`` answers in the order of the chunks, and agrees with ``get``."""
         tier = self.start()
         self.put(A, C)
         assert tier.contains([A, B, C, A]) == [True, False, True, True]
 
     def test_what_is_named_for_a_trail_shares_blocks_with_it(self) -> None:
-        """A tier that keeps trails names those that share most, the nearest first; none names anything else."""
+        """A tier that keeps trails names those that share most, the nearest first, and no tier names others."""
         tier = self.start()
         told = {ref: _trail(ref, *range(8, 8 - shared, -1)) for ref, shared in ((A, 1), (B, 3), (C, 2))}
         other = make_ref(4)
@@ -64,7 +64,7 @@ class ContentTests(TierHarness):
         assert tier.nearest([told[B]]) == [()]
 
     def test_batches_of_nothing(self) -> None:
-        """Nothing asked, nothing answered."""
+        """Empty batches get empty answers."""
         tier = self.start()
         assert [*tier.get([]), *tier.put([]), *tier.contains([])] == []
         tier.remove([])
@@ -72,7 +72,7 @@ class ContentTests(TierHarness):
 
     @pytest.mark.parametrize("geometry", LAYOUTS)
     def test_round_trip_of_every_length(self, geometry: str) -> None:
-        """Full chunks and tails, of even, odd, large and tiny pages, with one plane and two."""
+        """Round trips work for full chunks and tails, with even, odd, large and tiny pages, and one plane or two."""
         layout = LAYOUTS[geometry]
         self.start(layout)
         refs = [make_ref(blocks, blocks) for blocks in range(1, layout.blocks_per_chunk + 1)]
@@ -114,7 +114,7 @@ class ContentTests(TierHarness):
         assert self.held() == set(refs)
 
     def test_answers_come_in_the_order_of_the_batch(self) -> None:
-        """Hits and misses mixed, each with its own bytes."""
+        """Hits and misses can be mixed, and each hit has its own bytes."""
         self.start()
         self.put(A, C)
         assert self.get(B, C, B, A) == [Outcome.MISS, Outcome.HIT, Outcome.MISS, Outcome.HIT]
@@ -126,7 +126,7 @@ class ContentTests(TierHarness):
         assert self.get(A, A) == [Outcome.HIT, Outcome.HIT]
 
     def test_one_chunk_twice_in_a_batch_of_puts(self) -> None:
-        """It is held once, with the bytes of one of the two."""
+        """A chunk put twice in a batch is held once, with the bytes of one of the two."""
         self.start()
         assert self.put_all([make_transfer(self.layout, A) for _ in range(2)]) == [Outcome.STORED, Outcome.STORED]
         assert self.get(A) == [Outcome.HIT]
@@ -134,7 +134,7 @@ class ContentTests(TierHarness):
         self.check_bytes()
 
     def test_replacing_serves_the_new_bytes(self) -> None:
-        """And holds the chunk once."""
+        """A replaced chunk has the new bytes, and is held once."""
         self.start()
         self.put(A, B)
         assert self.put(A, version=1) == [Outcome.STORED]
@@ -143,7 +143,7 @@ class ContentTests(TierHarness):
         self.check_bytes()
 
     def test_the_storage_holds_what_the_tier_says(self) -> None:
-        """Seen from behind the tier."""
+        """The storage holds the chunks that the tier reports."""
         tier = self.start()
         assert self.raw_read(A) is None
         self.put(A)
@@ -152,7 +152,7 @@ class ContentTests(TierHarness):
         assert self.raw_read(A) is None
 
     def test_remove_forgets(self) -> None:
-        """What is removed, and nothing else."""
+        """A removed chunk is forgotten, and no other."""
         tier = self.start()
         self.put(A, B)
         tier.remove([A])
@@ -161,7 +161,7 @@ class ContentTests(TierHarness):
         self.check_bytes()
 
     def test_remove_of_unknown_chunks_is_ignored(self) -> None:
-        """Before, after and between known ones."""
+        """Unknown chunks before, after and between known ones are ignored."""
         tier = self.start()
         tier.remove([A])
         self.put(A)
@@ -170,14 +170,14 @@ class ContentTests(TierHarness):
         assert self.held() == set()
 
     def test_remove_takes_any_iterable(self) -> None:
-        """Also one that can be walked once only."""
+        """``remove`` takes any iterable, even one that can be iterated only once."""
         tier = self.start()
         self.put(A, B, C)
         tier.remove(ref for ref in (A, B))
         assert self.held() == {C}
 
     def test_a_removed_chunk_can_be_stored_again(self) -> None:
-        """With other bytes."""
+        """A removed chunk can be stored again, with other bytes."""
         tier = self.start()
         self.put(A)
         tier.remove([A])
@@ -185,7 +185,7 @@ class ContentTests(TierHarness):
         assert self.get(A, version=1) == [Outcome.HIT]
 
     def test_reset_begins_anew(self) -> None:
-        """Nothing of before can be got, and what comes is kept like before."""
+        """After a reset no earlier chunk is found, and new ones are kept."""
         tier = self.start()
         self.put(A, B)
         tier.reset(OTHER)
@@ -197,7 +197,7 @@ class ContentTests(TierHarness):
         self.check_bytes()
 
     def test_a_put_of_another_epoch_stores_nothing(self) -> None:
-        """One that is overtaken by ``reset`` on its way here holds KV of other weights."""
+        """A put that was overtaken by ``reset`` stores nothing, because it holds KV of other weights."""
         tier = self.start()
         old, new = ([make_transfer(EVEN, ref)._replace(namespace_id=n.id) for ref in (A, B)] for n in (MINE, OTHER))
         assert self.put_all([old[0], new[1]]) == [Outcome.STORED, Outcome.FAILED]
@@ -211,7 +211,7 @@ class ContentTests(TierHarness):
         self.check_bytes()
 
     def test_clear_forgets_everything(self) -> None:
-        """And leaves a tier that works."""
+        """After a clear all chunks are forgotten, and the tier works."""
         tier = self.start()
         tier.clear()
         self.put(A, B)

@@ -1,4 +1,4 @@
-"""Storage that was changed behind the tier's back never becomes a wrong byte."""
+"""Tests of storage that was changed behind the tier's back, which never leads to a wrong byte."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ A, B = make_ref(1), make_ref(2)
 
 
 class DamageTests(TierHarness):
-    """For tiers that check their bytes: damage is found, removed and counted; what is gone is a miss."""
+    """Tests of tiers that check their bytes: damaged chunks are found, removed and counted; lost ones are misses."""
 
     @pytest.fixture(autouse=True)
     def _only_where_bytes_are_checked(self, request: pytest.FixtureRequest) -> None:
@@ -21,7 +21,7 @@ class DamageTests(TierHarness):
             pytest.skip("this tier does not check its bytes")
 
     def test_a_flipped_bit_anywhere(self) -> None:
-        """In the header or in the payload, at the ends or in the middle."""
+        """A flipped bit is found in header and payload, at the ends and in the middle."""
         self.start()
         self.put(A)
         size = len(self._stored(A))
@@ -34,7 +34,7 @@ class DamageTests(TierHarness):
 
     @pytest.mark.parametrize("part", [0.0, 0.3, 0.9])
     def test_a_value_that_was_cut(self, part: float) -> None:
-        """Down to nothing, or by a few bytes."""
+        """A value that was cut is found, be it empty or a few bytes short."""
         self.start()
         self.put(A)
         value = self._stored(A)
@@ -43,42 +43,42 @@ class DamageTests(TierHarness):
         self._expect_corrupt(A, value[:-1])
 
     def test_a_value_that_has_grown(self) -> None:
-        """A chunk has one length."""
+        """A value that is too long is found, because a chunk has one length."""
         self.start()
         self.put(A)
         self._expect_corrupt(A, self._stored(A) + b"\0")
 
     @pytest.mark.parametrize("filling", [b"\0", b"\xff", b"{", b'{"a":'])
     def test_foreign_content(self, filling: bytes) -> None:
-        """Something else altogether, of the right length."""
+        """Unrelated content of the right length is found."""
         self.start()
         self.put(A)
         size = len(self._stored(A))
         self._expect_corrupt(A, (filling * size)[:size])
 
     def test_the_value_of_another_chunk(self) -> None:
-        """A whole and sound chunk, but not this one."""
+        """A whole and sound value of another chunk is found."""
         self.start()
         self.put(A, B)
         self._expect_corrupt(A, self._stored(B))
         assert self.get(B) == [Outcome.HIT]
 
     def test_the_value_of_another_length(self) -> None:
-        """The same key, but one block less."""
+        """A value with the same key but one block less is found."""
         self.start(ODD)
         self.put(make_ref(1, 4), make_ref(1, 3))
         self._expect_corrupt(make_ref(1, 4), self._stored(make_ref(1, 3)))
         assert self.get(make_ref(1, 3)) == [Outcome.HIT]
 
     def test_damage_fails_one_chunk_of_a_batch(self) -> None:
-        """The others are served."""
+        """The other chunks of a batch are served."""
         self.start()
         self.put(A, B)
         self.raw_write(A, bytes(len(self._stored(A))))
         assert self.get(B, A, B) == [Outcome.HIT, Outcome.CORRUPT, Outcome.HIT]
 
     def test_a_damaged_chunk_can_be_stored_again(self) -> None:
-        """With or without a get in between."""
+        """A damaged chunk can be stored again, with or without a get in between."""
         self.start()
         for _ in range(2):
             self.put(A)
@@ -88,7 +88,7 @@ class DamageTests(TierHarness):
         self.check_bytes()
 
     def test_a_chunk_that_is_gone_is_a_miss(self) -> None:
-        """Not an error; its bytes are no longer counted."""
+        """A lost chunk is a miss and not an error, and its bytes are no longer counted."""
         tier = self.start()
         self.put(A, B)
         self.raw_remove(A)
@@ -98,7 +98,7 @@ class DamageTests(TierHarness):
         assert (tier.counters.corrupt, tier.counters.misses) == (0, 1)
 
     def test_a_chunk_that_is_gone_can_be_removed_and_stored(self) -> None:
-        """Both as if it were there."""
+        """A lost chunk can be removed and stored as if it were there."""
         tier = self.start()
         self.put(A)
         self.raw_remove(A)
@@ -116,7 +116,7 @@ class DamageTests(TierHarness):
         return value
 
     def _expect_corrupt(self, ref: ChunkRef, value: bytes) -> None:
-        """Put ``value`` in the place of a chunk; the tier must find out once, remove it and count it."""
+        """Put ``value`` in the place of a chunk; the tier must detect it once, remove it and count it."""
         before = self.tier.counters.corrupt
         self.raw_write(ref, value)
         assert self.get(ref) == [Outcome.CORRUPT]

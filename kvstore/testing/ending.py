@@ -1,4 +1,4 @@
-"""A tier counts what it does, and ends."""
+"""Tests of a tier's counters and of its end."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ A, B, C = make_ref(1), make_ref(2), make_ref(3)
 
 
 class EndingTests(TierHarness):
-    """Counters and close."""
+    """Tests of counters and ``close``."""
 
     def test_counters_add_up(self) -> None:
-        """One event for every chunk asked for, whatever its batch."""
+        """Every requested chunk counts one event, in batches of any size."""
         tier = self.start()
         self.put(A, B)
         self.put(A)
@@ -25,7 +25,7 @@ class EndingTests(TierHarness):
         assert (found.full, found.corrupt, found.failed) == (0, 0, 0)
 
     def test_bytes_moved_are_counted(self) -> None:
-        """At least the payloads, unless a codec is at work, and none for what did not move."""
+        """Moved bytes are at least the payloads, unless a codec is used, and none for chunks that did not move."""
         tier = self.start()
         self.put(A, make_ref(2, 1))
         self.get(A, C)
@@ -37,7 +37,7 @@ class EndingTests(TierHarness):
         return EVEN.payload_bytes(num_blocks) if self.exact_sizes else 1
 
     def test_looking_is_not_counted(self) -> None:
-        """It is neither a hit nor a miss."""
+        """``contains`` counts neither a hit nor a miss."""
         tier = self.start()
         self.put(A)
         tier.contains([A, B])
@@ -45,13 +45,13 @@ class EndingTests(TierHarness):
         assert (tier.counters.hits, tier.counters.misses) == (0, 0)
 
     def test_close_may_be_repeated(self) -> None:
-        """Also for a tier that was never used."""
+        """``close`` may be repeated, also for a tier that was never used."""
         tier = self.start()
         tier.close()
         tier.close()
 
     def test_calls_after_close_are_refused(self) -> None:
-        """Every method, with the exception made for it."""
+        """Every method raises ``ClosedError`` after ``close``."""
         tier = self.start()
         self.put(A)
         tier.close()

@@ -1,4 +1,4 @@
-"""The other process of the tests of channels: registers memory, and lets it be read.
+"""Peer process of the tests of channels, which registers memory and lets it be read.
 
     python -m kvstore.testing.exposing MODULE CLASS NUM_BYTES SEED
 
@@ -17,7 +17,7 @@ from kvstore.chunks import ByteArray
 
 
 def random_bytes(num_bytes: int, seed: int) -> ByteArray:
-    """What the memory holds."""
+    """Return the random bytes that the memory is filled with."""
     return np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""The leading blocks of a chunk can be had alone, where a tier says so, and are refused where it does not."""
+"""Tests of reads of a chunk's leading blocks, which a tier with ``reads_fronts`` serves, and others refuse."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ A_OF = {name: make_ref(1, layout.blocks_per_chunk) for name, layout in LAYOUTS.i
 
 
 class FrontTests(TierHarness):
-    """``front_blocks`` of a ``Transfer``."""
+    """Tests of ``front_blocks`` of a ``Transfer``."""
 
     def _get_front(self, ref: ChunkRef, front_blocks: int, buffer: ByteArray) -> Outcome:
         (outcome,) = self.tier.get([Transfer(ref, buffer, front_blocks=front_blocks)])
@@ -33,7 +33,7 @@ class FrontTests(TierHarness):
     @pytest.mark.parametrize("shift_bytes", [0, 1])
     @pytest.mark.parametrize("geometry", LAYOUTS)
     def test_leading_blocks_are_as_a_chunk_of_their_own(self, geometry: str, shift_bytes: int) -> None:
-        """Each page of theirs, in the order that a shorter chunk has, and no byte of the buffer behind these."""
+        """Leading blocks arrive in the layout of a shorter chunk, and no byte behind them is written."""
         layout = LAYOUTS[geometry]
         tier = self.start(layout)
         self.put(A_OF[geometry])
@@ -49,7 +49,7 @@ class FrontTests(TierHarness):
             assert is_untouched(buffer[len(expected) :])
 
     def test_of_a_chunk_that_is_not_there(self) -> None:
-        """There are none, beside others that there are, and whole chunks; each counts once."""
+        """Leading blocks of missing and of held chunks and whole chunks mix in a batch, and each counts once."""
         tier = self.start()
         self.put(A)
         if not tier.reads_fronts:
@@ -66,7 +66,7 @@ class FrontTests(TierHarness):
 
     @pytest.mark.parametrize("front_blocks", [-1, EVEN.blocks_per_chunk, EVEN.blocks_per_chunk + 1, 1 << 40])
     def test_impossible_ones_are_refused(self, front_blocks: int) -> None:
-        """And nothing is moved; a chunk is not its own front."""
+        """Impossible fronts, such as the whole chunk, are refused, and nothing is moved."""
         tier = self.start()
         self.put(A)
         transfer = Transfer(A, make_buffer(EVEN.slot_bytes), front_blocks=front_blocks)
@@ -75,7 +75,7 @@ class FrontTests(TierHarness):
         assert is_untouched(transfer.buffer)
 
     def test_a_tier_that_does_not_read_them_says_so(self) -> None:
-        """It must not bring the whole chunk where room for a part was given; nor is a part ever stored."""
+        """A tier that cannot read fronts refuses them and never writes the whole chunk, and no tier stores a part."""
         tier = self.start()
         self.put(A)
         if not tier.reads_fronts:
@@ -87,7 +87,7 @@ class FrontTests(TierHarness):
 
 
 def _pages(geometry: str, ref: ChunkRef) -> list[list[bytes]]:
-    """For each plane of each layer, the pages of a chunk's blocks."""
+    """Return the pages of a chunk's blocks, for each plane of each layer."""
     layout, payload, pages, begin = LAYOUTS[geometry], make_payload(LAYOUTS[geometry], ref), [], 0
     for page_bytes in layout.page_bytes:
         for _ in range(layout.planes):

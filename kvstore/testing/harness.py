@@ -1,4 +1,4 @@
-"""How the tests reach a tier and the storage behind it: hooks to fill in, and short words for common calls."""
+"""Access of the tests to a tier and to the storage behind it: hooks to fill in, and shorthands for common calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LARGE = KVLayout(page_bytes=(16384,) * 2, planes=2, block_tokens=32, chunk_token
 DEEP = KVLayout(page_bytes=(24,) * 260, planes=1, block_tokens=16, chunk_tokens=32)
 TINY = KVLayout(page_bytes=(1,), planes=1, block_tokens=16, chunk_tokens=16)
 LAYOUTS = {"even": EVEN, "odd": ODD, "large": LARGE, "deep": DEEP, "tiny": TINY}
-FEW_CHUNKS = 6  # also over two parts or three: whole chunks for each, so that all of them fit, and no more
+FEW_CHUNKS = 6  # divisible by two and three parts, so that exactly these chunks fit
 _ROOMY_CHUNKS = 64
 _UNTOUCHED = 0xA5
 
@@ -38,11 +38,11 @@ class TierHarness(ABC):
     about chunks of the namespace ``MINE`` only, while no call is under way.
 
     Attributes:
-        persistent: whether a tier opened again over the same folder finds its chunks.
-        checks_bytes: whether the tier notices that its storage was changed behind its back. Then ``raw_write`` and
+        persistent: True if a tier opened again over the same folder finds its chunks.
+        checks_bytes: True if the tier notices that its storage was changed behind its back. Then ``raw_write`` and
             ``raw_remove`` are needed.
-        keeps_trails: whether the tier keeps the trails that it is told, as other engines ask for them.
-        exact_sizes: whether a chunk takes at least the bytes of its payload. Not so with a codec.
+        keeps_trails: True if the tier keeps the trails of chunks, for lookups of other engines.
+        exact_sizes: True if a chunk takes at least the bytes of its payload; False with a codec.
         folder: an empty folder for this harness alone.
     """
 
@@ -58,19 +58,19 @@ class TierHarness(ABC):
 
     @abstractmethod
     def open_tier(self, setup: TierSetup) -> Tier:
-        """Open the tier over the storage of this harness. Again after a close: a restart."""
+        """Open the tier over the storage of this harness; a call after a close is a restart."""
 
     @abstractmethod
     def raw_read(self, ref: ChunkRef) -> bytes | None:
-        """What the storage holds for a chunk, headers included; None if nothing."""
+        """Return the bytes that the storage holds for a chunk, headers included; None if it holds none."""
 
     @abstractmethod
     def raw_used_bytes(self) -> int:
-        """What the storage really holds."""
+        """Return the bytes that the storage really holds."""
 
     @staticmethod
     def with_options(setup: TierSetup, **options: object) -> TierSetup:
-        """The same setup with options of this kind of tier, for ``open_tier``."""
+        """Return the setup with options of this kind of tier, for ``open_tier``."""
         return replace(setup, options={**setup.options, **options})
 
     def raw_write(self, ref: ChunkRef, value: bytes) -> None:
@@ -83,7 +83,7 @@ class TierHarness(ABC):
 
     @pytest.fixture(autouse=True)
     def _storage(self, tmp_path: Path) -> Iterator[None]:
-        """A fresh folder for each test, and the end of the last tier."""
+        """Use a fresh folder for each test, and close the last tier at its end."""
         self.begin(tmp_path)
         yield
         self.stop()
@@ -94,7 +94,7 @@ class TierHarness(ABC):
         self._named: dict[ChunkRef, None] = {}  # every chunk that was put
 
     def start(self, layout: KVLayout = EVEN, *, chunks: int = _ROOMY_CHUNKS, namespace: Namespace = MINE) -> Tier:
-        """Open, or open again, a tier. If it has a bound, it has room for ``chunks`` full chunks."""
+        """Open a tier, or open it again; if it has a bound, with room for ``chunks`` full chunks."""
         self.stop()
         return self._open(TierSetup(namespace, layout, self._room_bytes(layout, chunks)))
 
@@ -124,7 +124,7 @@ class TierHarness(ABC):
         return self.put_all([make_transfer(self.layout, ref, version) for ref in refs])
 
     def put_all(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Store a batch that the test has made."""
+        """Store a batch of transfers."""
         self._named.update(dict.fromkeys(transfer.ref for transfer in transfers))
         return self.tier.put(transfers)
 
@@ -139,16 +139,16 @@ class TierHarness(ABC):
         return outcomes
 
     def held(self) -> set[ChunkRef]:
-        """The chunks that the tier says it holds, of all that were put."""
+        """Return the chunks that the tier says it holds, of all that were put."""
         named = list(self._named)
         return {ref for ref, is_held in zip(named, self.tier.contains(named), strict=True) if is_held}
 
     def check_bytes(self) -> None:
-        """If all chunks are gone, nothing is left of them."""
+        """Check that no bytes are left if all chunks are gone."""
         assert self.held() or not self.raw_used_bytes()
 
     def check_bound(self) -> None:  # noqa: B027 - where there is a bound
-        """A tier that has a bound keeps to it. May be called while calls are under way."""
+        """Check that a tier keeps to its bound, if it has one. May be called while calls are under way."""
 
     def put_answers(
         self,
@@ -156,29 +156,29 @@ class TierHarness(ABC):
         held: Collection[ChunkRef],  # noqa: ARG002
         batch: Iterable[ChunkRef] = (),  # noqa: ARG002
     ) -> set[Outcome]:
-        """What a tier that holds some chunks may answer when another one is put, in a batch."""
+        """Return the outcomes that a tier with the chunks ``held`` may give to one chunk of a batch of puts."""
         return {Outcome.STORED}
 
 
 class BoundedHarness(TierHarness):
-    """The same for tiers that keep to a bound.
+    """Harness of tiers that keep to a bound.
 
     Attributes:
-        pause_s: ``scan`` may order chunks touched closer together in another way: heads of prompts after their tails,
-            or because the storage has coarse times.
-        exact_sizes: whether a chunk occupies all that ``stored_bytes`` says. Not so with a codec.
+        pause_s: time between touches beyond which ``scan`` must order chunks by them. It may order closer touches
+            otherwise, with heads of prompts after their tails, or because the storage has coarse times.
+        exact_sizes: True if a chunk takes all the bytes of ``stored_bytes``; False with a codec.
     """
 
     pause_s: ClassVar[float] = 1.1
 
     @property
     def bounded(self) -> BoundedTier:
-        """The tier."""
+        """Tier under test."""
         assert isinstance(self.tier, BoundedTier)
         return self.tier
 
     def start_bounded(self, layout: KVLayout = EVEN, *, chunks: int = _ROOMY_CHUNKS) -> BoundedTier:
-        """``start``."""
+        """Start as ``start`` does, and return the tier with its bounded type."""
         self.start(layout, chunks=chunks)
         return self.bounded
 
@@ -191,7 +191,7 @@ class BoundedHarness(TierHarness):
         roomy_bytes = _ROOMY_CHUNKS * 2 * (layout.slot_bytes + ALIGNMENT_BYTES)
         if chunks == _ROOMY_CHUNKS:
             return roomy_bytes
-        self._open(TierSetup(MINE, layout, roomy_bytes))  # only to ask how much a chunk takes
+        self._open(TierSetup(MINE, layout, roomy_bytes))  # only to find the bytes of a chunk
         chunk_bytes = self.bounded.stored_bytes(layout.blocks_per_chunk)
         self.stop()
         return chunks * chunk_bytes
@@ -202,23 +202,23 @@ class BoundedHarness(TierHarness):
         return tier
 
     def held(self) -> set[ChunkRef]:
-        """The chunks that the tier says it holds, each of them once."""
+        """Return the chunks that the tier says it holds, and check that it names each once."""
         refs = [ref for ref, _ in self.bounded.scan()]
         assert len(refs) == len(set(refs))
         return set(refs)
 
     def check_bytes(self) -> None:
-        """Compare what the tier counts with what is there."""
+        """Compare the tier's used bytes with those in its storage."""
         self.check_bound()
         assert self.bounded.used_bytes == self.raw_used_bytes()
         assert self.bounded.used_bytes >= sum(size for _, size in self.bounded.scan())
 
     def check_bound(self) -> None:
-        """It keeps to its bound."""
+        """Check that the tier keeps to its bound."""
         assert self.bounded.used_bytes <= self.bounded.capacity_bytes
 
     def put_answers(self, ref: ChunkRef, held: Collection[ChunkRef], batch: Iterable[ChunkRef] = ()) -> set[Outcome]:
-        """What it may answer; if it has several parts, other chunks of the batch may come first."""
+        """Return the outcomes it may give; a tier of several parts may store other chunks of the batch first."""
         if ref in held:
             return {Outcome.STORED}
         answers = self._answers(ref, held)
@@ -236,18 +236,18 @@ class BoundedHarness(TierHarness):
 
 
 def make_ref(number: int, num_blocks: int = 4) -> ChunkRef:
-    """A chunk's name, made from a number below 65,536."""
+    """Return a chunk's name, derived from a number below 65,536."""
     return ChunkRef(number.to_bytes(2, "little") * 8, num_blocks)
 
 
 def make_payload(layout: KVLayout, ref: ChunkRef, version: int = 0) -> bytes:
-    """Bytes that follow from the chunk's name, so that those of another chunk are recognised."""
+    """Return bytes derived from the chunk's name, so that those of another chunk are recognised."""
     seed = f"{ref.prefix_key.hex()} {ref.num_blocks} {version}"
     return random.Random(seed).randbytes(layout.payload_bytes(ref.num_blocks))  # noqa: S311 - not a secret
 
 
 def make_buffer(size_bytes: int, *, shift_bytes: int = 0) -> ByteArray:
-    """A buffer at an address that is ``shift_bytes`` past a multiple of 4096, full of a byte that is easy to spot."""
+    """Return a buffer ``shift_bytes`` past an address divisible by 4096, filled with a conspicuous byte."""
     end = shift_bytes + size_bytes
     room = np.frombuffer(mmap.mmap(-1, max(round_up(end, ALIGNMENT_BYTES), ALIGNMENT_BYTES)), np.uint8)
     buffer: ByteArray = room[shift_bytes:end]
@@ -256,7 +256,7 @@ def make_buffer(size_bytes: int, *, shift_bytes: int = 0) -> ByteArray:
 
 
 def make_transfer(layout: KVLayout, ref: ChunkRef, version: int = 0, *, shift_bytes: int = 0) -> Transfer:
-    """A slot with the payload of ``ref``; what stands behind it is dirty."""
+    """Return a transfer of a slot with the payload of ``ref``, followed by dirty bytes."""
     buffer = make_buffer(layout.slot_bytes, shift_bytes=shift_bytes)
     payload = make_payload(layout, ref, version)
     buffer[: len(payload)] = np.frombuffer(payload, np.uint8)
@@ -264,5 +264,5 @@ def make_transfer(layout: KVLayout, ref: ChunkRef, version: int = 0, *, shift_by
 
 
 def is_untouched(buffer: ByteArray) -> bool:
-    """Whether nobody wrote to any of these bytes of a new buffer."""
+    """Tell if none of these bytes of a new buffer was written."""
     return bool((buffer == _UNTOUCHED).all())

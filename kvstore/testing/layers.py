@@ -1,4 +1,4 @@
-"""Layers of a chunk can be had alone, each verified, whether a tier reads only those or whole chunks."""
+"""Tests of reads of single layers, each verified, from tiers that read only those or whole chunks."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ A, B = make_ref(1), make_ref(2)
 
 
 def layer_bytes(layout: KVLayout, ref: ChunkRef, layers: range) -> slice:
-    """Where some layers in a row are in a payload."""
+    """Return the slice of a payload that holds some adjacent layers."""
     return slice(layout.layer_range(layers.start, ref.num_blocks)[0], layout.layer_range(layers[-1], ref.num_blocks)[1])
 
 
 class LayerTests(TierHarness):
-    """``get_layers``."""
+    """Tests of ``get_layers``."""
 
     def _get_layers(self, ref: ChunkRef, layers: range, buffer: ByteArray) -> Outcome:
-        """Read layers of a chunk; what is a hit must be right."""
+        """Read layers of a chunk; a hit must have the right bytes."""
         (outcome,) = self.tier.get_layers([Transfer(ref, buffer)], layers)
         if outcome is Outcome.HIT:
             part = layer_bytes(self.layout, ref, layers)
@@ -43,7 +43,7 @@ class LayerTests(TierHarness):
     @pytest.mark.parametrize("shift_bytes", [0, 1])
     @pytest.mark.parametrize("geometry", LAYOUTS)
     def test_layers_one_by_one_make_a_chunk(self, geometry: str, shift_bytes: int) -> None:
-        """In any order, of every length, also in buffers that direct I/O cannot use."""
+        """Layers read in any order make a chunk, for every length, also in buffers that direct I/O cannot use."""
         layout = LAYOUTS[geometry]
         tier = self.start(layout)
         refs = [make_ref(blocks, blocks) for blocks in {1, layout.blocks_per_chunk}]
@@ -61,7 +61,7 @@ class LayerTests(TierHarness):
     @pytest.mark.parametrize("layers", [range(1), range(1, 2), range(2, 3), range(2), range(1, 3), range(3)], ids=str)
     @pytest.mark.parametrize("blocks", [1, 3, 4])
     def test_other_bytes_are_left_alone(self, layers: range, blocks: int) -> None:
-        """Where only those layers are read; they begin and end inside of pages."""
+        """A read of some layers, which begin and end inside of pages, writes no other bytes."""
         tier, ref = self.start(ODD), make_ref(blocks, blocks)
         self.put(ref)
         buffer = make_buffer(ODD.slot_bytes)
@@ -72,7 +72,7 @@ class LayerTests(TierHarness):
             assert is_untouched(buffer[part.stop :])
 
     def test_layers_of_many(self) -> None:
-        """A few out of hundreds."""
+        """A few layers out of hundreds can be read."""
         self.start(DEEP)
         self.put(make_ref(1, 2))
         for layers in (range(3), range(100, 259), range(259, 260), range(260)):
@@ -87,7 +87,7 @@ class LayerTests(TierHarness):
         assert tier.get_layers([], range(1)) == []
 
     def test_a_removed_chunk(self) -> None:
-        """Its first layers were read, and then it is gone."""
+        """A chunk that is removed after its first layers were read is a miss."""
         tier, buffer = self.start(), make_buffer(EVEN.slot_bytes)
         self.put(A)
         assert self._get_layers(A, range(1), buffer) is Outcome.HIT
@@ -95,7 +95,7 @@ class LayerTests(TierHarness):
         assert self._get_layers(A, range(1, 2), buffer) is Outcome.MISS
 
     def test_damage_in_the_layers_asked_for(self) -> None:
-        """Is found and counted, and the chunk removed."""
+        """Damage in the requested layers is found and counted, and the chunk is removed."""
         if not self.checks_bytes:
             pytest.skip("this tier does not check its bytes")
         if not self.exact_sizes:
@@ -115,7 +115,7 @@ class LayerTests(TierHarness):
         self.check_bytes()
 
     def test_another_chunk_in_its_place(self) -> None:
-        """Key and length are compared whatever the layers."""
+        """Key and length are compared for all layers."""
         if not self.checks_bytes:
             pytest.skip("this tier does not check its bytes")
         self.start()
@@ -127,7 +127,7 @@ class LayerTests(TierHarness):
 
     @pytest.mark.parametrize("layers", [range(0), range(1, 3), range(-1, 1), range(0, 2, 2), range(1, -1, -1)], ids=str)
     def test_impossible_layers_are_refused(self, layers: range) -> None:
-        """By tiers that look at them; the others read whole chunks."""
+        """Impossible layers are refused by tiers that read layers; the others read whole chunks."""
         tier = self.start()
         self.put(A)
         if tier.reads_layers:

@@ -1,4 +1,4 @@
-"""What a tier lends is the payload, and stays it until the loan ends, whatever happens to the chunk."""
+"""Tests of loans: a tier lends the payload of a chunk, unchanged until the loan ends, even if the chunk changes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MANY_LOANS = 50
 
 
 class LendsOrSaysSo(TierHarness):
-    """For tiers that do not lend, too."""
+    """Test of the refusal to lend, also for tiers that do not lend."""
 
     def test_who_does_not_lend_says_so(self) -> None:
-        """As for a call that makes no sense."""
+        """A tier that does not lend refuses loans like calls that make no sense."""
         tier = self.start(EVEN)
         self.put(A)
         if tier.lends:
@@ -28,7 +28,7 @@ class LendsOrSaysSo(TierHarness):
 
 
 class LendingTests(LendsOrSaysSo):
-    """For tiers that lend: to be subclassed beside ``TierConformance``."""
+    """Tests of tiers that lend. Subclass it in addition to ``TierConformance``."""
 
     def _start_lender(self, geometry: str = "even") -> Tier:
         tier = self.start(LAYOUTS[geometry])
@@ -36,7 +36,7 @@ class LendingTests(LendsOrSaysSo):
         return tier
 
     def _check(self, loan: Loan, *refs: ChunkRef | None, version: int = 0) -> None:
-        """None stands for a chunk that is missing."""
+        """Check the chunks of a loan; None stands for a missing one."""
         assert loan.outcomes == [Outcome.MISS if ref is None else Outcome.HIT for ref in refs]
         for ref, payload in zip(refs, loan.payloads, strict=True):
             assert (ref is None) == (payload is None)
@@ -46,7 +46,7 @@ class LendingTests(LendsOrSaysSo):
 
     @pytest.mark.parametrize("geometry", LAYOUTS)
     def test_what_is_lent_is_what_was_put(self, geometry: str) -> None:
-        """Of every length, and beside chunks that are missing."""
+        """Lent bytes are those that were put, for every length and next to missing chunks."""
         tier = self._start_lender(geometry)
         refs = [make_ref(blocks, blocks) for blocks in range(1, self.layout.blocks_per_chunk + 1)]
         self.put(*refs)
@@ -74,7 +74,7 @@ class LendingTests(LendsOrSaysSo):
         assert tier.contains([A, B]) == [False, False]
 
     def test_what_was_given_back_can_be_lent_again(self) -> None:
-        """As often as anybody likes, also twice at once."""
+        """Chunks can be lent any number of times, also twice at once."""
         tier = self._start_lender()
         self.put(A)
         for _ in range(_MANY_LOANS):
@@ -88,7 +88,7 @@ class LendingTests(LendsOrSaysSo):
         self.check_bytes()
 
     def test_calls_that_make_no_sense(self) -> None:
-        """Too many, what cannot be, and after the end."""
+        """Too many chunks, impossible ones and calls after the end are refused."""
         tier = self._start_lender()
         for refs in ([ChunkRef(b"short", 1)], [make_ref(1, 0)], [make_ref(n) for n in range(MAX_LENT + 1)]):
             with pytest.raises(InvalidCallError):

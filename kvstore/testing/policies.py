@@ -1,4 +1,4 @@
-"""What every policy must do: a suite of its own, for policies of other packages too.
+"""Tests that every policy must pass, those of other packages too.
 
 A policy's test is a class that says how to open it::
 
@@ -23,28 +23,28 @@ from kvstore.policies.base import Policy
 from kvstore.policies.simulation import SimulatedStore
 from kvstore.testing.policy_machine import SETTINGS, PolicyMachine
 
-_ENTRIES_PER_KEY = 16  # objects a policy may hold for a key it remembers: generous, but no leak stays below it for long
+_ENTRIES_PER_KEY = 16  # objects that a policy may hold for a remembered key; generous, but a leak soon exceeds it
 
 
 def chain_of(name: int, length: int, *, shared: int = 0) -> list[PrefixKey]:
-    """Keys of a chain, head first; chains whose names differ in the last digit share ``shared`` chunks."""
+    """Return the keys of a chain, head first; chains whose names differ in the last digit share ``shared`` chunks."""
     return [b"%d/%d" % (name // 10 if place < shared else name + (1 << 40), place) for place in range(length)]
 
 
 def everything(key: PrefixKey) -> bool:  # noqa: ARG001 - a caller who holds nothing
-    """Every chunk may go."""
+    """Allow the eviction of every chunk."""
     return True
 
 
 class PolicyConformance:
-    """What every policy must pass. Subclass it under a name that begins with ``Test``, and fill in the hook."""
+    """Tests of a policy. Subclass it under a name that begins with ``Test``, and fill in the hook."""
 
     def open_policy(self, capacity_bytes: int) -> Policy:
-        """A new policy for a tier of this capacity."""
+        """Return a new policy for a tier of this capacity."""
         raise NotImplementedError
 
     def fill(self, *sizes_bytes: int) -> tuple[Policy, list[PrefixKey]]:
-        """A policy that is full with one chain, and its keys."""
+        """Return a policy that is full with one chain, and the chain's keys."""
         policy = self.open_policy(sum(sizes_bytes))
         keys = chain_of(0, len(sizes_bytes))
         policy.touch_chain(keys)
@@ -54,14 +54,14 @@ class PolicyConformance:
         return policy, keys
 
     def test_a_new_one_is_empty(self) -> None:
-        """And has nothing to give."""
+        """A new policy is empty and has nothing to evict."""
         policy = self.open_policy(10)
         assert (len(policy), policy.used_bytes, policy.num_ghosts, list(policy)) == (0, 0, 0, [])
         assert policy.make_room(1, everything) is None
         assert policy.make_room(0, everything) == []
 
     def test_bytes_are_counted(self) -> None:
-        """To the byte, whichever way a chunk goes."""
+        """Used bytes are exact after evictions and removals."""
         policy, keys = self.fill(5, 1, 7, 3)
         assert (policy.used_bytes, len(policy), set(policy)) == (16, 4, set(keys))
         policy.evict(keys[3])
@@ -72,7 +72,7 @@ class PolicyConformance:
         assert (policy.used_bytes, len(policy)) == (6, 2)
 
     def test_sizes_may_turn_out_smaller(self) -> None:
-        """A codec tells only afterwards. Room is then made by the new sizes."""
+        """Sizes may shrink after a put, as a codec reports them late; room is then made by the new sizes."""
         policy, keys = self.fill(5, 5)
         policy.resize(keys[1], 2)
         policy.resize(b"unknown", 2)
@@ -85,20 +85,20 @@ class PolicyConformance:
         assert policy.used_bytes == 0
 
     def test_adding_twice_is_refused(self) -> None:
-        """It would be counted twice."""
+        """A second add is refused, because the chunk would be counted twice."""
         policy, keys = self.fill(1, 1)
         with pytest.raises(InvalidCallError, match="twice"):
             policy.add(keys[0])
         assert policy.used_bytes == 2
 
     def test_a_chain_goes_from_its_end(self) -> None:
-        """As far as is needed, and no further."""
+        """Chains are evicted from their end, as far as needed and no further."""
         policy, keys = self.fill(2, 2, 2, 2)
         assert policy.make_room(3, everything) == [keys[3], keys[2]]
         assert policy.make_room(8, everything) == keys[::-1]
 
     def test_all_that_is_needed_or_nothing(self) -> None:
-        """And asking changes nothing."""
+        """``make_room`` frees all bytes needed or none, and by itself changes nothing."""
         policy, keys = self.fill(2, 2, 2)
         assert policy.make_room(7, everything) is None
         assert policy.make_room(6, lambda key: key != keys[1]) is None
@@ -106,14 +106,14 @@ class PolicyConformance:
         assert (policy.used_bytes, set(policy)) == (6, set(keys))
 
     def test_what_is_leased_stays(self) -> None:
-        """Others go in its place, also its prefix if nothing else can."""
+        """Leased chunks stay; others are evicted in their place, even their prefix if nothing else can be."""
         policy, keys = self.fill(1, 1, 1)
         assert policy.make_room(1, lambda key: key != keys[2]) == [keys[1]]
         assert policy.make_room(2, lambda key: key != keys[2]) == [keys[1], keys[0]]
         assert policy.make_room(3, lambda key: key != keys[2]) is None
 
     def test_a_chunk_goes_before_its_prefix(self) -> None:
-        """Although a prefix that several chains share came long before, and was used by way of others since."""
+        """Chunks are evicted before a shared prefix, although it is older and only other chains used it since."""
         chooser = random.Random(5)  # noqa: S311 - not a secret
         store = SimulatedStore([self.open_policy(120)])
         parents: dict[PrefixKey, PrefixKey] = {}
@@ -126,14 +126,14 @@ class PolicyConformance:
         assert store.tiers[0].counts.evicted_chunks > 100
 
     def test_nothing_is_refused_while_there_is_room(self) -> None:
-        """However little is known of it."""
+        """A chunk is never refused while there is room, even an unknown one."""
         store = SimulatedStore([self.open_policy(400)])
         for name in range(100):
             store.request(chain_of(10 * name, 4), [1] * 4)
         assert (store.tiers[0].counts.written_chunks, store.tiers[0].policy.used_bytes) == (400, 400)
 
     def test_what_is_used_again_is_found(self) -> None:
-        """A small hot set stays, while what never comes back passes."""
+        """A small hot set stays in the tier during a stream of chunks that are used once."""
         store = SimulatedStore([self.open_policy(200)])
         for number in range(3000):
             store.request(chain_of(10 * (number % 10), 4), [1] * 4)
@@ -141,14 +141,14 @@ class PolicyConformance:
         assert store.hit_rate > 0.4
 
     def test_a_chunk_larger_than_the_tier_is_refused(self) -> None:
-        """And nothing goes for it."""
+        """A chunk larger than the tier is refused, and nothing is evicted for it."""
         store = SimulatedStore([self.open_policy(10)])
         store.request(chain_of(0, 2), [5, 5])
         store.request(chain_of(10, 1), [11])
         assert set(store.tiers[0].policy) == set(chain_of(0, 2))
 
     def test_removed_chunks_leave_no_trace(self) -> None:
-        """Whether they were here or only remembered; as an object soon after, in what is answered at once."""
+        """Removed keys, held or only remembered, vanish from the answers at once and from its objects soon after."""
         policy = self.open_policy(40)
         store = SimulatedStore([policy])
         keys = [key for name in range(0, 300, 10) for key in chain_of(name, 4)]
@@ -163,16 +163,16 @@ class PolicyConformance:
         assert not {*keys} & {thing for thing in _reached(policy) if isinstance(thing, bytes)}
 
     def test_memory_is_bounded(self) -> None:
-        """By the chunks here and the keys that may be remembered."""
+        """Memory is bounded by the chunks held and the keys that may be remembered."""
         self.check_memory(touches=300_000)
 
     @pytest.mark.soak
     def test_memory_is_bounded_for_long(self) -> None:
-        """Ten million touches."""
+        """Memory stays bounded over ten million touches."""
         self.check_memory(touches=10_000_000)
 
     def check_memory(self, touches: int) -> None:
-        """Most keys are new, and some come back."""
+        """Touch mostly new keys and some old ones, and check the bound of the memory."""
         chooser = random.Random(9)  # noqa: S311 - not a secret
         policy = self.open_policy(2_000)
         store = SimulatedStore([policy])
@@ -186,12 +186,13 @@ class PolicyConformance:
         assert sum(1 for _ in _reached(policy)) < _ENTRIES_PER_KEY * (policy.max_ghosts + len(policy))
 
     def test_any_order_of_calls(self) -> None:
-        """Beside a model that knows what is here, and what hangs on what."""
-        run_state_machine_as_test(lambda: PolicyMachine(self.open_policy), settings=SETTINGS)  # type: ignore[arg-type] # any factory will do
+        """Compare with a model of the chunks held and of their prefixes."""
+        # Any factory works, although the type asks for a class.
+        run_state_machine_as_test(lambda: PolicyMachine(self.open_policy), settings=SETTINGS)  # type: ignore[arg-type]
 
 
 def _reached(root: object) -> Iterator[object]:
-    """Every object that one holds, itself included, code and classes excluded."""
+    """Yield every object reachable from ``root``, itself included, code and classes excluded."""
     seen, waiting = {id(root)}, [root]
     while waiting:
         thing = waiting.pop()

@@ -1,4 +1,4 @@
-"""Any order of calls: a policy beside a model of what is here."""
+"""Tests of any order of calls: a policy, and a model of the chunks held."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _KEYS = sorted({key for chain in _CHAINS for key in chain})
 
 
 class PolicyMachine(RuleBasedStateMachine):
-    """A policy for a small tier; the model holds sizes, and who is held by somebody.
+    """A policy for a small tier; the model has the sizes of the chunks, and those that are leased.
 
     Args:
         open_policy: makes a policy for a capacity.
@@ -44,7 +44,7 @@ class PolicyMachine(RuleBasedStateMachine):
         self.policy = open_policy(_CAPACITY_BYTES)
         self.here: dict[PrefixKey, int] = {}
         self.leased: set[PrefixKey] = set()
-        self.linked: set[PrefixKey] = set()  # whose prefix the policy was shown
+        self.linked: set[PrefixKey] = set()  # keys whose prefix the policy was shown
 
     @rule(
         chain=st.sampled_from(_CHAINS),
@@ -53,7 +53,7 @@ class PolicyMachine(RuleBasedStateMachine):
         sizes=st.lists(st.integers(1, 6), min_size=6, max_size=6),
     )
     def request(self, chain: list[PrefixKey], length: int, noted: set[PrefixKey], sizes: list[int]) -> None:
-        """A request uses a chain, and stores what is not here as far as it can."""
+        """Use a chain in a request, which stores the missing chunks as far as it can."""
         keys = chain[:length]
         self.policy.touch_chain(iter(keys), noted)
         self.linked.update(key for key in keys[1:] if key in self.here)
@@ -65,24 +65,24 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(_KEYS), size_bytes=st.integers(1, 6))
     def bring_up(self, key: PrefixKey, size_bytes: int) -> None:
-        """A chunk comes whatever it is worth."""
+        """Bring a chunk up from a lower tier, regardless of its value."""
         if key not in self.here:
             self.store(key, size_bytes, set(), newcomer=None)
 
     @rule(keys=st.lists(st.sampled_from(_KEYS), max_size=3))
     def remove(self, keys: list[PrefixKey]) -> None:
-        """Chunks are deleted, whether they are here or not."""
+        """Remove chunks, held or not."""
         for key in keys:
             self.policy.remove(key)
             self.forget(key)
 
     @rule(chain=st.sampled_from(_CHAINS), length=st.integers(0, 6))
     def lease(self, chain: list[PrefixKey], length: int) -> None:
-        """Somebody holds a chain's front, in place of the one held before."""
+        """Lease the front of a chain, in place of the earlier lease."""
         self.leased = {*chain[:length]}
 
     def store(self, key: PrefixKey, size_bytes: int, own: set[PrefixKey], newcomer: PrefixKey | None) -> bool:
-        """Make room for a chunk and add it; False if it was refused."""
+        """Make room for a chunk and add it; return False if it was refused."""
         missing_bytes = sum(self.here.values()) + size_bytes - _CAPACITY_BYTES
         may_go = {other for other in self.here if other not in self.leased | own}
         victims = self.policy.make_room(missing_bytes, may_go.__contains__, newcomer)
@@ -100,7 +100,7 @@ class PolicyMachine(RuleBasedStateMachine):
         return True
 
     def check_victims(self, victims: Sequence[PrefixKey], may_go: set[PrefixKey], missing_bytes: int) -> None:
-        """They may go, they suffice, none is more than is needed, and none leaves a chunk behind that could go."""
+        """Check that victims may be evicted, suffice, are all needed, and leave no evictable chunk behind them."""
         assert len({*victims}) == len(victims)
         assert {*victims} <= may_go
         freed_bytes = [self.here[key] for key in victims]
@@ -111,13 +111,13 @@ class PolicyMachine(RuleBasedStateMachine):
             assert not orphans & may_go, "a prefix went before what hangs on it"
 
     def forget(self, key: PrefixKey) -> None:
-        """A chunk is no longer here."""
+        """Forget a chunk that is no longer held."""
         self.here.pop(key, None)
         self.linked.discard(key)
 
     @invariant()
     def agrees(self) -> None:
-        """The policy knows what is here, to the byte."""
+        """Check that the policy knows the chunks held, to the byte."""
         assert {*self.policy} == {*self.here}
         assert len(self.policy) == len(self.here)
         assert self.policy.used_bytes == sum(self.here.values()) <= _CAPACITY_BYTES

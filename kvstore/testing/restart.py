@@ -1,4 +1,4 @@
-"""A persistent tier opened again holds what it held, and nothing else."""
+"""Tests of restarts: a persistent tier that is opened again holds its old chunks, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ A, B, C = make_ref(1), make_ref(2), make_ref(3)
 
 
 class RestartTests(TierHarness):
-    """For persistent tiers: close, and open over the same storage."""
+    """Tests of persistent tiers, which are closed and opened again over the same storage."""
 
     @pytest.fixture(autouse=True)
     def _only_where_chunks_persist(self, request: pytest.FixtureRequest) -> None:
@@ -19,7 +19,7 @@ class RestartTests(TierHarness):
             pytest.skip("this tier does not outlive its process")
 
     def test_everything_is_found_again(self) -> None:
-        """With the bytes it had."""
+        """All chunks are found again, with their bytes."""
         self.start()
         refs = [make_ref(number, 1 + number % 4) for number in range(12)]
         self.put(*refs)
@@ -29,7 +29,7 @@ class RestartTests(TierHarness):
         self.check_bytes()
 
     def test_what_was_removed_stays_away(self) -> None:
-        """Also what was removed and stored again has the new bytes."""
+        """Removed chunks stay away, and chunks stored again after a removal have the new bytes."""
         tier = self.start()
         self.put(A, B)
         tier.remove([A, B])
@@ -40,7 +40,7 @@ class RestartTests(TierHarness):
         self.check_bytes()
 
     def test_what_was_cleared_stays_away(self) -> None:
-        """All of it."""
+        """All cleared chunks stay away."""
         self.start()
         self.put(A, B)
         self.tier.clear()
@@ -49,7 +49,7 @@ class RestartTests(TierHarness):
         self.check_bytes()
 
     def test_after_a_reset_nothing_of_before_comes_back(self) -> None:
-        """Chunks are where they belong: under the namespace that was entered, and not under the first one."""
+        """Chunks are kept under the namespace that was entered, and not under the first one."""
         self.start().reset(OTHER)
         self.put(B)
         self.restart()
@@ -65,7 +65,7 @@ class RestartTests(TierHarness):
         self.check_bytes()
 
     def test_replaced_bytes_stay_replaced(self) -> None:
-        """The new ones are found, once."""
+        """The new bytes are found, and the chunk is held once."""
         self.start()
         self.put(A)
         self.put(A, version=1)
@@ -74,7 +74,7 @@ class RestartTests(TierHarness):
         assert self.get(A, version=1) == [Outcome.HIT]
 
     def test_another_namespace_sees_nothing(self) -> None:
-        """And what it stores is not ours."""
+        """Another namespace neither sees these chunks nor adds any."""
         self.start()
         self.put(A)
         self.start(namespace=OTHER)
@@ -111,7 +111,7 @@ class RestartTests(TierHarness):
         self.check_bytes()
 
     def test_a_tier_that_was_opened_can_be_closed_unused(self) -> None:
-        """And opened again, any number of times."""
+        """An unused tier can be closed and opened again, any number of times."""
         self.start()
         self.put(A)
         for _ in range(3):

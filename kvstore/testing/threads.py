@@ -1,4 +1,4 @@
-"""Any method from any thread: only whole chunks, whatever runs at the same time."""
+"""Tests of calls from several threads: reads return only whole chunks, under any concurrent calls."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _GET_ANSWERS = {Outcome.HIT, Outcome.MISS}
 
 
 def together(*jobs: Callable[[], object]) -> None:
-    """Run the jobs at the same time, and raise what one of them raised."""
+    """Run the jobs at the same time, and raise an error that one of them raised."""
     with ThreadPoolExecutor(len(jobs)) as threads:
         for running in [threads.submit(job) for job in jobs]:
             running.result()
 
 
 class ThreadTests(TierHarness):
-    """Contents are checked in every thread."""
+    """Tests under concurrent calls; every thread checks the contents."""
 
     def test_many_threads_and_chunks(self) -> None:
         """All calls on a few chunks, in a tier that is often full if it has a bound."""
@@ -57,7 +57,7 @@ class ThreadTests(TierHarness):
         assert events.hits + events.misses + events.stored + events.full + events.failed > 0
 
     def test_threads_on_different_chunks(self) -> None:
-        """Nobody gets in the way of anybody: every call succeeds."""
+        """Threads on different chunks do not disturb each other, and every call succeeds."""
         self.start()
 
         def work(first: int) -> None:
@@ -71,7 +71,7 @@ class ThreadTests(TierHarness):
         self.check_bytes()
 
     def test_counters_lose_nothing_between_threads(self) -> None:
-        """One event a chunk, from all threads together."""
+        """All threads together count one event for each chunk."""
         tier = self.start()
         self.put(A)
         together(*(lambda: [self.get(A, make_ref(2)) for _ in range(50)] for _ in range(4)))
@@ -87,7 +87,7 @@ class ThreadTests(TierHarness):
             self.check_bytes()
 
     def test_a_chunk_is_seen_whole_or_not_at_all(self) -> None:
-        """While it is put for the first time."""
+        """During its first put, a chunk is whole or missing."""
         tier = self.start()
         for number in range(20):
             ref = make_ref(number)
@@ -96,7 +96,7 @@ class ThreadTests(TierHarness):
             tier.remove([ref])
 
     def test_get_while_it_is_replaced(self) -> None:
-        """The old bytes or the new ones, whole."""
+        """A read returns the old bytes or the new ones, whole."""
         self.start()
         self.put(A)
 
@@ -108,14 +108,14 @@ class ThreadTests(TierHarness):
         assert self._version_read(2) == 1
 
     def test_get_while_it_is_removed(self) -> None:
-        """A hit with the right bytes, or a miss; nobody calls it damage."""
+        """A read is a hit with the right bytes or a miss, and never reports damage."""
         tier = self.start(chunks=3)
 
         def churn() -> None:
             for number in range(40):
                 self.put(A)
                 tier.remove([A])
-                self.put(make_ref(2 + number % 5))  # takes what A has given back
+                self.put(make_ref(2 + number % 5))  # takes the room that A has given back
                 tier.remove([make_ref(2 + number % 5)])
 
         def read() -> None:
@@ -127,14 +127,14 @@ class ThreadTests(TierHarness):
         self.check_bytes()
 
     def test_puts_that_reset_overtakes_store_nothing(self) -> None:
-        """What is found is always of the epoch that the tier is in."""
+        """A chunk that is found always belongs to the tier's current epoch."""
         tier = self.start()
         epochs = [Namespace({"epoch": number}) for number in range(12)]
         entered = 0
 
         def write() -> None:
             for _ in range(20):
-                number = entered  # it may be over before the put begins, or while it goes on
+                number = entered  # this epoch may end before the put begins, or during it
                 transfer = make_transfer(EVEN, A, number)._replace(namespace_id=epochs[number].id)
                 assert set(self.put_all([transfer])) <= _PUT_ANSWERS
 
@@ -166,7 +166,7 @@ class ThreadTests(TierHarness):
         together(work, work, lambda: [self.get(A) for _ in range(3)] and tier.close())
 
     def _version_read(self, versions: int) -> int | None:
-        """Which of the versions of ``A`` the tier serves; None for a miss. Anything else is a wrong byte."""
+        """Return the version of ``A`` that the tier serves; None for a miss. Fails if the bytes are of no version."""
         buffer = make_buffer(EVEN.slot_bytes)
         (outcome,) = self.tier.get([Transfer(A, buffer)])
         if outcome is Outcome.MISS:

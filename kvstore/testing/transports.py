@@ -1,4 +1,4 @@
-"""What every transport must do that hands chunks over to another engine's server."""
+"""Tests that every transport must pass that hands chunks over to another engine's server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
 
 STORED, FULL, FAILED = Outcome.STORED, Outcome.FULL, Outcome.FAILED
 BIG = KVLayout((3 << 18,) * 6, planes=1, block_tokens=16, chunk_tokens=32)  # a layer of a chunk has 1.5 MiB
-SMALL = KVLayout((40_000,) * 30, planes=1, block_tokens=16, chunk_tokens=64)  # one has 156 KiB
+SMALL = KVLayout((40_000,) * 30, planes=1, block_tokens=16, chunk_tokens=64)  # a layer of a chunk has 156 KiB
 LAYOUTS = {"odd": ODD, "large": LARGE, "small": SMALL, "big": BIG}
 _POOL_BYTES = 128 << 20
 _NUM_SLOTS = 8
@@ -38,10 +38,10 @@ _CLOSE_S = 20.0  # far more than a bounded close takes
 
 
 class TransportConformance:
-    """A sender with a buffer, and a receiver. Subclass it under a name that begins with ``Test``.
+    """Tests of a sender with a buffer, and a receiver. Subclass it under a name that begins with ``Test``.
 
     Attributes:
-        channel: the class of the channel that is tried; None for payload in messages.
+        channel: the class of the channel under test; None for payload in messages.
     """
 
     channel: ClassVar[type[Channel] | None] = None
@@ -58,12 +58,12 @@ class TransportConformance:
     # -- hooks -------------------------------------------------------------------------------------------------------
 
     def open_receiver(self, namespace: Namespace, layout: KVLayout, pool_bytes: int) -> EmbeddedServer:
-        """The server of an engine that receives."""
+        """Open the server of an engine that receives."""
         name = self.channel.name if self.channel is not None else None
         return EmbeddedServer(namespace, layout, EmbeddedOptions(pool_bytes, "127.0.0.1", 0, channel=name))
 
     def open_transport(self, url: str, layout: KVLayout, memory: ByteArray, timeout_s: float) -> Transport:
-        """The way to it for chunks of ``MINE``, which lie in ``memory``."""
+        """Open a transport to the receiver for chunks of ``MINE``, which lie in ``memory``."""
         settings = {"timeout_s": timeout_s}
         if self.channel is None:
             return open_transport(url, MINE, layout, settings)
@@ -72,10 +72,10 @@ class TransportConformance:
         self._opened.callback(channel.close)
         return open_offering(url, MINE, layout, settings, Exposed(channel, memory))
 
-    # -- in short ----------------------------------------------------------------------------------------------------
+    # -- shorthands --------------------------------------------------------------------------------------------------
 
     def start(self, layout: KVLayout = ODD, *, pool_bytes: int = _POOL_BYTES, namespace: Namespace = MINE) -> Transport:
-        """A receiver, and the way to it."""
+        """Open a receiver, and return a transport to it."""
         self.layout = layout
         self.server = self.open_receiver(namespace, layout, pool_bytes)
         self._opened.callback(self.server.close)
@@ -83,14 +83,14 @@ class TransportConformance:
         return self.transport
 
     def connect(self, url: str, *, timeout_s: float = 10.0) -> Transport:
-        """A way to a receiver, with a buffer of its own."""
+        """Return a transport to a receiver, with a new buffer."""
         self.memory = np.zeros(_NUM_SLOTS * self.layout.slot_bytes, np.uint8)
         transport = self.open_transport(url, self.layout, self.memory, timeout_s)
         self._opened.callback(transport.close)
         return transport
 
     def parcel(self, number: int, slot: int, num_blocks: int | None = None) -> Parcel:
-        """A chunk in the buffer."""
+        """Fill a slot of the buffer with a chunk, and return its parcel."""
         ref = ChunkRef(number.to_bytes(16, "big"), num_blocks or self.layout.blocks_per_chunk)
         size, begin = self.layout.payload_bytes(ref.num_blocks), slot * self.layout.slot_bytes
         payload = self.memory[begin : begin + size]
@@ -98,12 +98,12 @@ class TransportConformance:
         return Parcel(ref, payload)
 
     def wanted(self, number: int, num_blocks: int) -> ByteArray:
-        """What a chunk must hold."""
+        """Return the payload that a chunk must hold."""
         random = np.random.default_rng(number)
         return random.integers(0, 256, self.layout.payload_bytes(num_blocks), np.uint8)
 
     def found(self, refs: Sequence[ChunkRef]) -> list[ByteArray | None]:
-        """What the receiver has of some chunks, as its engine reads it."""
+        """Return the payloads of some chunks as the receiver's engine reads them; None for each that it lacks."""
         with closing(self._tier()) as tier:
             buffers = [np.zeros(self.layout.slot_bytes, np.uint8) for _ in refs]
             outcomes = tier.get([Transfer(ref, buffer) for ref, buffer in zip(refs, buffers, strict=True)])
@@ -115,7 +115,7 @@ class TransportConformance:
         return open_tier("server", TierSetup(MINE, self.layout, UNBOUNDED_BYTES, {"url": self.server.url}))
 
     def require(self, *numbers: int) -> None:
-        """That the receiver has these chunks, byte for byte."""
+        """Check that the receiver has these chunks, byte for byte."""
         num_blocks = self.layout.blocks_per_chunk
         refs = [ChunkRef(number.to_bytes(16, "big"), num_blocks) for number in numbers]
         for number, payload in zip(numbers, self.found(refs), strict=True):
@@ -123,7 +123,7 @@ class TransportConformance:
             assert np.array_equal(payload, self.wanted(number, num_blocks)), f"chunk {number} has wrong bytes"
 
     def all_layers(self) -> Iterator[range]:
-        """All at once."""
+        """Return an iterator over one range with all layers."""
         return iter([range(self.layout.num_layers)])
 
     # -- tests -------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class TransportConformance:
         self.require(1, 2)
 
     def test_the_buffer_is_used_again(self) -> None:
-        """Once a delivery has returned, its bytes are the receiver's, whatever becomes of the buffer."""
+        """Once a delivery has returned, the receiver has the bytes, even if the buffer changes."""
         transport = self.start(BIG)
         for number in range(1, 9):
             assert transport.deliver([self.parcel(number, 0)], self.all_layers()) == [STORED]
@@ -196,7 +196,7 @@ class TransportConformance:
         self.require(0, 5)
 
     def test_more_than_the_receiver_holds(self) -> None:
-        """What has no room leaves nothing behind: the next delivery finds all of it free."""
+        """A chunk without room leaves nothing behind, and the next delivery finds all of the memory free."""
         transport = self.start(BIG, pool_bytes=10 << 20)  # one chunk
         with closing(self._tier()) as tier:
             assert transport.deliver([self.parcel(1, 0)], self.all_layers()) == [STORED]
@@ -278,7 +278,7 @@ class TransportConformance:
             time.sleep(0.005)
 
     def test_close_from_another_thread(self) -> None:
-        """Also in the middle of a delivery, which then ends at the latest when its layers do."""
+        """A close during a delivery ends it at the latest with its last layer."""
         transport = self.start(BIG)
         reached, closed = threading.Event(), threading.Event()
         ended: list[object] = []

@@ -1,9 +1,9 @@
-"""Tiers: where chunks live outside the slab pool. ``base.py`` holds the contract, this file the registry.
+"""Tiers: storage of chunks outside the slab pool. ``base.py`` holds the contract, this file the registry.
 
 A tier has a name and a factory, which takes a ``TierSetup``. ``BUILT_IN`` lists ours; other packages announce theirs in
 the entry-point group ``kvstore.tiers``. A tier behind remote URLs also has schemes: ours are in ``BUILT_IN_SCHEMES``,
 those of other packages in the group ``kvstore.schemes``, where the value is the same factory. Only this module decides
-what a scheme means. ``docs/tiers.md`` shows how to write a tier.
+the meaning of a scheme. ``docs/tiers.md`` shows how to write a tier.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ READ_ONLY = frozenset({"pack"})
 
 
 def tier_behind(url: str) -> str:
-    """The name of the tier that a remote URL leads to. Imports no tier.
+    """Return the name of the tier that a remote URL leads to. Imports no tier.
 
     Raises:
         ConfigError: its scheme leads to none, or several packages claim it.
@@ -68,7 +68,7 @@ def tier_behind(url: str) -> str:
 
 
 def leads_to(url: str | None, name: str) -> bool:
-    """Whether a URL leads to the tier of that name; a path, or nothing, leads to none."""
+    """Tell if a URL leads to the tier of that name; a path or None leads to no tier."""
     try:
         return url is not None and tier_behind(url) == name
     except ConfigError:
@@ -76,12 +76,12 @@ def leads_to(url: str | None, name: str) -> bool:
 
 
 def known_schemes() -> dict[str, list[EntryPoint]]:
-    """The factories that the schemes of remote URLs lead to, like ``known_tiers``."""
+    """Return the factories of each scheme of remote URLs, like ``known_tiers``."""
     return _known(BUILT_IN_SCHEMES, SCHEME_GROUP)
 
 
 def known_tiers() -> dict[str, list[EntryPoint]]:
-    """The factories of every name, ours first. Several are a conflict, which opening that name reports."""
+    """Return the factories of every name, ours first. Several are a conflict, reported when that name is opened."""
     return _known(BUILT_IN, GROUP)
 
 

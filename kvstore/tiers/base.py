@@ -1,18 +1,18 @@
-"""The contract of a storage tier: a place outside the slab pool where chunks can live.
+"""Contract of a storage tier, which stores chunks outside the slab pool.
 
-What every tier promises:
+Every tier guarantees:
 
 - *Batch first.* Each call takes several chunks and answers each with an ``Outcome``, in order.
-- *Misses and "full" are values.* ``TierError`` means that the whole tier is broken; what it held counts as missing.
+- *Misses and "full" are values.* ``TierError`` means that the whole tier is broken; its chunks count as missing.
 - *Never a wrong byte.* ``get`` answers ``HIT`` only after key, length and checksums agreed. Bytes that do not agree are
-  removed, counted, and answered as ``CORRUPT``. After anything but ``HIT`` the buffer's content is undefined.
+  removed, counted, and answered as ``CORRUPT``. After any other outcome than ``HIT`` the buffer's content is undefined.
 - *All or nothing.* ``get`` sees a chunk only once ``put`` has written all of it, even after ``kill -9``.
 - *Thread-safe.* Any method may be called from any thread; no lock is held during I/O.
-- *A write belongs to its epoch.* ``put`` stores nothing for a transfer that names another namespace than the tier is
-  in at that moment. However long the write was under way, a ``reset`` in between wins.
+- *A write belongs to its epoch.* ``put`` stores nothing for a transfer that names another namespace than the tier's at
+  that moment. A ``reset`` during the write wins, however long the write takes.
 
 ``Tier`` is enough for storage that several engines share and that evicts by itself, such as a remote one. The local
-disk is a ``BoundedTier``: the index decides what it holds, so it accounts for every byte.
+disk is a ``BoundedTier``: the index decides which chunks it holds, so it accounts for every byte.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ logger = logging.getLogger(__name__)
 UNBOUNDED_BYTES = sys.maxsize  # as a capacity: the storage keeps its own bound
 MAX_LENT = 64
 MAX_NEAREST: Final = 4
-_counting = threading.Lock()  # one for all counters, which so remain plain data
+_counting = threading.Lock()  # one lock for all counters, so that they remain plain data
 _PLURALS = {Outcome.HIT: "hits", Outcome.MISS: "misses"}  # other outcomes are counted under their own names
 
 
 class Transfer(NamedTuple):
-    """One chunk to move.
+    """Chunk to move.
 
     ``buffer`` is a uint8 array of at least the payload's bytes rounded up to 4096, starting at an address that is a
     multiple of 4096 (a slab slot). ``put`` reads the payload from it and may zero the padding behind it.
@@ -51,9 +51,9 @@ class Transfer(NamedTuple):
     ``namespace_id`` is for ``put``: the namespace of these bytes. A tier that is in another namespace, because of a
     ``reset`` in between, answers ``FAILED`` and stores nothing. None means the namespace that the tier is in.
 
-    ``trail``, for ``put`` too, is the keys at the ends of the chunk's blocks; empty if they are not known.
+    ``trail`` is for ``put``: the keys at the ends of the chunk's blocks; empty if they are not known.
 
-    ``front_blocks`` is for ``get`` at a tier that ``reads_fronts``: bring only so many of the chunk's leading blocks,
+    ``front_blocks`` is for ``get`` at a tier that ``reads_fronts``: read only so many of the chunk's leading blocks,
     as the payload of a chunk that has no others. 0 for all of them.
     """
 
@@ -64,7 +64,7 @@ class Transfer(NamedTuple):
     front_blocks: int = 0
 
     def belongs_to(self, namespace_id: bytes | None) -> bool:
-        """Whether a tier in this namespace may store it. Ask while holding the lock under which ``reset`` moves."""
+        """Tell if a tier in this namespace may store the chunk. Call it under the lock that ``reset`` takes."""
         return namespace_id is None or self.namespace_id in (None, namespace_id)
 
 
@@ -99,7 +99,7 @@ class TierCounters:
 
 
 class Loan:
-    """Memory of a tier, lent for reading: a context manager that gives it back at its end. Any thread may end it.
+    """Memory of a tier, lent for reading, as a context manager that returns it. Any thread may end the loan.
 
     Attributes:
         outcomes: of each chunk: HIT, MISS, CORRUPT or FAILED.
@@ -115,7 +115,7 @@ class Loan:
 
     @classmethod
     def refused(cls, num_chunks: int) -> Loan:
-        """A loan in which every chunk ``FAILED``."""
+        """Return a loan in which every chunk ``FAILED``."""
         return cls([Outcome.FAILED] * num_chunks, [None] * num_chunks)
 
     def __enter__(self) -> Self:
@@ -127,7 +127,7 @@ class Loan:
         self.end()
 
     def end(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Return the memory. Idempotent."""
         give_back, self._give_back = self._give_back, None
         self.payloads = [None] * len(self.outcomes)
         if give_back is not None:
@@ -135,18 +135,18 @@ class Loan:
 
 
 GIVEN_BY_URL: Final = ("url", "connections", "timeout_s")
-"""The options that every tier behind a remote URL gets. It gets others only if the configuration sets them."""
+"""Options that every tier behind a remote URL gets. It gets others only if the configuration sets them."""
 
 
 @dataclass(frozen=True)
 class TierSetup:
-    """The arguments of every factory in the registry ``kvstore.tiers``.
+    """Arguments of every factory in the registry ``kvstore.tiers``.
 
     Attributes:
-        namespace: whose chunks the tier holds.
+        namespace: that of the tier's chunks.
         layout: the geometry of the chunks.
         capacity_bytes: the bound of a ``BoundedTier``. ``UNBOUNDED_BYTES`` for a tier behind a remote URL.
-        options: those of this kind of tier, such as a folder.
+        options: options of this kind of tier, such as a folder.
     """
 
     namespace: Namespace
@@ -165,10 +165,10 @@ class TierSetup:
             raise ConfigError(f"a tier has no option {unknown!r}: it knows {', '.join(known) or 'none'}")
 
     def require_unbounded(self, advice: str) -> None:
-        """Refuse a capacity, for a tier whose storage keeps a bound of its own.
+        """Refuse a capacity, for a tier whose storage has its own bound.
 
         Raises:
-            ConfigError: with advice where to set that bound.
+            ConfigError: the message advises where to set that bound.
         """
         if self.capacity_bytes != UNBOUNDED_BYTES:
             raise ConfigError(
@@ -177,7 +177,7 @@ class TierSetup:
 
 
 def payload_view(layout: KVLayout, transfer: Transfer, *, reads_fronts: bool = False) -> ByteArray:
-    """The part of a transfer's buffer that is the payload, of the leading blocks only if the call ``reads_fronts``.
+    """Return the payload's part of a transfer's buffer; only if the call ``reads_fronts``, it may be of leading blocks.
 
     Raises:
         InvalidCallError: the chunk has no such key or length, or no such leading blocks, or the buffer does not hold
@@ -199,7 +199,7 @@ def payload_view(layout: KVLayout, transfer: Transfer, *, reads_fronts: bool = F
 
 
 def start_closing(tiers: Iterable[Tier]) -> list[threading.Thread]:
-    """Close tiers at once, each on a thread of its own, so that one that hangs does not delay the others."""
+    """Close tiers at once, each on a separate thread, so that one that hangs does not delay the others."""
     closers = [threading.Thread(target=tier.close, name="kvstore-close", daemon=True) for tier in tiers]
     for closer in closers:
         closer.start()
@@ -210,7 +210,7 @@ def check_ref(layout: KVLayout, ref: ChunkRef) -> None:
     """Refuse a key or a length that no chunk has.
 
     Raises:
-        InvalidCallError: says what a chunk has.
+        InvalidCallError: the message states the valid lengths.
     """
     if len(ref.prefix_key) != PREFIX_KEY_BYTES or not 0 < ref.num_blocks <= layout.blocks_per_chunk:
         raise InvalidCallError(
@@ -230,45 +230,45 @@ def check_layers(layout: KVLayout, layers: range) -> None:
 
 
 class Tier(ABC):
-    """A storage tier for the chunks of one namespace. See the module's docstring for what it promises."""
+    """Storage tier for the chunks of one namespace. See the module's docstring for its guarantees."""
 
     name: str
     counters: TierCounters
 
     @property
     def parts(self) -> tuple[Tier, ...]:
-        """The tiers that it consists of now, each of which may break alone: for most tiers, only itself."""
+        """Tiers that it consists of now, each of which may break alone; for most tiers, only itself."""
         return (self,)
 
     @property
     def answers(self) -> bool:
-        """Whether any part of it is in use: False while circuit breakers bypass all of them."""
+        """True if any part is in use; False while circuit breakers bypass all of them."""
         return True
 
     def check(self) -> None:  # noqa: B027 - most tiers have nothing to find out
-        """Find out at start whether the storage can be used.
+        """Check at start that the storage can be used.
 
         Raises:
-            TierError: it cannot; the message says why.
+            TierError: it cannot; the message has the reason.
         """
 
     @abstractmethod
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
-        """For each chunk, whether ``get`` would find it."""
+        """Tell for each chunk if ``get`` would find it."""
 
     @property
     def keeps_trails(self) -> bool:
-        """Whether ``put`` keeps the trails it is told, for all who ask ``nearest``; False while that is not known.
+        """True if ``put`` keeps trails for every caller of ``nearest``; False while that is not known.
 
-        Where True, tails are not stored that a longer chunk there holds.
+        If True, tails that a longer chunk in the tier contains are not stored.
         """
         return False
 
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
-        """For each trail, the trails of up to ``MAX_NEAREST`` chunks that share leading blocks with it.
+        """Return, for each trail, the trails of up to ``MAX_NEAREST`` chunks that share leading blocks with it.
 
-        Those that share most come first. A tier knows the trails that ``put`` was told, and keeps them as well as it
-        can: a chunk may be left out, and one that is named may be gone, which ``contains`` tells.
+        Those that share most come first. A tier knows the trails given to ``put``, and keeps them on a best-effort
+        basis: a chunk may be left out, and a named one may have been removed, which ``contains`` shows.
 
         Raises:
             TierError: the tier as a whole is broken.
@@ -286,14 +286,14 @@ class Tier(ABC):
 
     @property
     def reads_layers(self) -> bool:
-        """Whether ``get_layers`` reads only the layers asked for, and touches no other bytes."""
+        """True if ``get_layers`` reads only the requested layers, and touches no other bytes."""
         return False
 
     def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:  # noqa: ARG002 - see below
         """Read some layers of chunks to their places in the buffers: HIT, MISS, CORRUPT or FAILED each.
 
-        ``HIT`` means that key, length and the checksums of these layers agreed. A tier with ``reads_layers`` leaves all
-        other bytes of the buffers alone, so that layers read before stay valid; any other tier reads whole chunks.
+        ``HIT`` means that key, length and the checksums of these layers agreed. A tier with ``reads_layers`` does not
+        touch other bytes of the buffers, so that layers read before stay valid; any other tier reads whole chunks.
         Callers that read a chunk in several calls must prevent its replacement meanwhile. Such a chunk counts as one
         hit, with its last layer.
 
@@ -305,22 +305,22 @@ class Tier(ABC):
 
     @property
     def reads_fronts(self) -> bool:
-        """Whether ``get`` brings leading blocks of a chunk alone, verified, and moves little more than their bytes."""
+        """True if ``get`` can read leading blocks of a chunk alone, verified, at little more than their bytes."""
         return False
 
     @property
     def lends(self) -> bool:
-        """Whether ``borrow`` works."""
+        """True if ``borrow`` works."""
         return False
 
     def borrow(self, refs: Sequence[ChunkRef]) -> Loan:
-        """Lend the memory in which chunks lie, to be read in place: a ``get`` without the copy.
+        """Lend the tier's memory of chunks, to be read in place like a ``get`` without the copy.
 
-        Lent bytes do not change until the loan ends, even if the chunk is replaced or removed, or the storage goes
-        away. At most ``MAX_LENT`` chunks. Chunks beyond what one borrower may hold have ``FAILED``.
+        Lent bytes do not change until the loan ends, even if the chunk is replaced or removed, or the storage ends. At
+        most ``MAX_LENT`` chunks. Chunks over the limit of one borrower have ``FAILED``.
 
         Raises:
-            InvalidCallError: the tier does not lend, or not so many, or there are no chunks like these.
+            InvalidCallError: the tier does not lend, or not so many, or a key or length is invalid.
             TierError: the tier as a whole is broken.
         """
         raise InvalidCallError(f"the {self.name} tier does not lend the memory of {len(refs)} chunks: call get")
@@ -329,7 +329,7 @@ class Tier(ABC):
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Store chunks from their buffers, replacing equal ones: STORED, FULL or FAILED each.
 
-        FAILED also for chunks of another namespace than the tier is in, see ``Transfer``.
+        Chunks of another namespace than the tier's are also FAILED, see ``Transfer``.
 
         Raises:
             InvalidCallError: a chunk or a buffer breaks the contract; nothing was moved.
@@ -338,21 +338,21 @@ class Tier(ABC):
 
     @abstractmethod
     def remove(self, refs: Iterable[ChunkRef]) -> None:
-        """Forget chunks; unknown ones are ignored."""
+        """Remove chunks; unknown ones are ignored."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget every chunk of the namespace: unreachable at once, even after a crash in the middle."""
+        """Remove every chunk of the namespace; they are unreachable at once, even after a crash in the middle."""
 
     @abstractmethod
     def reset(self, namespace: Namespace) -> None:
-        """Forget every chunk, and keep later ones under a new namespace, because the weights have changed.
+        """Remove every chunk, and keep later ones under a new namespace, because the weights have changed.
 
-        After this call, however it ends, nothing stored before can be read here. A reset that timed out holds back all
-        later calls until it has ended.
+        After this call, even if it fails, no earlier chunk can be read here. A reset that timed out blocks all later
+        calls until it has ended.
 
         Raises:
-            TierError: the storage would not let go of the old chunks; ``put`` fails until it does.
+            TierError: the storage did not remove the old chunks; ``put`` fails until it does.
         """
 
     @abstractmethod
@@ -361,9 +361,9 @@ class Tier(ABC):
 
 
 class BoundedTier(Tier):
-    """A tier that keeps to a bound, and accounts for every byte of it: an index decides what it holds.
+    """Tier with a capacity that accounts for every byte, because an index decides which chunks it holds.
 
-    ``used_bytes`` never exceeds ``capacity_bytes``, and equals what the storage really holds. ``scan`` sees only whole
+    ``used_bytes`` never exceeds ``capacity_bytes``, and equals the real size of the storage. ``scan`` sees only whole
     chunks, like ``get``.
     """
 
@@ -371,19 +371,19 @@ class BoundedTier(Tier):
 
     @abstractmethod
     def scan(self) -> list[tuple[ChunkRef, int]]:
-        """Every chunk held, with its stored bytes, the longest untouched first.
+        """Return every chunk held, with its stored bytes, the least recently touched first.
 
-        ``put`` and a ``HIT`` are touches. Chunks touched without a pause of more than a second may come in another
-        order: a prompt is touched from its head to its tail, and should be evicted the other way. Call it once before
-        any other use, as it may have to look through the storage; later calls tell what is held then.
+        ``put`` and a ``HIT`` are touches. Chunks touched without a pause of more than a second may have another order,
+        because a prompt is touched from its head to its tail, and should be evicted in reverse. Call it once before
+        any other use, as it may have to search the storage; later calls return the chunks held then.
         """
 
     def trails(self) -> dict[PrefixKey, bytes]:
-        """The trails of the chunks held, as far as the storage keeps what ``put`` was told."""
+        """Return the trails of the chunks held, as far as the storage keeps those given to ``put``."""
         return {}
 
     def drop_spares(self, wanted_bytes: int) -> None:
-        """Give back storage that is only kept for reuse, until so many bytes are free or none of it is left.
+        """Free storage that is only kept for reuse, until ``wanted_bytes`` are free or none of it is left.
 
         Raises:
             TierError: the storage did not answer.
@@ -391,10 +391,10 @@ class BoundedTier(Tier):
 
     @abstractmethod
     def stored_bytes(self, num_blocks: int) -> int:
-        """The most that a chunk of that many blocks occupies. With it the index keeps the tier within its bound."""
+        """Return the maximum size of a chunk of that many blocks, by which the index keeps the tier's bound."""
 
     def size_of(self, ref: ChunkRef) -> int:
-        """What a chunk that is held occupies; ``stored_bytes`` if it is not, or if its length alone decides.
+        """Return the size of a chunk that is held; ``stored_bytes`` if it is not, or if only its length matters.
 
         Answers from memory. Less than ``stored_bytes`` only with a codec.
         """
@@ -402,20 +402,20 @@ class BoundedTier(Tier):
 
     @property
     def usable_bytes(self) -> int:
-        """What an index may fill: less than the capacity only where storage in several parts wastes some.
+        """Bytes that an index may fill, less than the capacity only where storage in several parts wastes some.
 
-        What fits into it is stored; what fits only into the capacity is stored or ``FULL``.
+        A chunk that fits into it is stored; one that only fits into the capacity is stored or ``FULL``.
         """
         return self.capacity_bytes
 
     @property
     @abstractmethod
     def used_bytes(self) -> int:
-        """Bytes occupied now, everything included."""
+        """Bytes occupied now, including all overhead."""
 
 
 def trails_in(tier: BoundedTier) -> dict[PrefixKey, bytes]:
-    """The trails that a tier has kept; none, and a line in the log, if it fails: they are worth hits only."""
+    """Return the trails that a tier has kept; on failure, log it and return none, because only hits are lost."""
     try:
         return tier.trails()
     except TierError as error:

@@ -1,4 +1,4 @@
-"""Asks a remote tier what it holds: on other threads for a scheduler, which must not wait, or on the caller's."""
+"""Lookups in a remote tier: on other threads for a scheduler, which must not wait, or on the caller's thread."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Result = TypeVar("Result")
 
 
 class RemoteDirectory:
-    """Questions to a remote tier. ``ask`` answers on threads of its own, many questions together.
+    """Lookups in a remote tier. ``ask`` answers on separate threads, many questions together.
 
     Args:
-        tiers: the same storage, opened once for each namespace that must hold its part of a chunk: one for each shard.
+        tiers: the same storage, opened once for each namespace that must hold its part of a chunk, one for each shard.
             Guarded, with the deadline of a lookup; ``close`` closes them.
     """
 
@@ -33,8 +33,8 @@ class RemoteDirectory:
         self._changed = threading.Condition()
         self._asker = Asker("kvstore-ask", self._ask, self._changed)
         self._shards = ThreadPoolExecutor(max(1, len(self._tiers)), "kvstore-ask-shard")
-        self._lock = threading.Lock()  # of what follows
-        self._source_askers: dict[str, Asker] = {}  # by address: one that hangs delays only requests that name it
+        self._lock = threading.Lock()  # guards the fields below
+        self._source_askers: dict[str, Asker] = {}  # by address; one that hangs delays only requests that name it
         self._is_closed = False
         self._resetting: Future[None] | None = None
 
@@ -45,13 +45,13 @@ class RemoteDirectory:
         tell: Callable[[Question], object] | None = None,
         since: int = 0,
     ) -> Question:
-        """Start to find out which chunks are there with all their parts, and which share blocks with trails.
+        """Start to look up chunks with all their parts, and chunks that share blocks with trails.
 
         Args:
-            asked: the chunks and trails. A chunk that is named for a trail may be gone, or lack a part.
+            asked: the chunks and trails. A chunk that is named for a trail may have been removed, or lack a part.
             source: the only engine to ask, one of those that requests may name; empty to ask the tier and its peers.
-            tell: is called with the question when it is done, on a thread that must not be blocked.
-            since: is kept with the question.
+            tell: called with the question when it is done, on a thread that must not be blocked.
+            since: kept with the question.
         """
         question = Question(asked, tell, since)
         asker = self._asker_of(source) if source else self._asker
@@ -65,7 +65,7 @@ class RemoteDirectory:
             return self._changed.wait_for(lambda: all(question.is_done for question in waiting), timeout_s)
 
     def answer(self, asked: Sequence[Asked]) -> list[Answer]:
-        """``ask`` and wait, at most as long as the tiers' deadline. Saves a hand-over between threads.
+        """Look up on the caller's thread, which saves a hand-over between threads, within the tiers' deadline.
 
         Raises:
             ClosedError: after ``close``.
@@ -74,7 +74,7 @@ class RemoteDirectory:
         return self._ask(tuple(asked))
 
     def reset(self, namespaces: Sequence[Namespace]) -> None:
-        """Ask about other namespaces from now on, one for each tier in order."""
+        """Move the tiers to other namespaces, one for each tier in order."""
         self._resetting = self._asker.then(partial(self._reset, tuple(namespaces)))
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class RemoteDirectory:
         with self._lock:
             self._is_closed = True
             askers = [self._asker, *self._source_askers.values()]
-        for asker in askers:  # all of them, before waiting for one
+        for asker in askers:  # all, before waiting for one
             asker.refuse()
         for asker in askers:
             asker.close()
@@ -95,12 +95,12 @@ class RemoteDirectory:
             if source not in self._source_askers and not self._is_closed:
                 ask = partial(self._ask_source, source)
                 self._source_askers[source] = Asker("kvstore-ask-source", ask, self._changed)
-            return self._source_askers.get(source, self._asker)  # which is closed, too, and answers so
+            return self._source_askers.get(source, self._asker)  # which is also closed, and answers accordingly
 
     def _ask(self, asked: Sequence[Asked]) -> list[Answer]:
-        """Ask all shards at once, so that several that hang cost one deadline together.
+        """Ask all shards at once, so that several hanging ones cost only one deadline.
 
-        The first one alone is asked about trails, at the same time.
+        Only the first one is asked about trails, at the same time.
         """
         refs, trails = _sorted(asked)
         near = self._submit(_near, self._tiers[0], trails) if trails and self._tiers else None
@@ -117,7 +117,7 @@ class RemoteDirectory:
             raise ClosedError("the remote tier was closed") from error
 
     def _ask_source(self, source: str, asked: Sequence[Asked]) -> list[Answer]:
-        """Ask a named engine, shard by shard; after a shard without a single chunk the others are not asked."""
+        """Ask a named engine, shard by shard, until a shard has none of the chunks."""
         self._await_reset()
         refs, trails = _sorted(asked)
         parts: list[Sequence[Answer]] = []
@@ -144,7 +144,7 @@ class RemoteDirectory:
             try:
                 tier.reset(namespace)
             except TierError:
-                continue  # chunks that could not be removed are unreachable even so
+                continue  # chunks that could not be removed are unreachable anyway
 
 
 def _held(tier: Tier, refs: Sequence[ChunkRef]) -> Sequence[Answer]:
@@ -164,13 +164,13 @@ def _near(tier: Tier, trails: Sequence[bytes]) -> Sequence[Answer]:
 
 
 def _sorted(asked: Sequence[Asked]) -> tuple[list[ChunkRef], list[bytes]]:
-    """What is asked about chunks, and about trails."""
+    """Separate the chunks and the trails of a question."""
     refs = [item for item in asked if not isinstance(item, bytes)]
     return refs, [item for item in asked if isinstance(item, bytes)] if len(refs) < len(asked) else []
 
 
 def _in_order(asked: Sequence[Asked], held: Sequence[Answer], near: Sequence[Answer]) -> list[Answer]:
-    """The answers about chunks and those about trails, as they were asked."""
+    """Merge the answers about chunks and about trails, in the order of the question."""
     if not near:
         return list(held)
     of_chunks, of_trails = iter(held), iter(near)
@@ -178,12 +178,12 @@ def _in_order(asked: Sequence[Asked], held: Sequence[Answer], near: Sequence[Ans
 
 
 def _together(parts: Sequence[Sequence[Answer]]) -> list[Answer]:
-    """The answers of several shards: a chunk is there if all have their part, and not there if one lacks it."""
+    """Combine the answers of several shards: a chunk is held if all have their part, and missing if one lacks it."""
     return [all_have(answers) for answers in zip(*parts, strict=True)]
 
 
 def all_have(answers: Sequence[Answer]) -> Answer:
-    """One answer about a chunk, from the answers about its parts."""
+    """Return the answer about a chunk, given those about its parts."""
     if False in answers:
         return False
     return None if None in answers else True

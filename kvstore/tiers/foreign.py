@@ -1,4 +1,4 @@
-"""What all tiers share whose chunks belong to others: nothing is stored, and nothing removed."""
+"""Base of tiers whose chunks belong to other engines, so that no chunk is stored or removed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore.tiers.base import Tier, TierCounters, Transfer, payload_view
 
 
 class ForeignTier(Tier):
-    """Chunks that are only read. Whoever reads them remembers what it does not want.
+    """Read-only tier; callers track removals themselves.
 
     Args:
         layout: of the chunks.
@@ -34,18 +34,18 @@ class ForeignTier(Tier):
 
     @final
     def remove(self, refs: Iterable[ChunkRef]) -> None:
-        """Do nothing: they are others'."""
+        """Do nothing, because the chunks belong to others."""
 
     @final
     def clear(self) -> None:
-        """Do nothing: they are others'."""
+        """Do nothing, because the chunks belong to others."""
 
     @final
     def reset(self, namespace: Namespace) -> None:
-        """Do nothing: opened anew for another namespace, it finds what others have of that."""
+        """Do nothing; to read another namespace, open a new tier for it."""
 
     def close(self) -> None:
-        """Let no further call begin."""
+        """Refuse further calls."""
         self._is_closed = True
 
     def _check_open(self) -> None:

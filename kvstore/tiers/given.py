@@ -1,4 +1,4 @@
-"""What a remote tier is given: a URL, and options in it or beside it, for what does not belong into one."""
+"""Parsing of a remote tier's URL, and of its options, in the URL or separate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore.errors import ConfigError
 
 
 class Kind(NamedTuple):
-    """A kind of option: its type, and what messages call that."""
+    """Kind of an option: its type, and the name of that in messages."""
 
     type: TypeAdapter[Any]
     called: str
@@ -30,10 +30,10 @@ SECONDS: Final = Kind(TypeAdapter(Annotated[float, Field(gt=0, allow_inf_nan=Fal
 
 
 def split_url(url: object, what: str, example: str) -> SplitResult:
-    """The parts of a URL, whose hosts and ports are not checked yet.
+    """Split a URL, without checking hosts and ports yet.
 
     Raises:
-        ConfigError: it is none. Shows nothing of it, as it may contain a password.
+        ConfigError: it is no URL. The message does not show it, as it may contain a password.
     """
     if not isinstance(url, str):
         raise ConfigError(f"a {what} tier needs the option 'url', such as {example}")
@@ -44,10 +44,11 @@ def split_url(url: object, what: str, example: str) -> SplitResult:
 
 
 def host_and_port(parts: SplitResult, what: str) -> tuple[str, int | None]:
-    """Where a URL leads; no host is empty.
+    """Return the host and the port of a URL; a missing host is empty.
 
     Raises:
-        ConfigError: its port is none. Does not show it: behind a password with a slash, it is a part of that.
+        ConfigError: its port is invalid. The message does not show it: after a password with a slash, it is part of
+            that.
     """
     try:
         return parts.hostname or "", parts.port
@@ -56,16 +57,16 @@ def host_and_port(parts: SplitResult, what: str) -> tuple[str, int | None]:
 
 
 def kinds_of(target: type) -> dict[str, Kind]:
-    """The options among the fields of a class: those annotated with a kind."""
+    """Return the options among the fields of a class, which are those annotated with a kind."""
     hints = get_type_hints(target, include_extras=True)
     return {name: get_args(hint)[1] for name, hint in hints.items() if get_origin(hint) is Annotated}
 
 
 def read_options(what: str, kinds: Mapping[str, Kind], *given: Mapping[str, object]) -> dict[str, Any]:
-    """The values of all options that are given, the later ones before the earlier ones; None does not count.
+    """Return the values of all given options, where later mappings take precedence and None is ignored.
 
     Raises:
-        ConfigError: names the option that the tier does not have, or that has no such value.
+        ConfigError: names the option that is unknown or has an invalid value.
     """
     options = {name: value for some in given for name, value in some.items() if value is not None}
     for name, value in options.items():

@@ -1,7 +1,7 @@
 """The pack tier: a read-only pack as the tier behind memory and disk. ``remote_url: pack:///data/system.kvpack``.
 
-It keeps the reading half of the contract. ``put`` answers ``FULL``; ``remove``, ``clear`` and damage hide chunks until
-the pack is opened again. The file is never written.
+It implements the reading half of the contract. ``put`` answers ``FULL``; ``remove``, ``clear`` and damage hide chunks
+until the pack is opened again. The file is never written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCHEME = "pack"
 
 
 class PackTier(Tier):
-    """The chunks of one namespace in a pack.
+    """Tier of the chunks of one namespace in a pack.
 
     Args:
         pack: closed with the tier.
@@ -75,22 +75,22 @@ class PackTier(Tier):
             raise
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
-        """For each chunk, whether it is in the pack. Answers from memory."""
+        """Tell for each chunk if it is in the pack. Answers from memory."""
         self._check_open()
         return [ref in self._chunks for ref in refs]
 
     @property
     def keeps_trails(self) -> bool:
-        """It does."""
+        """Always True."""
         return True
 
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
-        """The trails of chunks that share leading blocks with each. Answers from memory."""
+        """Return the trails of chunks that share leading blocks with each. Answers from memory."""
         self._check_open()
         return [self._in_order.closest(trail, MAX_NEAREST) for trail in trails]
 
     def trail_of(self, ref: ChunkRef) -> bytes:
-        """The trail of a chunk; empty if the pack does not tell it."""
+        """Return the trail of a chunk; empty if the pack does not have it."""
         trail = self._trails.get(ref.prefix_key, b"")
         return trail if is_trail_of(trail, ref) else b""
 
@@ -102,7 +102,7 @@ class PackTier(Tier):
         return [self.counters.count(*self._get(transfer.ref, payload)) for transfer, payload in pairs]
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Answer ``FULL``: there is no room for anything."""
+        """Answer ``FULL``, because a pack is read-only."""
         for transfer in transfers:
             payload_view(self._layout, transfer)
         self._check_open()
@@ -124,7 +124,7 @@ class PackTier(Tier):
             self._in_order = Trails()
 
     def reset(self, namespace: Namespace) -> None:
-        """Hide every chunk: a pack has none of weights that changed while the engine was running."""
+        """Hide every chunk, because a pack has none of weights that changed while the engine was running."""
         self.clear()
         self._namespace_id = namespace.id
 
@@ -186,7 +186,7 @@ class PackTier(Tier):
 
 
 def _trails_of(pack: Pack, chunks: Container[ChunkRef]) -> dict[PrefixKey, bytes]:
-    """The trails of chunks; those that are lost cost hits only."""
+    """Return the trails of chunks; lost ones only cost hits."""
     found, lost = pack.read_trails()
     if lost:
         logger.warning(
@@ -199,10 +199,10 @@ def _trails_of(pack: Pack, chunks: Container[ChunkRef]) -> dict[PrefixKey, bytes
 
 
 def path_of(url: object) -> Path:
-    """The path that ``pack:///path`` names.
+    """Return the path that ``pack:///path`` names.
 
     Raises:
-        ConfigError: it names none.
+        ConfigError: it does not name an absolute path.
     """
     parts = urlsplit(url) if isinstance(url, str) else None
     if parts is None or parts.scheme != SCHEME or parts.netloc or not parts.path.startswith("/"):
@@ -211,7 +211,7 @@ def path_of(url: object) -> Path:
 
 
 def find_shard(pack: Pack, namespace: Namespace, layout: KVLayout) -> int:
-    """The number of the shard that holds the chunks of a namespace.
+    """Return the number of the shard that holds the chunks of a namespace.
 
     Raises:
         ConfigError: none does; names the fields in which the closest one differs.

@@ -1,8 +1,8 @@
 """Peers: other engines, whose chunks are read in addition to those of the own tier.
 
-A chunk is read from the own tier if that has it, otherwise from any peer that does. Nothing is ever sent to a peer or
-removed there. All peers are asked at once, each within the deadline of its guard; once one has said yes, nobody waits
-for the others. A peer that fails counts as empty.
+A chunk is read from the own tier if that has it, otherwise from any peer that does. No chunk is sent to a peer or
+removed there. All peers are asked at once, each within the deadline of its guard, until one has the chunk. A peer that
+fails counts as empty.
 
 *Sources* are engines that a request may name; the configuration lists all of them. A source is asked and read only for
 requests that name it.
@@ -25,28 +25,28 @@ from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.tiers.base import Loan, Tier, TierCounters, Transfer, payload_view, start_closing
 
-_MAX_ROUTES: Final = 65_536  # chunks yet to be read from a source
+_MAX_ROUTES: Final = 65_536  # chunks still to be read from a source
 _MAX_ASKING: Final = 64  # questions to peers at once, of all callers
 _MAX_REMOVED: Final = 65_536  # chunks on record
 _MAX_PORT: Final = 65_535
 Result = TypeVar("Result")
-_Held = list[bool | None]  # for each chunk, whether it is there; None: nobody could say
+_Held = list[bool | None]  # for each chunk, True if it is held; None if no tier could answer
 
 
 class PeersTier(Tier):
-    """An own tier, which is read and written, and peers, which are only read. Thread-safe.
+    """Own tier, which is read and written, with peers, which are only read. Thread-safe.
 
-    A batch is read one chunk after the other. The first chunk that times out ends its batch, and ``pending`` tells the
+    A batch is read one chunk after the other. The first chunk that times out ends its batch, and ``pending`` has the
     outcome of that chunk alone.
 
-    ``remove`` and ``clear`` do not touch what peers hold. A removed chunk is no longer read from them, as its bytes may
-    be wrong; a cleared one may be.
+    ``remove`` and ``clear`` do not touch the chunks of peers. A removed chunk is no longer read from them, as its bytes
+    may be wrong; a cleared one may be.
 
     Args:
         own: guarded. Without one, ``put`` answers ``FAILED``. ``close`` closes it.
         peers: addresses to read from as long as the tier is open.
         open_peer: opens an address for a namespace, guarded, without connecting; raises ``ConfigError`` if it is wrong.
-        namespace: whose chunks these are.
+        namespace: that of the chunks.
         layout: their geometry.
         sources: addresses of the engines that requests may name; opened when a request first names them.
 
@@ -71,32 +71,32 @@ class PeersTier(Tier):
         self._open_peer = open_peer
         self._namespace = namespace
         self._layout = layout
-        self._lock = threading.Lock()  # of what follows; never held during I/O
+        self._lock = threading.Lock()  # guards the fields below; never held during I/O
         self._fixed = _open_all(peers, open_peer, namespace)
         self._listed = frozenset(sources) - self._fixed.keys()
-        self._sources: dict[str, Tier] = {}  # of these, those that are open
-        self._routes: OrderedDict[ChunkRef, tuple[str, int]] = OrderedDict()  # from which source, and how often
+        self._sources: dict[str, Tier] = {}  # the open ones of ``_listed``
+        self._routes: OrderedDict[ChunkRef, tuple[str, int]] = OrderedDict()  # source, and number of reads left
         self._removed: OrderedDict[ChunkRef, None] = OrderedDict()
-        self._removed_tails: OrderedDict[ChunkRef, None] = OrderedDict()  # many: those in longer chunks go, too
+        self._removed_tails: OrderedDict[ChunkRef, None] = OrderedDict()  # separate, as they are many
         self._is_closed = False
         self._askers = ThreadPoolExecutor(_MAX_ASKING, "kvstore-peers")
 
     @property
     def parts(self) -> tuple[Tier, ...]:
-        """The own tier, the peers, and the open sources, each with its guards."""
+        """Own tier, peers, and open sources, each with its guards."""
         with self._lock:
             others = [*self._fixed.values(), *self._sources.values()]
         return (*((self.own,) if self.own else ()), *others)
 
     @property
     def answers(self) -> bool:
-        """Always: nothing is written to peers, so only a question can find out that they are back."""
+        """Always True, because only a lookup can find out that peers, which are never written to, work again."""
         return True
 
     def read_from(self, source: str, refs: Iterable[ChunkRef]) -> None:
-        """Read each of these chunks from a source, too, the next time it is read.
+        """Also read each of these chunks from a source, the next time it is read.
 
-        Does nothing if the source is not listed; a peer is read anyway.
+        Does nothing if the source is not listed; a peer is read in any case.
         """
         if source in self._listed:
             with self._lock:
@@ -108,16 +108,16 @@ class PeersTier(Tier):
                     self._routes.popitem(last=False)
 
     def check(self) -> None:
-        """Find out whether the own tier can be used; peers may come and go."""
+        """Check that the own tier can be used; peers may be down."""
         if self.own:
             self.own.check()
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
-        """For each chunk, whether the own tier or a peer holds it; a tier that fails counts as empty."""
+        """Tell for each chunk if the own tier or a peer holds it; a tier that fails counts as empty."""
         return [bool(is_there) for is_there in self.look(refs)]
 
     def look(self, refs: Sequence[ChunkRef]) -> _Held:
-        """``contains``, but None where a tier that failed might have said yes."""
+        """Look up chunks like ``contains``, but with None where a failed tier might hold the chunk."""
         self._check_open()
         wanted = list(refs)
         held: _Held = [False] * len(wanted)
@@ -134,24 +134,24 @@ class PeersTier(Tier):
         return held
 
     def look_at(self, source: str, refs: Sequence[ChunkRef]) -> _Held:
-        """For each chunk, whether a source holds it; None if the source is not listed, or fails."""
+        """Tell for each chunk if a source holds it; None if the source is not listed, or fails."""
         self._check_open()
         peer = self._source(source)
         return self._ask(peer, refs) if peer is not None else [None] * len(refs)
 
     @property
     def keeps_trails(self) -> bool:
-        """Whether the own tier does."""
+        """True if the own tier keeps trails."""
         return self.own is not None and self.own.keeps_trails
 
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
-        """Of all of them together; a tier that fails counts as empty. The own tier's come first, then the peers'."""
+        """Return the trails of the own tier, then those of the peers; a tier that fails counts as empty."""
         return [near or () for near in self.look_near(trails)]
 
     def look_near(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...] | None]:
-        """``nearest``, but None where nobody named a chunk, and a tier that failed might have.
+        """Look up like ``nearest``, but with None where no chunk was named and a tier failed.
 
-        Waits for all: the best answer is not the first.
+        Waits for all tiers, because the first answer may not be the best.
         """
         self._check_open()
         tiers = [*((self.own,) if self.own else ()), *self._peers().values()]
@@ -163,13 +163,13 @@ class PeersTier(Tier):
         return [_named(near) for near in found] if answers else [()] * len(trails)
 
     def nearest_at(self, source: str, trails: Sequence[bytes]) -> list[tuple[bytes, ...] | None]:
-        """``nearest`` at a source; None if the source is not listed, or fails."""
+        """Look up like ``nearest`` at a source; None if the source is not listed, or fails."""
         self._check_open()
         peer = self._source(source)
         return _near(peer, trails) if peer is not None else [None] * len(trails)
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Read chunks into their buffers, one after the other: from the own tier, or else from a peer.
+        """Read chunks into their buffers, one after the other, from the own tier or else from a peer.
 
         Raises:
             TierTimeoutError: one of them did not answer in time, and may still use its chunk's buffer.
@@ -181,16 +181,16 @@ class PeersTier(Tier):
 
     @property
     def reads_fronts(self) -> bool:
-        """Whether all of them do; a source that does not has none of them."""
+        """True if the own tier and all peers do; a source that does not counts as a miss for leading blocks."""
         return all(tier.reads_fronts for tier in (*((self.own,) if self.own else ()), *self._peers().values()))
 
     @property
     def lends(self) -> bool:
-        """Whether the own tier does, and there is nobody else to read from: chunks of others must be copied."""
+        """True if the own tier does, and there is no peer or source, whose chunks would have to be copied."""
         return self.own is not None and self.own.lends and not self._fixed and not self._listed
 
     def borrow(self, refs: Sequence[ChunkRef]) -> Loan:
-        """Lend chunks of the own tier, which is the only one that is asked."""
+        """Lend chunks of the own tier; no other tier is asked."""
         self._check_open()
         if self.own is None or not self.lends:
             return super().borrow(refs)
@@ -203,7 +203,7 @@ class PeersTier(Tier):
         """Store chunks in the own tier.
 
         Raises:
-            TierError: as the own tier.
+            TierError: see the own tier.
         """
         sizes = [len(payload_view(self._layout, transfer)) for transfer in transfers]
         self._check_open()
@@ -211,10 +211,10 @@ class PeersTier(Tier):
         return [self.counters.count(outcome, size) for outcome, size in zip(outcomes, sizes, strict=True)]
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
-        """Forget chunks: remove them from the own tier, and no longer read them from peers.
+        """Remove chunks from the own tier, and no longer read them from peers.
 
         Raises:
-            TierError: as the own tier.
+            TierError: see the own tier.
         """
         fixed = tuple(refs)
         with self._lock:
@@ -229,20 +229,20 @@ class PeersTier(Tier):
             self.own.remove(fixed)
 
     def clear(self) -> None:
-        """Forget every chunk of the own tier.
+        """Remove every chunk of the own tier.
 
         Raises:
-            TierError: as the own tier.
+            TierError: see the own tier.
         """
         self._check_open()
         if self.own:
             self.own.clear()
 
     def reset(self, namespace: Namespace) -> None:
-        """Forget every chunk, and move to another namespace, also at peers and sources.
+        """Remove every chunk of the own tier, and move to another namespace, also at peers and sources.
 
         Raises:
-            TierError: as the own tier.
+            TierError: see the own tier.
         """
         with self._lock:
             self._check_open()
@@ -276,7 +276,7 @@ class PeersTier(Tier):
             return dict(self._fixed)
 
     def _source(self, url: str) -> Tier | None:
-        """A source, opened the first time; None if it is not listed."""
+        """Return a source, opened at its first use; None if it is not listed."""
         with self._lock:
             self._check_open()
             if url in self._listed and url not in self._sources:
@@ -299,7 +299,7 @@ class PeersTier(Tier):
         return held
 
     def _get(self, transfer: Transfer) -> Outcome:
-        """Read a chunk from the own tier, or else from the first peer that says it has it."""
+        """Read a chunk from the own tier, or else from the first peer that reports it as held."""
         try:
             outcome = _read(self.own, transfer) if self.own else Outcome.MISS
             if outcome is not Outcome.HIT:
@@ -316,7 +316,7 @@ class PeersTier(Tier):
         return outcome
 
     def _peers_for(self, ref: ChunkRef) -> list[Tier]:
-        """Whom to ask for a chunk: the peers, and the source that was named for it."""
+        """Return the tiers to ask for a chunk: the peers, and the source that was named for it."""
         with self._lock:
             url, times = self._routes.pop(ref, (None, 0))
             if url is not None and times > 1:
@@ -326,7 +326,7 @@ class PeersTier(Tier):
 
 
 def at_rank(url: str, rank: int) -> str:
-    """The address of the worker of a rank in another engine: the first worker's port plus the rank.
+    """Return the address of a rank's worker in another engine, whose port is the first worker's plus the rank.
 
     Raises:
         ConfigError: the address is no ``kvs://host:port``, or the port is too high.
@@ -343,7 +343,7 @@ def at_rank(url: str, rank: int) -> str:
 
 
 def _read(tier: Tier, transfer: Transfer) -> Outcome:
-    """Read a chunk from one tier; FAILED if that is broken, and MISS if it cannot bring the leading blocks alone.
+    """Read a chunk from one tier; FAILED if it is broken, and MISS if it cannot read the leading blocks alone.
 
     Raises:
         TierTimeoutError: it did not answer in time, and may still use the buffer.
@@ -374,14 +374,14 @@ def _near(tier: Tier, trails: Sequence[bytes]) -> list[tuple[bytes, ...] | None]
 
 
 def _named(answers: Iterable[tuple[bytes, ...] | None]) -> tuple[bytes, ...] | None:
-    """What several tiers named together."""
+    """Merge the answers of several tiers to ``nearest``; None if one failed and no chunk was named."""
     answers = list(answers)
     named = tuple(dict.fromkeys(chain(*filter(None, answers))))
     return None if None in answers and not named else named
 
 
 def _either(one: bool | None, other: bool | None) -> bool | None:
-    """Whether a chunk is in one of two places."""
+    """Combine two answers about a chunk: True if either is, else None if either is unknown."""
     if one or other:
         return True
     return None if one is None or other is None else False
@@ -390,7 +390,7 @@ def _either(one: bool | None, other: bool | None) -> bool | None:
 def _open_all(
     urls: Iterable[str], open_peer: Callable[[str, Namespace], Tier], namespace: Namespace
 ) -> dict[str, Tier]:
-    """All peers by address; if one cannot be opened, none stays open."""
+    """Open all peers, by address; if one cannot be opened, none stays open."""
     with ExitStack() as opened:
         peers: dict[str, Tier] = {}
         for url in urls:

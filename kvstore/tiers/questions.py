@@ -1,6 +1,6 @@
-"""Questions to a tier about what it holds. Questions that queued up during the last one are asked together, as one.
+"""Lookups in a tier that are batched: questions that queued up during the last one are asked together.
 
-So a burst of requests costs a few round trips, instead of one for each.
+So a burst of requests costs a few round trips instead of one for each.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from kvstore.tiers.tasks import carry_out
 
 logger = logging.getLogger(__name__)
 
-MAX_TOGETHER: Final = 4096  # chunks asked about at once, unless a single question has more: a message of a cache server
+MAX_TOGETHER: Final = 4096  # chunks asked about at once, as a cache server's message holds; one question may have more
 
 
 class Question:
-    """Chunks and trails that a caller asks about, and later the answers, which an ``Asker`` writes.
+    """Chunks and trails to look up, and later the answers, which an ``Asker`` writes.
 
     Attributes:
         asked: the chunks and trails.
         since: the serial of the caller's ``RemoteView`` when it asked.
-        asked_s, answered_s: when; by ``time.monotonic``.
-        answers: for each of them, once ``is_done``.
+        asked_s, answered_s: times of question and answer, by ``time.monotonic``.
+        answers: for each of ``asked``, once ``is_done``.
         told: the same, by chunk and trail.
         is_done: the answers are final.
     """
@@ -50,12 +50,12 @@ class Question:
 
 
 class Asker:
-    """Asks on a thread of its own, in the order of the questions.
+    """Thread that asks questions in their order.
 
     Args:
         name: of the thread.
         ask: answers about chunks and trails. It may block; if it raises, the answers are unknown.
-        changed: is notified when questions are done; several askers may share one.
+        changed: notified when questions are done; several askers may share one.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Asker:
     ) -> None:
         self._ask = ask
         self._changed = changed
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._waiting: deque[Question | tuple[Callable[[], None], Future[None]]] = deque()
         self._is_working = False
         self._is_closed = False
@@ -75,14 +75,14 @@ class Asker:
             self._finish([question], [None] * len(question.asked))
 
     def then(self, action: Callable[[], None]) -> Future[None]:
-        """Run an action after all earlier questions and before all later ones. After ``close`` it is cancelled."""
+        """Run an action between all earlier and all later questions. After ``close`` it is cancelled."""
         done: Future[None] = Future()
         if not self._queue((action, done)):
             done.cancel()
         return done
 
     def refuse(self) -> None:
-        """Take no more questions; the answers of those that wait are unknown."""
+        """Refuse new questions; waiting ones get unknown answers."""
         with self._lock:
             self._is_closed = True
             waiting = list(self._waiting)
@@ -94,7 +94,7 @@ class Asker:
                 item[1].cancel()
 
     def close(self) -> None:
-        """``refuse``, and end the thread after the question under way."""
+        """Refuse questions, and end the thread after the question under way."""
         self.refuse()
         self._thread.shutdown(wait=True)
 
@@ -122,7 +122,7 @@ class Asker:
                 carry_out((first[1], first[0]))
 
     def _take_more(self, first: Question) -> list[Question]:
-        """The waiting questions that fit into one call with the first one."""
+        """Take the waiting questions that fit into one call with the first one."""
         together, num_asked = [], len(first.asked)
         while self._waiting and isinstance(question := self._waiting[0], Question):
             num_asked += len(question.asked)
@@ -139,7 +139,7 @@ class Asker:
             answers = self._ask(asked)
         except KVStoreError:  # the circuit breaker has logged it
             pass
-        except Exception:  # a bug; callers must not wait forever, and the thread goes on
+        except Exception:  # a bug; callers must not wait forever, and the thread continues
             logger.exception("asking a remote tier failed unexpectedly")
         self._finish(questions, answers if len(answers) == len(asked) else [None] * len(asked))
 

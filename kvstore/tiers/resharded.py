@@ -1,4 +1,4 @@
-"""What engines of another tensor-parallel size have stored, cut and joined by KV head into ours: read-only."""
+"""Read-only tier of chunks stored by engines of another tensor-parallel size, split and joined by KV head."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvstore.tiers.foreign import ForeignTier
 
 
 class ReshardedTier(ForeignTier):
-    """Reads a chunk of ours from the parts that hold its heads, one after the other. Thread-safe.
+    """Tier that reads a chunk of ours from the parts that hold its heads, one after the other. Thread-safe.
 
-    A chunk is there if all parts are. Nothing is stored or removed: whoever reads it remembers what it does not want.
+    A chunk is found if all its parts are. The tier is read-only; callers track removals themselves.
 
     Args:
-        division: how that engine divides what we hold.
+        division: the other engine's division of our heads.
         tiers: one for each part, opened for its namespace. ``close`` closes them.
-        timeout_s: how long a read waits for a buffer; there are few, each as long as the longest part.
+        timeout_s: longest wait of a read for a buffer; there are few, each as long as the longest part.
     """
 
     name = "resharded"
@@ -32,7 +32,7 @@ class ReshardedTier(ForeignTier):
         self._scratch = Scratch(division.part_bytes, timeout_s)
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
-        """For each chunk, whether all parts hold theirs. Each is asked about what those before it hold.
+        """Tell for each chunk if all parts hold theirs. Each part is only asked about chunks that all before it hold.
 
         Raises:
             TierError: a part's storage failed.
@@ -46,7 +46,7 @@ class ReshardedTier(ForeignTier):
         return [ref in found for ref in refs]
 
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
-        """Those that the first part names; the others need not have them, which ``contains`` tells.
+        """Return the trails that the first part names; the others may lack those chunks, which ``contains`` shows.
 
         Raises:
             TierError: its storage failed.

@@ -1,4 +1,4 @@
-"""Actions with futures, for threads that are not those of an executor."""
+"""Actions with futures, for threads outside an executor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def carry_out(work: Work) -> None:
 
 
 def serve(work: SimpleQueue[Work | None]) -> None:
-    """A thread's life: actions in order, until None."""
+    """Carry out actions in order, until None; the target of a thread."""
     while item := work.get():
         carry_out(item)
         del item  # or the last action's buffers would be kept alive until the next one

@@ -1,1 +1,1 @@
-"""Transfer carries out the catalog's plans: paged KV cache <-> slots <-> slower tiers."""
+"""Execution of the catalog's plans: copies between paged KV cache, slots and slower tiers."""

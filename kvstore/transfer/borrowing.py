@@ -1,4 +1,4 @@
-"""Loads straight from a tier's memory: one batch is scattered while the next one is being lent."""
+"""Loads directly from a tier's memory, where one batch is scattered while the next one is being lent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.tiers.base import Loan
 from kvstore.transfer.lane import Lane
 
-BATCH: Final = 8  # chunks in one loan: few, as one that the server must read from disk holds up the others
+BATCH: Final = 8  # chunks in one loan; few, because a chunk that the server reads from disk delays the others
 _AHEAD: Final = 2  # loans at a time
 _Lending = tuple[Sequence[int], Future[Loan]]
 
@@ -19,7 +19,7 @@ _Lending = tuple[Sequence[int], Future[Loan]]
 def use_borrowed(lane: Lane, refs: Sequence[ChunkRef], use: Callable[[int, ByteArray], None]) -> list[Outcome]:
     """Borrow chunks, and call ``use`` with the number and the payload of each hit, on the caller's thread.
 
-    Chunks refused because too much is lent are borrowed again, one by one. Nothing stays lent if ``use`` raises.
+    Chunks refused because too much is lent are borrowed again, one by one. All loans end if ``use`` raises.
     """
     outcomes = [Outcome.FAILED] * len(refs)
     waiting: deque[Sequence[int]] = deque(
@@ -47,7 +47,7 @@ def use_borrowed(lane: Lane, refs: Sequence[ChunkRef], use: Callable[[int, ByteA
 
 
 def _use(loan: Loan, numbers: Sequence[int], use: Callable[[int, ByteArray], None]) -> None:
-    """Call ``use`` with each payload. No view of one is left behind: the last view of a mapping unmaps it."""
+    """Call ``use`` with each payload, and keep no view of one, because the last view of a mapping unmaps it."""
     for number, payload in zip(numbers, loan.payloads, strict=True):
         if payload is not None:
             use(number, payload)

@@ -1,8 +1,8 @@
-"""Removals, clears and resets of one tier, in order and on a thread of their own, so that no caller waits for the tier.
+"""Removals, clears and resets of one tier, in order and on a separate thread, so that no caller waits for the tier.
 
-Waiting removals are carried out together. A clear or a reset first carries out the removals that waited before it, and
-replaces earlier clears and resets: if it fails, what was found to be wrong must still not be found again. Each errand
-has a number: a write that must come after some of them waits for the last one.
+Waiting removals are carried out together. A clear or a reset replaces earlier clears and resets, and first carries out
+the removals that waited before it, because damaged chunks must not be found again even if it fails. Errands have
+numbers: a write that must come after some of them waits for the last one.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ Then = Callable[[], None]
 
 @dataclass(eq=False)
 class _Errand:
-    """Removals; or a sweep, which is a clear, or with a namespace a reset.
+    """Removals, or a sweep: a clear, or with a namespace a reset.
 
     Attributes:
         refs: the chunks to remove; None for a sweep.
         namespace: the one that a reset enters.
-        before: of a sweep, chunks to remove first: other engines, or peers, may have them.
-        otherwise: of a clear, chunks to remove one by one if it fails, which nobody else knows of.
-        number: of the last call that is done with this errand.
-        then: called afterwards, even if it failed.
+        before: of a sweep, chunks to remove first, which other engines or peers may have.
+        otherwise: of a clear, chunks to remove one by one if it fails, which only this engine knows.
+        number: of the last call that this errand completes.
+        then: called afterwards, even if the errand failed.
     """
 
     refs: dict[ChunkRef, None] | None
@@ -54,8 +54,8 @@ class Errands:
     """Removals, clears and resets of one tier. Thread-safe; only ``wait`` and ``close`` wait.
 
     Args:
-        tier: its wrappers see to it that every call ends in time.
-        complain: called with what could not be done, and why.
+        tier: its wrappers ensure that every call ends in time.
+        complain: called with a failed action and its error.
     """
 
     def __init__(self, tier: Tier, complain: Callable[[str, TierError], None]) -> None:
@@ -71,7 +71,7 @@ class Errands:
 
     @property
     def queued(self) -> int:
-        """The number of the last errand; 0 if there was none."""
+        """Number of the last errand; 0 if there was none."""
         return self._queued
 
     @property
@@ -81,7 +81,7 @@ class Errands:
             return sum(max(1, len(errand.refs or ())) for errand in self._unfinished())
 
     def hides(self, refs: Collection[ChunkRef]) -> bool:
-        """Whether any of these chunks must no longer be read, though the tier may still have it."""
+        """Tell if any of these chunks must no longer be read, although the tier may still have it."""
         with self._changed:
             return any(errand.refs is None or any(ref in errand.refs for ref in refs) for errand in self._unfinished())
 
@@ -102,21 +102,21 @@ class Errands:
             _call([then])
 
     def clear(self, refs: Iterable[ChunkRef] = ()) -> None:
-        """Remove everything from the tier; if that fails, at least these chunks."""
+        """Remove all chunks from the tier; if that fails, at least these."""
         self._sweep(None, refs)
 
     def reset(self, namespace: Namespace) -> None:
-        """Remove everything from the tier, which enters another namespace."""
+        """Remove all chunks from the tier, which enters another namespace."""
         self._sweep(namespace, ())
 
     def wait(self, number: int, timeout_s: float | None = None) -> bool:
-        """Wait until the errands up to a number have been tried; False if time ran out, or ``close`` came first."""
+        """Wait until the errands up to a number have been tried; False after a time-out or ``close``."""
         with self._changed:
             self._changed.wait_for(lambda: self._done >= number or self._is_closed, timeout_s)
             return self._done >= number
 
     def close(self) -> None:
-        """Drop what waits, and end the thread: a call under way ends within the tier's deadline."""
+        """Drop waiting errands, and end the thread; a call under way ends within the tier's deadline."""
         with self._changed:
             self._is_closed = True
             then = [action for errand in self._waiting for action in errand.then]
@@ -148,7 +148,7 @@ class Errands:
         errand.number = self._queued
 
     def _add(self, errand: _Errand) -> None:
-        """Let an errand wait, and the thread take up one more. Needs the lock."""
+        """Queue an errand, and let the thread carry out one more. Needs the lock."""
         self._waiting.append(errand)
         self._thread.submit(self._carry_out).add_done_callback(_tell)
 
@@ -158,7 +158,7 @@ class Errands:
             return
         try:
             self._try(errand)
-        finally:  # also if it raises: others wait for this one
+        finally:  # also if it raises, because others wait for this one
             with self._changed:
                 self._under_way = None
                 self._done = errand.number
@@ -166,7 +166,7 @@ class Errands:
             _call(errand.then)
 
     def _next(self) -> _Errand | None:
-        """Take up the first errand, or a part of it. None if a sweep has replaced it, or ``close`` came."""
+        """Begin the first errand, or a part of it. None if a sweep has replaced it, or after ``close``."""
         with self._changed:
             if not self._waiting:
                 return None
@@ -175,7 +175,7 @@ class Errands:
                 part = dict.fromkeys(islice(errand.refs, _MAX_REFS))
                 for ref in part:
                     del errand.refs[ref]
-                self._add(errand)  # removals are the last to wait, so it is the first again
+                self._add(errand)  # only removals are the last to wait, so it is the first again
                 errand = _Errand(part, number=self._done)
             self._under_way = errand
             return errand
@@ -197,11 +197,11 @@ class Errands:
             self._attempt("remove chunks from", partial(self._tier.remove, part))
 
     def _attempt(self, what: str, action: Callable[[], None]) -> bool:
-        """Whether the tier has done something."""
+        """Call the tier; return True if it succeeded, and report a ``TierError``."""
         try:
             action()
         except ClosedError:
-            pass  # a write that hung has ended after ``close``: the next start finds what it left
+            pass  # a write that hung has ended after ``close``; the next start finds its file
         except TierError as error:
             self._complain(what, error)
             return False
@@ -209,7 +209,7 @@ class Errands:
 
 
 def _call(then: Iterable[Then]) -> None:
-    """Call each of them, whatever another one raises."""
+    """Call each action, even if another one raises."""
     for action in then:
         called: Future[None] = Future()
         carry_out((called, action))
@@ -217,6 +217,6 @@ def _call(then: Iterable[Then]) -> None:
 
 
 def _tell(errand: Future[None]) -> None:
-    """Log a defect that would stay in a future nobody asks."""
+    """Log an unexpected error, which would otherwise stay unseen in its future."""
     if not errand.cancelled() and (error := errand.exception()) is not None:
         logger.error("removing chunks from a tier failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""The result of a flush."""
+"""Result of a flush."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Flushed(NamedTuple):
-    """Writes to slower tiers since the last flush that did not store their chunk. True if there are none.
+    """Number of writes to slower tiers since the last flush that did not store their chunk. True if there are none.
 
     Chunks that were removed, cleared or reset before they were written do not count.
 
@@ -24,5 +24,5 @@ class Flushed(NamedTuple):
         return not any(self)
 
     def plus(self, other: Flushed) -> Flushed:
-        """The sum over two tiers."""
+        """Return the sum over two tiers."""
         return Flushed(self.failed + other.failed, self.full + other.full, self.pending + other.pending)

@@ -1,11 +1,11 @@
-"""The GPU tier: chunks that are loaded again and again, kept on the device, so that a load does not pass the host.
+"""The GPU tier: copies of frequently loaded chunks on the device, so that a load does not pass through the host.
 
-They are copies of what memory holds, and nothing else knows of them: not the index, so a copy can only make a load
-faster, never right or wrong. Each worker decides for itself. A copy counts for one content of one slot: whatever
-removes a chunk, or stores or loads it again, gives it another, so no removal has to be told here.
+The index does not know these copies of chunks in memory, so a copy makes a load faster but never decides its result.
+Each worker decides for itself. A copy is valid for one content of one slot: removing a chunk, or storing or loading it
+again, changes that content, so removals need not be reported here.
 
-``gather`` and ``scatter`` are launched on the caller's current stream, in line with the model's kernels, and nobody
-waits for them. With a paged cache in host memory the same code runs there, for tests.
+``gather`` and ``scatter`` are launched on the caller's current stream, in order with the model's kernels, and the host
+does not wait for them. With a paged cache in host memory the same code runs there, for tests.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from kvstore.paged.base import BlockIds, PagedKV
 
 logger = logging.getLogger(__name__)
 
-PROMOTE_AT: Final = 2  # loads of a chunk from memory after which it is worth a slot
+PROMOTE_AT: Final = 2  # loads of a chunk from memory after which it gets a slot
 _REMEMBERED_PER_SLOT: Final = 8
 
 
 class _Copy(NamedTuple):
     slot: int
-    filling: Filling  # what it is a copy of
+    filling: Filling  # the content that was copied
 
 
 class HotChunks:
-    """A bounded number of copies, and how often other chunks were loaded. For the model's thread only.
+    """Bounded set of copies, and counts of the loads of other chunks. For the model's thread only.
 
     Args:
         paged: the model's KV cache; the copies are on its device.
-        max_bytes: bound of the device memory, taken at once.
+        max_bytes: bound of the device memory, which is allocated at once.
 
     Attributes:
-        size_bytes: what it takes.
+        size_bytes: device memory in use.
 
     Raises:
         ConfigError: the bound does not hold a chunk, or the device has no room.
@@ -62,11 +62,11 @@ class HotChunks:
         self._max_loads = _REMEMBERED_PER_SLOT * num_slots
 
     def scatter(self, ref: ChunkRef, filling: Filling, block_ids: BlockIds, first_block: int) -> bool:
-        """Load a chunk's blocks from the copy of what memory holds of it now. False if it must come from memory."""
+        """Load a chunk's blocks from a copy of ``filling``, its slot's content. False if memory must be used."""
         copy = self._copies.get(ref)
         if copy is None:
             return False
-        if copy.filling != filling:  # it was removed since, or came again
+        if copy.filling != filling:  # it was removed since, or stored again
             self._drop(ref)
             return False
         payload_bytes = self._paged.layout.payload_bytes(ref.num_blocks)
@@ -80,7 +80,7 @@ class HotChunks:
         return True
 
     def note_load(self, ref: ChunkRef, filling: Filling, block_ids: BlockIds) -> None:
-        """A whole chunk has just been loaded from memory to these blocks: the second time, keep a copy."""
+        """Note that a whole chunk has been loaded from memory to these blocks, and copy it the second time."""
         loads = self._loads.pop(ref, 0) + 1
         if loads >= PROMOTE_AT:
             self._gather(ref, filling, block_ids)
@@ -90,18 +90,18 @@ class HotChunks:
             self._loads.popitem(last=False)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all copies and counts."""
         for ref in list(self._copies):
             self._drop(ref)
         self._loads.clear()
 
     def close(self) -> None:
-        """Give the device's memory back."""
+        """Return the device's memory."""
         self._leave_out()
         self._slots.close()
 
     def _gather(self, ref: ChunkRef, filling: Filling, block_ids: BlockIds) -> None:
-        """Copy a chunk from its blocks, in the place of the copy that was unused for longest if there is no other."""
+        """Copy a chunk from its blocks to a free slot, or else to that of the least recently used copy."""
         self._drop(ref)
         if not self._free and self._copies:
             self._drop(next(iter(self._copies)))
@@ -119,18 +119,18 @@ class HotChunks:
         self._copies[ref] = _Copy(slot, filling)
 
     def _drop(self, ref: ChunkRef) -> None:
-        """Forget a copy, if there is one. Its slot can be filled again at once: the device does it in order."""
+        """Drop a copy, if there is one. Its slot can be filled again at once, because the device works in order."""
         if ref in self._copies:
             self._free.append(self._copies.pop(ref).slot)
 
     def _give_up(self, what: str, error: Exception) -> None:
-        """A device that fails once goes on failing."""
+        """Stop using the tier after an error, because a failed device keeps failing."""
         self._leave_out()
         logger.warning(
             "the GPU tier is left out from now on: cannot %s a chunk on %s: %s", what, self._paged.device, error
         )
 
     def _leave_out(self) -> None:
-        """Without a slot nothing is copied any more."""
+        """Drop all slots, so that no more chunks are copied."""
         self._copies.clear()
         self._free.clear()

@@ -1,11 +1,11 @@
-"""Transfers between slots and one slower tier: reads and writes on threads of their own, and what is in flight.
+"""Transfers between slots and one slower tier: reads and writes on separate threads, and the state of those in flight.
 
-No caller waits for the tier. The wrappers around the tier see to it that every call ends in time.
+No caller waits for the tier. The wrappers around the tier ensure that every call ends in time.
 
 - *A write belongs to the epoch in which it began.* After ``clear`` or ``reset`` it stores nothing, and a read that
-  began before brings nothing.
+  began before is not a hit.
 - *In order.* A write waits for the removals, clears and resets requested before it, so none of them undoes it.
-- *At once, for readers.* A chunk to be removed is a miss from then on, though the tier may still have it. After
+- *At once, for readers.* A chunk to be removed is a miss from then on, although the tier may still have it. After
   ``clear`` or ``reset`` every chunk is a miss until the tier has carried that out.
 """
 
@@ -34,7 +34,7 @@ WRITE_THREADS = 4
 
 
 class Arrival(NamedTuple):
-    """How a read ended. ``pending`` is set if it timed out and may still write to its slot."""
+    """Result of a read. ``pending`` is set if it timed out and may still write to its slot."""
 
     outcome: Outcome
     pending: Future[Any] | None = None
@@ -45,13 +45,13 @@ class _Write:
     """A write that has not been reported.
 
     Attributes:
-        ref: which chunk.
-        slot: where its bytes are.
-        namespace_id: whose bytes these are.
+        ref: the chunk.
+        slot: holds its bytes.
+        namespace_id: the namespace of these bytes.
         sweeps: clears and resets before it; the next one makes it void.
         after: the last errand that must come before it.
         trail: of the chunk.
-        is_unwanted: the chunk was removed meanwhile, and is removed from the tier as soon as it is there.
+        is_unwanted: the chunk was removed meanwhile, and is removed from the tier once it is stored.
     """
 
     ref: ChunkRef
@@ -68,13 +68,13 @@ class Lane:
 
     Args:
         cpu: the pool.
-        tier: where chunks come from and go to; ``close`` closes it.
+        tier: the tier to read and write; ``close`` closes it.
         on_written: called from any thread, exactly once for every ``write`` that has ended.
         read_threads: reads in flight at once.
-        asks_before_write: asked before a write whether another engine has stored the chunk already: the part of the
-            tier that is written to. None if nobody else writes.
-        leaves_writes: report writes as done and do nothing: another worker writes and removes the same bytes.
-        namespace_id: whose chunks these are, until ``reset``; None if only the tier knows.
+        asks_before_write: the part of the tier that is written to; it is asked before a write if another engine has
+            stored the chunk already. None if there is no other writer.
+        leaves_writes: report writes as done and do nothing, because another worker writes and removes the same bytes.
+        namespace_id: the namespace of the chunks, until ``reset``; None if only the tier knows it.
     """
 
     def __init__(
@@ -106,20 +106,20 @@ class Lane:
 
     @property
     def reads_layers(self) -> bool:
-        """Whether some layers of a chunk can be read before the others."""
+        """True if some layers of a chunk can be read before the others."""
         return self._tier.reads_layers
 
     def read(
         self, ref: ChunkRef, slot: int, layers: range | None = None, *, holder: ChunkRef | None = None
     ) -> Future[Arrival]:
         """Start to read a chunk, or some layers of it, into a slot; of a ``holder`` only the leading blocks."""
-        buffer = self._cpu.claim(slot)  # now: if nothing comes, what the slot held before must not be taken for it
+        buffer = self._cpu.claim(slot)  # now, so that a failed read does not leave the former content
         wanted = Transfer(ref, buffer) if holder is None else Transfer(holder, buffer, front_blocks=ref.num_blocks)
         return self._readers.submit(self._read, wanted, slot, layers, self._sweeps)
 
     @property
     def lends(self) -> bool:
-        """Whether chunks can be read where they lie in the tier's memory."""
+        """True if chunks can be read in place, in the tier's memory."""
         return self._tier.lends
 
     def borrow(self, refs: Sequence[ChunkRef]) -> Future[Loan]:
@@ -128,13 +128,13 @@ class Lane:
 
     @property
     def sweeps(self) -> int:
-        """Clears and resets so far. What was read from the model's blocks before one of them is void after it."""
+        """Number of clears and resets so far. Bytes gathered from the model's blocks before one are void after it."""
         return self._sweeps
 
     def write(self, ref: ChunkRef, slot: int, sweeps: int | None = None, trail: bytes = b"") -> None:
-        """Start to write what a slot holds, and its trail; the slot must not change before it has ended.
+        """Start to write a slot's chunk, with its trail; the slot must not change before the write has ended.
 
-        ``sweeps`` is what it was when the slot began to be filled; None if that was just now.
+        ``sweeps`` is its value when filling the slot began; None for the current one.
         """
         if self._leaves_writes:
             self._on_written(ref, True)
@@ -166,15 +166,15 @@ class Lane:
                 self._errands.remove(leaving)
 
     def clear(self, refs: Iterable[ChunkRef] = ()) -> None:
-        """Start to remove everything from the tier; if that fails, at least these chunks."""
+        """Start to remove all chunks from the tier; if that fails, at least these."""
         with self._lock:
-            self._sweeps += 1  # voids what began before
+            self._sweeps += 1  # voids reads and writes that began before
             self._errands.clear(refs)
 
     def reset(self, namespace: Namespace) -> None:
-        """Start to remove everything from the tier; what is stored from now on belongs to another namespace."""
+        """Start to remove all chunks from the tier; later writes belong to another namespace."""
         with self._lock:
-            self._sweeps += 1  # voids what began before
+            self._sweeps += 1  # voids reads and writes that began before
             self._namespace_id = namespace.id
             self._errands.reset(namespace)
 
@@ -183,7 +183,7 @@ class Lane:
         return self._errands.wait(self._errands.queued, timeout_s)
 
     def flush(self, timeout_s: float) -> Flushed:
-        """Wait until all writes and removals so far have ended. Returns how those since the last flush ended."""
+        """Wait until all writes and removals so far have ended. Returns the failures since the last flush."""
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
             self._lock.wait_for(lambda: not (self._writing or self._ending), timeout_s)
@@ -194,9 +194,9 @@ class Lane:
 
     def close(self) -> None:
         """End all threads, drop the writes and removals that have not begun, and close the tier."""
-        self._errands.close()  # first: writes wait for it
+        self._errands.close()  # first, because writes wait for it
         for pool in (self._readers, self._writers):
-            pool.shutdown(wait=True, cancel_futures=True)  # what runs ends within the tier's deadline
+            pool.shutdown(wait=True, cancel_futures=True)  # running calls end within the tier's deadline
         self._tier.close()
 
     def _read(self, wanted: Transfer, slot: int, layers: range | None, sweeps: int) -> Arrival:
@@ -235,7 +235,7 @@ class Lane:
         return self._tier.put([Transfer(write.ref, source, write.namespace_id, write.trail)])
 
     def _after_write(self, write: _Write, future: Future[Sequence[Outcome]]) -> None:
-        """Report a write, unless it timed out and may still read the slot: then once the tier is done with it."""
+        """Report a write; one that timed out may still read the slot, and is reported once the tier has ended it."""
         error = None if future.cancelled() else future.exception()
         if isinstance(error, TierTimeoutError):
             self._log("cannot write to the %s tier: %s", error)
@@ -261,7 +261,7 @@ class Lane:
     def _report(self, ref: ChunkRef, *, stored: bool) -> None:
         try:
             self._on_written(ref, stored)
-        finally:  # or flush would wait forever
+        finally:  # otherwise flush would wait forever
             with self._lock:
                 self._ending -= 1
                 self._lock.notify_all()
@@ -287,7 +287,7 @@ class Lane:
 
 
 def _is_there(tier: Tier, write: _Write) -> bool:
-    """Whether a tier has a chunk, and leads to it whoever looks for a part: an older engine has told no trail."""
+    """Tell if a tier has a chunk and can find it by its parts, which it cannot if an older engine stored no trail."""
     if tier.contains([write.ref]) != [True]:
         return False
     return not (write.trail and tier.keeps_trails) or write.trail in tier.nearest([write.trail])[0]

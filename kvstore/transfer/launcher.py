@@ -1,6 +1,6 @@
-"""Copies between slots and the model's blocks: launched on a device, where a slot is in use until its copy has ended.
+"""Launches of copies between slots and the model's blocks on a device, where a slot is in use until its copy has ended.
 
-On the host they are done when the call returns, and nothing is in use afterwards.
+On the host copies are done when the call returns, and no slot is in use afterwards.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 class Launcher:
-    """For one thread at a time, whose copies use ``streams``.
+    """Launcher of the copies of one thread at a time, which uses ``streams``.
 
     Args:
         cpu: the pool whose slots are copied to and from.
-        streams: of the device where the model's blocks are.
-        on_failure: told how many chunks were not copied, for want of memory on the device.
+        streams: of the device that holds the model's blocks.
+        on_failure: called with the number of chunks that were not copied for lack of device memory.
     """
 
     def __init__(self, cpu: LabelledPool, streams: Streams, on_failure: Callable[[int], None]) -> None:
@@ -33,13 +33,13 @@ class Launcher:
         self._throttle = Throttle(logger)
 
     def claim(self, slot: int) -> ByteArray:
-        """Take a slot to gather a chunk into it, after all that the device still does with it."""
+        """Take a slot to gather a chunk into it, ordered after the device's current uses of it."""
         return self._cpu.claim_on_device(slot, self._streams)
 
     def launch(self, slots: Sequence[int], way: Way, copy: Callable[[], Sequence[Moment]]) -> Sequence[Moment] | None:
         """Launch copies from or to slots, which the device uses until the moments that ``copy`` returns for them.
 
-        None if the device had no memory left for it.
+        Returns None if the device had no memory left.
         """
         moments: list[Moment] = []
         if not self.attempt(slots, way, lambda: moments.extend(copy())):
@@ -49,9 +49,9 @@ class Launcher:
         return moments
 
     def attempt(self, slots: Sequence[int], way: Way, copy: Callable[[], object]) -> bool:
-        """Launch copies from or to slots, whose use the caller notes. False if the device had no memory left for it.
+        """Launch copies from or to slots, whose use the caller notes. False if the device had no memory left.
 
-        Other errors are raised: a device that is broken stays so.
+        Other errors are raised, because a broken device stays broken.
         """
         try:
             copy()
@@ -65,10 +65,10 @@ class Launcher:
         return True
 
     def note_uses(self, slots: Iterable[int], moment: Moment) -> None:
-        """The device uses slots until ``moment``."""
+        """Note that the device uses slots until ``moment``."""
         for slot in slots:
             self._cpu.note_use(slot, moment)
 
     def _hold(self, slots: Sequence[int], way: Way) -> None:
-        """Part of what raised may have been launched: slots are in use until all copies this way have ended."""
+        """Mark slots as used until all copies of a direction have ended, as a failed launch may have begun some."""
         self.note_uses(slots, self._streams.launch(way, lambda: None, None))

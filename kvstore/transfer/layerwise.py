@@ -1,12 +1,12 @@
-"""Loads and stores that advance one layer at a time, so that a model may compute a layer while the next is on its way.
+"""Loads and stores that advance one layer at a time, so that a model can compute a layer while the next is in transit.
 
-A slower tier that can read single layers is asked for groups of them: the first group of every chunk, then the next
-group of every chunk, so that no layer waits for bytes that are needed later. Any other tier reads whole chunks, for
-layer 0. Every layer is verified before it is scattered. In host memory the next layer is scattered on a thread while
-the model computes; on a device a copy is only launched, which needs no thread, and a slot stays in use until the copies
-have ended.
+A slower tier that can read single layers reads groups of them, the first group of every chunk, then the next group of
+every chunk, so that no layer waits for bytes that are needed later. Any other tier reads whole chunks, for layer 0.
+Every layer is verified before it is scattered. In host memory the next layer is scattered on a thread while the model
+computes. On a device a copy is only launched, which needs no thread, and a slot stays in use until the copies have
+ended.
 
-Nothing here holds a lock between two layers. Whoever begins must call ``finish``, which works in any state.
+No lock is held between two layers. The caller must call ``finish``, which works in any state.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from kvstore.paged.streams import Moment, Way
 from kvstore.transfer.lane import Arrival
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, StoreJob
 
-READ_BYTES = 768 << 10  # least size of a read: many smaller ones are slower
+READ_BYTES = 768 << 10  # minimum size of a read, because many smaller ones are slower
 MAX_GROUPS = 16  # more would not let the model start much earlier
-IDLE_SHARE = 0.1  # of the time a layer took to load: a model that was away for less did not compute
-READ_AHEAD_GROUPS = 2  # groups being read behind the one in use
+IDLE_SHARE = 0.1  # of a layer's load time; a model that returned sooner did not compute
+READ_AHEAD_GROUPS = 2  # groups being read after the one in use
 
 T = TypeVar("T")
 
@@ -41,11 +41,11 @@ T = TypeVar("T")
 class LayerLoad:
     """Loads in progress. For one thread at a time, the mover's; between two calls the model may run.
 
-    The blocks belong to it until ``finish`` or ``halt``, which may be called at any time.
+    The blocks belong to this object until ``finish`` or ``halt``, which may be called at any time.
 
     Args:
-        mover: may carry out other calls meanwhile.
-        jobs: what to load. A job whose source is memory may name a chunk that an earlier job loads into it.
+        mover: may serve other calls in the meantime.
+        jobs: the loads. A job whose source is memory may name a chunk that an earlier job loads into it.
     """
 
     def __init__(self, mover: Mover, jobs: Sequence[LoadJob]) -> None:
@@ -62,34 +62,34 @@ class LayerLoad:
         self._mislabelled = 0
         self._result = LoadResult(set(), set())
         self._hot: set[PrefixKey] = set()  # loaded as a whole, from the device
-        self._fillings: dict[int, Filling | None] = {}  # what the slots held when they were first used, by job number
+        self._fillings: dict[int, Filling | None] = {}  # the content of the slots at their first use, by job number
         self._blocks: dict[int, ChunkBlocks] = {}  # of the jobs, by number
-        self._moment: Moment = None  # when the slots have been read, so far
+        self._moment: Moment = None  # the end of the reads of slots so far
         self._turn: Moment = None  # the end of the last call, whose thread may have another current stream
         self._uses_thread = not mover.launches
         self._next_layer: Future[None] | None = None  # scattered while the model computes
-        self._returned_s = -math.inf  # when the last layer was there
+        self._returned_s = -math.inf  # the time at which the last layer was loaded
         self._scattering = threading.RLock()  # the garbage collector may call ``halt`` on the thread that scatters
         self._is_halted = False
 
     def move(self, layer: int) -> None:
         """Load one layer of all chunks into the paged cache, the layers in order. Waits for it.
 
-        From the layer on at which a chunk fails, its blocks are left as they were.
+        If a chunk fails at a layer, its blocks stay unchanged from that layer on.
         """
         begin_s = time.perf_counter()
         self._mover.paged.streams.hold(self._turn)
         layers = self._mover.paged.layers_with(layer)
         if layer == layers.start:
             self._read_ahead(layers[-1])
-            if self._next_layer is None or self._next_layer.cancel():  # it may wait long, for another load's layer
+            if self._next_layer is None or self._next_layer.cancel():  # it may wait long for another load's layer
                 self._bring(layers)
             else:
                 self._next_layer.result()
             self._next_layer = None
         computed_s, took_s = begin_s - self._returned_s, time.perf_counter() - begin_s
         # Where nothing is computed in between, waking the thread costs more than it saves.
-        is_last = layer == layers[-1] < self._num_layers - 1  # of those that go together
+        is_last = layer == layers[-1] < self._num_layers - 1  # of those that are moved together
         if self._uses_thread and is_last and computed_s > IDLE_SHARE * took_s:
             following = self._mover.paged.layers_with(layer + 1)
             self._read_ahead(following[-1])
@@ -99,7 +99,7 @@ class LayerLoad:
         self._returned_s = time.perf_counter()
 
     def _bring(self, layers: range) -> None:
-        """Wait for layers and scatter them. On any thread: it uses only this load's own state."""
+        """Wait for layers and scatter them. On any thread, because it uses only the state of this load."""
         arrived = {}
         for number, job in enumerate(self._jobs):
             key = job.step.ref.prefix_key
@@ -129,22 +129,22 @@ class LayerLoad:
             self._result.failed.update(step.ref.prefix_key for step in steps)
 
     def _blocks_of(self, number: int, source: ByteArray) -> ChunkBlocks:
-        """Where a job's chunk is; found for the first layer, and the same for all."""
+        """Return the blocks of a job's chunk, which are determined once and used for all layers."""
         if number not in self._blocks:
             step, block_ids, first_block = self._jobs[number]
             self._blocks[number] = self._mover.paged.chunk(block_ids, source, step.ref.num_blocks, first_block)
         return self._blocks[number]
 
     def halt(self) -> None:
-        """Leave the blocks alone from now on. Any thread may call it; it waits only for a copy in progress."""
+        """Stop using the blocks. Any thread may call it; it waits only for a copy in progress."""
         self._is_halted = True
         with self._scattering:
             pass
 
     def finish(self) -> LoadResult:
-        """End all reads. Returns what did not arrive; chunks whose last layer was not read count as failed.
+        """End all reads. Returns the chunks that failed, including those whose last layer was not read.
 
-        What arrived is in memory from now on.
+        Complete chunks are in memory from now on.
         """
         are_blocks_ours = not self._is_halted
         self.halt()
@@ -163,9 +163,9 @@ class LayerLoad:
         return self._result
 
     def _note_loads(self) -> None:
-        """After every layer, while the blocks still belong to the load, so that hot copies may be taken of them.
+        """Note the loads after every layer, while the blocks still belong to the load, so that hot copies are possible.
 
-        None if a chunk has failed: the model may have computed from garbage, and written it into a block that came.
+        After a failure there are no copies, because the model may have written results of garbage into loaded blocks.
         """
         for number, job in enumerate(self._jobs):
             key = job.step.ref.prefix_key
@@ -176,7 +176,7 @@ class LayerLoad:
             self._mover.note_load(job, filling, is_hot=key in self._hot)
 
     def _read_ahead(self, layer: int) -> None:
-        """Start to read this layer and some behind it, of every chunk in turn."""
+        """Start to read this layer and some after it, of every chunk in turn."""
         current = next(number for number, group in enumerate(self._groups) if layer in group)
         for group in self._groups[self._groups_asked : current + 1 + READ_AHEAD_GROUPS]:
             for reading in self._reading.values():
@@ -184,7 +184,7 @@ class LayerLoad:
             self._groups_asked += 1
 
     def _source(self, step: LoadStep, layer: int) -> ByteArray | None:
-        """The slot of a chunk once ``layer`` is there; None if it never will be, which is noted."""
+        """Wait for ``layer`` and return the slot of a chunk; None after a failure, which is noted."""
         reading = self._reading.get(step.slot)
         if reading is None:
             source, outcome = self._mover.cpu.read(step.slot, step.ref), Outcome.FAILED
@@ -198,7 +198,7 @@ class LayerLoad:
 
 
 class _Reading:
-    """The reads of one chunk, in the order of its layers."""
+    """Reads of one chunk, in the order of its layers."""
 
     def __init__(self, mover: Mover, step: LoadStep) -> None:
         self.step = step
@@ -206,18 +206,18 @@ class _Reading:
         self._mover = mover
         self._num_layers = mover.paged.layout.num_layers
         self._in_parts = mover.reads_layers(step.source) and step.holder is None
-        self._reads: deque[tuple[int, Future[Arrival]]] = deque()  # with the layer before which each ends
+        self._reads: deque[tuple[int, Future[Arrival]]] = deque()  # each with its end layer (exclusive)
         self._asked_layers = 0
         self._done_layers = 0
         self._outcome = Outcome.HIT
 
     @property
     def is_whole(self) -> bool:
-        """Whether every layer has arrived."""
+        """True if every layer has arrived."""
         return self._done_layers == self._num_layers
 
     def ask(self, layers: range) -> None:
-        """Start to read the next layers; or all of them, if the tier reads only whole chunks."""
+        """Start to read the next layers, or all of them if the tier reads only whole chunks."""
         if self._outcome is not Outcome.HIT or self._asked_layers == self._num_layers:
             return
         self._asked_layers = layers.stop if self._in_parts else self._num_layers
@@ -225,7 +225,7 @@ class _Reading:
         self._reads.append((self._asked_layers, read))
 
     def wait(self, layer: int) -> Outcome:
-        """Wait for a layer. Returns HIT, or how the read that should have brought it ended."""
+        """Wait for a layer. Returns HIT, or the outcome of the read that failed."""
         while self._outcome is Outcome.HIT and self._done_layers <= layer:
             stop, read = self._reads[0]
             self._outcome = read.result().outcome
@@ -235,7 +235,7 @@ class _Reading:
         return self._outcome
 
     def end(self) -> None:
-        """Cancel or await the remaining reads: none may write to a slot that is given back."""
+        """Cancel or await the remaining reads, because none may write to a slot that is released."""
         while self._reads:
             self._mover.end_read(self.step, self._reads.popleft()[1])
 
@@ -248,13 +248,13 @@ class LayerStore:
         self._jobs = list(jobs)
         self._stuck = {job.step.slot for job in jobs if mover.is_stuck(job.step.slot)}
         self._sweeps = mover.sweeps()
-        self._chunks: dict[int, ChunkBlocks] = {}  # what is gathered, by slot
+        self._chunks: dict[int, ChunkBlocks] = {}  # the chunks to gather, by slot
         self._done_layers = 0
-        self._moment: Moment = None  # when the layers so far are in memory
+        self._moment: Moment = None  # the end of the gathers so far
         self._turn: Moment = None  # the end of the last call, whose thread may have another current stream
 
     def move(self, layer: int) -> None:
-        """Gather one layer of all chunks, the layers in order. Small ones wait for those that go with them."""
+        """Gather one layer of all chunks, the layers in order. Small ones wait for those that are moved with them."""
         self._mover.paged.streams.hold(self._turn)
         self._gather(layer)
         self._turn = self._mover.paged.streams.now()
@@ -278,11 +278,11 @@ class LayerStore:
             self._done_layers = layers.stop
 
     def finish(self, *, trusted: bool = True) -> set[PrefixKey]:
-        """Let the chunks be read, and start their writes. Returns the keys of those that failed.
+        """Publish the chunks, and start their writes. Returns the keys of those that failed.
 
-        All fail if a layer is missing, or the gathered bytes are not ``trusted``.
+        All fail if a layer is missing, or if the gathered bytes are not ``trusted``.
         """
-        self._mover.launcher.note_uses(self._chunks, self._moment)  # in any case: the slots are given back
+        self._mover.launcher.note_uses(self._chunks, self._moment)  # in any case, because the slots are released
         if not trusted or self._done_layers < self._mover.paged.layout.num_layers:
             return self._mover.refuse(self._jobs)
         self._mover.paged.streams.reach(self._moment)
@@ -294,12 +294,12 @@ class LayerStore:
 
 
 class LayerWork(NamedTuple, Generic[T]):
-    """What ``by_layer`` drives.
+    """Callbacks that ``by_layer`` drives.
 
     Attributes:
         move: called for every layer in order.
         end: called once, after any of them.
-        halt: called when the work is given up, before ``end``: nothing may touch the blocks any more.
+        halt: called before ``end`` when the work is abandoned; afterwards the blocks must not be used.
     """
 
     move: Callable[[int], None]
@@ -313,11 +313,11 @@ def by_layer(
     turn: Callable[[], AbstractContextManager[None]],
     abandoned: deque[Callable[[], object]],
 ) -> Generator[T | None, None, None]:
-    """Advance work by one layer per ``next()``: yields None after each layer, and finally the result.
+    """Advance work by one layer per ``next()``, yielding None after each layer, and finally the result.
 
     Begins with the first ``next()``. A generator that is closed, garbage-collected or has raised leaves its ``end`` in
-    ``abandoned``, to be called in the next turn: the collector may run at any time, also in a thread that holds a lock,
-    so this must not wait for a turn.
+    ``abandoned``, to be called in the next turn. It must not wait for a turn itself, because the collector may run at
+    any time, also in a thread that holds a lock.
     """
     with turn():
         work = begin()
@@ -338,5 +338,5 @@ def by_layer(
 
 
 def layer_groups(layout: KVLayout) -> list[range]:
-    """The layers in groups; of a full chunk each group but the last is large enough for a fast read."""
+    """Return the layers in groups; in a full chunk each group but the last is large enough for a fast read."""
     return layout.layer_groups(max(READ_BYTES, layout.payload_bytes(layout.blocks_per_chunk) // MAX_GROUPS))

@@ -1,9 +1,9 @@
-"""Carries out plans: paged KV cache <-> slots <-> slower tiers. Decides nothing; the index did.
+"""Execution of the index's plans: copies between paged KV cache, slots and slower tiers. It makes no decisions.
 
 On the host gathers and scatters run within the call, because the blocks belong to a model that must not run meanwhile.
-On a device they are launched, in the order of what the model launches, and nobody waits for them but who needs the
-bytes: slots remember how long the device uses them. Reads from slower tiers run on their lanes' threads, several at
-once, and the caller scatters each chunk as it arrives. Writes run on other threads, after the call.
+On a device they are launched, in order with the model's work, and only the consumer of the bytes waits, because slots
+record the end of their uses by the device. Reads from slower tiers run on their lanes' threads, several at once, and
+the caller scatters each chunk as it arrives. Writes run on other threads, after the call.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _END_WAIT_S = 5.0
 
 
 class LoadJob(NamedTuple):
-    """A load and its destination: blocks ``first_block ...`` of the chunk go to ``block_ids``."""
+    """A load and its destination: the chunk's blocks from ``first_block`` on are copied to ``block_ids``."""
 
     step: LoadStep
     block_ids: BlockIds
@@ -54,13 +54,13 @@ class StoreJob(NamedTuple):
 
 
 class LoadResult(NamedTuple):
-    """What did not arrive: ``failed``, and of these the ``lost``, whose chunk is missing or damaged."""
+    """Keys of loads that ``failed``, and of those among them that are ``lost``: missing or damaged."""
 
     failed: set[PrefixKey]
     lost: set[PrefixKey]
 
     def note(self, ref: ChunkRef, outcome: Outcome) -> None:
-        """Take in what became of a chunk."""
+        """Add the outcome of a chunk."""
         if outcome is not Outcome.HIT:
             self.failed.add(ref.prefix_key)
         if outcome in {Outcome.MISS, Outcome.CORRUPT}:
@@ -71,9 +71,9 @@ class Stores(NamedTuple):
     """Stores that have begun.
 
     Attributes:
-        waiting: those not known to be complete, each with the end of its copy; on the host they are yet to be copied.
-        failed: keys of those that did not even begin.
-        sweeps: clears and resets of each lane when they began, which voids what comes after another one.
+        waiting: those not known to be complete, each with the end of its copy; on the host they are not copied yet.
+        failed: keys of those that did not begin.
+        sweeps: clears and resets of each lane when the stores began; another one voids them.
     """
 
     waiting: deque[tuple[StoreJob, Moment]]
@@ -83,7 +83,7 @@ class Stores(NamedTuple):
 
 @dataclass
 class MoverCounters:
-    """What was moved since the start."""
+    """Counts of chunks and bytes moved since the start."""
 
     chunks_loaded: int = 0
     chunks_loaded_from_disk: int = 0
@@ -98,24 +98,24 @@ class MoverCounters:
 
     @classmethod
     def sum(cls, parts: Iterable[MoverCounters]) -> MoverCounters:
-        """What several movers did."""
+        """Return the sum over several movers."""
         return cls(*map(sum, zip(*map(astuple, parts), strict=True)))
 
 
 class Mover:
-    """One worker's data path.
+    """Data path of one worker.
 
-    ``load``, ``store``, ``clear`` and ``reset``, and what ``layerwise`` uses, are called from one thread at a time;
-    ``for_thread`` makes a mover for another one. No two of them use a slot at the same time: the index sees to that.
+    ``load``, ``store``, ``clear``, ``reset`` and the methods for ``layerwise`` are called from one thread at a time;
+    ``for_thread`` makes a mover for another one. The index ensures that no two of them use a slot at the same time.
 
     Args:
         paged: the model's KV cache.
         cpu: the pool; ``close`` closes it.
         lanes: the slower tiers, each with the threads that serve it; ``close`` closes them.
-        hot: copies on the device of what is loaded often; ``close`` closes it.
-        stuck: slots that reads given up may still write to, shared with another mover.
-        is_passage: nothing stays in the pool. What a remote tier lends is then scattered straight from there.
-        copy_threads: how many threads gather and scatter at once on the CPU, the caller included.
+        hot: copies of frequently loaded chunks on the device; ``close`` closes it.
+        stuck: slots that abandoned reads may still write to, shared with another mover.
+        is_passage: no chunk stays in the pool. Chunks lent by a remote tier are then scattered directly from there.
+        copy_threads: number of threads that gather and scatter at once on the CPU, including the caller.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Mover:
         copy_threads: int = 1,
     ) -> None:
         self.counters = MoverCounters()
-        self.on_arrival: Callable[[LoadStep], object] = bool  # told of each chunk that has come to its slot
+        self.on_arrival: Callable[[LoadStep], object] = bool  # called for each chunk read into its slot
         self._copiers = Copiers(copy_threads)
         self.paged = paged.with_help(self._copiers) if copy_threads > 1 else paged
         self.cpu = cpu
@@ -140,26 +140,26 @@ class Mover:
         self._stuck = {} if stuck is None else stuck
         self._is_passage = is_passage
         self.launcher = Launcher(cpu, paged.streams, self._note_failure)
-        self.launches = paged.streams.now() is not None  # copies, on a device, which end later
+        self.launches = paged.streams.now() is not None  # copies run asynchronously, on a device
         may_borrow = is_passage and Place.DISK not in self._lanes and not self.launches
         self._may_lend = self._lanes.get(Place.REMOTE) if may_borrow else None
 
     def for_thread(self, paged: PagedKV | None = None) -> Mover:
-        """A mover over the same tiers for another thread, for blocks that the model does not use meanwhile.
+        """Return a mover over the same tiers for another thread, for blocks that the model does not use meanwhile.
 
-        It has its own counters, uses no copies on the device, and must be at rest when this one is closed. ``paged`` is
-        that of a mover whose streams and buffers it shares to load; None for its own.
+        It has separate counters, uses no hot copies, and must be idle when this one is closed. ``paged`` is that of a
+        mover whose streams and buffers it shares for loads; None for separate ones.
         """
         paged = self.paged.for_thread() if paged is None else paged
         return Mover(paged, self.cpu, self._lanes, stuck=self._stuck, is_passage=self._is_passage)
 
     def load(self, jobs: Sequence[LoadJob]) -> LoadResult:
-        """Load chunks into the paged cache; the blocks of those that failed hold garbage.
+        """Load chunks into the paged cache; the blocks of failed ones hold garbage.
 
-        A job without blocks loads its chunk into its slot only.
+        A job without blocks only loads its chunk into its slot.
         """
         lender = self._may_lend
-        if lender is None or not lender.lends:  # a tier with peers stops lending: their chunks are copied
+        if lender is None or not lender.lends:  # a tier with peers stops lending, because their chunks are copied
             return self._load_through_slots(jobs)
         lent: list[LoadJob] = []
         others: list[LoadJob] = []
@@ -169,7 +169,7 @@ class Mover:
         return LoadResult(result.failed | borrowed.failed, result.lost | borrowed.lost)
 
     def _is_lent(self, job: LoadJob) -> bool:
-        """Whether a chunk is read where the tier has it: also one that another load should have brought to its slot."""
+        """Tell if a chunk is read in place in the remote tier, which includes one missing from its slot."""
         ref, slot, source, _ = job.step
         is_elsewhere = source is Place.REMOTE or (source is Place.MEMORY and self.cpu.read(slot, ref) is None)
         return is_elsewhere and len(job.block_ids) > 0
@@ -190,14 +190,14 @@ class Mover:
         reads = [None if job.step.source is Place.MEMORY else self.start_read(job.step) for job in jobs]
         try:
             return self._scatter_arrivals(jobs, reads)
-        finally:  # also if scattering raises: no read may still use a slot that is given back
+        finally:  # also if scattering raises, because no read may use a released slot
             for job, read in zip(jobs, reads, strict=True):
                 if read is not None:
                     self.end_read(job.step, read)
 
     def end_read(self, step: LoadStep, read: Future[Arrival]) -> None:
         """Cancel a read or wait for it; if it timed out, mark its slot as stuck."""
-        if read.cancel() or read.exception() is not None:  # one that raised has ended, too
+        if read.cancel() or read.exception() is not None:  # one that raised has also ended
             return
         if (pending := read.result().pending) is not None:
             self._stuck.setdefault(step.slot, []).append(pending)
@@ -208,7 +208,7 @@ class Mover:
         arrived: list[tuple[LoadJob, ByteArray]] = []
         for job, read in zip(jobs, reads, strict=True):
             if read is not None and not read.done():
-                self._scatter(arrived, result)  # while the next one is on its way
+                self._scatter(arrived, result)  # while the next one is in transit
                 arrived = []
             ref, slot = job.step[:2]
             outcome = Outcome.HIT if read is None else read.result().outcome
@@ -242,12 +242,12 @@ class Mover:
         self.counters.failed_copies += num_chunks
 
     def deviation(self, job: LoadJob) -> float | None:
-        """How far a chunk's blocks differ from its bytes in its slot; None if one of them cannot be read."""
+        """Return the deviation of a chunk's blocks from its slot; None if one of them cannot be read."""
         stored = self.cpu.read(job.step.slot, job.step.ref)
         if stored is None:
             return None
         num_blocks = job.step.ref.num_blocks
-        fresh = np.zeros(self.paged.layout.payload_bytes(num_blocks), np.uint8)  # as what no row fills
+        fresh = np.zeros(self.paged.layout.payload_bytes(num_blocks), np.uint8)  # as where no row is gathered
         slots, ends = [job.step.slot], list[Moment]()
         if not self.launcher.attempt(slots, Way.OUT, lambda: ends.append(self.paged.gather(job.block_ids, fresh))):
             return None
@@ -255,24 +255,24 @@ class Mover:
         return deviation(fresh, stored, self.paged.layout, num_blocks)
 
     def in_background(self, work: Callable[[], None]) -> Future[None]:
-        """Start something on the thread for what may be done while the model computes."""
+        """Start work on the thread that scatters layers while the model computes."""
         return self._layers.submit(work)
 
     def scatter_hot(self, job: LoadJob, filling: Filling | None) -> bool:
-        """Load a chunk from its copy on the device, if that is a copy of what its slot holds."""
+        """Load a chunk from its copy on the device, if that is a copy of its slot's content."""
         if self._hot is None or filling is None or not len(job.block_ids):
             return False
         return self._hot.scatter(job.step.ref, filling, job.block_ids, job.first_block)
 
     def note_arrival(self, step: LoadStep) -> None:
-        """A read into a slot is complete."""
+        """Publish and count a chunk after a complete read into its slot."""
         self.cpu.publish(step.slot, step.ref)
         self.on_arrival(step)
         self.counters.chunks_loaded_from_disk += step.source is Place.DISK
         self.counters.chunks_loaded_from_remote += step.source is Place.REMOTE
 
     def note_load(self, job: LoadJob, filling: Filling | None, *, is_hot: bool) -> None:
-        """A chunk has been loaded; ``filling`` is what its slot held then, None if it did not pass through its slot."""
+        """Count a loaded chunk; ``filling`` is its slot's content then, None if it did not pass through its slot."""
         self.counters.chunks_loaded += 1
         self.counters.chunks_loaded_from_gpu += is_hot
         self.counters.bytes_scattered += self.paged.bytes_of(job.block_ids)
@@ -289,7 +289,7 @@ class Mover:
         return self.finish_store(self.start_store(jobs))
 
     def start_store(self, jobs: Sequence[StoreJob]) -> Stores:
-        """Launch a device's gathers after what its stream was given, for ``finish_store``. Raises as ``store`` does."""
+        """Launch a device's gathers in stream order, for ``finish_store``. Raises as ``store`` does."""
         stuck = {job.step.slot for job in jobs if self.is_stuck(job.step.slot)}
         failed = self.refuse(job for job in jobs if job.step.slot in stuck)
         ours = [job for job in jobs if job.step.slot not in stuck]
@@ -314,11 +314,11 @@ class Mover:
         return self.launcher.launch(slots, Way.OUT, lambda: self.paged.gather_chunks(chunks))
 
     def _source(self, job: StoreJob) -> ChunkBlocks:
-        """A chunk's blocks, and its slot, which is nobody else's from now on."""
+        """Claim a chunk's slot, and return it with the chunk's blocks."""
         return ChunkBlocks(job.block_ids, self.launcher.claim(job.step.slot), job.step.ref.num_blocks, 0)
 
     def finish_store(self, stores: Stores) -> set[PrefixKey]:
-        """Let chunks be found as their bytes come to memory, and start their writes. On any thread, one at a time."""
+        """Publish chunks as their bytes arrive in memory, and start their writes. On any thread, one at a time."""
         waiting, failed, sweeps = stores
         try:
             while waiting:
@@ -334,13 +334,13 @@ class Mover:
         return failed
 
     def sweeps(self) -> dict[Place, int]:
-        """Clears and resets of each lane so far."""
+        """Return the clears and resets of each lane so far."""
         return {place: lane.sweeps for place, lane in self._lanes.items()}
 
     def note_store(self, job: StoreJob, sweeps: Mapping[Place, int]) -> set[PrefixKey]:
-        """A gather into a slot, begun after so many sweeps, is complete: let the chunk be read, and start its writes.
+        """Publish a chunk after its gather, which began when there were ``sweeps``, and start its writes.
 
-        Returns its key if it failed, as everything was forgotten meanwhile.
+        Returns its key if the slot was cleared meanwhile, which fails the store.
         """
         ref, slot = job.step.ref, job.step.slot
         is_there = not job.step.gather or self.cpu.publish(slot, ref)
@@ -352,7 +352,7 @@ class Mover:
         return set() if is_there else {ref.prefix_key}
 
     def refuse(self, jobs: Iterable[StoreJob]) -> set[PrefixKey]:
-        """Fail stores whose source blocks are not to be trusted, and return their keys."""
+        """Fail stores that cannot be carried out or trusted, and return their keys."""
         failed = set()
         for job in jobs:
             failed.add(job.step.ref.prefix_key)
@@ -366,13 +366,13 @@ class Mover:
             self._lanes[place].remove(refs)
 
     def clear(self, on_disk: Iterable[ChunkRef] = ()) -> None:
-        """Forget everything in every tier, and wait for none; what is known ``on_disk`` even if that fails there."""
+        """Clear every tier without waiting; if the disk fails to, at least the chunks ``on_disk`` are removed."""
         for place, lane in self._lanes.items():
             lane.clear(on_disk if place is Place.DISK else ())
-        self._forget_memory()  # last, so that reads which the lanes had let through lose their slots
+        self._forget_memory()  # last, so that reads that passed the lanes' checks lose their slots
 
     def reset(self, namespace: Namespace) -> None:
-        """``clear``, and enter another namespace: nothing stored before is found from now on."""
+        """Clear every tier, and enter another namespace, so that no former chunk is found."""
         for lane in self._lanes.values():
             lane.reset(namespace)
         self._forget_memory()  # last, as in ``clear``
@@ -388,7 +388,7 @@ class Mover:
         return all(lane.settle(max(0.0, deadline_s - time.monotonic())) for lane in self._lanes.values())
 
     def flush(self, timeout_s: float) -> Flushed:
-        """Wait until all writes and removals so far have ended. Returns how those since the last flush ended."""
+        """Wait until all writes and removals so far have ended. Returns the failures since the last flush."""
         deadline_s, flushed = time.monotonic() + timeout_s, Flushed()
         for lane in self._lanes.values():
             flushed = flushed.plus(lane.flush(max(0.0, deadline_s - time.monotonic())))
@@ -415,7 +415,7 @@ class Mover:
             closer.start()
         for closer in closers:
             closer.join()
-        self._layers.shutdown(wait=True, cancel_futures=True)  # what it waits for has ended
+        self._layers.shutdown(wait=True, cancel_futures=True)  # its reads have ended
         self._copiers.close()
         self.cpu.close()
         if self._hot is not None:
@@ -423,7 +423,7 @@ class Mover:
         self.paged.settle()
 
     def reads_layers(self, place: Place) -> bool:
-        """Whether some layers of a chunk can be read from there before the others."""
+        """Tell if some layers of a chunk can be read from ``place`` before the others."""
         return place in self._lanes and self._lanes[place].reads_layers
 
     def start_read(self, step: LoadStep, layers: range | None = None) -> Future[Arrival]:
@@ -431,13 +431,13 @@ class Mover:
         lane = self._lanes.get(step.source)
         if lane is not None and not self.is_stuck(step.slot):
             return lane.read(step.ref, step.slot, layers, holder=step.holder)
-        self.cpu.claim(step.slot)  # a load that counts on this read must not find what was there before
+        self.cpu.claim(step.slot)  # a load that relies on this read must not find the former content
         refused: Future[Arrival] = Future()
         refused.set_result(Arrival(Outcome.MISS if lane is None else Outcome.FAILED))
         return refused
 
     def is_stuck(self, slot: int) -> bool:
-        """Whether a read that timed out may still write to a slot."""
+        """Tell if a read that timed out may still write to a slot."""
         if not all(pending.done() for pending in self._stuck.get(slot, ())):
             return True
         self._stuck.pop(slot, None)
@@ -445,5 +445,5 @@ class Mover:
 
 
 def as_block_ids(ids: Iterable[int]) -> BlockIds:
-    """Block ids as the int64 array that gathers and scatters take."""
+    """Return block ids as the int64 array that gathers and scatters take."""
     return np.fromiter(ids, dtype=np.int64)

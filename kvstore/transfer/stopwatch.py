@@ -1,4 +1,4 @@
-"""How long copies take, also on a device, where they begin after what the model still computes, and end later."""
+"""Measurement of the time of copies, also on a device, where they begin after the model's work and end later."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kvstore.paged.streams import Moment
 
 
 class Stopwatch:
-    """Runs within ``with``, any number of times. What is measured is the sum.
+    """Stopwatch that runs within ``with``, any number of times, and measures the sum.
 
-    The host's part is what it read from slower tiers and launched meanwhile. The device's part begins when its stream
-    comes to the copies, so what it had to do before does not count. Both go on at the same time: the longer one counts.
+    The host's part is reading from slower tiers and launching copies. The device's part begins when its stream reaches
+    the copies, so earlier work does not count. Both run at the same time, so the longer one counts.
 
     Args:
-        paged: whose current stream the copies are launched on.
+        paged: the cache whose current stream the copies are launched on.
 
     Attributes:
-        queued_s: how long it took until a thread began; counts in full.
+        queued_s: time until a thread began; counts in full.
     """
 
     def __init__(self, paged: PagedKV) -> None:
@@ -43,11 +43,11 @@ class Stopwatch:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether the device has done what was launched. Never waits."""
+        """True if the device has completed the launched work. Never waits."""
         return not self._laps or self._streams.is_reached(self._laps[-1][1])
 
     @property
     def seconds(self) -> float:
-        """What it took; once it ``has_stopped``."""
+        """Measured time; valid once it ``has_stopped``."""
         device_s = sum(self._streams.seconds_between(begin, end) for begin, end in self._laps)
         return self.queued_s + max(self._host_s, device_s)

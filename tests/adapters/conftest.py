@@ -1,4 +1,4 @@
-"""These need vLLM importable, but no model."""
+"""Tests of the adapter that need vLLM importable, but no model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's engine tells when it loads a LoRA adapter, however often connectors are made in its process."""
+"""Reports of vLLM's engine that it loads a LoRA adapter, however often connectors are made in its process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.vllm
 
 
 class Executor:
-    """Loads adapters, as vLLM's workers do."""
+    """Executor that loads adapters, as vLLM's workers do."""
 
     def __init__(self) -> None:
         self.loaded: list[int] = []

@@ -1,4 +1,4 @@
-"""The connector's hooks where there is nothing for them to do, and where vLLM takes blocks back."""
+"""Hooks of the connector that have nothing to do, and hooks in which vLLM takes blocks back."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ pytestmark = pytest.mark.vllm
 
 
 def make(spec: AttentionSpec) -> KVStoreConnector:
-    """The worker's side, before any cache is registered."""
+    """Make the worker side, before any cache is registered."""
     transfer = KVTransferConfig(
         kv_connector="KVStoreConnector",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={
             "kvstore.max_local_cpu_size": 1000.0
-        },  # more than anybody has: must not be asked for
+        },  # more than any machine has: must not be allocated
     )
     config: Any = SimpleNamespace(
         kv_transfer_config=transfer,
@@ -60,7 +60,7 @@ def connector() -> KVStoreConnector:
 
 @pytest.mark.parametrize(("spec", "preempted", "waits"), [(FULL, [], False), (FULL, ["one"], True), (WINDOW, [], True)])
 def test_stores_beside_end_before_blocks_are_given_away(spec: AttentionSpec, preempted: list[str], waits: bool) -> None:
-    """Blocks that a window has passed by belong to others in the next step, like those of preempted requests."""
+    """Blocks that have left a window belong to others in the next step, like those of preempted requests."""
     connector = make(spec)
     connector._scheduler = StoreScheduler(SchedulerOptions(SaveRules(16, 64, save_decode=False, save_tails=True)))
     output: Any = SimpleNamespace(
@@ -99,7 +99,7 @@ def test_vllm_sleeps_when_nothing_uses_its_memory(connector: KVStoreConnector, *
 
 
 def test_what_workers_say_when_they_wake_up_changes_nothing(connector: KVStoreConnector) -> None:
-    """vLLM 0.33 shakes hands again: an index made anew would forget what is stored, and what is on its way."""
+    """vLLM 0.33 repeats the handshake, and a new index would lose what is stored and what is on its way."""
     facts = FactsMetadata(Mock(spec=WorkerFacts))
     scheduler = Mock(spec=StoreScheduler)
     connector._scheduler = scheduler

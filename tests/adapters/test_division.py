@@ -1,4 +1,4 @@
-"""How the adapter knows, without a look at them, what engines of other tensor-parallel sizes call their chunks."""
+"""Names of the chunks of engines of other tensor-parallel sizes, which the adapter knows without asking them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAYERS = ["layer.0", "layer.1"]
 
 
 class Rank:
-    """One worker as vLLM configures it: ``[B, H, N, C]`` tensors, whose tokens are outermost or whose heads are."""
+    """One worker as vLLM configures it, with ``[B, H, N, C]`` tensors whose tokens or whose heads are outermost."""
 
     def __init__(self, rank: int, tp: int, pp: int = 1, *, heads_first: bool = True, total: int = HEADS) -> None:
         heads = max(1, total // tp)
@@ -101,7 +101,7 @@ def test_parts_are_the_chunks_of_the_ranks_that_hold_our_heads(
 
 
 def test_ranks_that_hold_the_same_are_counted_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 0.31 on ranks may share a shard: of eight that hold four heads there are four then."""
+    """From 0.31 on ranks may share a shard: eight ranks that hold four heads have four shards."""
     monkeypatch.setitem(capabilities.FOUND, capabilities.COUNTS_REPLICAS, True)
     mine = Rank(0, 1)
     group = replace(mine.cache.kv_cache_groups[0].kv_cache_spec, max_tp_shards=HEADS)
@@ -175,7 +175,7 @@ def test_without_a_remote_tier_nothing_is_sent() -> None:
 
 
 def test_only_parts_that_are_sent_to_a_worker_are_taken_by_its_server() -> None:
-    """Of two workers that need the same part, the first; it is read there, so all servers are known."""
+    """The first of two workers that need the same part takes it; it is read there, so all servers are known."""
     taken = []
     for number in range(2):
         rank = Rank(number, 2)

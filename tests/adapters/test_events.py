@@ -1,4 +1,4 @@
-"""What vLLM publishes of what was announced, through its own encoder."""
+"""Events that vLLM publishes for announcements, through its own encoder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ONE, TWO, THREE = (bytes([number]) * 32 for number in (1, 2, 3))
 
 
 def published(announced: list[Stored | Removed], spec: FullAttentionSpec = SPEC) -> list[BlockStored | BlockRemoved]:
-    """What a listener decodes."""
+    """Return the events that a listener decodes."""
     batch = KVEventBatch(ts=0.0, events=list(as_kv_events(announced, spec)))
     return list(msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch).events)
 

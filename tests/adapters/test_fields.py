@@ -1,4 +1,4 @@
-"""Every field of vLLM's settings has a fate, for every supported version; a newer field is written or refused."""
+"""Fields of vLLM's settings, each listed for every supported version; an unknown field is written or refused."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ PATHS = {name: path for path, name in settings._SECTIONS.items()}
 
 
 def unknown(found: Fields) -> list[str]:
-    """List what the table does not have: classes, and fields of classes."""
+    """List the classes and fields that the table lacks."""
     fields = [f"{name}.{field}" for name in found for field in found[name] if field not in RULES.get(name, {})]
     return [name for name in found if name not in RULES] + fields
 
 
 @pytest.mark.parametrize("version", [version.name for version in VERSIONS])
 def test_every_field_of_every_version_has_a_fate(version: str) -> None:
-    """A field that this names must be looked at: does it change KV? Then it belongs into ``glue/fields.py``."""
+    """A field that fails here must be examined: does it change KV? Then it belongs into ``glue/fields.py``."""
     assert unknown(recorded()[version]) == []
 
 
@@ -79,7 +79,7 @@ def named(config: Any, *groups: KVCacheGroupSpec) -> dict[str, str]:
 
 
 def with_section(name: str, **fields: Any) -> Any:
-    """A worker's configuration whose section of this name has these fields."""
+    """Return a worker's configuration whose section of this name has these fields."""
     config = worker_config()
     section = config
     for part in PATHS.get(name, "").split(".") if PATHS.get(name) else ():
@@ -109,7 +109,7 @@ def test_a_written_field_makes_another_namespace(name: str, field: str, rule: Ru
 
 
 def test_what_nobody_sets_is_not_written() -> None:
-    """So that engines without a setting share KV with those of kvstores that did not know it."""
+    """Engines without a setting share KV with kvstores that did not know it."""
     assert set(named(worker_config())) == {"dtype", "quantization", "kv_cache_dtype"}
 
 
@@ -119,7 +119,7 @@ def test_a_list_is_written_as_a_digest_without_its_secrets() -> None:
 
 
 def test_states_of_another_type_or_shape_make_another_namespace() -> None:
-    """The same bytes mean another state (``--mamba-ssm-cache-dtype``)."""
+    """The same bytes stand for another state (``--mamba-ssm-cache-dtype``)."""
 
     def states(**change: Any) -> dict[str, str]:
         layer = dataclasses.replace(mamba(), **change)
@@ -141,7 +141,7 @@ def test_states_of_another_type_or_shape_make_another_namespace() -> None:
 
 @pytest.fixture
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A field is taken out of the table, as if a newer vLLM had brought it."""
+    """Take a field out of the table, as if a newer vLLM had added it."""
     known = {field: rule for field, rule in RULES["CacheConfig"].items() if field != "kv_offloading_size"}
     monkeypatch.setattr(settings, "RULES", MappingProxyType({**RULES, "CacheConfig": known}))
 
@@ -170,7 +170,7 @@ def test_an_unknown_field_that_cannot_be_compared_is_refused() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class NewerSpec(KVCacheSpec):  # type: ignore[misc] # vLLM has no types here
-    """A field that a newer vLLM may have."""
+    """A spec with a field that a newer vLLM may have."""
 
     turns: int = 1
 
@@ -185,7 +185,7 @@ def test_an_unknown_kind_of_layer_is_written_with_its_fields() -> None:
 
 
 class NewerMethod(QuantizationConfig):  # type: ignore[misc]
-    """A quantization method of a plugin, which has read the model's configuration."""
+    """A plugin's quantization method, which has read the model's configuration."""
 
     def __init__(self, ignored: object) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Flags of vLLM: those that the documentation shows are vLLM's, and ``kvstore warm`` hands them on."""
+"""Flags of vLLM: the documentation shows only existing ones, and ``kvstore warm`` passes them on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROO
 
 
 def served(text: str) -> list[list[str]]:
-    """The flags behind every ``vllm serve MODEL`` in a page, comments and continued lines joined."""
+    """Return the flags behind every ``vllm serve MODEL`` in a page, comments removed and continued lines joined."""
     joined = re.sub(r"\\\n[# ]*", " ", text)
     lines = re.findall(r"^[#$ ]*(?:KVSTORE|LMCACHE)_CONFIG_FILE=\S+ vllm serve (.*)$", joined, re.MULTILINE)
     return [shlex.split(line)[1:] for line in lines]
@@ -44,7 +44,7 @@ def test_most_pages_show_some() -> None:
 
 
 def test_flags_behind_two_dashes() -> None:
-    """Only those that were given are handed on; what warming decides itself is refused."""
+    """Only given flags are passed on; flags that warming decides itself are refused."""
     from kvstore.adapters.vllm.offline.engine import parse_engine_args
 
     assert parse_engine_args([]) == {}

@@ -1,4 +1,4 @@
-"""Between vLLM's objects and ours: what is refused at start, what is passed on, whose KV it is."""
+"""Translation of vLLM's objects: refusals at start, options passed on, and the namespace of the KV."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_context_parallelism_is_refused(dcp: int, pcp: int) -> None:
 
 
 def test_with_a_window_loads_go_beside_the_steps() -> None:
-    """One within a step could not be computed anew where it fails: the blocks before are gone."""
+    """A load within a step could not be recomputed after a failure, because the blocks before are gone."""
     transfer = KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_both")
     for found, async_load in ((windowed(), True), (hybrid(), True), (cache_config(), None)):
         assert frees_blocks(found) is (async_load is True)
@@ -92,15 +92,15 @@ def test_with_a_window_loads_go_beside_the_steps() -> None:
 
 
 def test_blocks_may_be_overwritten_before_the_connector_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Model runner V2 zeroes blocks when it takes in a step, where layers differ in precision."""
+    """Model runner V2 zeroes blocks when it takes in a step, if layers differ in precision."""
     half = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
     mixed = cache_config(KVCacheGroupSpec(["layer.0"], spec()), KVCacheGroupSpec(["layer.1"], half))
     first, second, silent = (SimpleNamespace(use_v2_model_runner=v2) for v2 in (False, True, True))
     del silent.use_v2_model_runner
-    monkeypatch.setattr(vllm, "__version__", TESTED[-1])  # of one that nobody has tried, the worst is thought
+    monkeypatch.setattr(vllm, "__version__", TESTED[-1])  # an untested version is assumed to do the worst
     assert [overwrites_early(runner, mixed) for runner in (first, second, silent)] == [False, True, True]
     assert not overwrites_early(second, cache_config())
-    assert overwrites_early(second, SimpleNamespace())  # a version that does not say
+    assert overwrites_early(second, SimpleNamespace())  # a version that does not tell
     monkeypatch.setattr(vllm, "__version__", "1.0")
     assert overwrites_early(first, cache_config())
 
@@ -169,7 +169,7 @@ def namespace(config: Any, replicas: int = 1) -> bytes:
 
 
 def one_change_each() -> dict[str, dict[str, Any]]:
-    """What to change for each field of a namespace, so that it is another one."""
+    """Return for each field of a namespace a change that makes it another one."""
     return {
         "model": {"model_id": "another"},
         "model_config": {"hf_config": SimpleNamespace(to_dict=lambda: {"hidden": 9})},
@@ -185,7 +185,7 @@ def one_change_each() -> dict[str, dict[str, Any]]:
 
 
 def fields_of(changes: dict[str, Any]) -> Namespace:
-    """The namespace of a worker that differs from the plain one in some things."""
+    """Return the namespace of a worker that differs from the plain one in some fields."""
     config = worker_config(tp=changes.get("tp", 1), draft=changes.get("draft"))
     for part in (config.model_config, config.cache_config):
         vars(part).update({name: value for name, value in changes.items() if name in vars(part)})
@@ -230,7 +230,7 @@ def test_every_worker_has_a_folder_of_its_own() -> None:
 @pytest.mark.parametrize(("tp", "replicas", "shards"), [(4, 4, 1), (4, 2, 2), (4, 1, 4)], ids=["MLA", "2 heads", "4"])
 def test_ranks_that_hold_the_same_share_a_namespace_and_one_sends(tp: int, replicas: int, shards: int) -> None:
     if not capabilities.FOUND[capabilities.COUNTS_REPLICAS]:
-        replicas, shards = 1, tp  # vLLM does not say
+        replicas, shards = 1, tp  # vLLM does not tell
     configs = [worker_config(rank=rank, tp=tp) for rank in range(tp)]
     assert len({namespace(config, replicas) for config in configs}) == shards
     cache = cache_config()
@@ -277,7 +277,7 @@ def test_an_engine_that_listens_has_its_own_server_for_a_remote_tier() -> None:
 
 
 def test_an_engine_that_listens_reads_the_shared_tier_beside_its_own_server() -> None:
-    """Under its own login, and without a bound: nothing is sent there."""
+    """It has its own login and no bound, as nothing is sent there."""
     store = StoreConfig(enable_pd=True, pd_peer_init_port=7300, remote_url="redis://h", remote_password="p")
     options = remote_options(store)
     assert options is not None
@@ -318,7 +318,7 @@ def test_milliseconds_of_the_configuration_are_seconds_inside() -> None:
 
 
 def test_engines_that_requests_may_name() -> None:
-    """Only with `pd_bidirectional`, and each with its port; a peer is read anyway."""
+    """Sources count only with `pd_bidirectional`, and each with its port; a peer is read anyway."""
     config = configured(KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_producer"))
     listed: dict[str, Any] = {
         "enable_pd": True,

@@ -1,4 +1,4 @@
-"""Models with several KV cache groups, or with states: what is served, and how they are told apart."""
+"""Models with several KV cache groups, or with states: which are served, and how they are told apart."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_several_groups_and_states_are_served() -> None:
 
 
 def test_a_group_that_cannot_be_stored_beside_one_that_can_is_refused() -> None:
-    """vLLM ends where a block of several groups could not be loaded, also if only one of them is stored."""
+    """vLLM ends if a block of several groups could not be loaded, even if only one of them is stored."""
     ring = CircularBufferSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
     found = cache_config(KVCacheGroupSpec(["ring"], ring), KVCacheGroupSpec(["layer.0"], spec()))
     with pytest.raises(LayoutError, match="one KV cache group that can be stored beside others"):
@@ -66,7 +66,7 @@ def test_states_without_prefix_caching_are_not_stored(mode: str, *, is_stored: b
 def test_states_that_vllm_keeps_inside_blocks_are_told(
     unit_tokens: int | None, *, is_told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """``--prefix-match-unit`` makes prompts leave their states where no block of all groups ends."""
+    """``--prefix-match-unit`` lets prompts leave their states where no block of all groups ends."""
     found, config = hybrid(), vllm_config()
     found.hash_block_size = unit_tokens
     monkeypatch.setattr(logging.getLogger("kvstore"), "propagate", True)
@@ -78,7 +78,7 @@ def test_states_that_vllm_keeps_inside_blocks_are_told(
 
 @pytest.mark.parametrize("is_cpu", [True, False])
 def test_mla_on_a_cpu_is_not_stored(monkeypatch: pytest.MonkeyPatch, *, is_cpu: bool) -> None:
-    """There vLLM's kernels for prompts do not look at what is cached, whoever has cached it."""
+    """vLLM's CPU kernels for prompts ignore cached KV, no matter which cache it is in."""
     config = vllm_config()
     config.model_config.use_mla = True
     monkeypatch.setattr(vllm.platforms.current_platform, "is_cpu", lambda: is_cpu)
@@ -86,7 +86,7 @@ def test_mla_on_a_cpu_is_not_stored(monkeypatch: pytest.MonkeyPatch, *, is_cpu: 
 
 
 def test_vllm_ends_a_step_where_prompts_part() -> None:
-    """In its own prefix cache or in ours, whichever is later; 0 says nowhere."""
+    """A step ends at the later of the hits in vLLM's prefix cache and in ours; 0 stands for no place."""
     request = SimpleNamespace(shared_prefix_boundary=64)
     capabilities.end_step_at(request, 0)
     assert request.shared_prefix_boundary == 64
@@ -119,7 +119,7 @@ def test_a_chunk_size_that_does_not_fit_is_rounded_up(blocks: tuple[int, ...], e
 
 
 def test_buffers_hold_the_largest_piece_of_any_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device groups share those of the first, whose own chunk may be smaller than that of another."""
+    """On a device groups share the buffers of the first one, whose chunk may be smaller than that of another."""
     window = SlidingWindowSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=48)
     names = [f"full.{number}" for number in range(3)]
     found = cache_config(KVCacheGroupSpec(["window"], window), KVCacheGroupSpec(names, spec()))

@@ -1,4 +1,4 @@
-"""What kvstore uses of vLLM: an installed version is examined for it, and refused by the name of what it lacks."""
+"""Parts of vLLM that kvstore uses: an installed version is examined for them, and a missing one is named."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def test_an_attribute_that_no_constructor_sets_is_named(monkeypatch: pytest.Monk
 
 
 def test_fields_are_found_without_annotations_in_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python 3.14 keeps none there."""
+    """Python 3.14 keeps no annotations there."""
     monkeypatch.setattr(inspect, "get_annotations", lambda _class: {})
     assert missing() == []
 
 
 def test_every_attribute_that_is_asked_for_is_used() -> None:
-    """The list must not grow old: what the code no longer mentions must not refuse a version."""
+    """The list stays current: an attribute that the code no longer uses must not refuse a version."""
     adapter = Path(adapters.__file__).parent
     sources = "".join(path.read_text() for path in adapter.rglob("*.py") if path.name != "interface.py")
     for use in USES:
@@ -83,7 +83,7 @@ def test_every_attribute_that_is_asked_for_is_used() -> None:
 
 
 def other_base(**methods: Any) -> type[Any]:
-    """The base class of another version: ``None`` takes a method away."""
+    """Make the base class of another version; ``None`` removes a method."""
     given = {name: value for name, value in inspect.getmembers_static(BASE) if not name.startswith("__")}
     return type("KVConnectorBase_V1", (), {name: value for name, value in {**given, **methods}.items() if value})
 

@@ -1,4 +1,4 @@
-"""Caches as vLLM itself allocates them, in all its layouts, there and back through the engine."""
+"""Caches as vLLM itself allocates them, in all its layouts, moved there and back through the engine."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_kernel_blocks(model: str, layout: KVCacheLayout) -> None:
 
 
 def test_a_pair_of_tensors_for_each_layer() -> None:
-    """As on HPUs: the key cache and the value cache apart."""
+    """HPUs keep the key cache and the value cache apart."""
     config = cache_config(MODELS["llama"], LAYOUTS[0])
     half = (BLOCKS, BLOCK, 3, 4)
     pairs = {name: (torch.zeros(half, dtype=torch.bfloat16), torch.zeros(half, dtype=torch.bfloat16)) for name in "01"}

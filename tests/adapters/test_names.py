@@ -1,4 +1,4 @@
-"""The names of a model's KV: its weights, its draft layers, and what the longest context decides."""
+"""Names of a model's KV: its weights, its draft layers, and the effect of the longest context."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def named(config: Any, **store: Any) -> Namespace:
 
 
 def model(fields: dict[str, Any] | None = None, **changes: Any) -> Namespace:
-    """The namespace of a model with such a configuration and such settings."""
+    """Return the namespace of a model with such a configuration and such settings."""
     config = worker_config()
     config.model_config.hf_config = SimpleNamespace(to_dict=lambda: dict(fields or {}))
     vars(config.model_config).update(changes)
@@ -40,7 +40,7 @@ def model(fields: dict[str, Any] | None = None, **changes: Any) -> Namespace:
 
 @pytest.mark.parametrize("fields", [LONGROPE, {"text_config": LONGROPE}, {"rope_parameters": {"full": LONGROPE}}])
 def test_longrope_is_named_by_the_factors_in_use(fields: dict[str, Any]) -> None:
-    """vLLM takes the long ones where a context may be longer than the original one."""
+    """vLLM uses the long factors if a context may be longer than the original one."""
     short, still_short, long, longer = (model(fields, max_model_len=n) for n in (1000, 4096, 4097, 131072))
     assert short.id == still_short.id
     assert long.id == longer.id
@@ -48,7 +48,7 @@ def test_longrope_is_named_by_the_factors_in_use(fields: dict[str, Any]) -> None
 
 
 def test_longrope_of_older_configurations() -> None:
-    """The original length stands beside the factors there, not with them."""
+    """There the original length is outside the factors' section."""
     fields = {"original_max_position_embeddings": 4096, "rope_scaling": {"type": "su", **FACTORS}}
     assert model(fields, max_model_len=4096).differing_fields(model(fields, max_model_len=8192)) == ["rope"]
 
@@ -70,12 +70,12 @@ def test_the_length_does_not_matter_elsewhere(kind: str) -> None:
 
 
 def test_a_length_that_vllm_writes_into_the_configuration_does_not_matter() -> None:
-    """As it does for MiniMax-M2."""
+    """vLLM writes it for MiniMax-M2."""
     assert model({"max_model_len": 4096}).id == model({"max_model_len": 8192}).id == model().id
 
 
 def test_llama_4_is_named_by_whether_its_attention_is_tuned() -> None:
-    """A longer context turns that on, and so may either generation configuration; the model's own is a copy."""
+    """A longer context turns it on, and so may either generation configuration; the model's own is a copy."""
 
     def llama4(length: int, found: dict[str, Any] | None = None, given: dict[str, Any] | None = None) -> str:
         text = SimpleNamespace(model_type="llama4_text")
@@ -95,7 +95,7 @@ def test_llama_4_is_named_by_whether_its_attention_is_tuned() -> None:
 
 
 class Resolved(str):
-    """A revision as huggingface_hub resolves it: its name, and the commit beside it."""
+    """A revision as huggingface_hub resolves it: its name, with the commit as an attribute."""
 
     __slots__ = ("resolved",)
     resolved: str
@@ -108,7 +108,7 @@ def resolved(commit: str) -> Resolved:
 
 
 def hub(weights: str, config_path: str | None, revision: object) -> str:
-    """The identity of a hub model whose configuration's commit is known."""
+    """Return the identity of a hub model whose configuration's commit is known."""
     config = worker_config()
     config.load_config = SimpleNamespace(load_format="auto")
     vars(config.model_config).update(model=weights, hf_config_path=config_path, revision=revision)
@@ -140,7 +140,7 @@ def test_a_model_in_one_file_is_named_by_its_content(tmp_path: Path) -> None:
 
 
 def test_online_quantization_is_named_by_its_configuration() -> None:
-    """``--quantization`` alone does not tell which layers are left as they are."""
+    """``--quantization`` alone does not tell which layers stay unquantized."""
     given: list[dict[str, Any] | None] = [None, {"ignore": ["re:.*layers.0.*"]}, {"ignore": ["re:.*layers.1.*"]}]
     online = [resolve_quantization_config("fp8_per_tensor", one) for one in given]
     found = [model(quantization="fp8_per_tensor", quantization_config=one) for one in (*online, online[0])]

@@ -1,4 +1,4 @@
-"""The copies of vLLM's OffloadingConnector that the bench compares with, on a GPU that is not there.
+"""Copies of vLLM's OffloadingConnector, with which the bench compares, on a simulated GPU.
 
 vLLM's own code makes the descriptors of every copy; only the device, its streams and the copy itself are replaced.
 """
@@ -25,7 +25,7 @@ BLOCKS, PAGE, BLOCKS_PER_CHUNK, CHUNKS = 32, (16, 2, 8), 4, 3
 
 
 class OnDevice(torch.Tensor):
-    """A tensor in host memory that says it is on a GPU."""
+    """A tensor in host memory that claims to be on a GPU."""
 
     is_cuda = True
 

@@ -1,4 +1,4 @@
-"""A tier of another package is configured as ours are, all the way to the workers."""
+"""A tier of another package, configured like the built-in ones, up to the workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYOUT = KVLayout(page_bytes=(1024, 1024), planes=1, block_tokens=16, chunk_toke
 
 
 def test_a_worker_opens_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the options that every remote tier has, and no others unless they are set."""
+    """It gets the options that every remote tier has, and no others unless they are set."""
     site, folder, file = tmp_path / "site", tmp_path / "kv", tmp_path / "kvstore.yaml"
     site.mkdir()
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""The connector as vLLM sees it: found by name, complete, and called as the base class says."""
+"""The connector as vLLM uses it: found by name, complete, and called as the base class says."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_wrong_configuration_is_refused_before_the_model_loads() -> None:
 
 
 class _Flags:
-    """As much of vLLM's flags as is looked at."""
+    """The flags of vLLM that are read."""
 
     def __init__(self, **changed: object) -> None:
         self.kv_transfer_config = KVTransferConfig(
@@ -137,7 +137,7 @@ class _Flags:
 def test_flags_are_refused_before_anything_is_started(
     changed: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A program gets the error; who called ``vllm serve`` gets its words at the end, and nothing else."""
+    """A program gets the error; a user of ``vllm serve`` sees its text at the end, and nothing else."""
     monkeypatch.setattr(EngineArgs, "create_engine_config", lambda _self: _Flags(**changed))
     plugin.register()
     plugin.register()
@@ -177,7 +177,7 @@ def test_flags_that_are_not_refused(changed: dict[str, object], monkeypatch: pyt
 def test_a_flag_that_a_shell_left_empty_is_refused(
     words: list[str], monkeypatch: pytest.MonkeyPatch, *, is_refused: bool
 ) -> None:
-    """vLLM takes it for none, and would serve without kvstore."""
+    """vLLM takes it for a missing one, and would serve without kvstore."""
     made = _Flags()
     made.kv_transfer_config = None
     monkeypatch.setattr(EngineArgs, "create_engine_config", lambda _self: made)
@@ -276,7 +276,7 @@ def lora_request(name: str, folder: Path) -> Request:
 def test_a_request_of_an_adapter_waits_for_its_files_and_others_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapterfiles, "_CLOCK_S", -1.0)  # its files are older than that vLLM loads them
+    monkeypatch.setattr(adapterfiles, "_CLOCK_S", -1.0)  # its files are older than vLLM's load of them
     (tmp_path / "adapter_model.safetensors").write_bytes(b"12345678")
     found = _NothingConnected()
     request = lora_request("styled", tmp_path)

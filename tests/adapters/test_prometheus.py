@@ -1,4 +1,4 @@
-"""Our numbers through vLLM's hooks: they survive its wire, add up over time, and come out under their names."""
+"""Metrics through vLLM's hooks: they survive its wire, add up over time, and are exported under their names."""
 
 from __future__ import annotations
 

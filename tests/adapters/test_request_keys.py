@@ -1,4 +1,4 @@
-"""What goes into a request's key, and what its client asks for."""
+"""Contents of a request's key, and the wishes of its client."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def image(identifier: str, offset: int, pixels: torch.Tensor | None = None) -> M
 
 
 def named_by_vllm(config: Any, processor_arguments: dict[str, object], uuid: str | None = None) -> str:
-    """The name that vLLM gives to the first image of a process."""
+    """Return the name that vLLM gives to the first image of a process."""
     renderer: Any = SimpleNamespace(
         model_config=config.model_config, config=config, _validate_mm_uuids=lambda *_: None,
         api_process_rank=0, _mm_req_counter=AtomicCounter(),
@@ -140,7 +140,7 @@ def test_salts_keep_apart() -> None:
 
 
 def test_a_probe_stands_for_the_salt() -> None:
-    """Two of one name share whatever their salts, so that vLLM's own cache, which goes by the salt, does not answer."""
+    """Requests with one probe share whatever their salts, as vLLM's own cache goes by salts and must not answer."""
 
     def seed(salt: str | None, probe: str | None, team: str = "red") -> bytes:
         params = RequestParams(probe=probe, tags=(("team", team),))
@@ -163,7 +163,7 @@ def test_images_behind_equal_placeholders_keep_apart_from_where_they_begin() -> 
 
 @pytest.mark.parametrize("arguments", [{}, {"max_pixels": 784}], ids=["plain", "with arguments"])
 def test_images_that_vllm_counts_keep_apart_by_their_content(arguments: dict[str, object]) -> None:
-    """Their names begin again in every process, and with arguments look like hashes of content."""
+    """Their names start again in every process, and with arguments look like hashes of content."""
     name, again = (named_by_vllm(COUNTS, arguments) for _ in range(2))
     assert name == again
     cat, dog, same = (
@@ -189,7 +189,7 @@ def test_what_vllm_hashes_or_a_client_names_keeps_its_name() -> None:
     ids=["not sent", "counted elsewhere", "of a LoRA"],
 )  # fmt: skip
 def test_an_image_without_content_or_name_has_none(config: Any, name: str, pixels: torch.Tensor | None) -> None:
-    """With a cache of vLLM's, the item may hold an address in it instead of pixels."""
+    """With a cache in vLLM, the item may hold an address in it instead of pixels."""
     (item,) = features_of(request(mm_features=[image(name, 0, pixels)]), config)
     assert isinstance(item, Unnamed)
     assert content_name(item.modality, item.inputs) is None

@@ -1,4 +1,4 @@
-"""How layers are read, for the tests that go layer by layer."""
+"""Fixtures for the tests that read layer by layer."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def read_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def layer_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read of its own for every layer."""
+    """Read every layer with a separate read."""
     monkeypatch.setattr(layerwise, "READ_BYTES", 1)

@@ -1,4 +1,4 @@
-"""The disk tier keeps the contract, also with codecs."""
+"""Tests of the disk tier's contract, with and without codecs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TestDiskTierWithSplit(TestDiskTierWithLz4):
 
 
 class TestLz4OfPayloadsThatShrink(TestDiskTierWithLz4):
-    """Some chunks shrink to a fraction, others not at all."""
+    """Payloads of which some shrink to a fraction, and others not at all."""
 
     exact_sizes = False
 

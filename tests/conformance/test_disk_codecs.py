@@ -1,4 +1,4 @@
-"""The disk tier with codecs counts what files really have, and never gives what another codec made."""
+"""Tests of the disk tier with codecs: it counts the real sizes of files, and never serves chunks of another codec."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_ref(number: int, num_blocks: int = 4) -> ChunkRef:
 
 
 def payload_of(ref: ChunkRef, layout: KVLayout = LAYOUT) -> ByteArray:
-    """KV-like bfloat16, the magnitudes of which differ by chunk, and a layer of zeros."""
+    """Return KV-like bfloat16 with magnitudes that differ by chunk, and a layer of zeros."""
     seed = int.from_bytes(ref.prefix_key, "little")
     values = torch.from_numpy(
         np.random.default_rng(seed).standard_normal(layout.payload_bytes(ref.num_blocks) // 2, dtype=np.float32)
@@ -68,7 +68,7 @@ def put(tier: Tier, *refs: ChunkRef, layout: KVLayout = LAYOUT) -> list[Outcome]
 
 
 def get(tier: Tier, ref: ChunkRef, layout: KVLayout = LAYOUT) -> Outcome:
-    """Read a chunk; a hit must have the right bytes, or nearly so where the codec is lossy."""
+    """Read a chunk; a hit must have the right bytes, or nearly the same values if the codec is lossy."""
     slot = make_slot(layout)
     (outcome,) = tier.get([Transfer(ref, slot)])
     if outcome is Outcome.HIT:
@@ -88,7 +88,7 @@ def open_disk(folder: Path, codec: str, layout: KVLayout = LAYOUT, capacity_byte
 
 
 def test_headers_that_a_codec_makes_longer(tmp_path: Path) -> None:
-    """Those of many layers. Chunks with and without a codec are found on disk, and in a pack."""
+    """Chunks of many layers, with and without a codec, are found on disk and in a pack."""
     layout = KVLayout((4096,) * 160, 1, 16, 16)
     capacity_bytes = 4 * chunkfile.file_bytes(layout, 1, "any")
     refs = {codec: make_ref(number, 1) for number, codec in enumerate(("none", "lz4"))}
@@ -234,7 +234,7 @@ def test_striped_folders(tmp_path: Path, codec: str) -> None:
 def test_a_codec_that_cannot_work_is_refused_at_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="packed or mixed data"):
         DiskTier(tmp_path, MINE, KVLayout((4096,), 1, 16, 64), CAPACITY_BYTES, codec="split")
-    DiskTier(tmp_path, MINE, LAYOUT, CAPACITY_BYTES).close()  # the folder was not left locked
+    DiskTier(tmp_path, MINE, LAYOUT, CAPACITY_BYTES).close()  # the folder is not locked any more
 
 
 ACTIONS = st.lists(

@@ -1,4 +1,4 @@
-"""Any order of calls, from one thread or many: the disk tier is a dictionary that counts its bytes exactly."""
+"""Tests of any order of calls, from one thread or many: the disk tier is a dictionary with exact byte counts."""
 
 from __future__ import annotations
 

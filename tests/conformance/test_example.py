@@ -1,4 +1,4 @@
-"""The tier of docs/tiers.md and the policy of docs/policies.md keep their contracts, as they stand there."""
+"""Tests of the contracts of the tier in docs/tiers.md and the policy in docs/policies.md, exactly as printed there."""
 
 from __future__ import annotations
 

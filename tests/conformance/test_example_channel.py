@@ -1,4 +1,4 @@
-"""A channel of another package keeps the contract."""
+"""Tests of the contract of a channel from another package."""
 
 from __future__ import annotations
 

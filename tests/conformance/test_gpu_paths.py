@@ -1,6 +1,6 @@
-"""Blocks between a device and host memory, both ways, whole and by layer, with the model writing them right after.
+"""Tests of copies between device and host memory, whole and by layer, while the model overwrites the blocks.
 
-Every test runs on a device that the CPU simulates, and on a real one where there is one (`make test-gpu`).
+Every test runs on a device that the CPU simulates, and on a real one if the machine has one (`make test-gpu`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvstore.transfer.mover import LoadJob, Mover, StoreJob
 
 T = TypeVar("T")
 
-LATER = 251  # what the model writes to blocks right after they were gathered, or read
+LATER = 251  # the value that the model writes to blocks right after they were gathered or read
 DEVICES = ["late", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.bfloat16, torch.float8_e4m3fn]
 IDS = [np.array(ids, dtype=np.int64) for ids in np.random.default_rng(5).permutation(BLOCKS)[:40].reshape(10, 4)]
@@ -44,7 +44,7 @@ def gpu(kind: str, request: pytest.FixtureRequest) -> Iterator[Gpu]:
 
 
 def held(gpu: Gpu, slot: ByteArray) -> set[int]:
-    """The numbers in a slot."""
+    """Return the numbers in a slot."""
     return set(np.unique(slot[: gpu.size_bytes]).tolist())
 
 
@@ -141,7 +141,7 @@ def test_part_of_a_chunk_goes_back(gpu: Gpu) -> None:
 
 
 def test_both_ways_in_turn(gpu: Gpu) -> None:
-    """Each chunk is gathered, overwritten, and brought back to other blocks, in as many turns as there are chunks."""
+    """Each chunk is gathered, overwritten, and scattered to other blocks, one chunk after the other."""
     seen = []
     for number, (ids, value, slot) in enumerate(chunks_of(gpu)):
         gpu.hold_up()
@@ -201,7 +201,7 @@ def test_the_host_waits_for_nothing_that_it_launches(gpu: Gpu) -> None:
     gpu.wait()
 
 
-# Beside the model
+# Concurrently with the model
 
 
 def test_a_gather_on_another_thread_reads_what_the_model_had_launched(gpu: Gpu) -> None:
@@ -258,7 +258,7 @@ def test_a_load_on_another_thread_is_there_when_it_has_ended(gpu: Gpu) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_saves_and_loads_of_a_worker_beside_a_model_that_writes(kind: str, dtype: torch.dtype) -> None:
-    """As soon as a save has ended its blocks are written again; as soon as a load has, its blocks are read."""
+    """Blocks are overwritten as soon as their save has ended, and read as soon as their load has."""
     with opened(kind, dtype) as gpu:
         pool = SlabPool(SLOTS, gpu.layout.slot_bytes, gpu.paged.device)
         assert pool.wait_populated(60.0)
@@ -284,7 +284,7 @@ def test_saves_and_loads_of_a_worker_beside_a_model_that_writes(kind: str, dtype
 
 
 def taken(take: Callable[[], Sequence[T]], number: int) -> list[T]:
-    """What a worker takes until it has so many."""
+    """Call ``take`` until it has returned so many items, and return all of them."""
     found: list[T] = []
     while len(found) < number:
         found += take()

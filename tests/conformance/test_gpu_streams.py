@@ -1,7 +1,7 @@
-"""Hot copies on a real device: the order of work across streams, and what is said without room.
+"""Tests of hot copies on a real device: the order of work across streams, and the error without room.
 
-A kernel that only waits (`torch.cuda._sleep`) holds up a stream, so that anything out of order is seen. Runs where
-there is a CUDA device: `make test-gpu`.
+A kernel that only waits (`torch.cuda._sleep`) holds up a stream, so that any wrong order is detected. They run on
+machines with a CUDA device: `make test-gpu`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Gpu:
             cache.view(torch.uint8).fill_(value)
 
     def values(self, block: int) -> set[int]:
-        """The numbers that are in a block, as soon as the current stream has come here."""
+        """Return the numbers in a block, once the current stream has reached this point."""
         parts = [cache[block].flatten().view(torch.uint8).cpu().numpy() for cache in self.caches.values()]
         return set(np.unique(np.concatenate(parts)).tolist())
 
@@ -59,14 +59,14 @@ class Gpu:
             self.paged.scatter_on_device(ids, payload, CHUNK_BLOCKS, first_block)
 
     def put(self, slots: DeviceSlots, slot: int, value: int) -> None:
-        """Fill a slot on a stream of its own, and wait for that."""
+        """Fill a slot on a separate stream, and wait for it."""
         side = new_stream()
         with torch.cuda.stream(side), slots.using(slot) as memory:
             memory.fill_(value)
         side.synchronize()
 
     def got(self, slots: DeviceSlots, slot: int) -> set[int]:
-        """The numbers that are in a slot, read on a stream of its own."""
+        """Return the numbers in a slot, read on a separate stream."""
         with torch.cuda.stream(new_stream()), slots.using(slot) as memory:
             return set(np.unique(memory[: self.layout.payload_bytes(CHUNK_BLOCKS)].cpu().numpy()).tolist())
 
@@ -84,7 +84,7 @@ def gpu() -> Iterator[Gpu]:
 
 
 def warm_up(gpu: Gpu) -> None:
-    """Launch every kernel once: loading one for the first time waits for the whole device."""
+    """Launch every kernel once, because the first load of a kernel waits for the whole device."""
     slots = gpu.open()
     gpu.put(slots, 0, 1)
     gpu.gather(slots, 0)
@@ -98,7 +98,7 @@ def warm_up(gpu: Gpu) -> None:
 
 
 def hold_up() -> None:
-    """Let the current stream wait."""
+    """Make the current stream wait."""
     torch.cuda._sleep(WAIT_CYCLES)  # type: ignore[no-untyped-call]
 
 

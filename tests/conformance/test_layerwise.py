@@ -1,4 +1,4 @@
-"""Stores and loads that advance one layer per ``next()``: the same as in one go."""
+"""Tests of stores and loads that advance one layer per ``next()``, with the same results as in one go."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_it_loads_what_retrieve_loads(
     assert counts[0] == counts[1]
 
 
-# How it reads
+# Order of reads
 
 
 def test_the_first_layers_of_all_chunks_come_before_the_next_ones(
@@ -200,7 +200,7 @@ def test_it_does_not_read_far_ahead(rig: Rig, monkeypatch: pytest.MonkeyPatch, l
         check_idle(engine)
         load = Load(rig, engine, TOKENS)
         next(load.loading)
-        engine._mover._lanes[next(iter(engine._mover._lanes))]._readers.shutdown(wait=True)  # all that was asked for
+        engine._mover._lanes[next(iter(engine._mover._lanes))]._readers.shutdown(wait=True)  # ends all requested reads
         assert {layer for _, layer in tier.asked} == set(
             range(2 + layerwise.READ_AHEAD_GROUPS)
         )  # layer 1 is on its way
@@ -216,7 +216,7 @@ def test_groups_of_layers() -> None:
     assert groups(1, 1) == [[0, 1]]
 
 
-# What goes wrong
+# Faults
 
 
 @pytest.mark.parametrize("layer", [0, 3, LAYERS - 1])

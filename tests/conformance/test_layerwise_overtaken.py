@@ -1,4 +1,4 @@
-"""Stores and loads by layers that are given up, or overtaken by other calls."""
+"""Tests of stores and loads by layers that are given up, or overtaken by other calls."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_abandoned_stores(rig: Rig, tmp_path: Path, advances: int) -> None:
 def test_what_has_come_in_part_is_not_in_memory(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, advances: int, fails: bool, layer_reads: None
 ) -> None:
-    """Given up before all layers were asked for, or with layers that do not come: it is read again, as a whole."""
+    """A chunk whose load was given up, or lacks layers, is read again as a whole."""
     tier = PartTier(rig.layout)
     rigs.install(monkeypatch, tier)
     with rig.open(local_disk=rigs.__file__) as engine:
@@ -125,7 +125,7 @@ def test_nothing_is_written_after_a_load_was_given_up(
     monkeypatch: pytest.MonkeyPatch,
     layer_reads: None,
 ) -> None:
-    """Its slots may be used for something else at once, though reads are still on their way."""
+    """The slots of a load that was given up are not written to by reads still under way, and may be reused at once."""
     tier, gate = PartTier(rig.layout), threading.Event()
     rigs.install(monkeypatch, tier)
     with rig.open(local_disk=rigs.__file__, local_cpu=False, disk_io_threads=1) as engine:
@@ -137,7 +137,7 @@ def test_nothing_is_written_after_a_load_was_given_up(
         load.loading.close()
         rig.poison()
         gate.set()
-        engine._mover.in_background(lambda: None).result(HANG_GUARD_S)  # the layer that was on its way has come
+        engine._mover.in_background(lambda: None).result(HANG_GUARD_S)  # the layer under way has arrived
         assert all((rig.held(block) == POISON).all() for block in range(rig.num_blocks))
         end_abandoned(engine)
         assert all((rig.held(block) == POISON).all() for block in range(rig.num_blocks))
@@ -206,7 +206,7 @@ def test_close_with_open_generators(rig: Rig, tmp_path: Path, layer_reads: None)
 
 
 def test_a_store_and_a_load_of_one_step(rig: Rig, tmp_path: Path, layer_reads: None) -> None:
-    """As a model does it: a layer is loaded, computed, and what is new of it is stored."""
+    """As in a model, each layer is loaded and computed, and its new KV is stored."""
     tokens = tokens_of(1, 64)
     with rig.open(local_disk=tmp_path) as engine:
         rig.store(engine, tokens[:32])
@@ -274,7 +274,7 @@ def test_a_load_that_is_overtaken_by_clear(
 
 @pytest.mark.parametrize("others", [False, True])
 def test_a_load_that_is_overtaken_by_clear_of_a_sequence(rig: Rig, tmp_path: Path, others: bool) -> None:
-    """In memory the slots keep their bytes until the load has ended; all the same they were forgotten."""
+    """In memory the slots keep their bytes until the load has ended, although the chunks were forgotten."""
     with rig.open(local_disk=tmp_path) as engine:
         rig.store(engine, TOKENS)
         check_idle(engine)
@@ -284,7 +284,7 @@ def test_a_load_that_is_overtaken_by_clear_of_a_sequence(rig: Rig, tmp_path: Pat
         rig.poison()
         for _ in range(LAYERS - 1):
             assert next(load.loading) is None
-        for layer in range(2, LAYERS):  # the second one may have been on its way
+        for layer in range(2, LAYERS):  # the second one may have been under way
             assert load.right_tokens(layer) == 0
         assert load.run_rest() == 0
         check_idle(engine)
@@ -304,7 +304,7 @@ def test_what_the_remote_said_before_a_clear_counts_no_more(rig: Rig, monkeypatc
 
         def overtaken(refs: Sequence[Asked]) -> Sequence[Answer]:
             answers = answer(refs)
-            monkeypatch.setattr(engine._planner.directory, "answer", answer)  # a clear asks, too
+            monkeypatch.setattr(engine._planner.directory, "answer", answer)  # a clear also asks
             engine.clear(TOKENS)
             return answers
 
@@ -329,7 +329,7 @@ def test_two_loads_of_one_chunk(rig: Rig, tmp_path: Path, layer_reads: None) -> 
 
 
 def test_many_threads(tmp_path: Path, layer_reads: None) -> None:
-    """Each with its own blocks of one cache; what is announced is right, and nothing is left over."""
+    """Each thread has its own blocks of one cache; all announced layers are right, and nothing is left in use."""
     rig = Rig(num_blocks=160, num_layers=LAYERS)
     errors: list[BaseException] = []
     with rig.open(local_disk=tmp_path, slots=8, use_odirect=False) as engine:

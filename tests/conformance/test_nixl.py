@@ -1,4 +1,4 @@
-"""NIXL keeps the contract of a channel, and leaves the process that imports it as it was."""
+"""Tests of NIXL as a channel: it keeps the contract, and does not change the process that imports it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ nixl = pytest.importorskip("kvstore.channels.nixl", reason="needs NIXL: the extr
 
 
 class TestNixl(ChannelConformance):
-    """Through shared memory, or what else UCX chooses here."""
+    """NIXL through shared memory, or another transport that UCX chooses here."""
 
     channel = nixl.NixlChannel
 
 
 def test_what_others_log_is_not_touched() -> None:
-    """NIXL silences errors of logging, and prints its own lines to stdout."""
+    """NIXL by itself silences errors of logging, and prints lines to stdout."""
     program = (
         "import logging, numpy; from kvstore.channels.nixl import NixlChannel; channel = NixlChannel();"
         "channel.register(numpy.zeros(4096, numpy.uint8)); channel.close(); print(logging.raiseExceptions)"
@@ -51,7 +51,7 @@ def test_closing_does_not_wait_for_a_call_that_hangs(
 
 
 class _Agent:
-    """Says of transfers, by the order in which they were begun, what a test wants."""
+    """Agent that reports states set by a test, by the order in which transfers were begun."""
 
     def __init__(self, real: Any, is_locked: Callable[[], bool]) -> None:
         self._real = real
@@ -80,7 +80,7 @@ class _Agent:
 
 @pytest.fixture
 def reader() -> Iterator[tuple[Any, _Agent, Callable[[], Reading]]]:
-    """A channel, its agent, and a read of three parts."""
+    """Yield a channel, its agent, and a function that begins a read of three parts."""
     channel, memory = nixl.NixlChannel(), np.zeros(1 << 16, np.uint8)
     with closing(channel):
         channel.register(memory)
@@ -97,7 +97,7 @@ def reader() -> Iterator[tuple[Any, _Agent, Callable[[], Reading]]]:
 def test_a_read_has_not_failed_while_others_of_its_parts_may_be_written(
     reader: tuple[Any, _Agent, Callable[[], Reading]], fails: int
 ) -> None:
-    """NIXL says so as soon as one of the ranges of a transfer has failed."""
+    """NIXL reports a failure as soon as one of the ranges of a transfer has failed."""
     channel, agent, read = reader
     reading = read()
     others = [f"transfer {number}" for number in range(3) if number != fails]

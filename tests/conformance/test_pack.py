@@ -1,4 +1,4 @@
-"""The pack tier keeps the reading half of the contract: the suite writes to a folder, and reads the pack made of it."""
+"""Tests of the pack tier's read half of the contract: the suite writes to a folder, and reads the pack made of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ROOM_BYTES = 64 << 20
 
 
 class Repacked(Tier):
-    """Writes go to a folder, reads to a pack, which is made anew after every write."""
+    """Tier that writes to a folder, and reads from a pack, which is made again after every write."""
 
     name = "repacked"
 
@@ -99,7 +99,7 @@ class Repacked(Tier):
 
 
 class TestPackTier(ContentTests, BufferTests, DamageTests, LayerTests):
-    """Not about room and restarts: nothing is stored in a pack, and it does not change."""
+    """Tests without those of bounds and restarts, because a pack is read-only and does not change."""
 
     checks_bytes = True
     keeps_trails = True
@@ -139,7 +139,7 @@ class TestPackTier(ContentTests, BufferTests, DamageTests, LayerTests):
         pytest.skip("the index says how long a chunk is")
 
     def test_the_storage_is_never_written_to(self) -> None:
-        """FULL is the answer to every put, and damage stays where it is, unseen."""
+        """Puts are answered with FULL, and removals hide chunks but leave the file unchanged."""
         self.start()
         self.put(make_ref(1), make_ref(2))
         assert self.pack.contains([make_ref(1), make_ref(2)]) == [True, True]

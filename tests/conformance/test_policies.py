@@ -1,4 +1,4 @@
-"""Every policy keeps the contract."""
+"""Tests of every policy's contract."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the policies find in real traces, and in workloads made to be hard on them.
+"""Tests of the policies' hits in real traces, and in workloads made to be hard on them.
 
-The expected figures were measured elsewhere with the same rules: one pool of N blocks; after each request its blocks
-are touched from last to first, then the capacity is enforced.
+The expected figures were measured elsewhere with the same rules. There is one pool of N blocks. After each request its
+blocks are touched from last to first, and then the capacity is enforced.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The redis tier keeps the contract, against servers of every kind: alone, with users, TLS, Sentinel, as a cluster."""
+"""Tests of the redis tier's contract with single servers, users, TLS, Sentinel and clusters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HANG_GUARD_S = 60.0
 
 
 class Redis(TierConformance):
-    """What they have in common: raw access through a client of its own."""
+    """Base of the tests here: raw access to the storage through a separate client."""
 
     persistent = True
     keeps_trails = True
@@ -66,11 +66,11 @@ class Redis(TierConformance):
             admin.delete(key)
 
     def raw_used_bytes(self) -> int:
-        """Of all namespaces: after a reset the tier is in another one."""
+        """Sum up the bytes of all namespaces, because after a reset the tier is in another one."""
         return sum(len(admin.get(key)) for admin, key in self.all_keys())
 
     def all_keys(self) -> list[tuple[Any, bytes]]:
-        """The keys of all chunks, each with a client of its server."""
+        """Return the keys of all chunks, each with a client of its server."""
         found = ((admin, key) for admin in self.admins for key in admin.scan_iter("kvs:*", 1000))
         return [(admin, key) for admin, key in found if not key.endswith((b":epoch", b"}:t"))]
 
@@ -80,7 +80,7 @@ class Redis(TierConformance):
         return tier
 
     def check_bytes(self) -> None:
-        """Every chunk that is held has its commit and at least a part; no other key is left."""
+        """Check that every chunk held has its commit and at least one part, and that no other key is left."""
         tier = self.redis_tier()
         expected = [tier._io.keys(tier._home, ref) for ref in self.held()]
         there = {key for _, key in self.all_keys()}
@@ -88,7 +88,7 @@ class Redis(TierConformance):
         assert all({commit, first} <= there for commit, first, *_ in expected)
 
     def test_the_padding_is_not_part_of_the_chunk(self) -> None:
-        """As in the suite, but for the ids of the writes, which differ."""
+        """Equal payloads are stored as equal bytes, except for the ids of the writes."""
         tier = self.start(ODD)
         ref, buffer, *_ = make_transfer(ODD, make_ref(7, 1))
         values = []
@@ -100,8 +100,8 @@ class Redis(TierConformance):
         assert len(values[0]) == 2
 
     def values(self, ref: ChunkRef) -> list[tuple[Any, bytes, bytes]]:
-        """Client, key and value of all that there is of a chunk, the commit first."""
-        # Globs know no braces, and the epoch is not our business.
+        """Return client, key and value of all keys of a chunk, the commit first."""
+        # Globs have no braces, and the epoch does not matter.
         pattern = f"{PREFIX.decode()}{MINE.id.hex()}:*:{ref.prefix_key.hex()}:{ref.num_blocks}}}:*"
         found = [(admin, key) for admin in self.admins for key in admin.scan_iter(pattern, 1000)]
         found.sort(key=lambda item: (not item[1].endswith(b"}:c"), item[1]))
@@ -123,7 +123,7 @@ class TestTcp(Redis):
         yield from serve(cls, server, url=f"redis://127.0.0.1:{server.port}")
 
     def test_golden_bytes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The example in docs/FORMAT.md. If this changes, so must the version there, and old chunks become misses."""
+        """The bytes are those of docs/FORMAT.md. A change needs a new version there, and makes old chunks misses."""
         monkeypatch.setattr("secrets.token_bytes", lambda _: bytes(range(1, 9)))
         admin = self.admins[0]
         admin.flushall()
@@ -156,7 +156,7 @@ class TestTcp(Redis):
         tier.close()
 
     def test_of_two_resets_at_once_each_sweeps_what_it_leaves(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Chunks stored between the two are in a namespace of which nobody knows afterwards."""
+        """Chunks stored between the two are in a namespace that is unknown afterwards."""
         self.start()
         tier = self.redis_tier()
         enter = tier._enter
@@ -175,7 +175,7 @@ class TestTcp(Redis):
     def test_a_call_of_the_old_epoch_leaves_alone_what_is_in_the_new_one(
         self, monkeypatch: pytest.MonkeyPatch, name: str
     ) -> None:
-        """A clear, and the chunk stored again, after the call has learnt where it is and before what there is."""
+        """The clear and a new put come between the call's look at the epoch and its look at the chunk."""
         self.start()
         tier, ref = self.redis_tier(), make_ref(1)
         call: dict[str, Callable[[], object]] = {
@@ -200,7 +200,7 @@ class TestTcp(Redis):
 
 
 class TestTcpWithLz4(Redis):
-    """Through a codec. Some chunks shrink to a fraction, others not at all."""
+    """Chunks through a codec, of which some shrink to a fraction, and others not at all."""
 
     exact_sizes = False
     codec: ClassVar[str] = "lz4"
@@ -224,7 +224,7 @@ class TestTcpWithSplit(TestTcpWithLz4):
 
 
 class TestUnixSocket(Redis):
-    """And a database of its own."""
+    """Server on a unix socket, with a separate database."""
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
@@ -237,7 +237,7 @@ class TestUnixSocket(Redis):
 
 
 class TestAclUser(Redis):
-    """With the least rights, and the password beside the URL."""
+    """User with the least rights, and the password outside the URL."""
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod

@@ -1,4 +1,4 @@
-"""The redis tier with codecs: chunks in fewer parts, nothing left behind, and never a chunk of another codec."""
+"""Tests of the redis tier with codecs: fewer parts, nothing left behind, and no chunk of another codec."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def make_ref(number: int, num_blocks: int = 4) -> ChunkRef:
 
 
 def payload_of(ref: ChunkRef, version: int, layout: KVLayout = LAYOUT) -> ByteArray:
-    """Version 0: bfloat16 like KV, and a layer of zeros. 1: bytes that no codec makes smaller. 2: zeros."""
+    """Return KV-like bfloat16 with a layer of zeros (version 0), incompressible bytes (1), or zeros (2)."""
     dice = np.random.default_rng([version, *ref.prefix_key])
     size_bytes = layout.payload_bytes(ref.num_blocks)
     if version:
@@ -80,7 +80,7 @@ def put(tier: RedisTier, *refs: ChunkRef, version: int = 0, layout: KVLayout = L
 
 
 def get(tier: RedisTier, ref: ChunkRef, version: int = 0, layout: KVLayout = LAYOUT, *, lossy: bool = False) -> Outcome:
-    """Read a chunk; a hit must have the right bytes, or nearly so where the codec is lossy."""
+    """Read a chunk; a hit must have the right bytes, or nearly the same values if the codec is lossy."""
     slot = make_slot(layout)
     (outcome,) = tier.get([Transfer(ref, slot)])
     if outcome is HIT:
@@ -94,7 +94,7 @@ def get(tier: RedisTier, ref: ChunkRef, version: int = 0, layout: KVLayout = LAY
 
 
 def lengths(admin: Any, ref: ChunkRef | None = None) -> dict[bytes, int]:
-    """The lengths of all values of a chunk, or of all chunks, by what their keys end in."""
+    """Return the lengths of all values of a chunk, or of all chunks, by the ends of their keys."""
     which = f"{ref.prefix_key.hex()}:{ref.num_blocks}}}:*" if ref else "*"
     keys = [key for key in admin.scan_iter(f"kvs:*:{which}", 1000) if not key.endswith(b":epoch")]
     return {key.partition(b"}:")[2] if ref else key: admin.strlen(key) for key in keys}
@@ -167,7 +167,7 @@ def test_what_does_not_shrink_is_stored_as_without_a_codec(url: str, admin: Any,
         assert tiers[name].counters.bytes_written == sum(lengths(admin, ref).values())
         for tier in tiers.values():
             outcomes.add(tier.get([Transfer(ref, make_slot(layout))])[0])
-    if codec != "split":  # which finds something even here
+    if codec != "split":  # which compresses even these
         assert outcomes == {HIT}
         assert sizes == {tiers["none"].counters.bytes_written}
     for tier in tiers.values():
@@ -232,7 +232,7 @@ def test_damage_is_found_in_every_value(url: str, admin: Any, codec: str) -> Non
 
 
 def test_replaced_while_it_is_read(url: str, admin: Any) -> None:
-    """By chunks of more parts and of fewer: always a whole version, whichever, or a miss after many looks."""
+    """A chunk replaced by more and by fewer parts is always read as one whole version, or missed after many looks."""
     tier, ref = open_redis(url, "lz4"), make_ref(1)
     put(tier, ref)
     payloads = [payload_of(ref, version) for version in range(3)]
@@ -263,7 +263,7 @@ def test_replaced_while_it_is_read(url: str, admin: Any) -> None:
 
 
 def test_a_user_with_the_documented_rights(server: RedisServer, url: str, admin: Any) -> None:
-    """And no more."""
+    """The documented rights suffice for all calls of a tier."""
     words = ACL_USER.split()[1:]
     admin.acl_setuser("kvstore", reset=True)
     admin.execute_command("ACL", "SETUSER", *words)

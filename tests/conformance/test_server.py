@@ -1,4 +1,4 @@
-"""The server tier keeps the contract: through the server's memory, and in messages."""
+"""Tests of the server tier's contract, through the server's memory and in messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HANG_GUARD_S = 60.0
 
 
 class Served(TierConformance):
-    """What they have in common: raw access into the server, which runs in a thread."""
+    """Base of the tests here: raw access into the server, which runs in a thread."""
 
     persistent = True
     keeps_trails = True
@@ -67,7 +67,7 @@ class Served(TierConformance):
     def test_a_put_that_a_reset_overtakes_leaves_nothing_in_the_namespace_left(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Or who starts in that namespace later finds what was computed with the weights of before."""
+        """Otherwise an engine that starts in that namespace later would find KV of the old weights."""
         self.start()
         tier, ref = self.server_tier(), make_ref(1)
         store = tier._store
@@ -83,14 +83,14 @@ class Served(TierConformance):
         assert tier.put([make_transfer(self.layout, ref)]) == [Outcome.STORED]
 
     def raw_used_bytes(self) -> int:
-        """Of the namespace that the tier is in: after a reset that is another one."""
+        """Return the bytes of the tier's current namespace, which changes with a reset."""
         here = (self.server_tier()._links.namespace.id, self.layout)
         chunks = [c for s in self._spaces() if (s.namespace.id, s.layout) == here for c in s.chunks.values()]
         return sum(pages for chunk in chunks for _, pages in chunk.runs) * PAGE_BYTES
 
 
 class TestMapped(LendingTests, Served):
-    """Through the memory."""
+    """Tier that maps the server's memory."""
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
@@ -100,7 +100,7 @@ class TestMapped(LendingTests, Served):
 
 
 class TestFramed(Served):
-    """In messages."""
+    """Tier with payload in messages."""
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
@@ -110,7 +110,7 @@ class TestFramed(Served):
 
 
 class TestRestarted(Served):
-    """With a disk, and a server that is started anew whenever the tier is opened."""
+    """Server with a disk, which is restarted whenever the tier is opened."""
 
     pause_s = 1.1
     running: ClassVar[list[ServerThread]] = []
@@ -128,7 +128,7 @@ class TestRestarted(Served):
         return ServerTier.open(self.with_options(setup, url=self.server.url, timeout_s=HANG_GUARD_S))
 
     def stop(self) -> None:
-        """The server too: it might still write to a folder that is about to be deleted."""
+        """Stop the server as well, because it might still write to a folder that is about to be deleted."""
         super().stop()
         self._stop_server()
 
@@ -143,7 +143,7 @@ class TestRestarted(Served):
         wait_for("all is on disk", lambda: not service.is_changing_files)
 
     def raw_read(self, ref: ChunkRef) -> bytes | None:
-        """Whether it is there: in memory, or in a file that will be used."""
+        """Return ``b"there"`` if the server has it, in memory or in a file that will be used; else None."""
         found = [space for space in self._spaces() if space.namespace.id == MINE.id and ref in space.chunks]
         return b"there" if found else None
 
@@ -153,12 +153,12 @@ class TestRestarted(Served):
         return sum(chunk.size_bytes for chunk in chunks)
 
     def test_scan_names_the_longest_untouched_first(self) -> None:
-        """What is read from memory does not touch the file, so a restart knows of stores only."""
+        """A read from memory does not touch the file, so a restarted server knows the order of stores only."""
         refs = [make_ref(number) for number in range(8)]
         self.start()
         self.put(*refs)
         self._settle()
-        time.sleep(self.pause_s)  # longer than what counts as one moment
+        time.sleep(self.pause_s)  # longer than the resolution of touches
         self.get(*refs[::2])
         self.put(refs[1], version=1)
         self._settle()
@@ -183,7 +183,7 @@ class TestGuarded(LendingTests, Served):
 
 
 class TestBesidePeers(Served):
-    """With peers that hold nothing."""
+    """Tier with peers that hold nothing."""
 
     peers: ClassVar[list[ServerThread]]
 
@@ -209,7 +209,7 @@ class TestBesidePeers(Served):
 
 
 class TestWithoutPeers(LendingTests, TestBesidePeers):
-    """Nobody was named yet: then it lends what the own tier does."""
+    """Tier without known peers, which lends from its own server."""
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod

@@ -1,4 +1,4 @@
-"""Several folders as one disk tier keep the contract, bare and guarded."""
+"""Tests of the contract of several folders as one disk tier, bare and guarded."""
 
 from __future__ import annotations
 

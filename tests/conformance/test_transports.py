@@ -1,4 +1,4 @@
-"""Every transport keeps the contract."""
+"""Tests of every transport's contract."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from kvstore.testing.transports import TransportConformance
 
 
 class TestTcp(TransportConformance):
-    """Payload in messages."""
+    """Transport with payload in messages."""

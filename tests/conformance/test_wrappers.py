@@ -1,4 +1,4 @@
-"""Every wrapper around a disk tier keeps the contract of a tier."""
+"""Tests of the tier contract with every wrapper around a disk tier."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HANG_GUARD_S = 60.0
 
 
 class Wrapped(DiskFiles):
-    """What they have in common: raw access goes to the files, round wrapper and tier."""
+    """Base of the tests here: raw access reads the files, and bypasses wrapper and tier."""
 
     def wrap(self, tier: Tier) -> Tier:
         raise NotImplementedError

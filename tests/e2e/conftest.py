@@ -19,7 +19,7 @@ def _environment() -> None:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama whose greedy outputs depend on every token of the prompt."""
+    """Make a random Llama whose greedy outputs depend on every token of the prompt."""
     from kvstore.tools.models import TINY, build_llama
 
     return build_llama(tmp_path_factory.mktemp("models") / "tiny", TINY)
@@ -27,25 +27,25 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def prompts() -> list[Prompt]:
-    """See ``make_prompts``."""
+    """Return the prompts of ``make_prompts``."""
     return make_prompts()
 
 
 @pytest.fixture(scope="session")
 def plain_outputs(tiny_model: Path, prompts: Sequence[Prompt]) -> list[Completion]:
-    """What plain vLLM answers, in float32."""
+    """Return the answers of plain vLLM, in float32."""
     with Engine(tiny_model) as engine:
         return engine.generate(prompts, logprobs=2)
 
 
 @pytest.fixture(params=MODES)
 def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Each way to move KV in turn: keys of the store."""
+    """Return the store's keys for each way to move KV, in turn."""
     return MODES[request.param]
 
 
 @pytest.fixture
 def server() -> Iterator[ServerProcess]:
-    """A cache server with a disk."""
+    """Yield a cache server with a disk."""
     with serving_process(disk_gib=1) as server:
         yield server

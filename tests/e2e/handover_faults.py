@@ -1,8 +1,9 @@
-"""How long a decode engine waits for KV that does not come, beyond the time at which it could have known: a table.
+"""Table of a decode engine's wait for KV that does not arrive, beyond the time at which it could have known.
 
     PYTHONPATH=tests python tests/e2e/handover_faults.py
 
-Two real vLLMs on the CPU, float32, one core each, a way between them that fails. The wait is vLLM's own queue time.
+It runs two real vLLMs on the CPU, in float32 with one core each, over a connection that fails. The wait is vLLM's own
+queue time.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from kvstore.tools.processes import free_port
 
 CHUNK_TOKENS = 64
 TOKEN_BYTES = 4 * 2 * 2 * 64 * 4  # layers, K and V, heads, head size, float32
-NUM_CHUNKS = 8  # that the decode engine has room for
+NUM_CHUNKS = 8  # room of the decode engine
 SHORT, LONG = 7 * CHUNK_TOKENS + 2, 14 * CHUNK_TOKENS + 2
-SLOW_S = 0.2  # for each 64 KiB on the way
-MOST_S = 60.0  # for all of it
+SLOW_S = 0.2  # for each 64 KiB of the transfer
+MOST_S = 60.0  # for the whole transfer
 LINES = f"""
 enable_pd: true
 pd_timeout_ms: 60000
@@ -51,11 +52,11 @@ chunk_size: {CHUNK_TOKENS}
 
 
 class Measured(NamedTuple):
-    """One request.
+    """Times of one request.
 
     Attributes:
-        wait_s: from its arrival at the decode engine until it was scheduled.
-        beyond_s: of that, what came after it could have known that nothing more comes, or that all is there.
+        wait_s: time from its arrival at the decode engine until it was scheduled.
+        beyond_s: part of this after the engine could have known that no more KV arrives, or that all has arrived.
     """
 
     wait_s: float
@@ -63,7 +64,7 @@ class Measured(NamedTuple):
 
 
 class Trial:
-    """Both engines, and the way between them."""
+    """Both engines, and the connection between them."""
 
     def __init__(self, running: Disaggregation, relay: Relay, port: int) -> None:
         self.running, self.relay, self.port = running, relay, port
@@ -72,17 +73,17 @@ class Trial:
         self._link = Link(self._context, parse_server(f"kvs://127.0.0.1:{port}", {}))
 
     def server(self) -> dict[str, Any]:
-        """What the decode engine's server says of itself."""
+        """Return the stats of the decode engine's server."""
         answer = self._link.ask(messages.Stats(self._link.new_serial()), messages.Report)
         tree: dict[str, Any] = json.loads(answer.body)
         return tree
 
     def stored(self) -> int:
-        """Chunks that have come there so far."""
+        """Return the number of chunks that have arrived there so far."""
         return sum(int(space["counters"]["stored_chunks"]) for space in self.server()["namespaces"])
 
     def wait_of(self, num_tokens: int, meanwhile: Callable[[], float], *, hands_over: bool = True) -> Measured:
-        """Hand a prompt over, and let the decode engine go on; ``meanwhile`` returns when it could have known."""
+        """Hand a prompt over, and decode it; ``meanwhile`` returns the time at which the engine could have known."""
         self._seed += 1
         prompt = random_tokens(num_tokens, vocab=TINY.vocab, seed=self._seed)
         to = {"req_id": "r", "receiver_host": "127.0.0.1", "receiver_init_port": self.relay.port}
@@ -90,7 +91,7 @@ class Trial:
         said = (told.get("kv_transfer_params") or {}).get("disagg_spec")
         if not hands_over:
             said = None
-        if said is not None:  # as the engine is called where nothing fails
+        if said is not None:  # the engine's own port instead of the relay's
             said = {**said, "receiver_init_port": self.port}
         before_s, count = self._queued()
         known: list[float] = []
@@ -113,7 +114,7 @@ class Trial:
         return tree
 
     def _queued(self) -> tuple[float, int]:
-        """Seconds that requests of the decode engine have waited so far, and how many these were."""
+        """Return the seconds that requests of the decode engine have waited so far, and their number."""
         with httpx.Client(trust_env=False, timeout=30) as client:
             lines = client.get(f"{self.running.decode.url}/metrics").text.splitlines()
         found = {
@@ -124,25 +125,25 @@ class Trial:
         return total_s, int(count)
 
     def settle(self) -> None:
-        """Mend the way, and let the prefill engine find out."""
+        """Repair the connection, and let the prefill engine detect it."""
         self.relay.mood = Mood.FAST
         self.relay.aim(self.port)
         time.sleep(11)
         self.wait_of(SHORT, time.monotonic)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the link to the decode engine's server."""
         self._link.close()
         self._context.destroy(linger=0)
 
 
 def alone(trial: Trial) -> Measured:
-    """Nothing was promised: what a request waits for on this machine in any case."""
+    """Measure a request without a hand-over, which is the least wait on this machine."""
     return trial.wait_of(SHORT, time.monotonic, hands_over=False)
 
 
 def slow(trial: Trial) -> Measured:
-    """All comes in the end; the last chunk's arrival is when it could have known."""
+    """Measure a slow transfer, whose end is known when the last chunk has arrived."""
     trial.relay.mood = Mood.SLOW
     wanted = trial.stored() + SHORT // CHUNK_TOKENS
 
@@ -158,18 +159,18 @@ def slow(trial: Trial) -> Measured:
 
 
 def full(trial: Trial) -> Measured:
-    """What is refused is known before the prompt's answer."""
+    """Measure refused chunks, which are known before the prompt's answer."""
     return trial.wait_of(LONG, time.monotonic)
 
 
 def refusing(trial: Trial, foreign: EmbeddedServer) -> Measured:
-    """Another engine's server answers there."""
+    """Measure a hand-over to the server of a foreign engine, which refuses it."""
     trial.relay.aim(foreign.port)
     return trial.wait_of(SHORT, time.monotonic)
 
 
 def hung(trial: Trial) -> Measured:
-    """Nothing passes any more, and nobody hangs up: known after so much silence."""
+    """Measure a connection that hangs without being closed, which is known after a time of silence."""
     trial.relay.mood = Mood.HUNG
 
     def silent() -> float:
@@ -179,13 +180,13 @@ def hung(trial: Trial) -> Measured:
 
 
 def dying(trial: Trial) -> Measured:
-    """The prefill engine is killed while its KV is on its way."""
+    """Measure a prefill engine that is killed during the transfer."""
     trial.relay.mood = Mood.SLOW
 
     def killed() -> float:
         time.sleep(0.3)
         trial.running.prefill.kill()
-        trial.relay.aim(trial.port)  # what the kernel does where nothing is in between
+        trial.relay.aim(trial.port)  # as the kernel closes a direct connection
         return time.monotonic()
 
     measured = trial.wait_of(SHORT, killed)
@@ -195,7 +196,7 @@ def dying(trial: Trial) -> Measured:
 
 @contextmanager
 def opened(folder: Path) -> Iterator[Trial]:
-    """Both engines, with room for eight chunks."""
+    """Start both engines, with room for eight chunks."""
     model = build_llama(folder / "model", TINY)
     port = free_port()
     room = f"pd_buffer_size: {NUM_CHUNKS * CHUNK_TOKENS * TOKEN_BYTES}\n"

@@ -26,7 +26,7 @@ from kvstore.tools.models import LlamaShape, build_llama, random_tokens
 from kvstore.tools.processes import free_port
 
 SHAPE = LlamaShape(layers=8, hidden=256, heads=8, kv_heads=8, head_dim=128, intermediate=256, vocab=1281)
-# Half the bytes an element, so twice the elements: a chunk of 256 tokens has 16 MiB, as in vLLM with float32.
+# Half the bytes per element and twice the elements, so that a chunk of 256 tokens has 16 MiB, as in float32.
 GEOMETRY = Geometry("same", layers=SHAPE.layers, kv_heads=SHAPE.kv_heads, head_size=2 * SHAPE.head_dim)
 NUM_CHUNKS = 6
 CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
@@ -43,7 +43,7 @@ class NixlServer(EngineServer):
         return command
 
     def ask(self, tokens: list[int], passed: dict[str, Any]) -> dict[str, Any]:
-        """Have one token computed; what it says of the KV that it keeps."""
+        """Have one token computed; return the answer's description of the KV that the engine keeps."""
         body = {"model": str(self.model), "prompt": tokens, "max_tokens": 1, "temperature": 0}
         with httpx.Client(trust_env=False, timeout=300) as asker:
             answer = asker.post(f"{self.url}/v1/completions", json={**body, "kv_transfer_params": passed})
@@ -52,7 +52,7 @@ class NixlServer(EngineServer):
         return found
 
     def sums(self) -> tuple[float, float]:
-        """Bytes that came by NIXL, and the seconds that took."""
+        """Return the bytes received by NIXL, and the seconds that this took."""
         with httpx.Client(trust_env=False, timeout=30) as asker:
             lines = [line.split() for line in asker.get(f"{self.url}/metrics").text.splitlines()]
         found = {line[0].split("{")[0]: float(line[-1]) for line in lines if line and line[0].startswith("vllm:nixl")}
@@ -60,7 +60,7 @@ class NixlServer(EngineServer):
 
 
 def nixl_server(model: Path, folder: Path, core: int) -> NixlServer:
-    """One that is not started."""
+    """Return a server that is not started."""
     side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
     log = folder / f"{core}.log"
     uncached = ("--no-enable-prefix-caching",)
@@ -68,7 +68,7 @@ def nixl_server(model: Path, folder: Path, core: int) -> NixlServer:
 
 
 def measure_connector(folder: Path, rounds: int) -> list[tuple[float, float]]:
-    """Bytes and seconds of each transfer by vLLM's NixlConnector."""
+    """Return bytes and seconds of each transfer by vLLM's NixlConnector."""
     model = build_llama(folder / "model", SHAPE)
     found: list[tuple[float, float]] = []
     with nixl_server(model, folder, 0) as prefill, nixl_server(model, folder, 1) as decode:
@@ -77,7 +77,7 @@ def measure_connector(folder: Path, rounds: int) -> list[tuple[float, float]]:
             tokens = random_tokens(NUM_CHUNKS * GEOMETRY.chunk_tokens + 1, seed=seed, vocab=SHAPE.vocab)
             kept = prefill.ask(tokens, {**KEPT, **UNKNOWN})
             decode.ask(tokens, kept)
-            decode.ask(tokens[:2], {})  # a step that reports what came before
+            decode.ask(tokens[:2], {})  # a step that reports the transfer before it
             sums = decode.sums()
             found.append((sums[0] - before[0], sums[1] - before[1]))
             before = sums

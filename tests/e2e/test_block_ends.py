@@ -1,4 +1,4 @@
-"""Prompts that part anywhere, on real vLLM: outputs are those of plain vLLM, and hits are exactly as long as told."""
+"""Tests of prompts that diverge at any token on real vLLM: outputs equal plain vLLM's, and hit lengths are exact."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VOCAB = 1000
 
 
 def parting_prompts(count: int, seed: int) -> list[Prompt]:
-    """Each begins like an earlier one, parts from it anywhere, and goes on alone."""
+    """Return prompts that each share a random prefix with an earlier one."""
     rng = random.Random(seed)
     found = [[rng.randrange(5, VOCAB) for _ in range(900)]]
     while len(found) < count:
@@ -36,7 +36,7 @@ def parting_prompts(count: int, seed: int) -> list[Prompt]:
 
 
 def found_tokens(prompt: Prompt, stored: list[Prompt]) -> int:
-    """The longest prefix, in whole blocks, of a prompt and any that was stored; one token is always computed."""
+    """Return the longest prefix, in whole blocks, of a prompt and any stored one; one token is always computed."""
     shared = 0
     for other in stored:
         common = next((n for n, (a, b) in enumerate(zip(prompt, other, strict=False)) if a != b), None)
@@ -45,7 +45,7 @@ def found_tokens(prompt: Prompt, stored: list[Prompt]) -> int:
 
 
 def ask(engine: Engine, prompts: list[Prompt]) -> list[Completion]:
-    """One by one, vLLM's own cache empty each time."""
+    """Generate one prompt after the other, with vLLM's own cache empty each time."""
     answers = []
     for prompt in prompts:
         engine.forget_local()
@@ -55,7 +55,7 @@ def ask(engine: Engine, prompts: list[Prompt]) -> list[Completion]:
 
 
 def test_the_longest_common_prefix_is_found(tiny_model: Path, tmp_path: Path) -> None:
-    """In memory; behind a restart on disk, where every hit reads files; and at a server that somebody else filled."""
+    """It is found in memory, on disk after a restart, where every hit reads files, and at a server filled by others."""
     prompts = parting_prompts(18, seed=3)
     with Engine(tiny_model, enable_prefix_caching=False) as engine:
         plain = engine.generate(prompts, logprobs=2)

@@ -1,4 +1,4 @@
-"""Chats over two real vLLMs, where the prefill engine takes the KV of each answer from the decode engine."""
+"""Tests of chats over two real vLLMs, where the prefill engine takes the KV of each answer from the decode engine."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvstore.tools.processes import free_port
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 
 ANSWER_TOKENS = 100
-SAID_TOKENS = (300, 45, 70)  # turn by turn
+SAID_TOKENS = (300, 45, 70)  # tokens of the user in each turn
 LINES = "enable_pd: true\npd_bidirectional: true\nmax_local_cpu_size: 0.25\nload_only_if_faster: false\n"
 
 
 class Turn(NamedTuple):
-    """A prompt, and what plain vLLM answers."""
+    """A prompt, and the answer of plain vLLM."""
 
     prompt: Prompt
     answer: Prompt
@@ -31,7 +31,7 @@ class Turn(NamedTuple):
 
 @pytest.fixture(scope="module")
 def chats(tiny_model: Path) -> list[list[Turn]]:
-    """Two chats without a tie, in which another answer would be as right."""
+    """Return two chats without ties, at which two answers would be right."""
     found: list[list[Turn]] = []
     with Engine(tiny_model) as engine:
         for seed in range(10):
@@ -43,7 +43,7 @@ def chats(tiny_model: Path) -> list[list[Turn]]:
 
 
 def played(engine: Engine, seed: int) -> list[Turn]:
-    """The turns of a chat, each prompt beginning with the one before and its answer; none if there is a tie."""
+    """Return the turns of a chat, whose prompts begin with the last prompt and answer; none if there is a tie."""
     turns: list[Turn] = []
     prompt: Prompt = []
     for number, num_tokens in enumerate(SAID_TOKENS):
@@ -58,7 +58,7 @@ def played(engine: Engine, seed: int) -> list[Turn]:
 
 @contextmanager
 def engines(model: Path, folder: Path, *, prefill: str) -> Iterator[Disaggregation]:
-    """Both, with a line more for the prefill engine, where PORT is the decode engine's."""
+    """Start both engines, with an extra line for the prefill engine, in which PORT stands for the decode engine's."""
     port = free_port()
     with Disaggregation(
         *(model, folder),
@@ -70,7 +70,7 @@ def engines(model: Path, folder: Path, *, prefill: str) -> Iterator[Disaggregati
 
 
 def ask(running: Disaggregation, prompt: Prompt, said: dict[str, Any] | None) -> tuple[Prompt, dict[str, Any]]:
-    """The tokens of a streamed answer, and what it says of its KV."""
+    """Return the tokens of a streamed answer, and its description of its KV."""
     request = {"model": running.model, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "return_token_ids": True}
     tokens: Prompt = []
     params: dict[str, Any] = {}
@@ -82,7 +82,7 @@ def ask(running: Disaggregation, prompt: Prompt, said: dict[str, Any] | None) ->
 
 
 def computed_by_prefill(running: Disaggregation, chat: Sequence[Turn], *, says: bool) -> list[int]:
-    """The tokens that the prefill engine computes, turn by turn. The client ``says`` where the last answer's KV is."""
+    """Return the tokens that prefill computes in each turn. The client ``says`` where the last answer's KV is."""
     work, computed = Work(running.prefill), []
     said: dict[str, Any] = {}
     for turn in chat:
@@ -93,7 +93,7 @@ def computed_by_prefill(running: Disaggregation, chat: Sequence[Turn], *, says: 
 
 
 def new_tokens(chat: Sequence[Turn], *, with_answer: bool) -> list[int]:
-    """The tokens of each turn that nobody has computed; ``with_answer``, those which the prefill engine has not."""
+    """Return each turn's tokens that neither engine has computed; ``with_answer``, those that prefill has not."""
     known = [0]
     for turn in chat[:-1]:
         num_tokens = len(turn.prompt) + (0 if with_answer else len(turn.answer) - 1)  # the last one has no KV
@@ -103,7 +103,7 @@ def new_tokens(chat: Sequence[Turn], *, with_answer: bool) -> list[int]:
 
 @pytest.mark.soak
 def test_a_client_says_where_the_kv_of_an_answer_is(tiny_model: Path, tmp_path: Path, chats: list[list[Turn]]) -> None:
-    """One that does not say so has the answers computed again."""
+    """Without the client's parameters, prefill computes the answers again."""
     told, untold = chats
     with engines(tiny_model, tmp_path, prefill="pd_allowed_hosts: 127.0.0.1:PORT") as running:
         assert computed_by_prefill(running, told, says=True) == new_tokens(told, with_answer=False)

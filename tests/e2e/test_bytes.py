@@ -1,4 +1,4 @@
-"""Stored bytes come back as they were, also where outputs cannot tell; and outputs can tell if they do not."""
+"""Tests of stored bytes: they are unchanged, even if outputs would not show it, and wrong bytes change outputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 
 
 def computed_blocks(engine: Engine, prompt: Prompt) -> Any:
-    """The bytes of a prompt's whole blocks, read from vLLM's tensors: ``[blocks, layers x bytes]``."""
+    """Return the bytes of a prompt's whole blocks, read from vLLM's tensors: ``[blocks, layers x bytes]``."""
     worker = engine.store_worker
     paged = worker._mover.paged
     recorded: list[int] = []
@@ -46,7 +46,7 @@ def computed_blocks(engine: Engine, prompt: Prompt) -> Any:
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", pytest.param("fp8", marks=pytest.mark.soak)])
 def test_low_precision(tiny_model: Path, tmp_path: Path, kv_cache_dtype: str) -> None:
-    """bf16, page by page: bytes read back equal bytes stored; outputs equal vLLM's own hit at the same boundary."""
+    """In bf16 and fp8, bytes read equal bytes stored, and outputs equal those of vLLM's own hit of the same length."""
     if kv_cache_dtype == "fp8" and "AVX512" not in torch.backends.cpu.get_cpu_capability():
         pytest.skip("vLLM's CPU backend keeps fp8 KV only with AVX-512")
     settings: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": kv_cache_dtype}
@@ -62,7 +62,7 @@ def test_low_precision(tiny_model: Path, tmp_path: Path, kv_cache_dtype: str) ->
         for prompt, bytes_before, own_hit in zip(prompts, computed, own_hits, strict=True):
             bytes_after, completion = computed_blocks(engine, prompt)
             assert completion.cached_tokens == whole_blocks(len(prompt))
-            boundary = completion.cached_tokens // 32  # a token computed again may round otherwise
+            boundary = completion.cached_tokens // 32  # a recomputed token may round differently
             assert np.array_equal(bytes_before[:boundary], bytes_after[:boundary])
             engine.forget_local()
             if completion.cached_tokens == own_hit.cached_tokens:
@@ -73,7 +73,7 @@ def test_low_precision(tiny_model: Path, tmp_path: Path, kv_cache_dtype: str) ->
 def test_the_check_has_teeth(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path
 ) -> None:
-    """KV corrupted where no checksum looks, in memory, changes outputs: so equal outputs mean right KV."""
+    """KV corrupted in memory, where no checksum is, changes outputs, so equal outputs prove right KV."""
     with Engine(tiny_model, StoreSetup(tmp_path / "disk")) as engine:
         engine.generate(prompts)
         engine.settle()
@@ -92,7 +92,7 @@ def test_the_check_has_teeth(
 def test_teeth_on_disk(
     tiny_model: Path, prompts: list[Prompt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same with files, and the verification switched off; switched on, outputs are right."""
+    """Corrupted files change outputs without verification, and outputs are right with it."""
     store = StoreSetup(tmp_path / "disk")
     prompt = prompts[20]
     with Engine(tiny_model, store) as engine:

@@ -1,4 +1,4 @@
-"""Chunks on disk through lossless codecs: outputs as without one, in float32 and in bfloat16."""
+"""Tests of chunks on disk through lossless codecs: outputs equal those without one, in float32 and bfloat16."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def bytes_on_disk(folder: Path) -> int:
 
 
 def from_disk(model: Path, folder: Path, prompts: list[Prompt], dtype: str, codec: str) -> list[Completion]:
-    """Store the prompts, restart, and answer from disk, one at a time: in bfloat16 batches matter."""
+    """Store the prompts, restart, and answer from disk, one at a time, because in bfloat16 batches matter."""
     store = StoreSetup(folder, extra={"kvstore.local_disk_serde": codec})
     with Engine(model, store, dtype=dtype) as engine:
         engine.generate_one_by_one(prompts)

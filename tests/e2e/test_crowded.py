@@ -1,4 +1,4 @@
-"""Outputs equal plain vLLM's where there is little room: few blocks, small pools, many requests, some aborted."""
+"""Tests of outputs under little room, which equal plain vLLM's: few blocks, small pools, many and aborted requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 
 @ONE_MODE_AND_SOAK
 def test_preemption(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: dict[str, Any]) -> None:
-    """Too few blocks for all requests: preempted ones come back, partly from the store."""
+    """With too few blocks for all requests, preempted ones are resumed, partly from the store."""
     few_blocks = {"num_gpu_blocks_override": 48, "max_model_len": 768}
     prompts = [prompt[:300] for prompt in make_prompts(seed=1) if len(prompt) >= 250][:16]
     with Engine(tiny_model) as engine:
@@ -35,7 +35,7 @@ def test_preemption(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
                 preemptions.clear()
                 assert_same_outputs(plain, engine.generate(prompts, max_tokens=80))
                 assert preemptions
-                engine.settle()  # what is saved beside the last steps has its blocks until then
+                engine.settle()  # saves under way keep their blocks until then
                 engine.forget_local()
             engine.assert_idle()
 
@@ -44,21 +44,21 @@ def test_preemption(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_aborted_requests(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path, mode: dict[str, Any]
 ) -> None:
-    """Aborted while waiting, in the middle of prefill and while decoding: others are right, and nothing leaks."""
+    """After aborts of waiting, prefilling and decoding requests, the others are right, and nothing leaks."""
     long = [prompt for prompt in prompts if len(prompt) >= 500]
     for extra in ({}, {"kvstore.save_decode_cache": True}):
         store = StoreSetup(tmp_path / f"disk{len(extra)}", extra=extra | mode)
         with Engine(tiny_model, store) as engine:
             for steps in (0, 1, 2, 5):
                 engine.abort_after(steps, long)
-                engine.settle()  # blocks kept for a last store, or for a load under way, come back with coming steps
+                engine.settle()  # blocks kept for a last store, or for a load under way, are freed by later steps
                 engine.forget_local()
             assert_same_outputs(plain_outputs, engine.generate(prompts))
             engine.assert_idle()
 
 
 def test_small_pools(tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path) -> None:
-    """Pools smaller than the longest request: evictions everywhere, fewer hits, right outputs."""
+    """Pools smaller than the longest request lead to evictions and fewer hits, and outputs stay right."""
     chunk_gib = 256 * 4 * 2 * 2 * 64 * 4 / 2**30  # tokens, layers, K and V, heads, head size, float32
     store = StoreSetup(tmp_path / "disk", cpu_gib=4.5 * chunk_gib, disk_gib=12 * chunk_gib)
     with Engine(tiny_model, store) as engine:
@@ -73,12 +73,12 @@ def test_small_pools(tiny_model: Path, prompts: list[Prompt], plain_outputs: lis
 
 @ONE_MODE_AND_SOAK
 def test_three_turns_of_many_chats(tiny_model: Path, tmp_path: Path, mode: dict[str, Any]) -> None:
-    """``save_decode_cache``: every turn finds the answers before it, for 16 chats at once that begin alike."""
+    """With ``save_decode_cache`` every turn finds the earlier answers, in 16 concurrent chats with a common prefix."""
     system = make_prompts()[19][:300]
     chats = [system + [8 + number] * 40 for number in range(16)]
 
     def turns(engine: Engine, answers: list[list[Completion]]) -> list[list[Completion]]:
-        """Each turn's outputs; every prompt goes on from the plain answers, should one of ours be a tie."""
+        """Return each turn's outputs; every prompt continues the plain answers, because another one may be a tie."""
         prompts, outputs = chats, []
         for turn in range(3):
             outputs.append(engine.generate(prompts, max_tokens=40, logprobs=2))

@@ -1,4 +1,4 @@
-"""A listener on vLLM's own KV events knows, block by block, what is in memory and on disk."""
+"""Tests of KV events: a listener to vLLM's own events knows which blocks are in memory and on disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEDIA = {"CPU": Place.MEMORY, "STORAGE": Place.DISK}
 
 
 class Router:
-    """Takes each event at its word, as one that does not count would."""
+    """Listener that applies each event literally, like a router that does not count references."""
 
     def __init__(self, endpoint: str) -> None:
         from vllm.distributed.kv_events import KVEventBatch
@@ -40,7 +40,7 @@ class Router:
         self._socket.close(0)
 
     def hear(self, timeout_ms: int = 500) -> int:
-        """Take in all that was published; returns how many batches."""
+        """Apply all published events; return the number of batches."""
         batches = 0
         while self._socket.poll(timeout_ms):
             batches += 1
@@ -52,7 +52,7 @@ class Router:
         from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
 
         if isinstance(event, AllBlocksCleared):
-            self.blocks["GPU"].clear()  # vLLM says it when its own prefix cache is emptied
+            self.blocks["GPU"].clear()  # vLLM sends it when its own prefix cache is emptied
             return
         held = self.blocks[event.medium]
         if isinstance(event, BlockRemoved):
@@ -72,7 +72,7 @@ class Router:
 
 
 def expected(engine: Engine, prompts: list[Prompt], router: Router, place: Place) -> set[Any]:
-    """The hashes of all blocks of the prompts' chunks that the index has in a place."""
+    """Return the hashes of all blocks of the prompts' chunks that the index has in a place."""
     names = {tokens: name for name, tokens in router.named.items()}  # random tokens: no two blocks are alike
     found = set()
     for prompt in prompts:

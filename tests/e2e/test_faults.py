@@ -1,4 +1,4 @@
-"""What breaks becomes a miss: vLLM computes, outputs stay right, and nothing leaks."""
+"""Tests of faults: each becomes a miss, vLLM computes, outputs stay right, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _is_bookkeeping(path: Path) -> bool:
 def test_damaged_files(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path
 ) -> None:
-    """Every third file is damaged after vLLM knows it: loads fail in the middle of requests, and are computed."""
+    """Every third file is damaged after its lookup; loads fail in the middle of requests, and are recomputed."""
     store = StoreSetup(tmp_path / "disk")
     with Engine(tiny_model, store) as engine:
         engine.generate(prompts)
@@ -82,7 +82,7 @@ def test_damaged_files(
         assert engine.store_scheduler.index.counters.failed_loads > 0
         engine.settle()
         engine.forget_local()
-        again = engine.generate(prompts)  # what was lost has been computed, and stored again
+        again = engine.generate(prompts)  # lost chunks have been recomputed and stored again
         assert_same_outputs(plain_outputs, again)
         for prompt, output in zip(prompts, again, strict=True):
             assert output.cached_tokens >= whole_blocks(len(prompt))
@@ -112,7 +112,7 @@ def test_every_third_load_fails(
     monkeypatch: pytest.MonkeyPatch,
     mode: dict[str, Any],
 ) -> None:
-    """Reads that fail at random, with requests sharing prefixes: the blocks are computed again, for all of them."""
+    """After random read failures, blocks are recomputed for all of the requests that share them."""
     from kvstore.chunks import Outcome
     from kvstore.tiers.disk.tier import DiskTier
 
@@ -144,7 +144,7 @@ def test_every_third_load_fails(
 def test_killed_while_storing(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path
 ) -> None:
-    """kill -9 in the middle: the next start serves what was complete, sweeps the rest, and accounts every byte."""
+    """After a kill -9 during stores, the next start serves complete files, sweeps the rest, and counts every byte."""
     folder = tmp_path / "disk"
     script = (
         "import json, sys; from pathlib import Path\n"

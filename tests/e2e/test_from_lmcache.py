@@ -1,4 +1,4 @@
-"""A configuration of LMCache's, converted, starts vLLM and keeps prompts."""
+"""Test of a converted configuration of LMCache, which starts vLLM and keeps prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 
 
 def test_the_result_starts(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Redis is not there and so left out; the disk keeps what was computed for the next start."""
+    """Redis is not there and so not used; the disk keeps computed KV for the next start."""
     source = tmp_path / "lmcache.yaml"
     text = EVERYTHING.replace("/var/tmp/lmcache/", f"{tmp_path}/disk/").replace("@cache:6379", "@127.0.0.1:9")
     source.write_text(text.replace("7001", "0"), encoding="utf-8")

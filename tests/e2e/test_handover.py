@@ -1,4 +1,4 @@
-"""Two real vLLMs and the proxy: one computes prompts and hands them over, the other goes on and gives back words."""
+"""Tests of two real vLLMs and the proxy: one computes prompts and hands them over, the other decodes."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ OUTPUT_TOKENS = 40
 USER_TOKENS = 30
 SPARE_CHATS = 4
 TEMPLATE = "{% for message in messages %} {{ message['content'] }}{% endfor %}"
-DEADLINE_S = 3.0  # where what is waited for does not come
-PATIENCE_S = 60.0  # where it does, on however busy a machine
+DEADLINE_S = 3.0  # in tests where chunks do not arrive
+PATIENCE_S = 60.0  # in tests where they do, even on a busy machine
 TOKEN_BYTES = 4 * 2 * 2 * 64 * 4  # layers, K and V, heads, head size, float32
-ADDRESS = "127.0.0.2"  # loopback, and yet not where everything else listens
+ADDRESS = "127.0.0.2"  # on loopback, but used by nothing else
 LINES = f"""
 enable_pd: true
 pd_bidirectional: {{both_ways}}
@@ -48,7 +48,7 @@ load_only_if_faster: false
 
 
 class Turn(NamedTuple):
-    """A prompt, and what plain vLLM answers, up to the first tie."""
+    """A prompt, and the answer of plain vLLM up to the first tie."""
 
     prompt: Prompt
     answer: Prompt
@@ -56,18 +56,18 @@ class Turn(NamedTuple):
 
 
 class Chat(NamedTuple):
-    """What a user says, and what plain vLLM answers each time."""
+    """A user's prompts, and the answers of plain vLLM."""
 
     users: list[Prompt]
     turns: list[Turn]
 
     def is_text(self, engine: Engine) -> bool:
-        """Whether all that was said can be written: the vocabulary has a few tokens that are no words."""
+        """Tell if all answers can be written as text; the vocabulary has a few tokens that are no words."""
         encode = engine.llm.get_tokenizer().encode
         return all(encode(as_text(turn.answer), add_special_tokens=False) == turn.answer for turn in self.turns)
 
     def messages(self, number: int) -> list[dict[str, str]]:
-        """The conversation up to a turn."""
+        """Return the conversation up to a turn."""
         messages = []
         for user, turn in zip(self.users[:number], self.turns[:number], strict=True):
             messages += [
@@ -86,7 +86,7 @@ def answered(engine: Engine, prompts: Sequence[Prompt]) -> list[Turn]:
 
 
 def plain(model: Path, num_prompts: int, num_chats: int, num_turns: int) -> tuple[list[Turn], list[Chat]]:
-    """What one plain vLLM answers to prompts of all lengths, and in chats."""
+    """Return the answers of one plain vLLM to prompts of all lengths, and in chats."""
     lengths = [1 + (37 * number * number) % 1500 for number in range(num_prompts - 4)] + [32, 256, 257, 1500]
     prompts = [random_tokens(length, vocab=TINY.vocab, seed=length) for length in lengths]
     chats = []
@@ -117,7 +117,7 @@ def engines(
     deadline_s: float = PATIENCE_S,
     arguments: Sequence[str] = (),
 ) -> Iterator[Disaggregation]:
-    """Both engines, one core each, and the proxy; KV is pushed to the decode engine's own server."""
+    """Start both engines, with one core each, and the proxy; KV is pushed to the decode engine's own server."""
     folder.mkdir(exist_ok=True)
     template = folder / "chat.jinja"
     template.write_text(TEMPLATE, encoding="utf-8")
@@ -138,14 +138,14 @@ def engines(
 
 
 def ask(running: Disaggregation, turn: Turn, **more: Any) -> dict[str, Any]:
-    """A prompt through the proxy; the answer is plain vLLM's."""
+    """Send a prompt through the proxy, and check that the answer is plain vLLM's."""
     answer = running.ask("/v1/completions", {"prompt": turn.prompt, "max_tokens": OUTPUT_TOKENS, **more})
     assert answer["choices"][0]["text"].split()[: len(turn.words)] == turn.words
     return answer
 
 
 def chat_on(running: Disaggregation, chat: Chat, number: int, params: object) -> dict[str, Any]:
-    """One turn of a chat, with what the last answer said about its KV."""
+    """Play one turn of a chat, with the KV parameters of the last answer."""
     body = {"messages": chat.messages(number), "max_completion_tokens": OUTPUT_TOKENS}
     if params is not None:
         body["kv_transfer_params"] = params
@@ -157,7 +157,7 @@ def chat_on(running: Disaggregation, chat: Chat, number: int, params: object) ->
 
 
 def play(running: Disaggregation, turns: Sequence[Turn], chats: Sequence[Chat]) -> None:
-    """All prompts and all chats, turn by turn: the decode engine never computes more than the end of a prompt."""
+    """Play all prompts and chats; check that the decode engine never computes more than the end of a prompt."""
     decode, prefill = Work(running.decode), Work(running.prefill)
     for turn in turns:
         ask(running, turn)
@@ -192,7 +192,7 @@ def test_fifty_prompts_and_ten_chats(tiny_model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_windows_are_handed_over(tmp_path: Path) -> None:
-    """With the prompt's chunks goes what the decode engine needs besides to go on: it computes the end only."""
+    """The windows are sent with the prompt's chunks, so that the decode engine computes only the end."""
     model = MAKERS["gptoss"](tmp_path / "gptoss")
     turns, _ = plain(model, num_prompts=8, num_chats=0, num_turns=1)
     with engines(model, tmp_path / "engines") as running:
@@ -208,7 +208,7 @@ def test_windows_are_handed_over(tmp_path: Path) -> None:
 def test_what_the_prefill_engine_has_evicted_comes_from_the_decode_engine(
     tiny_model: Path, tmp_path: Path, *, both_ways: bool
 ) -> None:
-    """Without the feature the prefill engine computes all of it again."""
+    """Without this feature the prefill engine would recompute all of it."""
     turns, (chat, other) = plain(tiny_model, num_prompts=5, num_chats=2, num_turns=3)
     uncached = ("--no-enable-prefix-caching",)
     with engines(tiny_model, tmp_path, both_ways=both_ways, cpu_gib=0.003, arguments=uncached) as running:
@@ -229,7 +229,7 @@ def test_what_the_prefill_engine_has_evicted_comes_from_the_decode_engine(
 
 @pytest.mark.soak
 def test_engines_and_proxy_that_die(tiny_model: Path, tmp_path: Path) -> None:
-    """Right outputs, or a clean error in time; those that are left leak nothing, and go on."""
+    """Outputs are right, or a clean error comes in time; the surviving processes leak nothing and continue."""
     turns, _ = plain(tiny_model, num_prompts=8, num_chats=1, num_turns=1)
     longest = turns[-1]
     with engines(tiny_model, tmp_path) as running:
@@ -270,7 +270,7 @@ def test_engines_and_proxy_that_die(tiny_model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_a_network_that_is_blocked(tiny_model: Path, tmp_path: Path) -> None:
-    """The engines go on without each other, within the deadline; and with each other, once they can."""
+    """The engines continue without each other within the deadline, and with each other once the network works."""
     if runs_elsewhere(f"{__file__}::test_a_network_that_is_blocked"):
         return
     turns, _ = plain(tiny_model, num_prompts=9, num_chats=1, num_turns=1)
@@ -292,7 +292,7 @@ def test_a_network_that_is_blocked(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def route(action: str) -> None:
-    """Let what is sent to the decode engine's address vanish, or no longer."""
+    """Drop all packets to the decode engine's address, or stop dropping them."""
     subprocess.run(["ip", "route", action, "blackhole", ADDRESS, "table", "local"], check=True)
 
 
@@ -316,14 +316,14 @@ def test_a_host_that_is_not_allowed(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def settle(running: Disaggregation) -> None:
-    """Let the proxy and the prefill engine find out that somebody is back."""
+    """Wait until the proxy and the prefill engine detect that a process is back."""
     time.sleep(11)
     with httpx.Client(trust_env=False, timeout=30) as client:
         assert client.get(f"{running.proxy.url}/health").status_code == 200
 
 
 def assert_nothing_held(running: Disaggregation) -> None:
-    """At rest nothing is leased, and every slot in use holds a chunk."""
+    """Check at rest that nothing is leased, and that every slot in use holds a chunk."""
     for engine in (running.prefill, running.decode):
         with httpx.Client(trust_env=False, timeout=30) as client:
             lines = client.get(f"{engine.url}/metrics").text.splitlines()
@@ -335,7 +335,7 @@ def assert_nothing_held(running: Disaggregation) -> None:
 
 
 def test_receivers_that_are_slow_refuse_hang_or_are_cut_off(tiny_model: Path, tmp_path: Path) -> None:
-    """The deadline is ten minutes: who waits for it does not end this test. Outputs are those of plain vLLM."""
+    """Outputs equal plain vLLM's. A wait for the deadline of ten minutes would exceed this test's time limit."""
     turns, _ = plain(tiny_model, num_prompts=10, num_chats=0, num_turns=1)
     turns = sorted(turns, key=lambda turn: -len(turn.prompt))[:6]
     port = free_port()
@@ -370,9 +370,9 @@ def test_receivers_that_are_slow_refuse_hang_or_are_cut_off(tiny_model: Path, tm
 
 
 def test_a_receiver_that_is_full_and_a_sender_that_dies(tiny_model: Path, tmp_path: Path) -> None:
-    """A buffer of eight chunks: what came is used, and the rest computed, or read at a sender that lets others read.
+    """With a buffer of eight chunks, the received ones are used, and the rest is computed or read at the sender.
 
-    Who waits for the deadline, ten minutes, does not end this test.
+    A wait for the deadline of ten minutes would exceed this test's time limit.
     """
     turns, _ = plain(tiny_model, num_prompts=11, num_chats=0, num_turns=1)
     by_length = {len(turn.prompt): turn for turn in turns}
@@ -411,7 +411,7 @@ def test_a_receiver_that_is_full_and_a_sender_that_dies(tiny_model: Path, tmp_pa
 
 
 def let_save(running: Disaggregation, turn: Turn) -> None:
-    """Let the prefill engine compute a prompt, and keep it where others read."""
+    """Let the prefill engine compute a prompt, and save it for other engines."""
     body = {"model": running.model, "prompt": turn.prompt, "max_tokens": 1}
     with httpx.Client(trust_env=False, timeout=60) as client:
         assert client.post(f"{running.prefill.url}/v1/completions", json=body).status_code == 200

@@ -1,4 +1,4 @@
-"""Two real vLLMs: a prompt that parts inside a chunk that was handed over is computed from there on only."""
+"""Test of two real vLLMs: a prompt that diverges inside a chunk handed over is computed from this point on only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INSIDE = (CHUNK_TOKENS + 5 * BLOCK_TOKENS + 7, 2 * CHUNK_TOKENS + 2 * BLOCK_TOKE
 
 
 def ask(engine: EngineServer, model: Path, prompt: Prompt, max_tokens: int, **fields: Any) -> list[int]:
-    """Straight from an engine, greedy."""
+    """Return the greedy answer of an engine, without the proxy."""
     body = {"model": str(model), "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     with httpx.Client(trust_env=False, timeout=300) as client:
         answer = client.post(f"{engine.url}/v1/completions", json={**body, "return_token_ids": True, **fields})
@@ -35,13 +35,13 @@ def ask(engine: EngineServer, model: Path, prompt: Prompt, max_tokens: int, **fi
 
 
 def pushed_chunks(engine: EngineServer, model: Path) -> int:
-    """An engine counts when it computes a step."""
+    """Return the chunks that an engine has pushed; it updates the count when it computes a step."""
     ask(engine, model, HEAD[-2:], 1)
     return read_counter(engine.url, "vllm:kvstore_pushed_chunks_total", {"result": "sent"})
 
 
 def test_a_prompt_that_parts_inside_a_chunk_that_was_handed_over(tiny_model: Path, tmp_path: Path) -> None:
-    """The receiver has not read it: nothing but what the sender told leads to the chunk."""
+    """The receiver has not read the chunk, and knows its block ends only from the sender."""
     others = [[*HEAD[:shared], *random_tokens(100, vocab=TINY.vocab, seed=shared)] for shared in INSIDE]
     with Engine(tiny_model) as plain:
         expected = plain.generate(others, logprobs=2)

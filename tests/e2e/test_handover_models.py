@@ -1,4 +1,4 @@
-"""Two real vLLMs and the proxy, for models with windows and states, and with two ranks on both sides."""
+"""Tests of two real vLLMs and the proxy, for models with windows and states, and with two ranks on both sides."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ end_steps_at_states = kvstore.tools.dev.mamba2:end_steps_at_states
 
 
 def pair(model: Path, folder: Path, arguments: Sequence[str] = ()) -> Disaggregation:
-    """Both engines and the proxy. Who waits for the deadline, ten minutes, does not end its test."""
+    """Return both engines and the proxy. A wait for the deadline of ten minutes would exceed a test's time limit."""
     folder.mkdir(exist_ok=True)
     port = free_port()
     return Disaggregation(
@@ -50,7 +50,7 @@ def pair(model: Path, folder: Path, arguments: Sequence[str] = ()) -> Disaggrega
 
 
 def assert_handed_over(running: Disaggregation, expected: Sequence[Completion], block_tokens: int) -> None:
-    """All prompts have plain vLLM's answers, and decode computes no more than the end of each."""
+    """Check that all answers are plain vLLM's, and that decode computes no more than the end of each prompt."""
     work = Work(running.decode)
     for prompt, plain in zip(PROMPTS, expected, strict=True):
         asked = {"prompt": prompt, "max_tokens": OUTPUT_TOKENS, "return_token_ids": True}
@@ -68,7 +68,7 @@ def assert_handed_over(running: Disaggregation, expected: Sequence[Completion], 
 def test_what_a_model_needs_besides_chunks_is_handed_over(
     name: str, block_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each prompt's checkpoint goes with its chunks."""
+    """Each prompt's checkpoint is sent with its chunks."""
     let_plugins_end_steps(tmp_path / "plugin", monkeypatch)
     model = MAKERS[name](tmp_path / name)
     with Engine(model, enable_prefix_caching=False) as engine:
@@ -78,7 +78,7 @@ def test_what_a_model_needs_besides_chunks_is_handed_over(
 
 
 def let_plugins_end_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mend vLLM's Mamba2 on a CPU in all processes of engines, which load what is installed as a plugin."""
+    """Fix vLLM's Mamba2 on a CPU in all processes of engines, through an installed vLLM plugin."""
     from kvstore.tools.dev.mamba2 import end_steps_at_states
 
     end_steps_at_states()

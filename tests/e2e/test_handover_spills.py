@@ -1,4 +1,4 @@
-"""Two real vLLMs and a cache server that both share: what the decode engine has no room for is read there."""
+"""Test of two real vLLMs with a shared cache server, where a full decode engine reads the rest of the chunks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ chunk_size: {CHUNK_TOKENS}
 
 
 def test_a_decode_engine_that_is_full_reads_the_rest_where_both_share(tiny_model: Path, tmp_path: Path) -> None:
-    """Who waits for the deadline, ten minutes, does not end this test."""
+    """A wait for the deadline of ten minutes would exceed this test's time limit."""
     with Engine(tiny_model) as engine:
         expected = [engine.generate(tries, max_tokens=OUTPUT_TOKENS, logprobs=2) for tries in PROMPTS]
     port = free_port()

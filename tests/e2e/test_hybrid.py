@@ -1,6 +1,6 @@
-"""Models with several kinds of KV cache groups: windows, states, chunked local attention.
+"""Tests of models with several kinds of KV cache groups: windows, states, chunked local attention.
 
-A hit takes all chunks before a token, and the checkpoint there. Outputs equal plain vLLM's, token by token in float32.
+A hit needs all chunks before a token, and the checkpoint there. Outputs equal plain vLLM's, token by token in float32.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ GROUPS = {
 }
 BLOCK_TOKENS = {"granite4": 64, "nemotronh": 64, "gemma4": 64, "qwen3next": 544}  # others: 32
 FOUND_BY_SIBLINGS = {
-    "gptoss": [64, SHARED_TOKENS, SHARED_TOKENS],  # there the window is no larger than the chunk
-    "llama4": [768, SHARED_TOKENS, SHARED_TOKENS],  # four chunks of attention: nothing of them is needed behind
-    "mistral": [SHARED_TOKENS] * 3,  # without a full group there is one behind every chunk
+    "gptoss": [64, SHARED_TOKENS, SHARED_TOKENS],  # its window is no larger than the chunk
+    "llama4": [768, SHARED_TOKENS, SHARED_TOKENS],  # four attention chunks, none of which is needed after its end
+    "mistral": [SHARED_TOKENS] * 3,  # without a full group, every chunk has a checkpoint at its end
 }
 IN_EVERY_RUN = ("gptoss", "gemma3", "granite4")
 
-FEW_BLOCKS = {"gptoss": 62, "granite4": 58, "llama4": 100, "gemma4": 80}  # hardly more than vLLM starts with
+FEW_BLOCKS = {"gptoss": 62, "granite4": 58, "llama4": 100, "gemma4": 80}  # little more than vLLM needs to start
 
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Makes a model by its name."""
+    """Return a function that makes a model by its name."""
     from kvstore.tools.dev.mamba2 import end_steps_at_states
 
     end_steps_at_states()
@@ -74,14 +74,14 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
     params=[pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.soak) for name in GROUPS],
 )
 def hybrid(request: pytest.FixtureRequest, make: Any) -> Hybrid:
-    """Each model in turn."""
+    """Return each model in turn."""
     made: Hybrid = make(request.param)
     return made
 
 
 @pytest.fixture(scope="module")
 def plain(hybrid: Hybrid) -> list[Completion]:
-    """What plain vLLM answers: to the prompts, then to the siblings."""
+    """Return the answers of plain vLLM to the prompts, then to the siblings."""
     with hybrid.engine() as engine:
         return engine.generate([*PROMPTS, *SIBLINGS], logprobs=2)
 
@@ -106,7 +106,7 @@ def test_hits_from_memory_and_disk(hybrid: Hybrid, plain: list[Completion], tmp_
 
 
 def test_outputs_stand_on_what_checkpoints_hold(hybrid: Hybrid, plain: list[Completion]) -> None:
-    """With zeros in place of windows and states outputs differ: equal outputs say something."""
+    """With zeros in place of windows and states, outputs differ, so equal outputs prove right checkpoints."""
     with hybrid.engine(hybrid.store()) as engine:
         engine.generate(PROMPTS)
         engine.settle()
@@ -116,13 +116,13 @@ def test_outputs_stand_on_what_checkpoints_hold(hybrid: Hybrid, plain: list[Comp
         assert cached(damaged) == hybrid.hits()
         assert len(zeroed) == sum(hit > 0 for hit in hybrid.hits())
         pairs = list(zip(plain, damaged, hybrid.hits(), strict=False))
-        if LOCAL in GROUPS[hybrid.name]:  # where a chunk of attention ends nothing is needed
+        if LOCAL in GROUPS[hybrid.name]:  # nothing is needed at the end of an attention chunk
             pairs = [pair for pair in pairs if pair[2] % ATTENTION_CHUNK]
         assert all(was.token_ids != got.token_ids for was, got, hit in pairs if hit > 0)
 
 
 def test_prompts_that_part_in_the_middle(hybrid: Hybrid, plain: list[Completion]) -> None:
-    """The first that parts from a prompt finds no checkpoint there, and has one stored. The next finds it."""
+    """The first prompt that diverges finds no checkpoint there, and stores one, which the next prompt finds."""
     expected = plain[-len(SIBLINGS) :]
     with hybrid.engine(hybrid.store()) as engine:
         engine.generate([LONG])
@@ -138,7 +138,7 @@ def test_prompts_that_part_in_the_middle(hybrid: Hybrid, plain: list[Completion]
 
 
 def test_checkpoints_at_intervals(hybrid: Hybrid, plain: list[Completion]) -> None:
-    """With one after every chunk, as steps leave a state there, the first that parts finds one."""
+    """With a checkpoint after every chunk, where steps leave a state, the first prompt that diverges finds one."""
     store = hybrid.store(checkpoint_interval=hybrid.chunk_tokens)
     with hybrid.engine(store, max_num_batched_tokens=hybrid.chunk_tokens) as engine:
         engine.generate([LONG])
@@ -165,7 +165,7 @@ def test_what_vllm_has_itself_is_stored_right(hybrid: Hybrid, plain: list[Comple
 
 
 def test_aborted_requests(hybrid: Hybrid, plain: list[Completion], tmp_path: Path) -> None:
-    """While they wait, load, are in the middle of prefill, or decode: others are right, and no block leaks."""
+    """After aborts of waiting, loading, prefilling and decoding requests, others are right, and no block leaks."""
     store = hybrid.store(tmp_path / "disk", save_decode_cache=True)
     with hybrid.engine(store, max_num_batched_tokens=256) as engine:
         for steps in (0, 1, 2, 5, 12):
@@ -177,24 +177,24 @@ def test_aborted_requests(hybrid: Hybrid, plain: list[Completion], tmp_path: Pat
 
 
 def files_in(folder: Path) -> list[Path]:
-    """The files of chunks and parts, in an order that mixes them."""
+    """Return the files of chunks and parts, in a mixed order."""
     return sorted(path for path in folder.rglob("*.safetensors") if path.parent.name != ".free")
 
 
 def cut(folder: Path) -> None:
-    """All files end within their headers."""
+    """Cut all files within their headers."""
     for path in files_in(folder):
         path.write_bytes(path.read_bytes()[:1000])
 
 
 def remove(folder: Path) -> None:
-    """A third of the files is missing."""
+    """Remove a third of the files."""
     for path in files_in(folder)[::3]:
         path.unlink()
 
 
 def flip(folder: Path) -> None:
-    """A bit of a third of the files is wrong, in the middle of what is stored."""
+    """Flip a bit in a third of the files, in the middle of the stored bytes."""
     for path in files_in(folder)[::3]:
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
@@ -202,7 +202,7 @@ def flip(folder: Path) -> None:
 
 
 def test_loads_that_fail_are_tried_once(hybrid: Hybrid, plain: list[Completion], tmp_path: Path) -> None:
-    """vLLM starts over, and asks again: an answer that fails again would never end."""
+    """After a failed load vLLM restarts the request and looks up again, so a second failure would loop."""
     expected = plain[: len(PROMPTS)]
     with hybrid.engine(hybrid.store(tmp_path / "disk", local_cpu=False)) as engine:
         engine.generate(PROMPTS)
@@ -217,7 +217,7 @@ def test_loads_that_fail_are_tried_once(hybrid: Hybrid, plain: list[Completion],
                 assert_same_outputs(expected, engine.generate(PROMPTS))
             assert counters.failed_loads > failed
             assert max(loads.values()) == 1
-            engine.settle()  # what failed has been computed and stored again
+            engine.settle()  # failed loads have been recomputed and stored again
             engine.forget_local()
             again = engine.generate(PROMPTS)
             assert_same_outputs(expected, again)
@@ -226,7 +226,7 @@ def test_loads_that_fail_are_tried_once(hybrid: Hybrid, plain: list[Completion],
 
 
 def crowd(seed: int) -> list[Prompt]:
-    """16 prompts of about 300 tokens, half of which begin alike."""
+    """Return 16 prompts of about 300 tokens, half of which share a prefix."""
     stem = words(seed, 200)
     return [[*(stem if number % 2 else words(seed + 1 + number, 200)), *words(number, 100)] for number in range(16)]
 
@@ -234,7 +234,7 @@ def crowd(seed: int) -> list[Prompt]:
 @pytest.mark.soak
 @pytest.mark.parametrize("name", FEW_BLOCKS)
 def test_few_blocks(name: str, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests are preempted while others load: they come back, and blocks are never mixed up."""
+    """Requests that are preempted while others load are resumed, and blocks are never mixed up."""
     hybrid, prompts = make(name), crowd(seed=100)
     with hybrid.engine() as engine:
         plain = engine.generate(prompts, max_tokens=120, logprobs=2)
@@ -254,7 +254,7 @@ def test_few_blocks(name: str, make: Any, tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture(params=["redis", "server"])
 def remote_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A remote tier."""
+    """Yield the URL of a remote tier."""
     if request.param == "redis":
         redis = RedisServer(tmp_path / "redis")
         with running(redis):
@@ -269,7 +269,7 @@ def remote_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 def killed(hybrid: Hybrid, store: StoreSetup, prompts: list[Prompt]) -> list[Completion]:
-    """What an engine answers in a process of its own, which is killed once all is stored: it has no time to close."""
+    """Return the answers of an engine in another process, which is killed without a close once all is stored."""
     job: dict[str, Any] = {"model": str(hybrid.folder), "max_tokens": 12, "ends_steps_at_states": True}
     setup = vars(store) | {"disk": str(store.disk)}
     part = {"prompts": prompts, "store": setup, "rounds": ["cold"], "overrides": {"dtype": hybrid.dtype}}
@@ -279,7 +279,7 @@ def killed(hybrid: Hybrid, store: StoreSetup, prompts: list[Prompt]) -> list[Com
 
 
 class _KilledError(Exception):
-    """The process is killed without another word."""
+    """Raised to kill the process without a close."""
 
 
 @pytest.mark.soak
@@ -299,7 +299,7 @@ def test_hits_from_disk_after_a_kill(name: str, make: Any, tmp_path: Path) -> No
 
 
 def shared(hybrid: Hybrid, url: str) -> StoreSetup:
-    """What several engines share at a remote tier."""
+    """Return the setup of several engines that share a remote tier."""
     store = through_memory(url)
     store.extra |= hybrid.store().extra
     return store
@@ -330,14 +330,14 @@ EXACT: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Exact:
-    """A model for which float32 is no oracle: the same hits, alone in their batches, of vLLM's own prefix cache."""
+    """A model without a float32 oracle, compared with hits of vLLM's own prefix cache, one request per batch."""
 
     hybrid: Hybrid
     prompts: list[Prompt]
     own: list[list[tuple[int, float]]]
 
     def assert_finds_all(self, store: StoreSetup) -> None:
-        """A new engine's answers are the same to the last bit, and hits as long."""
+        """Check that a new engine's answers are bit-identical, and its hits as long."""
         with self.hybrid.engine(store) as engine:
             assert [answers_with_logprobs(engine, prompt) for prompt in self.prompts] == self.own
             engine.forget_local()
@@ -347,7 +347,7 @@ class Exact:
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.soak) for name in EXACT])
 def exact(request: pytest.FixtureRequest, make: Any) -> Exact:
-    """Each such model in turn."""
+    """Return each such model in turn."""
     hybrid: Hybrid = make(request.param, **EXACT[request.param])
     prompts = [prompt for prompt, hit in zip(PROMPTS, hybrid.hits(), strict=True) if hit]
     with hybrid.engine(enable_prefix_caching=True) as engine:
@@ -369,7 +369,7 @@ def test_hits_equal_vllms_own_bit_by_bit(exact: Exact, tmp_path: Path) -> None:
 
 def test_hits_after_a_kill_equal_vllms_own(exact: Exact, tmp_path: Path) -> None:
     store = exact.hybrid.store(tmp_path / "disk")
-    for prompt in exact.prompts:  # each alone in its batch
+    for prompt in exact.prompts:  # each in a separate batch
         killed(exact.hybrid, store, [prompt])
     exact.assert_finds_all(store)
 

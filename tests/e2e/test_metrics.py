@@ -1,4 +1,4 @@
-"""Our metrics in vLLM's own registry: they add up, and agree with what vLLM counts."""
+"""Tests of the metrics in vLLM's own registry: they add up, and agree with vLLM's counters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PREFIX = "vllm:kvstore_"
 
 
 def counters(engine: Engine, name: str, label: str | None = None) -> dict[str, int]:
-    """The values of a counter by one of its labels."""
+    """Return the values of a counter by one of its labels."""
     found: dict[str, int] = {}
     for metric in engine.llm.get_metrics():
         if metric.name == name:
@@ -68,7 +68,7 @@ def test_metrics_agree_with_vllm(tiny_model: Path, tmp_path: Path, prompts: list
 
 
 def _check_admin(engine: Engine, hits: dict[str, int]) -> None:
-    """What the endpoint says is what the metrics say; it ends with the engine."""
+    """Check that the admin endpoint agrees with the metrics, and clear the cache through it."""
     connector: Any = engine.core_scheduler.connector
     with httpx.Client(base_url=f"http://127.0.0.1:{connector._admin.port}", trust_env=False, timeout=30) as client:
         assert client.get("/stats").json()["hit_tokens"] == hits

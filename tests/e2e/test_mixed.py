@@ -1,4 +1,4 @@
-"""Everything at once: 150 requests of every kind (300 in a soak) over few blocks, small tiers and reads that fail."""
+"""Test of 150 mixed requests (300 in a soak) over few blocks, small tiers and reads that fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHUNK_GIB = 256 * 4 * 2 * 2 * 64 * 4 / 2**30  # tokens, layers, K and V, heads, 
 
 
 def mixed_prompts(rng: random.Random, count: int) -> list[Prompt]:
-    """Some alone, most with prefixes that others have too, many asked more than once."""
+    """Return prompts, of which most share prefixes, and many are repeated."""
 
     def words(count: int) -> Prompt:
         return [rng.randrange(5, VOCAB - 8) for _ in range(count)]
@@ -29,7 +29,7 @@ def mixed_prompts(rng: random.Random, count: int) -> list[Prompt]:
 
 
 def some_fail(original: Callable[..., list[Any]], calls: list[int]) -> Callable[..., list[Any]]:
-    """Every other read fails, in turn because it cannot be done and because it brings the wrong bytes."""
+    """Make every other read fail, in turn with an error and with wrong bytes."""
     from kvstore.chunks import Outcome
 
     def get(*args: Any) -> list[Any]:
@@ -42,7 +42,7 @@ def some_fail(original: Callable[..., list[Any]], calls: list[int]) -> Callable[
 
 
 class Clients:
-    """Add requests as slots become free, abort some of them, and keep what the others got."""
+    """Clients that add requests as slots become free, abort some, and keep the outputs of the others."""
 
     def __init__(self, engine: Engine, prompts: list[Prompt], rng: random.Random) -> None:
         self._llm = engine.llm.llm_engine

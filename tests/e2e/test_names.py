@@ -1,4 +1,4 @@
-"""Settings that change what stored bytes mean: an engine with another one does not find them."""
+"""Tests of settings that change the meaning of stored bytes, which an engine with another setting does not find."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPTS = [words(seed, 420) for seed in range(3)]
 
 
 def test_an_engine_with_longropes_other_factors_finds_nothing(tmp_path: Path) -> None:
-    """A longer ``--max-model-len`` makes vLLM take them."""
+    """A longer ``--max-model-len`` makes vLLM use the other factors."""
     model, disk = longrope(tmp_path / "model", ORIGINAL), tmp_path / "disk"
 
     def run(length: int, store: StoreSetup | None = None) -> list[Completion]:

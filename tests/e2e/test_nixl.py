@@ -1,4 +1,4 @@
-"""Two real vLLMs: the decode engine reads KV out of the prefill engine's buffer, and either of them dies."""
+"""Tests of two real vLLMs: the decode engine reads KV from the prefill engine's buffer, and either of them dies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ load_only_if_faster: false
 
 
 class Turn(NamedTuple):
-    """A prompt, and the words that plain vLLM answers, up to the first tie."""
+    """A prompt, and the words of plain vLLM's answer up to the first tie."""
 
     prompt: Prompt
     words: list[str]
@@ -71,7 +71,7 @@ def ask(running: Disaggregation, turn: Turn) -> None:
 
 
 def read_bytes(running: Disaggregation) -> int:
-    """Count the bytes read out of the prefill engine's buffer since its start; it tells them with its next step."""
+    """Return the bytes read from the prefill engine's buffer since its start, which it reports with its next step."""
     with httpx.Client(trust_env=False, timeout=60) as client:
         client.post(
             f"{running.prefill.url}/v1/completions", json={"model": running.model, "prompt": [1, 2], "max_tokens": 1}
@@ -80,7 +80,7 @@ def read_bytes(running: Disaggregation) -> int:
 
 
 def hand_over(running: Disaggregation, turn: Turn) -> None:
-    """All of the prompt goes by NIXL, and none of it is computed twice."""
+    """Check that all of a prompt is sent by NIXL, and that none of it is computed twice."""
     before, decode = read_bytes(running), Work(running.decode)
     ask(running, turn)
     assert decode.of(turn.prompt) <= unshared(turn.prompt)
@@ -93,7 +93,7 @@ def test_the_prefill_engine_dies(running: Disaggregation, turns: list[Turn]) -> 
     hand_over(running, first)
     hand_over(running, second)
     counted = read_counter(running.prefill.url, "vllm:kvstore_channel_bytes_total")
-    assert counted >= whole_blocks(len(first.prompt)) * TOKEN_BYTES  # what was sent since counts with the next step
+    assert counted >= whole_blocks(len(first.prompt)) * TOKEN_BYTES  # later bytes count with the next step
     running.prefill.kill()
     ask(running, third)  # computed by the decode engine
     running.prefill.start()
@@ -112,7 +112,7 @@ def test_the_decode_engine_is_started_again(running: Disaggregation, turns: list
 
 
 def settle(running: Disaggregation) -> None:
-    """Let the proxy and the prefill engine find out that somebody is back."""
+    """Wait until the proxy and the prefill engine detect that a process is back."""
     time.sleep(11)
     with httpx.Client(trust_env=False, timeout=30) as client:
         assert client.get(f"{running.proxy.url}/health").status_code == 200

@@ -1,4 +1,4 @@
-"""Outputs equal plain vLLM's, token by token in float32, wherever the KV comes from."""
+"""Tests of outputs, which equal plain vLLM's token by token in float32, with KV from every tier."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_one_process(
     tmp_path: Path,
     mode: dict[str, Any],
 ) -> None:
-    """Chunked prefill (512 tokens a step), cold, then from CPU memory, then from disk after a restart."""
+    """Outputs are right under chunked prefill (512 tokens a step), cold, from CPU memory, and from disk."""
     store = StoreSetup(tmp_path / "disk", extra=mode)
     with Engine(tiny_model, store) as engine:
         assert_same_outputs(plain_outputs, engine.generate(prompts))
@@ -53,7 +53,7 @@ def test_one_process(
 def test_two_processes_and_a_restart(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path
 ) -> None:
-    """Scheduler and worker apart from the caller, found by module path; then a new process answers from disk."""
+    """Scheduler and worker run outside the caller, found by module path; then a new process answers from disk."""
     prompts, plain_outputs = prompts[::2], plain_outputs[::2]
     engine = {
         "store": {"disk": str(tmp_path / "disk"), "by_module_path": True},
@@ -74,7 +74,7 @@ def test_two_processes_and_a_restart(
 def test_without_vllms_prefix_cache(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path, mode: dict[str, Any]
 ) -> None:
-    """All reuse is ours."""
+    """All reuse comes from the store."""
     store = StoreSetup(tmp_path / "disk", extra=mode)
     with Engine(tiny_model, store, enable_prefix_caching=False) as engine:
         assert_same_outputs(plain_outputs, engine.generate(prompts))
@@ -87,7 +87,7 @@ def test_without_vllms_prefix_cache(
 def test_memory_as_passage_only(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path
 ) -> None:
-    """``local_cpu: false``: chunks pass through memory to disk and back."""
+    """With ``local_cpu: false``, chunks only pass through memory to disk and back."""
     store = StoreSetup(tmp_path / "disk", extra={"kvstore.local_cpu": False})
     with Engine(tiny_model, store) as engine:
         engine.generate(prompts)

@@ -1,4 +1,4 @@
-"""A real vLLM reads the KV that another one, which lives beside it, has computed."""
+"""Test of a real vLLM that reads the KV computed by another one."""
 
 from __future__ import annotations
 

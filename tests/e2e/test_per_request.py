@@ -1,4 +1,4 @@
-"""What clients ask for one request, and what roles say, on real vLLM; and ours as the first of several connectors."""
+"""Tests of per-request options and of roles on real vLLM, and of this connector as the first of several."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPT = make_prompts()[18]  # 513 tokens
 
 
 def hit(engine: Engine, asks: dict[str, object] | None = None) -> bool:
-    """Whether the prompt comes from the store."""
+    """Tell if the prompt is loaded from the store."""
     engine.forget_local()
     return engine.generate([PROMPT], asks=asks)[0].cached_tokens >= whole_blocks(len(PROMPT))
 
@@ -33,7 +33,7 @@ def hit(engine: Engine, asks: dict[str, object] | None = None) -> bool:
 def test_what_a_client_asks(tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Engine(tiny_model) as engine:
         plain = engine.generate([PROMPT], logprobs=2)
-    # So that it does not join vLLM's, which caplog cannot see.
+    # So that it does not join vLLM's logger, which caplog cannot see.
     logging.getLogger("kvstore").addHandler(logging.NullHandler())
     every = {"kvstore.request_fields": "skip_save, skip_load, ttl, tag, pin"}
     with Engine(tiny_model, StoreSetup(tmp_path / "disk", extra=every)) as engine:
@@ -60,7 +60,7 @@ def test_what_a_client_asks(tiny_model: Path, tmp_path: Path, caplog: pytest.Log
 
 
 def test_roles(tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path) -> None:
-    """A producer saves and loads nothing; a consumer, later, loads that and saves nothing."""
+    """A producer saves and loads nothing; a later consumer loads from it and saves nothing."""
     store = StoreSetup(tmp_path / "disk")
     with Engine(tiny_model, replace(store, role="kv_producer", policy="fail")) as engine:
         for _ in range(2):
@@ -82,13 +82,13 @@ def test_roles(tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Comp
 
 @pytest.mark.soak
 def test_first_of_several_connectors(tiny_model: Path, tmp_path: Path) -> None:
-    """vLLM's own example stands behind ours: what ours has it loads, and both save."""
+    """With vLLM's example connector as the second one, hits load from the first, and both save."""
     behind = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "example")},
     }
-    prompts = [prompt for prompt in make_prompts()[:22] if len(prompt) > 200]  # alone: the example mixes up shared ones
+    prompts = [prompt for prompt in make_prompts()[:22] if len(prompt) > 200]  # the example mixes up shared prefixes
     settings: dict[str, Any] = {"max_num_batched_tokens": 2048}
     with Engine(tiny_model, **settings) as engine:
         plain = [engine.generate([prompt], logprobs=2)[0] for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Pictures that vLLM names by a counter, which begins again in every process: their content decides what is loaded."""
+"""Test of pictures, which vLLM names by a counter that restarts in every process; their content decides hits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXT = list(range(20, 130))
 
 
 def ask(engine: Engine, seed: int) -> list[Completion]:
-    """What vLLM says of a picture, and of the same with arguments for the processor, which change its name only."""
+    """Return vLLM's answers to a picture, and to the same with processor arguments, which change its name only."""
     from vllm import SamplingParams
 
     plain: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What a person sees of a real ``vllm serve``: a hit in one command, one block at start, mistakes in one line."""
+"""Tests of the output of a real ``vllm serve``: a hit in one command, one block at start, mistakes in one line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENS = 1000
 
 @pytest.fixture(autouse=True)
 def _log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What people see, and not what tests do."""
+    """Log at the level that users see, and not at that of the tests."""
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
 
 
@@ -35,7 +35,7 @@ def config_file(folder: Path, text: str = "") -> Path:
 
 
 def probe(*arguments: object) -> tuple[int, dict[str, Any]]:
-    """What the command prints as JSON."""
+    """Run the command; return its exit status, and the JSON that it prints."""
     command = [sys.executable, "-m", "kvstore.tools.cli", "probe", "--json", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.returncode, json.loads(done.stdout)
@@ -68,7 +68,7 @@ def test_a_probe_and_what_the_log_says(tiny_model: Path, tmp_path: Path) -> None
 
 
 def test_a_mistake_is_the_last_line(tiny_model: Path, tmp_path: Path) -> None:
-    """And the model has not been loaded before. Other mistakes: tests/adapters/test_plugin.py."""
+    """The mistake is reported before the model is loaded. tests/adapters/test_plugin.py has other mistakes."""
     server = VllmServer(tiny_model, config_file(tmp_path, "max_local_cpu_sise: 1"), tmp_path / "log")
     environment = os.environ | {"KVSTORE_CONFIG_FILE": str(server.config)}
     done = subprocess.run(server.command(), env=environment, capture_output=True, text=True, check=False, timeout=300)

@@ -1,4 +1,4 @@
-"""Two real vLLMs share a cache server: one computes prompts, the other answers, and the proxy stands before both."""
+"""Tests of the proxy before two real vLLMs with a shared cache server, of which one computes prompts for the other."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def plain(tiny_model: Path) -> list[list[str]]:
-    """The words that plain vLLM answers, up to the first position where it had a tie itself."""
+    """Return the words of plain vLLM's answers, up to its first tie."""
     prompts = [*PROMPTS, *(SYSTEM + user for user in USERS), ALONE]
     with Engine(tiny_model) as engine:
         outputs = engine.generate(prompts, max_tokens=OUTPUT_TOKENS, logprobs=2)
@@ -71,7 +71,7 @@ def plain(tiny_model: Path) -> list[list[str]]:
 def engines(
     plain: list[list[str]], tiny_model: Path, server: ServerProcess, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Disaggregation]:
-    """Started when plain vLLM has ended; the tests below use them in their order."""
+    """Yield the engines, started after plain vLLM has ended; the tests below use them in their order."""
     folder = tmp_path_factory.mktemp("proxy")
     template = folder / "chat.jinja"
     template.write_text(TEMPLATE, encoding="utf-8")
@@ -103,7 +103,7 @@ def send_ahead(engines: Disaggregation, server: ServerProcess, prompt: Prompt) -
 def test_answers_are_those_of_one_vllm(engines: Disaggregation, server: ServerProcess, plain: list[list[str]]) -> None:
     num_handed_over, work = 0, Work(engines.decode)
     for number, (prompt, words) in enumerate(zip(PROMPTS, plain, strict=False)):
-        is_sent_ahead = number % 2 == 1  # else the chunks and the decode engine's question run a race
+        is_sent_ahead = number % 2 == 1  # else the chunks race with the decode engine's lookup
         if is_sent_ahead:
             send_ahead(engines, server, prompt)
         if number % 4 < 2:
@@ -148,7 +148,7 @@ def test_a_client_that_hangs_up_ends_its_request(engines: Disaggregation) -> Non
         assert next(answer.iter_lines()).startswith("data: {")
 
     def nothing_runs() -> bool:
-        engines.ask("/v1/completions", {"prompt": [1], "max_tokens": 1})  # vLLM counts what runs when it computes
+        engines.ask("/v1/completions", {"prompt": [1], "max_tokens": 1})  # vLLM counts running requests in a step
         return read_counter(url, "vllm:num_requests_running") == 0
 
     wait_for("nothing runs", nothing_runs, timeout_s=120)
@@ -166,7 +166,7 @@ def test_a_prefill_engine_that_is_killed(engines: Disaggregation, plain: list[li
 
 @pytest.mark.soak
 def test_a_decode_engine_that_is_killed(engines: Disaggregation) -> None:
-    """In the middle of a stream, and before the next one."""
+    """It is killed during a stream, and is still down at the next one."""
     asked = {"model": engines.model, "prompt": ALONE[:50], "max_tokens": LONG, "ignore_eos": True, "stream": True}
     url = f"{engines.proxy.url}/v1/completions"
     with httpx.stream("POST", url, json=asked, timeout=60, trust_env=False) as answer:
@@ -183,7 +183,7 @@ def test_a_decode_engine_that_is_killed(engines: Disaggregation) -> None:
 def test_streams_that_begin_with_the_prefill_engines_token(
     plain: list[list[str]], tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Their words and their usage are those of one vLLM, for texts and for tokens."""
+    """Words and usage equal those of one vLLM, for texts and for tokens."""
     port = free_port()
     options = ("--decode-kv", f"kvs://127.0.0.1:{port}", "--first-token")
     decode = f"{HANDED_OVER}pd_peer_init_port: {port}\n"
@@ -196,12 +196,12 @@ def test_streams_that_begin_with_the_prefill_engines_token(
             assert usage["completion_tokens"] == OUTPUT_TOKENS
         begun = read_counter(running.proxy.url, "kvstore_proxy_first_tokens_total")
         assert begun > len(PROMPTS) // 2
-        asked = [*PROMPTS, [0] * begun]  # decode goes on behind a first token
+        asked = [*PROMPTS, [0] * begun]  # decode continues after a first token
         assert work.of(*asked) <= sum(map(unshared, PROMPTS)) + begun + BLOCK_TOKENS * len(PROMPTS)
 
 
 def streamed(engines: Disaggregation, prompt: Prompt | str) -> tuple[str, dict[str, int]]:
-    """The text and the usage of a stream."""
+    """Return the text and the usage of a stream."""
     asked = {"model": engines.model, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "stream": True}
     more = {"ignore_eos": True, "skip_special_tokens": False, "stream_options": {"include_usage": True}}
     answer = httpx.post(f"{engines.proxy.url}/v1/completions", json=asked | more, timeout=120, trust_env=False)

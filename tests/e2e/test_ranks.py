@@ -1,4 +1,4 @@
-"""Two ranks on real vLLM: each stores its heads, and what one of them has lost both compute."""
+"""Tests of two ranks on real vLLM: each stores its heads, and both recompute chunks that one has lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def assert_all_from_store(prompts: Sequence[Prompt], outputs: Sequence[Completio
 def test_tensor_parallelism(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path
 ) -> None:
-    """Cold, from memory, after a restart from disk; then a third of one rank's files are missing."""
+    """Outputs are right cold, from memory, from disk after a restart, and with a third of one rank's files missing."""
     folder = tmp_path / "disk"
     job: dict[str, Any] = {"model": str(tiny_model), "two_processes": True, "max_tokens": 12}
     engine = {
@@ -62,7 +62,7 @@ def test_tensor_parallelism(
 
 @pytest.mark.soak
 def test_tensor_parallelism_with_windows(tmp_path: Path) -> None:
-    """Ranks agree on the parts of checkpoints. Where one of them has lost a part, both compute."""
+    """Ranks agree on the parts of checkpoints. If one of them has lost a part, both recompute."""
     model = MAKERS["gemma3"](tmp_path / "gemma3")
     folder = tmp_path / "disk"
     job: dict[str, Any] = {"model": str(model), "two_processes": True, "max_tokens": 12}

@@ -1,4 +1,4 @@
-"""Two real vLLMs share one Redis: what one has computed the other loads, and a Redis that dies costs only time."""
+"""Tests of two real vLLMs that share one Redis: each loads the other's KV, and a Redis that dies costs only time."""
 
 from __future__ import annotations
 

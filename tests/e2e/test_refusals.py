@@ -1,4 +1,4 @@
-"""What cannot be served right is refused when vLLM starts, in words that say what to do."""
+"""Tests of setups that cannot be served right: vLLM refuses them at start, with a message that says what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 
 
 def refusal(model: Path, store: StoreSetup, **overrides: Any) -> str:
-    """The message with which an engine refuses to start."""
+    """Return the message with which an engine refuses to start."""
     with pytest.raises(KVStoreError) as caught, Engine(model, store, **overrides):
         pass
     forget_failed_start()
@@ -52,7 +52,7 @@ def test_owned_folder(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where the cache is required vLLM stops; where it is not, it answers without."""
+    """The start fails if the cache is required; otherwise vLLM answers without it."""
     from kvstore.keys import Namespace
     from kvstore.layout import KVLayout
     from kvstore.tiers.disk.tier import DiskTier
@@ -63,7 +63,7 @@ def test_owned_folder(
     with pytest.raises(FolderOwnedError, match=str(tmp_path / "disk")), Engine(tiny_model, store):
         pass
     forget_failed_start()
-    # So that it does not join vLLM's, which caplog cannot see; an engine that started before in this process has.
+    # So that it does not join vLLM's logger, which caplog cannot see, as an earlier engine of this process did.
     ours = logging.getLogger("kvstore")
     monkeypatch.setattr(ours, "handlers", [logging.NullHandler()])
     monkeypatch.setattr(ours, "propagate", True)
@@ -88,7 +88,7 @@ def test_untested_version(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_asynchronous_scheduling_with_a_disk(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM on a CPU never schedules asynchronously; on a GPU it does by default."""
+    """Asynchronous scheduling, vLLM's default on a GPU, is simulated, because vLLM on a CPU never uses it."""
     from kvstore.adapters.vllm import connector
     from kvstore.adapters.vllm.glue.support import check_supported
 

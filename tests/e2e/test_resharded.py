@@ -1,4 +1,4 @@
-"""Real vLLMs of one rank and of two read what the other kind has stored, on disk or in a server, or hands over."""
+"""Tests of real vLLMs with one rank and with two, which read each other's KV from disk, a server or hand-overs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from support.vllm_engine import (
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 
-SOME = slice(4, None, 5)  # of the prompts: tails and whole chunks, alone and with prefixes in common
+SOME = slice(4, None, 5)  # of the prompts, with tails and whole chunks, alone and with common prefixes
 PATIENT = {"kvstore.lookup_timeout_ms": 30_000}  # on a busy machine
 TWO_RANKS = {"tensor_parallel_size": 2, "async_scheduling": False}
 
@@ -36,7 +36,7 @@ def _a_core_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_two_ranks(model: Path, prompts: list[Prompt], *stores: StoreSetup, **more: Any) -> list[list[Completion]]:
-    """What engines of two ranks say, one after the other; ``more`` as for ``support.runner``."""
+    """Return the answers of engines of two ranks, one after the other; ``more`` as for ``support.runner``."""
     plain = {"prompts": prompts, "overrides": TWO_RANKS, "rounds": ["once"], **more}
     engines: list[dict[str, Any]] = [plain | {"store": vars(store)} for store in stores]
     for engine in engines:
@@ -86,7 +86,7 @@ def test_two_ranks_read_what_one_has_stored(
 
 
 def handing_over(port: int) -> tuple[StoreSetup, StoreSetup]:
-    """A prefill engine, and a decode engine that listens at a port and those behind it."""
+    """Return setups of a prefill engine, and of a decode engine that listens at a port and the next ones."""
     both: dict[str, Any] = {
         "kvstore.enable_pd": True,
         "kvstore.pd_buffer_size": 64 << 20,
@@ -104,7 +104,7 @@ def handed_over_to(*ports: int) -> dict[str, Any]:
 
 
 def assert_all_handed_over(prompts: list[Prompt], outputs: list[Completion]) -> None:
-    """That is, all whole blocks but one with the last token, which is computed."""
+    """Check that all whole blocks were handed over, except one with the last token, which is computed."""
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.cached_tokens >= (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
@@ -127,7 +127,7 @@ def test_one_rank_takes_what_two_hand_over(
 def test_two_ranks_take_what_one_hands_over(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path
 ) -> None:
-    """It is sent to the first of them, and the second reads its heads there."""
+    """KV is sent to the first rank, and the second rank reads its heads there."""
     prompts, plain_outputs, port, sent = prompts[SOME], plain_outputs[SOME], free_port(), tmp_path / "sent"
     prefill, decode = handing_over(port)
     with ThreadPoolExecutor(1) as beside:

@@ -1,4 +1,4 @@
-"""Real vLLMs share one cache server: what one has computed the other loads, and a server that dies costs only time."""
+"""Tests of real vLLMs that share one cache server: each loads the other's KV, and a dead server costs only time."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_two_processes_share_a_server_that_dies_and_comes_back(
     store = through_memory(server.url)
     assert_same_outputs(plain_outputs, generated_elsewhere(tiny_model, store, prompts, two_processes=True))
     assert server.terminate() == 0
-    server.start()  # all it knows now is on its disk
+    server.start()  # it now knows only the chunks on its disk
     with Engine(tiny_model, store) as engine:
         shared = engine.generate(prompts)
         assert_same_outputs(plain_outputs, shared)

@@ -1,4 +1,4 @@
-"""Two requests that must not share KV do not, on real vLLM; those that may do."""
+"""Tests of the separation of KV on real vLLM: requests that must not share it do not, and others do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_salts(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def test_lora_files_behind_one_name(tiny_model: Path, tmp_path: Path) -> None:
-    """An adapter's files replaced between two starts of vLLM: same name, same path, other KV."""
+    """An adapter whose files were replaced between two starts has other KV under the same name and path."""
     from support.lora import build_lora
     from vllm.lora.request import LoRARequest
 
@@ -51,7 +51,7 @@ def test_lora_files_behind_one_name(tiny_model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_lora_files_replaced_after_they_were_loaded(tiny_model: Path, tmp_path: Path) -> None:
-    """As for the next start of a server: vLLM answers with what it has loaded, under no other's key."""
+    """A loaded adapter keeps answering, and its KV is never found under the key of the new files."""
     from support.lora import build_lora
     from vllm.lora.request import LoRARequest
 
@@ -81,7 +81,7 @@ def test_lora_files_replaced_after_they_were_loaded(tiny_model: Path, tmp_path: 
 
 
 def test_prompt_embeddings_are_passed_by(tiny_model: Path, tmp_path: Path) -> None:
-    """Two different ones, which vLLM both shows as zero tokens."""
+    """Nothing is stored for two different prompt embeddings, which vLLM both shows as zero tokens."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -106,7 +106,7 @@ def test_prompt_embeddings_are_passed_by(tiny_model: Path, tmp_path: Path) -> No
 
 @pytest.mark.soak
 def test_weights_replaced_in_the_same_folder(tmp_path: Path) -> None:
-    """A new model under an old path finds nothing; the old one's chunks leave when room is needed."""
+    """A new model under an old path finds nothing; the old model's chunks are evicted when room is needed."""
     from kvstore.tools.models import TINY, build_llama
 
     model = tmp_path / "model"
@@ -125,7 +125,7 @@ def test_weights_replaced_in_the_same_folder(tmp_path: Path) -> None:
 
 
 def test_weights_changed_while_running(tiny_model: Path, tmp_path: Path) -> None:
-    """``reset_cache``, which weight updates call, makes everything older unreachable at once, and after a restart."""
+    """``reset_cache``, which weight updates call, makes older chunks unreachable at once and after a restart."""
     store = StoreSetup(tmp_path / "disk")
     with Engine(tiny_model, store) as engine:
         engine.generate([PROMPT])

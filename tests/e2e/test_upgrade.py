@@ -1,4 +1,4 @@
-"""A rolling upgrade on real vLLM: engines of two versions take turns on one disk folder, one Redis, one cache server.
+"""Test of a rolling upgrade on real vLLM: engines of two versions take turns on a disk folder, a Redis, a server.
 
 ``make matrix`` runs it in the newer version's environment and names the older one's interpreter.
 """
@@ -26,7 +26,7 @@ pytestmark = [
 
 @pytest.fixture
 def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreSetup]:
-    """Where both keep KV: nothing of it is only in an engine's memory."""
+    """Yield the setup of the tier where both keep KV, so that none of it is only in an engine's memory."""
     match request.param:
         case "disk":
             yield StoreSetup(tmp_path / "disk")
@@ -44,7 +44,7 @@ def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreSetu
 def test_what_one_version_stores_the_other_loads(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], shared: StoreSetup
 ) -> None:
-    """Each computes half of the prompts, and loads the other half."""
+    """Each version computes half of the prompts, and loads the other half."""
     halves = [prompts[0::2], prompts[1::2]]
     expected = [plain_outputs[0::2], plain_outputs[1::2]]
     store = vars(shared) | {"disk": str(shared.disk) if shared.disk else None}
@@ -60,5 +60,5 @@ def test_what_one_version_stores_the_other_loads(
         found = generate(python, halves[half])
         assert_same_outputs(expected[half], found)
         for prompt, completion in zip(halves[half], found, strict=True):
-            whole_chunks = (len(prompt) - 1) // CHUNK_TOKENS * CHUNK_TOKENS  # a tail goes with the chunk around it
+            whole_chunks = (len(prompt) - 1) // CHUNK_TOKENS * CHUNK_TOKENS  # a tail is dropped for its whole chunk
             assert completion.cached_tokens >= whole_chunks

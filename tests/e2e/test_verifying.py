@@ -1,4 +1,4 @@
-"""What real vLLM computes again deviates by no more than is tolerated; what is stored wrong is found and replaced."""
+"""Tests of verification: KV recomputed by real vLLM deviates within the tolerance; wrong chunks are replaced."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 
 
 def verified(engine: Engine) -> tuple[float, float, float]:
-    """How many chunks were equal, how many were not, and the largest deviation."""
+    """Return the number of equal chunks, the number of unequal ones, and the largest deviation."""
     totals = engine.store_scheduler.totals
     found = [totals[metrics.VERIFIED_CHUNKS.key(result)] for result in ("equal", "mismatch")]
     return found[0], found[1], totals.levels().get(metrics.VERIFY_DEVIATION.key(), 0.0)

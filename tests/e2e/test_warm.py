@@ -1,4 +1,4 @@
-"""Warmed offline, shipped as a pack, served: every first request hits, and nothing is computed twice."""
+"""Tests of offline warming and shipped packs: every first request hits, and nothing is computed twice."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def kvstore(*arguments: object) -> dict[str, Any]:
 
 
 def kill_at_half(command: list[str], cache: Path, half: int) -> None:
-    """Start warming, and kill every process of it without warning once so many chunks are there."""
+    """Start warming, and kill all of its processes without notice once so many chunks are stored."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True) as process:
         while process.poll() is None and len(stored_names(cache)) < half:
             time.sleep(0.01)
@@ -91,7 +91,7 @@ def test_fifty_prompts_from_one_machine_to_another(tiny_model: Path, tmp_path: P
     cache, target = tmp_path / "cache", tmp_path / "target"
     command = warm_command(tiny_model, file, config_file(tmp_path, cache))
 
-    # Killed at half, and started again: what was stored is not computed.
+    # Killed halfway and started again, it does not recompute stored chunks.
     kill_at_half(command, cache, half=100)
     before = stored_names(cache)
     assert len(before) >= 100
@@ -147,14 +147,14 @@ def test_fifty_prompts_from_one_machine_to_another(tiny_model: Path, tmp_path: P
         for number, (prompt, expected) in enumerate(zip(prompts, plain, strict=True)):
             loaded = read_counter(server.url, TOKENS_LOADED)
             answer = complete(server.url, str(tiny_model), as_text(prompt), output_tokens=12)
-            if number >= PREFETCHED:  # vLLM itself has the others since
+            if number >= PREFETCHED:  # vLLM itself has the others by now
                 assert read_counter(server.url, TOKENS_LOADED) - loaded == whole_blocks(len(prompt))
             ids = expected.token_ids if expected.tie_at is None else expected.token_ids[: expected.tie_at]
             assert answer.text.split()[: len(ids)] == tokenizer.decode(ids).split()
 
 
 def prefix_tokens(refs: Sequence[ChunkRef], stored: set[str]) -> int:
-    """Tokens of the whole chunks that a prompt finds, from its head on; what is missing behind is computed."""
+    """Return the tokens of the whole chunks that a prompt finds, from its head up to the first missing one."""
     tokens = 0
     for ref in refs:
         if not names([ref]) <= stored:
@@ -164,7 +164,7 @@ def prefix_tokens(refs: Sequence[ChunkRef], stored: set[str]) -> int:
 
 
 def keys_without_vllm(prompts: Path, model: Path, cache: Path) -> set[str]:
-    """What a process makes of the prompts that cannot import vLLM."""
+    """Return the file names that a process which cannot import vLLM derives from the prompts."""
     script = """
 import sys
 from pathlib import Path
@@ -184,7 +184,7 @@ for item in wanted(read_prompts(Path(sys.argv[1])), shelf.layout, Sharing(), loa
 
 
 def test_api_with_adapter_and_salt(tiny_model: Path, tmp_path: Path) -> None:
-    """Texts, tokens and what is wrong, under an adapter and a salt: a served request with both hits, no other does."""
+    """Texts and tokens are warmed with an adapter and a salt, faulty prompts are skipped, and other salts miss."""
     adapter = build_lora(tmp_path / "lora", TINY, model_folder=tiny_model, seed=3)
     prompts: list[Prompt] = [random_tokens(n, vocab=TINY.vocab, seed=n) for n in (300, 600)]
     cache = tmp_path / "cache"
@@ -220,7 +220,7 @@ def test_api_with_adapter_and_salt(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def test_a_tail_that_a_longer_prompt_replaces_is_there_at_the_end(tiny_model: Path, tmp_path: Path) -> None:
-    """The shorter one of two prompts hits its tail, though the longer one has filled that chunk since."""
+    """The shorter of two prompts hits its tail, although the longer one has filled that chunk since."""
     longer = random_tokens(700, vocab=TINY.vocab, seed=1)
     shorter = longer[:300]
     cache = tmp_path / "cache"
@@ -234,7 +234,7 @@ def test_a_tail_that_a_longer_prompt_replaces_is_there_at_the_end(tiny_model: Pa
 
 
 def test_into_redis(tiny_model: Path, tmp_path: Path) -> None:
-    """Without a disk; what Redis has is not computed again, and another engine finds it there."""
+    """Without a disk, chunks in Redis are not recomputed, and another engine finds them there."""
     prompts: list[object] = [random_tokens(n, vocab=TINY.vocab, seed=n) for n in (300, 600)]
     server = RedisServer(tmp_path / "redis")
     with running(server):

@@ -1,7 +1,8 @@
-"""A model all of whose layers attend to a window: vLLM gives blocks up while a request goes on, and where it finds a
-prefix in its own cache. Its null block stands in their place, which must be neither stored nor loaded.
+"""Tests of a model with windows in all layers, for which vLLM frees blocks during a request and at its own hits.
 
-The control has the same weights, and attends to everything.
+vLLM's null block stands in their place, and must be neither stored nor loaded.
+
+The control has the same weights, and full attention.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 
 WINDOW = 96
 LONG = next(prompt for prompt in make_prompts() if len(prompt) == 1000)
-SHARED = 600  # tokens: they part inside a chunk
+SHARED = 600  # tokens, so that prompts diverge inside a chunk
 OTHER = [*LONG[:SHARED], *make_prompts(seed=1)[9]]
 PROMPTS = [LONG, OTHER, *make_prompts()[:20:3]]
 
 
 @pytest.fixture(scope="module", params=[WINDOW, None], ids=["window", "full"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Mistral, which is a Llama that may have a window."""
+    """Return the folder of a Mistral, which is a Llama with an optional window."""
     from kvstore.tools.models import TINY, build_llama
 
     folder = build_llama(tmp_path_factory.mktemp("models") / "mistral", TINY)
@@ -35,7 +36,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def plain(model: Path) -> list[Completion]:
-    """What vLLM computes without any cache."""
+    """Return the answers of vLLM without any cache."""
     with Engine(model, enable_prefix_caching=False) as engine:
         return engine.generate(PROMPTS, logprobs=2)
 
@@ -48,7 +49,7 @@ def group_of(engine: Engine) -> str:
 def test_a_prefix_that_vllm_has_itself_is_not_stored_from_its_null_block(model: Path, plain: list[Completion]) -> None:
     with Engine(model, StoreSetup()) as engine:
         assert_same_outputs(plain[:1], engine.generate([LONG], asks={"kvstore.skip_save": True}))
-        (again,) = engine.generate([LONG])  # vLLM has it: what is stored now is stored from its table
+        (again,) = engine.generate([LONG])  # vLLM has it, so the store reads from its table
         assert_same_outputs(plain[:1], [again])
         assert again.cached_tokens == whole_blocks(len(LONG))
         engine.forget_local()
@@ -63,7 +64,7 @@ def test_a_prefix_that_vllm_has_itself_is_not_stored_from_its_null_block(model: 
 def test_hits_from_memory_and_disk(model: Path, plain: list[Completion], tmp_path: Path) -> None:
     store = StoreSetup(tmp_path / "disk", extra={"kvstore.enable_async_saving": True})
     with Engine(model, store) as engine:
-        for prompt, expected in zip(PROMPTS, plain, strict=True):  # alone: a step computes two chunks
+        for prompt, expected in zip(PROMPTS, plain, strict=True):  # one at a time, so that a step computes two chunks
             assert_same_outputs([expected], engine.generate([prompt]))
         engine.forget_local()
         from_memory = engine.generate_one_by_one(PROMPTS)
@@ -79,7 +80,7 @@ def test_hits_from_memory_and_disk(model: Path, plain: list[Completion], tmp_pat
 
 
 def test_a_load_that_fails_is_computed_anew(model: Path, plain: list[Completion], tmp_path: Path) -> None:
-    """From where, if the blocks before have been given up? From the beginning."""
+    """It is recomputed from the beginning, because the earlier blocks have been freed."""
     with Engine(model, StoreSetup(tmp_path / "disk", extra={"kvstore.local_cpu": False})) as engine:
         assert_same_outputs(plain[:1], engine.generate([LONG]))
         engine.settle()

@@ -1,4 +1,4 @@
-"""Cache servers for the tests in this folder."""
+"""Fixtures of cache servers for the tests in this folder."""
 
 from __future__ import annotations
 

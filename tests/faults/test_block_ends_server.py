@@ -1,4 +1,4 @@
-"""Any common prefix is found in real cache servers: mapped and in messages, restarted, of peers, beside older ones."""
+"""Tests of common prefixes at real cache servers: mapped, in messages, after restarts, at peers, with old versions."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_restarted_server_still_knows_where_blocks_end(rig: Rig) -> None:
 
 
 def test_peers_are_asked_too(rig: Rig) -> None:
-    """And the one that shares most is found, whoever has it."""
+    """The chunk that shares most is found, at any of the peers."""
     with serving_tcp() as first, serving_tcp() as second:
         for server, prompt in ((first, HEAD[: CHUNK + BLOCK]), (second, ONE)):
             with rig.open(remote=remote(server.url)) as engine:
@@ -97,7 +97,7 @@ def test_a_chunk_that_is_gone_is_not_named(rig: Rig, server: ServerThread) -> No
 
 @pytest.mark.parametrize("version", [1, messages.PROTOCOL_VERSION])
 def test_leading_blocks_in_messages(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
-    """In a few messages; an older server is asked for each range of them. Other bytes stay at the server."""
+    """Only leading blocks are sent, in a few messages; an older server is asked for each range of them."""
     sent: list[messages.Request] = []
     send, say_hello = Link.send, Link.hello
 
@@ -118,7 +118,7 @@ def test_leading_blocks_in_messages(monkeypatch: pytest.MonkeyPatch, version: in
         sent.clear()
         monkeypatch.setattr(messages, "PIECE_BYTES", piece_bytes := layout.payload_bytes(1) // 3 + 1)
         buffer = make_buffer(layout.slot_bytes)
-        with monkeypatch.context() as patch:  # what is not read by others has taken all room
+        with monkeypatch.context() as patch:  # copies that other clients do not read take all room
             patch.setattr(payload_rules, "_MAX_SESSION_UNSENT_BYTES", 0)
             refused = tier.get([Transfer(ref, make_buffer(layout.slot_bytes), front_blocks=1)])
             assert (refused == [Outcome.HIT]) == (version == 1)
@@ -135,7 +135,7 @@ def test_leading_blocks_in_messages(monkeypatch: pytest.MonkeyPatch, version: in
 
 @pytest.mark.parametrize("older", ["server", "client"])
 def test_an_older_version_is_served_as_before(rig: Rig, monkeypatch: pytest.MonkeyPatch, older: str) -> None:
-    """Whole chunks and tails by their keys, as it has always been; and no message that the other does not know."""
+    """Chunks and tails are found by their keys, and the other side gets no message that it does not know."""
     asked: list[messages.Request] = []
     handle = Service._answer
 
@@ -165,7 +165,7 @@ def test_an_older_version_is_served_as_before(rig: Rig, monkeypatch: pytest.Monk
 
 
 def test_old_and_new_engines_share_a_server(rig: Rig, server: ServerThread) -> None:
-    """What an old one stored is found by its key, and what a new one stored the old one finds so, too."""
+    """Old and new engines find each other's chunks by their keys."""
     clear(server)
     say_hello = Link.hello
 

@@ -1,4 +1,4 @@
-"""The circuit breaker around a tier in a dictionary that breaks."""
+"""Tests of the circuit breaker around an in-memory tier that breaks."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_a_clock_that_jumps_does_not_break_it(jump_s: float) -> None:
 
 
 def test_puts_of_an_epoch_that_is_over_prove_nothing() -> None:
-    """Writes that wait when the weights change all fail, and the tier is as sound as before."""
+    """Writes that wait at a change of the weights all fail, but the tier is sound."""
     bench = Bench()
     old = transfer(0)._replace(namespace_id=b"old")
     bench.breaker.reset(NAMESPACE)
@@ -229,7 +229,7 @@ def test_puts_of_an_epoch_that_is_over_prove_nothing() -> None:
 
 
 def test_puts_that_a_clear_overtakes_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They fail on a sound tier, whether they began before the clear or while it was under way."""
+    """Such puts fail on a sound tier, both if they began before the clear and during it."""
     bench = Bench()
     bench.tier.put_outcome = FAILED
     with monkeypatch.context() as patch:
@@ -273,7 +273,7 @@ def test_what_is_owed_is_removed_from_the_epoch_that_ends(monkeypatch: pytest.Mo
 
 
 def test_a_removal_that_hangs_over_a_reset_takes_no_later_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may take effect in the new epoch, so its chunk is stored there only when it has ended."""
+    """The removal may take effect in the new epoch, so its chunk is stored there only after the removal has ended."""
     tier = FakeTier()
     breaker = CircuitBreaker(tier, failures=5)
     breaker.put([transfer(1)])
@@ -341,7 +341,7 @@ EVENTS = st.lists(
 def test_random_failures_lose_no_result_and_it_always_recovers(events: list[tuple[str, int]]) -> None:
     bench = Bench()
     asked = count_calls(bench.tier)
-    known = set(range(4))  # what must be there if the tier is asked; a short-cut may hide it, never falsify it
+    known = set(range(4))  # chunks that the tier must have; a short-cut may hide them but never falsify them
     for event, number in events:
         before = asked.total()
         try:
@@ -370,7 +370,7 @@ def test_random_failures_lose_no_result_and_it_always_recovers(events: list[tupl
         known -= {number for number in range(6) if ref_of(number) in bench.breaker._owed.refs()}
     repair(bench.tier)
     bench.clock.now_s += 1
-    bench.breaker.get([transfer(0)])  # sees that the clock has jumped back, if it has
+    bench.breaker.get([transfer(0)])  # detects a clock that has jumped back
     bench.clock.now_s += 10
     assert bench.breaker.put([transfer(5)]) == [STORED]
     assert bench.state() is BreakerState.CLOSED

@@ -1,4 +1,4 @@
-"""The deadline around a tier in a dictionary that hangs, with real threads."""
+"""Tests of the deadline around an in-memory tier that hangs, with real threads."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_reset_that_hangs_holds_back_what_comes_after_it(stack: ExitStack) -> 
 
 
 def test_of_two_resets_that_hang_the_later_one_holds(stack: ExitStack) -> None:
-    """Or the tier would end in an epoch that is over."""
+    """Otherwise the tier would end in an old epoch."""
     tier, later = FakeTier(), NAMESPACE.at_epoch("later")
     faulty = FaultInjector(tier, [Fault(FaultKind.HANG, "reset", calls=range(1))])
     deadline = Deadline(faulty, BRIEF_S, threads=2, slow_timeout_s=BRIEF_S)

@@ -1,4 +1,4 @@
-"""A disk that hangs or answers with errors, a clock that jumps, a folder that disappears; and a long random run."""
+"""Tests of a disk that hangs or fails, a clock that jumps, a folder that disappears, and a long random run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def gate() -> Iterator[Gate]:
 
 
 class Broken:
-    """Three folders, of which the second can be broken."""
+    """Tier of three folders, of which the second can be broken."""
 
     def __init__(self, tmp_path: Path, around: Callable[[BoundedTier], BoundedTier] = lambda tier: tier) -> None:
         self.folders = [tmp_path / f"disk{number}" for number in range(3)]
@@ -73,7 +73,7 @@ def test_errors_of_one_disk(tmp_path: Path, kind: FaultKind) -> None:
 
 
 def test_one_disk_hangs(tmp_path: Path) -> None:
-    """Its chunks time out, and their buffers are known to be in use; the other disks go on, and it may come back."""
+    """Chunks of a disk that hangs time out with their buffers in use; the others work, and the disk may recover."""
     broken = Broken(tmp_path, lambda tier: Deadline(tier, 0.2))
     broken.injectors[1].inject(Fault(FaultKind.HANG))
     late = []
@@ -94,7 +94,7 @@ def test_one_disk_hangs(tmp_path: Path) -> None:
 
 
 def test_a_late_write_to_one_of_several_disks(tmp_path: Path) -> None:
-    """``pending`` tells what became of the chunk, which is found where it went, and of no other."""
+    """``pending`` reports the outcome of this chunk only, which is found on the disk that it was written to."""
     broken = Broken(tmp_path, lambda tier: Deadline(tier, 0.2))
     tier, lost = broken.tier, broken.lost[0]
     before = REFS[: REFS.index(lost)]
@@ -144,7 +144,7 @@ def test_close_is_bounded_while_a_disk_hangs(
     num_folders: int,
     what: str,
 ) -> None:
-    """The tiers have longer deadlines than the caller gave; what hangs is closed later, and then free again."""
+    """The tiers have longer deadlines than the caller; a disk that hangs is closed later, and then free again."""
     rig, tokens = Rig(), tokens_of(1, 64)
     folders = tuple(tmp_path / f"disk{number}" for number in range(num_folders))
     monkeypatch.setattr(mover, "_END_WAIT_S", 0.5)
@@ -183,12 +183,12 @@ def test_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert set(listed) == set(REFS)
         assert all(get(tier, ref) is Outcome.HIT for ref in REFS)
         if jumped_s > 1:
-            assert listed[:2] == REFS[2:4]  # what the past says still counts
+            assert listed[:2] == REFS[2:4]  # touches of the past still count
             for number, used_s in enumerate([2**33, 2**33 - 100, 0, 500]):
                 os.utime(path_of(folder, REFS[number]), (used_s, used_s))
         tier.close()
     tier = DiskTier(folder, MINE, EVEN, CAPACITY_BYTES)
-    for _ in range(3):  # at the same moment, as far as the clock says
+    for _ in range(3):  # at the same time by the clock
         put(tier, REFS[0])
         tier.clear()
     assert tier.used_bytes == bytes_on_disk(folder) == 0
@@ -217,7 +217,7 @@ def disk_of(engine: CacheEngine) -> BoundedTier:
 
 
 def check_bytes(engine: CacheEngine, folders: tuple[Path, ...]) -> None:
-    """At rest: what is counted is on disk, nothing is lost, and nothing is in use."""
+    """Check at rest that the counted bytes are on disk, nothing is lost, and nothing is in use."""
     assert engine.flush(30)
     with engine._planner.lock:
         engine._planner.index.check_invariants()
@@ -232,7 +232,7 @@ def check_bytes(engine: CacheEngine, folders: tuple[Path, ...]) -> None:
 @pytest.mark.parametrize("num_folders", [1, 2])
 @pytest.mark.parametrize("operations", [1_500, pytest.param(10_000, marks=pytest.mark.soak)])
 def test_random_operations(tmp_path: Path, num_folders: int, operations: int) -> None:
-    """Stores, loads, evictions, clears and restarts: bytes counted are bytes on disk, at twenty checkpoints."""
+    """Under stores, loads, evictions, clears and restarts, counted bytes equal bytes on disk, at twenty checkpoints."""
     rig, dice = Rig(), random.Random(operations + num_folders)
     folders = tuple(tmp_path / f"disk{number}" for number in range(num_folders))
 
@@ -264,7 +264,7 @@ def test_random_operations(tmp_path: Path, num_folders: int, operations: int) ->
 
 @pytest.mark.soak
 def test_scan_of_100_000_chunks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Reports how long the first look takes; the limit is the bench's business, not a test's."""
+    """Print the time of the first scan, which the benchmark and not this test limits."""
     home = tmp_path / MINE.id.hex()
     for shard in range(256):
         (home / f"{shard:02x}").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What breaks below the engine is a miss above it, and leaves nothing behind: no slot, no use, no file."""
+"""Tests of faults below the engine: each is a miss above it, and leaves no slot, use or file behind."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def rig() -> Rig:
 
 @pytest.fixture
 def tier(monkeypatch: pytest.MonkeyPatch) -> FakeTier:
-    """The disk of every engine opened in the test."""
+    """Replace the disk of every engine that the test opens."""
     fake = FakeTier()
     install(monkeypatch, fake)
     return fake
@@ -51,7 +51,7 @@ def tier(monkeypatch: pytest.MonkeyPatch) -> FakeTier:
 def gate() -> Iterator[Gate]:
     gate = Gate()
     yield gate
-    gate.open()  # or the interpreter would wait for the thread at its end
+    gate.open()  # or the interpreter would wait for the thread at exit
 
 
 def breaker_of(engine: CacheEngine) -> CircuitBreaker:
@@ -100,7 +100,7 @@ def test_a_damaged_chunk_file_is_a_miss(
         assert engine.lookup(TOKENS) == rig.retrieve(engine, TOKENS) == victim * CHUNK
         check_idle(engine)
         assert not list(tmp_path.glob(f"*/*/{key}-*"))
-        assert rig.store(engine, TOKENS) == (8 if victim == 2 else CHUNK)  # only what is missing
+        assert rig.store(engine, TOKENS) == (8 if victim == 2 else CHUNK)  # only the missing tokens
         assert rig.retrieve(engine, TOKENS) == 40
         check_idle(engine)
     with rig.open(local_disk=tmp_path) as engine:
@@ -133,7 +133,7 @@ def test_a_tier_that_cannot_be_read(rig: Rig, tier: FakeTier, tmp_path: Path, ca
         assert caplog.text.count("cannot read from the fake tier: broken on purpose") == 1  # not once a chunk
         check_idle(engine)
         assert engine.stats().slots_in_use == 0
-        # Three failures opened the breaker: what is only on disk is promised no more, but not forgotten either.
+        # Three failures opened the breaker, so chunks that are only on disk are not promised, but not forgotten either.
         assert engine.lookup(TOKENS) == 0
         assert engine.stats().index.lost_chunks == 0
         tier.before_get = lambda: None
@@ -182,7 +182,7 @@ def test_a_fault_nobody_foresaw_in_a_write(
 
 
 def test_a_fault_nobody_foresaw_in_a_read(rig: Rig, tier: FakeTier, tmp_path: Path) -> None:
-    """It is a failed read, and leaks nothing."""
+    """An unexpected error in a read is a failed read, and leaks nothing."""
     with rig.open(local_disk=tmp_path) as engine:
         rig.store(engine, TOKENS)
     with rig.open(local_disk=tmp_path) as engine:
@@ -243,14 +243,14 @@ def test_scatter_raises(
             with pytest.raises(RuntimeError, match="no"):
                 rig.retrieve(engine, TOKENS)
         check_idle(engine)
-        assert rig.retrieve(engine, TOKENS) == 40  # nothing is wrong with what the tiers hold
+        assert rig.retrieve(engine, TOKENS) == 40  # the chunks in the tiers are sound
         check_idle(engine)
 
 
 def test_a_read_left_behind_by_a_fault_keeps_its_slot(
     rig: Rig, tier: FakeTier, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first chunk's scatter raises while the second is being read: its slot must not be given away."""
+    """The first chunk's scatter raises while the second is being read, whose slot must not be reused."""
     with rig.open(local_disk=tmp_path) as engine:
         rig.store(engine, TOKENS)
     turns = iter(range(100))
@@ -283,7 +283,7 @@ def test_a_read_that_hangs(rig: Rig, tier: FakeTier, tmp_path: Path, gate: Gate)
         assert engine.stats().mover.read_timeouts == 3
         check_idle(engine)
         assert engine.stats().slots_in_use == 0
-        # Every slot may still be written to by a read, so none can be used: a store fails, and is not wrong.
+        # Reads may still write to every slot, so none can be used, and a store fails without wrong bytes.
         other = tokens_of(2, 40)
         assert rig.store(engine, other) == engine.lookup(other) == 0
         check_idle(engine)
@@ -327,7 +327,7 @@ def test_close_is_bounded(rig: Rig, tier: FakeTier, tmp_path: Path, gate: Gate, 
     assert time.monotonic() - begin_s < HANG_GUARD_S / 2
     assert tier.is_closed
     gate.open()
-    assert until(lambda: uses_of(engine._planner.index) == 0)  # what ends late is still accounted for
+    assert until(lambda: uses_of(engine._planner.index) == 0)  # late ends are still accounted for
 
 
 def test_a_write_that_was_dropped_is_made_good_for(rig: Rig, tier: FakeTier, tmp_path: Path, gate: Gate) -> None:
@@ -348,7 +348,7 @@ def test_a_write_that_was_dropped_is_made_good_for(rig: Rig, tier: FakeTier, tmp
 
 
 def test_a_tail_stays_on_disk_until_its_chunk_is_there(rig: Rig, tier: FakeTier, tmp_path: Path, gate: Gate) -> None:
-    """Or a crash in between would lose both."""
+    """Otherwise a crash in between would lose both."""
     with rig.open(local_disk=tmp_path) as engine:
         rig.store(engine, tokens_of(1, 24))
         check_idle(engine)
@@ -402,7 +402,7 @@ def test_clear_while_being_written(rig: Rig, tier: FakeTier, tmp_path: Path, gat
         assert gate.reached.wait(HANG_GUARD_S)
         assert engine.clear(None if everything else TOKENS) == 3
         assert engine.lookup(TOKENS) == 0
-        assert rig.store(engine, TOKENS) == 0  # the old ones are still on their way out
+        assert rig.store(engine, TOKENS) == 0  # the old ones are still being removed
         gate.open()
         check_idle(engine)
         assert (tier.chunks, engine.stats().slots_in_use, engine.stats().disk_used_bytes) == ({}, 0, 0)

@@ -1,4 +1,4 @@
-"""A day of an engine, compressed: stores with a time to live leave it as it was."""
+"""Tests of leaks over a compressed day of an engine: stores with a time to live use no more resources."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from support.rig import CHUNK, Rig
 from kvstore.policies import base as policies
 
 _WARM = 2_000
-_KEPT_NAMES = 1_000  # of chunks that went, instead of as many as a day of a large pool brings
+_KEPT_NAMES = 1_000  # of evicted chunks, instead of as many as in a day of a large pool
 
 
 class Taken(NamedTuple):
-    """What this process has."""
+    """Resources of this process."""
 
     threads: int
     descriptors: int
-    objects: int  # blocks of memory that Python has given away
+    objects: int  # blocks of memory that Python has allocated
 
     @classmethod
     def now(cls) -> Taken:
@@ -33,7 +33,7 @@ class Taken(NamedTuple):
 
 @pytest.mark.parametrize("num_stores", [3_000, pytest.param(100_000, marks=pytest.mark.soak)])
 def test_stores_with_a_time_to_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_stores: int) -> None:
-    """Each ends long after its chunk has made room for others."""
+    """Each time to live ends long after its chunk was evicted."""
     monkeypatch.setattr(policies, "MIN_GHOSTS", _KEPT_NAMES)
     rig = Rig()
     mapping = rig.slot_mapping(rig.blocks(CHUNK), CHUNK)

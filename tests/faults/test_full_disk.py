@@ -1,4 +1,4 @@
-"""A filesystem smaller than the tier's bound: "full" is an answer, and storing goes on when space returns."""
+"""Tests of a filesystem smaller than the tier's bound: puts are answered with FULL, and work again with new space."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kvstore.tiers.disk import survey
 from kvstore.tiers.disk.tier import DiskTier
 
 DISK_BYTES = 24 << 20
-CAPACITY_BYTES = 4 * DISK_BYTES  # more than there is, as when others fill the filesystem after the start
+CAPACITY_BYTES = 4 * DISK_BYTES  # too much, as when others fill the filesystem after the start
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a filesystem")
 
 
 def run(*command: str | Path) -> None:
-    """Skip where the machine does not let even root do this, such as in a container."""
+    """Run a command as root; skip the test if it is missing or not allowed, such as in a container."""
     if shutil.which(str(command[0])) is None:
         pytest.skip(f"there is no {command[0]} here")
     result = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
@@ -33,7 +33,7 @@ def run(*command: str | Path) -> None:
 
 @contextmanager
 def mounted(kind: str, folder: Path) -> Iterator[Path]:
-    """A small real filesystem of the kind "ext4" or "tmpfs"."""
+    """Yield a small real filesystem of the kind "ext4" or "tmpfs"."""
     point = folder / "mounted"
     point.mkdir()
     if kind == "tmpfs":
@@ -66,7 +66,7 @@ def tier(disk: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DiskTier]:
 
 
 def fill(tier: DiskTier) -> list[int]:
-    """Store until the disk is full; the numbers of the chunks stored."""
+    """Store until the disk is full; return the numbers of the chunks stored."""
     for number in range(CAPACITY_BYTES // CHUNK_BYTES):
         if put(tier, make_ref(number)) != [Outcome.STORED]:
             return list(range(number))

@@ -1,7 +1,7 @@
-"""Many hand-overs between engines over real sockets, of which many fail: never a wrong byte, and nobody waits in vain.
+"""Tests of many hand-overs over real sockets, of which many fail: no byte is wrong, and no request waits in vain.
 
-The deadline is an hour: a request that waits for it does not end its test. `support/fake_vllm.py` checks every token's
-KV that a request computes on.
+The deadline is an hour, so a request that waits for it exceeds the test's time limit. `support/fake_vllm.py` checks the
+KV of every token that a request attends to.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from kvstore.server.spaces import Chunk, Space
 from kvstore.server.stock import Stock
 
 HANDOVERS = 200
-WHOLE_SHARE = 0.2  # of the hand-overs, that are whole whatever is drawn: many more are
+WHOLE_SHARE = 0.2  # least share of whole hand-overs, for any seed; most runs have many more
 
 
 class Play:
-    """Engines, a wire between them, and what goes wrong, drawn from a seed."""
+    """Engines, a wire between them, and random faults drawn from a seed."""
 
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rng = Random(seed)
         self.ranks = self.rng.choice([1, 2])
         self.wire = Wire()
-        self.fails = 0.0  # how often a delivery fails, by its stages
-        self.is_full = 0.0  # how often there is no room for a chunk
+        self.fails = 0.0  # probability that a delivery fails, at each of its stages
+        self.is_full = 0.0  # probability that there is no room for a chunk
         self.wire.before_delivery = self.wire.before_layers = self.wire.after_delivery = self._may_fail
         self.second = consumer(ranks=self.ranks)
         self.first = self._producer()
@@ -55,11 +55,11 @@ class Play:
             raise TierError("broken on purpose")
 
     def hand_over(self, number: int) -> bool:
-        """One request from the first token to the last; whether all that was sent was loaded."""
+        """Run one request from first to last token; return True if all whole blocks of the prompt were loaded."""
         rng = self.rng
         self.fails = rng.choice([0.0, 0.0, 0.1, 0.5])
         self.is_full = rng.choice([0.0, 0.0, 0.3, 1.0])
-        if rng.random() < 0.05:  # it dies, with all that it has not sent
+        if rng.random() < 0.05:  # the producer dies, with all that it has not sent
             self.first.close()
             self.first = self._producer()
         tokens = [rng.randrange(50) for _ in range(rng.randrange(2, 4 * CHUNK))]
@@ -85,7 +85,7 @@ class Play:
         return self.second.loaded_tokens.get(name, 0) == (len(tokens) - 1) // BLOCK * BLOCK
 
     def end(self) -> None:
-        """Nothing is left: no lease, no room in a buffer, no request that waits, no hand-over under way."""
+        """Check that no lease, no room in a buffer, no waiting request and no hand-over under way is left."""
         self.fails = self.is_full = 0.0
         self.first.settle()
         flush(self.first)

@@ -1,4 +1,4 @@
-"""kill -9 at random moments: the next start finds whole chunks only, and accounts for every byte."""
+"""Tests of kill -9 at random moments: the next start finds only whole chunks, and accounts for every byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that hand over by NIXL, and are killed, frozen and started again."""
+"""Tests of processes that hand over by NIXL, and are killed, frozen and started again."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_bytes_go_by_nixl(server: EmbeddedServer) -> None:
 
 
 def test_a_sender_is_killed(server: EmbeddedServer) -> None:
-    """What it had sent is forgotten, its memory is let go of, and the next one is served."""
+    """Its unfinished chunks are forgotten, its memory is detached, and the next sender is served."""
     with sending(server, 0) as sender:
         assert sender.says() == "ready"
         sender.go()
@@ -103,9 +103,9 @@ def test_a_receiver_is_killed_and_started_again() -> None:
 
 
 def test_a_sender_that_does_nothing_for_reads_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where UCX has only TCP, reads need the sender's processor. They are given up, but may still write.
+    """With only TCP in UCX, reads need the sender's processor. They are given up, but may still write.
 
-    So their pages are nobody else's before UCX says that they have ended.
+    So their pages are not reused before UCX says that they have ended.
     """
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setattr(pulling, "READ_S", 1.0)
@@ -138,7 +138,7 @@ def test_a_sender_dies_before_it_has_answered_over_tcp(monkeypatch: pytest.Monke
 
 
 def test_a_read_that_nixl_no_longer_knows_may_still_write() -> None:
-    """It is not said to have ended, as nobody can tell: its pages stay where they are until the channel is closed."""
+    """Its end is unknown, so it is not reported as ended, and its pages stay in use until the channel is closed."""
     with closing(nixl.NixlChannel()) as here, closing(nixl.NixlChannel()) as there:
         target, source = np.zeros(1 << 20, np.uint8), np.ones(1 << 20, np.uint8)
         here.register(target)

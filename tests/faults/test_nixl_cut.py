@@ -1,4 +1,4 @@
-"""NIXL over UCX's TCP, and a network that is cut in the middle of a hand-over."""
+"""Tests of NIXL over UCX's TCP with a network that is cut during a hand-over."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def link(state: str) -> None:
 
 
 def test_the_network_is_cut() -> None:
-    """The sender gives up, the receiver forgets what had come, and with the network both are there again."""
+    """The sender gives up, the receiver forgets the partial chunks, and both work again once the network does."""
     if runs_elsewhere(f"{__file__}::test_the_network_is_cut", UCX_TLS="tcp"):
         return
     with closing(open_receiver("nixl")) as server:

@@ -1,4 +1,4 @@
-"""Removals that a broken tier owes: nobody gets the chunks, and no later put is undone."""
+"""Tests of removals that a broken tier owes: their chunks are not served, and no later put is undone."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_removal_that_failed_is_repeated_with_the_next_one(monkeypatch: pytest
 
 @pytest.mark.parametrize("how", ["fails", "raises", "hangs"])
 def test_a_put_that_failed_ends_no_owed_removal(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """What the tier has is still the old chunk, whose bytes may be wrong."""
+    """The tier still has the old chunk, whose bytes may be wrong."""
     bench = Bench()
     late: Future[list[Outcome]] = Future()
     with monkeypatch.context() as patch:
@@ -74,7 +74,7 @@ def test_a_put_that_failed_ends_no_owed_removal(monkeypatch: pytest.MonkeyPatch,
             with pytest.raises(TierError):
                 bench.breaker.put([transfer(0)])
     assert bench.breaker.owed_removals == 1
-    if how == "hangs":  # it may store the chunk yet, and then nothing is owed; until then nobody may remove it
+    if how == "hangs":  # it may still store the chunk, and then nothing is owed; until then it must not be removed
         bench.breaker.remove([ref_of(1)])
         assert ref_of(0) in bench.tier.chunks
         late.set_result([STORED])
@@ -86,7 +86,7 @@ def test_a_put_that_failed_ends_no_owed_removal(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_what_is_owed_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk was removed, be it that its bytes are wrong, and the tier could not: nobody gets it from there."""
+    """A chunk whose removal failed, perhaps because of wrong bytes, is not served from the tier."""
     bench = Bench()
     with monkeypatch.context() as patch:
         patch.setattr(bench.tier, "remove", lambda refs: broken())
@@ -108,7 +108,7 @@ def test_what_is_owed_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_removal_that_hangs_undoes_no_later_put(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may yet take effect: until it has ended its chunks cannot be put, and are not there."""
+    """The removal may still take effect, so until it has ended its chunks cannot be put, and are misses."""
     bench = Bench()
     late: Future[None] = Future()
     with monkeypatch.context() as patch:
@@ -128,7 +128,7 @@ def test_a_removal_that_hangs_undoes_no_later_put(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("how", ["full", "overtaken"])
 def test_a_put_that_stores_nothing_does_not_settle_a_removal(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The chunk of before is still there, and was to be forgotten."""
+    """The old chunk is still there, and must be removed."""
     bench = Bench()
     with monkeypatch.context() as patch:
         patch.setattr(bench.tier, "remove", lambda refs: broken())
@@ -137,7 +137,7 @@ def test_a_put_that_stores_nothing_does_not_settle_a_removal(how: str, monkeypat
         bench.tier.put_outcome = FULL
         if how == "full":
             assert bench.breaker.put([transfer(0)]) == [FULL]
-        else:  # what is asked for meanwhile does not settle it either
+        else:  # reads meanwhile do not settle it either
             patch.setattr(bench.tier, "before_put", lambda: bench.breaker.get([transfer(2)]))
             assert bench.breaker.put([transfer(0)]) == [FULL]
     assert bench.breaker.owed_removals == 2

@@ -1,4 +1,4 @@
-"""Engines that read what other engines hold, over real sockets: peers that die, freeze, come back, or are strangers."""
+"""Tests of reads from other engines over real sockets, with peers that die, freeze, recover or are strangers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rig() -> Rig:
 
 @pytest.fixture
 def peers() -> Iterator[list[ServerProcess]]:
-    """Two servers as processes, which others reach at a port."""
+    """Yield two servers as processes, each with a TCP port."""
     with ExitStack() as opened:
         servers = []
         for _ in range(2):
@@ -65,7 +65,7 @@ def fill(rig: Rig, url: str, tokens: list[int]) -> None:
 
 
 def breaker_of(engine: CacheEngine, number: int) -> CircuitBreaker:
-    """Of a peer, on the side that asks."""
+    """Return the breaker of a peer, on the reading side."""
     assert engine._planner.directory is not None
     with_peers = find(engine._planner.directory._tiers[0], PeersTier)
     assert with_peers is not None
@@ -103,7 +103,7 @@ def test_an_engine_reads_what_another_has_computed(rig: Rig, *, layerwise: bool)
 
 
 def test_beside_a_server_of_its_own(rig: Rig, peers: list[ServerProcess]) -> None:
-    """What the engine stores goes there, and what only the peer has comes from it."""
+    """The engine stores to its server, and loads from the peer only the chunks that its server lacks."""
     mine, other = peers
     fill(rig, other.url, TOKENS)
     with rig.open(remote=reading_from(other.tcp_url, url=mine.url), local_cpu=False) as engine:
@@ -140,7 +140,7 @@ def test_a_frozen_peer_costs_one_deadline_and_the_others_go_on(
 def test_a_peer_that_dies_is_done_without_and_found_again(
     rig: Rig, peers: list[ServerProcess], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing is written to a peer, so a lookup must find out that it is back."""
+    """Nothing is written to a peer, so a lookup must detect that it is back."""
     monkeypatch.setattr(assembly, "PROBE_INTERVAL_S", 0.2)
     mortal, alive = peers
     fill(rig, mortal.url, OTHERS)

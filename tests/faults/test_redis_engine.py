@@ -1,4 +1,4 @@
-"""Engines over a real Redis: shared chunks, a start without it, and its return."""
+"""Tests of engines over a real Redis: shared chunks, a start without it, and its return."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_strangers_find_what_they_have_in_common(shared_server: RedisServer, pro
 
 
 def test_old_and_new_engines_share_a_redis(rig: Rig, server: RedisServer) -> None:
-    """What an old one stored is found by its key, and what a new one stored the old one finds so, too."""
+    """Old and new engines find each other's chunks by their keys."""
 
     def age(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(RedisTier, "nearest", Tier.nearest)
@@ -128,7 +128,7 @@ def test_a_required_redis_that_cannot_be_used(rig: Rig, server: RedisServer, bro
 def test_a_start_without_redis_and_its_return(
     rig: Rig, server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One warning, a cache that works without it, and then with it."""
+    """The engine logs one warning, works without Redis, and then with it."""
     monkeypatch.setattr(assembly, "PROBE_INTERVAL_S", 0.2)
     server.kill()
     check_return(rig, caplog, options_of(server), server.start)
@@ -136,7 +136,7 @@ def test_a_start_without_redis_and_its_return(
 
 @pytest.fixture
 def slow_scan(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """A Redis with so many keys that a SCAN of all of them does not end before the gate is opened."""
+    """Make Redis act as with so many keys that a SCAN of all of them does not end before the gate is opened."""
     gate = Gate()
     monkeypatch.setattr(Calls, "pages", gate.before(Calls.pages))
     yield gate

@@ -1,4 +1,4 @@
-"""Redis servers that freeze, die, load and refuse: errors within bounds, never a wrong byte."""
+"""Tests of Redis servers that freeze, die, load and refuse: errors in bounded time, and no wrong byte."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 def test_a_tier_outlives_its_server(server: RedisServer) -> None:
-    """It can be opened while the server is down, and needs no help to find it again."""
+    """The tier can be opened while the server is down, and reconnects by itself."""
     server.kill()
     tier = open_redis(f"redis://127.0.0.1:{server.port}")
     for _ in range(2):
@@ -69,7 +69,7 @@ def test_a_tier_outlives_its_server(server: RedisServer) -> None:
 
 @pytest.mark.parametrize("kind", ["tcp", "unix", "tls"])
 def test_a_frozen_server(tmp_path: Path, kind: str) -> None:
-    """Every call ends within its time-outs, also close; afterwards the tier goes on as if nothing had been."""
+    """Every call ends within its time-outs, even close, and the tier works again afterwards."""
     files = make_certificates(tmp_path / "certificates") if kind == "tls" else {}
     server = RedisServer(tmp_path / "server", tls_options(files) if files else [], tls=bool(files))
     options: dict[str, Any] = {}
@@ -127,7 +127,7 @@ def test_a_frozen_server_behind_a_deadline(server: RedisServer) -> None:
 
 @pytest.mark.parametrize("action", ["put", "get"])
 def test_killed_in_the_middle(server: RedisServer, action: str) -> None:
-    """Again and again, while four threads are at it: errors, and then a tier that works."""
+    """Repeated kills under four threads lead to errors, and then the tier works again."""
     tier = open_redis(f"redis://127.0.0.1:{server.port}", LARGE)
     put_large(tier, *WHOLE)
     is_over = threading.Event()
@@ -139,7 +139,7 @@ def test_killed_in_the_middle(server: RedisServer, action: str) -> None:
             ref = dice.choice(WHOLE)
             try:
                 ends(partial(put_large if action == "put" else get_large, tier, ref))
-            except BaseException as error:  # noqa: BLE001 - whatever it is, the test shows it
+            except BaseException as error:  # noqa: BLE001 - the test shows any error
                 wrong.append(error)
                 return
 
@@ -162,7 +162,7 @@ def test_killed_in_the_middle(server: RedisServer, action: str) -> None:
 
 
 def test_loading(tmp_path: Path) -> None:
-    """A server that reads its dump answers with an error, which is one of the tier."""
+    """A server that loads its dump answers with an error, which the tier raises as a tier error."""
     server = RedisServer(tmp_path / "server", ["key-load-delay 20000", "loading-process-events-interval-bytes 1024"])
     with running(server):
         tier = open_redis(f"redis://127.0.0.1:{server.port}", LARGE)
@@ -191,7 +191,7 @@ def test_loading(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("parts", [0, 3])
 def test_no_memory(tmp_path: Path, parts: int) -> None:
-    """Full is an answer, nothing is left of the chunk, and what was there stays."""
+    """The put is answered with FULL, nothing of the chunk is left, and earlier chunks stay."""
     server = RedisServer(tmp_path / "server", ["maxmemory-policy noeviction"])
     with running(server):
         tier = open_redis(f"redis://127.0.0.1:{server.port}", LARGE)
@@ -209,7 +209,7 @@ def test_no_memory(tmp_path: Path, parts: int) -> None:
 
 
 def test_a_replica(server: RedisServer, tmp_path: Path) -> None:
-    """It says so at the check, and does not pretend to have stored anything."""
+    """The check reports a replica, and puts do not claim to have stored anything."""
     replica = RedisServer(tmp_path / "replica", [f"replicaof 127.0.0.1 {server.port}"])
     master = open_redis(f"redis://127.0.0.1:{server.port}")
     put(master, *REFS[:2])
@@ -226,7 +226,7 @@ def test_a_replica(server: RedisServer, tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
-    """At the check: login, rights, database, TLS, cluster; and never with the password."""
+    """The check reports wrong login, rights, database, TLS and cluster, and never the password."""
     files = make_certificates(tmp_path / "certificates")
     plain = RedisServer(tmp_path / "plain", ["requirepass hunter2", "user weak on >hunter2 ~kvs:* +get +ping"])
     secure = RedisServer(tmp_path / "secure", tls_options(files), tls=True)

@@ -1,4 +1,4 @@
-"""Redis behind Sentinel and as a cluster, while masters and slots move."""
+"""Tests of Redis behind Sentinel and as a cluster, while masters and slots move."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvstore.tiers.redis.tier import RedisTier
 
 
 def test_sentinel_failover(tmp_path: Path) -> None:
-    """The tier follows the master; the old one comes back as a replica, and nothing is written to it."""
+    """The tier follows the master; the old one returns as a replica, and nothing is written to it."""
     master = RedisServer(tmp_path / "master")
     replica = RedisServer(tmp_path / "replica", [f"replicaof 127.0.0.1 {master.port}"])
     with running(master, replica):
@@ -73,7 +73,7 @@ def owner_of(ref: Any, tier: RedisTier) -> int:
 
 
 def test_a_slot_moves(tmp_path: Path) -> None:
-    """While it is on its way the chunk cannot be had, and others can; then it is found where it is."""
+    """During the move the chunk cannot be read, and others can; then it is found at its new node."""
     servers = start_cluster(tmp_path)
     try:
         tier = open_redis(f"redis-cluster://127.0.0.1:{servers[0].port}")
@@ -106,7 +106,7 @@ def test_a_slot_moves(tmp_path: Path) -> None:
 
 
 def test_a_node_is_lost(tmp_path: Path) -> None:
-    """Its chunks cannot be had, the others can; until the node is back, empty."""
+    """The node's chunks cannot be read, and others can, until the node is back, empty."""
     servers = start_cluster(tmp_path, options=["cluster-require-full-coverage no"])
     try:
         tier = open_redis(",".join([f"redis-cluster://127.0.0.1:{servers[0].port}", f"127.0.0.1:{servers[1].port}"]))

@@ -1,4 +1,4 @@
-"""Trails in real Redis servers: what is named, what evictions leave behind, and servers that know no sorted sets."""
+"""Tests of trails in real Redis servers: lookups, leftovers of evictions, and servers without sorted sets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvstore.tiers.redis.trails import CHECKED, SETS
 from kvstore.tiers.redis.wire import Buffer, Link
 
 PATHS = st.lists(st.integers(0, 2), min_size=1, max_size=EVEN.blocks_per_chunk).map(tuple)
-LOOK_ROUNDS = 40  # each takes out what the last ones named and was missing
+LOOK_ROUNDS = 40  # each removes the missing chunks that the last ones named
 STORED = [Outcome.STORED]
 
 
@@ -59,7 +59,7 @@ def put(tier: RedisTier, *paths: Path) -> list[Outcome]:
 
 
 def put_as_before(tier: RedisTier, *paths: Path) -> list[Outcome]:
-    """As an engine that knows nothing of trails."""
+    """Put chunks like an engine without trails."""
     return tier.put([make_transfer(ref_of(path)) for path in paths])
 
 
@@ -69,7 +69,7 @@ def near(tier: RedisTier, path: Path) -> tuple[bytes, ...]:
 
 
 def look(tier: RedisTier, path: Path) -> tuple[bytes, ...]:
-    """What is named for a path, once nothing is named that is missing."""
+    """Return the trails named for a path, once all of the chunks named are there."""
     for _ in range(LOOK_ROUNDS):
         found = near(tier, path)
         if all(tier.contains([chunk_of(trail) for trail in found])):
@@ -78,13 +78,13 @@ def look(tier: RedisTier, path: Path) -> tuple[bytes, ...]:
 
 
 def members(server: RedisServer) -> list[bytes]:
-    """Of all sets of trails."""
+    """Return the members of all sets of trails."""
     admin: Any = server.admin()
     return [member for key in admin.scan_iter("kvs:{*}:t", 1000) for member in admin.zrange(key, 0, -1)]
 
 
 def random_paths(rng: random.Random, number: int) -> list[Path]:
-    """Chunks of which some share leading blocks."""
+    """Return paths of chunks, of which some share leading blocks."""
     stems = [tuple(rng.randrange(256) for _ in range(4)) for _ in range(40)]
     return [rng.choice(stems) + tuple(rng.randrange(256) for _ in range(4)) for _ in range(number)]
 
@@ -132,7 +132,7 @@ def test_whatever_happens_the_longest_are_found(shared_server: RedisServer, step
         elif step == "remove":
             writer.remove([ref_of(path)])
             there.discard(path)
-            left |= told & {path}  # its trail may be taken out, or serve an engine that does not tell it again
+            left |= told & {path}  # its trail may be removed, or serve an engine that does not send it again
             told.discard(path)
         else:
             writer.clear()
@@ -149,7 +149,7 @@ def test_whatever_happens_the_longest_are_found(shared_server: RedisServer, step
 
 
 def test_what_is_missing_is_taken_out(server: RedisServer, tier: RedisTier) -> None:
-    """Chunks that are gone hide one that is there, until somebody has looked for them."""
+    """Chunks that are gone hide one that is there, until an engine has looked for them."""
     gone = [(1, 2, 3, number) for number in range(MAX_NEAREST * 2)]
     put(tier, *gone, (1, 9))
     tier.remove([ref_of(path) for path in gone])
@@ -161,22 +161,22 @@ def test_what_is_missing_is_taken_out(server: RedisServer, tier: RedisTier) -> N
 
 
 def test_a_chunk_that_came_back_is_named_again(server: RedisServer, tier: RedisTier) -> None:
-    """It was computed again between the question whether it is there and the moment its trail is taken out."""
+    """The chunk was computed again between the check that it is gone and the removal of its trail."""
     reader = open_redis(url_of(server))
     put(tier, (1, 2, 3))
     tier.remove([ref_of((1, 2, 3))])
     near(reader, (1, 2))
     assert reader.contains([ref_of((1, 2, 3))]) == [False]
-    near(reader, (1, 2))  # has looked: it is gone
+    near(reader, (1, 2))  # finds that it is gone
     put(tier, (1, 2, 3))
-    near(reader, (1, 2))  # takes it out, and sees that it is there
+    near(reader, (1, 2))  # removes it, and sees that it is there
     assert members(server) == []
     assert near(reader, (1, 2)) == (trail_of((1, 2, 3)),)
     reader.close()
 
 
 def test_chunks_that_are_evicted_leave_few_trails(server: RedisServer) -> None:
-    """Nobody asks: the puts alone take them out, of whichever engine. The oldest chunk makes room for the newest."""
+    """Without lookups, the puts of any engine remove trails. The oldest chunk makes room for the newest."""
     tiers, admin = [open_redis(url_of(server)) for _ in range(2)], server.admin()
     paths = random_paths(random.Random(1), 1000)
     for number, path in enumerate(paths):
@@ -192,7 +192,7 @@ def test_chunks_that_are_evicted_leave_few_trails(server: RedisServer) -> None:
 
 
 def test_a_server_that_evicts(tmp_path: FilePath) -> None:
-    """By frequency: by age, it tells apart seconds only, and the sets are no younger than chunks here."""
+    """The server evicts by frequency, because by age it distinguishes only seconds, and sets are as old as chunks."""
     server = RedisServer(tmp_path / "server", ["maxmemory 24mb", "maxmemory-policy allkeys-lfu"])
     with running(server):
         tier = open_redis(url_of(server))
@@ -208,7 +208,7 @@ def test_a_server_that_evicts(tmp_path: FilePath) -> None:
 
 
 def test_keys_and_bytes(server: RedisServer, tier: RedisTier) -> None:
-    """At most 5% more, with 300 chunks that hardly share first blocks."""
+    """Trails take at most 5% more, with 300 chunks that hardly share first blocks."""
     admin: Any = server.admin()
     rng = random.Random(2)
     paths = [tuple(rng.randrange(256) for _ in range(8)) for _ in range(300)]
@@ -222,7 +222,7 @@ def test_keys_and_bytes(server: RedisServer, tier: RedisTier) -> None:
 
 
 def test_no_round_trip_more(server: RedisServer, tier: RedisTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A put costs as many as before, also when it looks for chunks of others; ``nearest`` costs one."""
+    """Trails add no round trips to a put, even if it looks for chunks of others; ``nearest`` costs one."""
     sent: list[Link] = []
     send = Link.send
 
@@ -264,7 +264,7 @@ def test_a_clear_takes_the_trails_with_it(server: RedisServer, tier: RedisTier) 
 def test_a_put_that_a_clear_overtook_leaves_no_trail(
     server: RedisServer, tier: RedisTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clear, and its sweep, come between the chunk and its trail."""
+    """The clear and its sweep run between the write of the chunk and that of its trail."""
     tell = tier._trails.tell
 
     def after_a_clear(*arguments: Any) -> Any:
@@ -281,7 +281,7 @@ def test_a_put_that_a_clear_overtook_leaves_no_trail(
 
 
 def test_sweeps_and_tools_take_a_set_for_a_chunk_without_blocks(server: RedisServer, tier: RedisTier) -> None:
-    """Those of engines that know no trails as well: a sweep leaves what ``parse`` knows. It has not changed."""
+    """Even sweeps and tools of engines without trails do, because ``parse``, which they use, has not changed."""
     put(tier, (1, 2, 3), (2, 3))
     home = tier._home
     (found,) = (
@@ -329,7 +329,7 @@ def test_something_else_is_in_their_place(server: RedisServer, tier: RedisTier, 
 
 @pytest.mark.parametrize("lack", ["no rights", "no such commands"])
 def test_a_server_without_sorted_sets(tmp_path: FilePath, lack: str, caplog: pytest.LogCaptureFixture) -> None:
-    """All else works, and one line says what does not."""
+    """All else works, and one line of the log says what does not."""
     names = ("ZADD", "ZCARD", "ZRANGE", "ZRANGEBYLEX", "ZREVRANGEBYLEX", "ZREM")
     user = " ".join(right for right in ACL_USER.split() if not right.startswith("+z"))
     options = [user] if lack == "no rights" else [f'rename-command {name} ""' for name in names]
@@ -350,7 +350,7 @@ def test_a_server_without_sorted_sets(tmp_path: FilePath, lack: str, caplog: pyt
 
 
 def test_a_cluster(tmp_path: FilePath) -> None:
-    """The sets are spread. While a node is down, those of the others answer, and chunks are stored there."""
+    """The sets are spread over the nodes. While a node is down, those of the others answer, and chunks are stored."""
     servers = start_cluster(tmp_path, options=["cluster-require-full-coverage no"])
     try:
         tier = open_redis(f"redis-cluster://127.0.0.1:{servers[0].port},127.0.0.1:{servers[1].port}")

@@ -1,4 +1,4 @@
-"""Values in Redis that are damaged, evicted or replaced, and several clients at once: misses, never a wrong byte."""
+"""Tests of damaged, evicted and replaced values in Redis, and of several clients: misses, and no wrong byte."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tier(server: RedisServer) -> Iterator[RedisTier]:
 @pytest.mark.parametrize("number", [0, 1, 5])
 @pytest.mark.parametrize("damage", ["flipped", "other type", "cut", "grown", "of another chunk", "gone", "expired"])
 def test_a_damaged_key(server: RedisServer, tier: RedisTier, damage: str, number: int) -> None:
-    """The commit, the first part, the last: one chunk is lost, all of it is removed, the others are served."""
+    """A chunk with a damaged commit, first part or last part is lost and removed as a whole; others are served."""
     put_large(tier, *WHOLE[:3])
     admin: Any = server.admin()
     key, other = keys_of(server, WHOLE[1])[number], keys_of(server, WHOLE[2])[number]
@@ -63,7 +63,7 @@ def test_a_damaged_key(server: RedisServer, tier: RedisTier, damage: str, number
 
 
 def test_half_a_chunk(server: RedisServer, tier: RedisTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts that were never committed expire; those that have lost their commit go as soon as somebody asks."""
+    """Parts that were never committed expire; parts that have lost their commit are removed by the next read."""
     put_large(tier, WHOLE[0])
     monkeypatch.setattr(tier._io, "commit", killed)
     with pytest.raises(TierError, match="killed"):
@@ -83,7 +83,7 @@ def test_half_a_chunk(server: RedisServer, tier: RedisTier, monkeypatch: pytest.
 
 
 def test_evicted_parts(tmp_path: Path) -> None:
-    """A server that evicts whatever it likes: misses, no errors, and whoever asks removes the rest of a chunk."""
+    """A server that evicts any keys causes misses and no errors, and a read removes the rest of a chunk."""
     server = RedisServer(tmp_path / "server", ["maxmemory 24mb", "maxmemory-policy allkeys-random"])
     with running(server):
         tier = open_redis(f"redis://127.0.0.1:{server.port}", LARGE)
@@ -114,7 +114,7 @@ def test_chunks_expire(server: RedisServer) -> None:
 
 
 def test_chunks_stay_for_good(server: RedisServer) -> None:
-    """Their parts were written under names that expire."""
+    """Committed chunks do not expire, although their parts were written under names that do."""
     tier = open_redis(f"redis://127.0.0.1:{server.port}")
     put(tier, *REFS)
     assert {server.admin().pttl(key) for key in values(server)} == {-1}
@@ -125,7 +125,7 @@ def test_chunks_stay_for_good(server: RedisServer) -> None:
 def test_what_replaces_a_damaged_chunk_is_not_removed_with_it(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """Another client stores it anew just before, or after, a reader looks once more at what it found damaged."""
+    """Another client stores the chunk again just before or after a reader's second look at the damaged one."""
     one, other = (open_redis(f"redis://127.0.0.1:{server.port}") for _ in range(2))
     put(one, REFS[0])
     part = next(key for key in values(server) if not key.endswith(b":c"))
@@ -151,7 +151,7 @@ def test_what_replaces_a_damaged_chunk_is_not_removed_with_it(
 
 
 def test_a_write_whose_answer_is_lost_may_be_there(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here it is; the caller is told that nobody knows."""
+    """The chunk is stored here, but the caller learns only that the outcome is unknown."""
     tier = open_redis(f"redis://127.0.0.1:{server.port}")
     put(tier, REFS[1])
     real_commit = ChunkIO.commit
@@ -170,7 +170,7 @@ def test_a_write_whose_answer_is_lost_may_be_there(server: RedisServer, monkeypa
 
 
 def test_half_a_reply_is_read_by_nobody_else(server: RedisServer, tier: RedisTier) -> None:
-    """It would be taken for the answer to the next question on that connection."""
+    """Otherwise it would be taken for the answer to the next request on that connection."""
     (node,) = tier._calls.nodes.masters()
 
     def cut() -> None:
@@ -180,7 +180,7 @@ def test_half_a_reply_is_read_by_nobody_else(server: RedisServer, tier: RedisTie
 
     with node.link() as link:
         link.call("PING")
-    server.admin().execute_command("CLIENT PAUSE", 300, "ALL")  # so that nothing has come when it is used again
+    server.admin().execute_command("CLIENT PAUSE", 300, "ALL")  # so that nothing has arrived at its next use
     with pytest.raises(TierError):
         cut()
     with node.link() as link:
@@ -219,7 +219,7 @@ def test_a_put_that_was_cleared_before_it_ended_does_not_say_that_it_stored(
 
 
 def test_clear_is_for_everybody(server: RedisServer) -> None:
-    """What another client has cleared is gone at once, and what it stores afterwards is found."""
+    """Chunks cleared by another client are gone at once, and chunks that it stores afterwards are found."""
     one, two = (open_redis(f"redis://127.0.0.1:{server.port}") for _ in range(2))
     put(one, *REFS)
     assert all(two.contains(REFS))
@@ -237,7 +237,7 @@ def test_clear_is_for_everybody(server: RedisServer) -> None:
 
 
 def test_chunks_of_an_epoch_that_has_ended_are_not_there(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though their keys still are: whoever cleared did not come to delete them."""
+    """They are misses although their keys are still there, because the clear was not finished."""
     one, two = (open_redis(f"redis://127.0.0.1:{server.port}") for _ in range(2))
     put(one, *REFS)
     monkeypatch.setattr(two._calls, "sweep", lambda _home: None)
@@ -249,7 +249,7 @@ def test_chunks_of_an_epoch_that_has_ended_are_not_there(server: RedisServer, mo
 
 
 def test_a_put_under_way_during_a_clear(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of another client: its chunk does not come back, and leaves no bytes."""
+    """A put of another client during a clear stores nothing, and leaves no bytes."""
     one, two = (open_redis(f"redis://127.0.0.1:{server.port}") for _ in range(2))
     commit = one._io.commit
 
@@ -266,7 +266,7 @@ def test_a_put_under_way_during_a_clear(server: RedisServer, monkeypatch: pytest
 
 
 def test_killed_in_the_middle_of_a_clear(server: RedisServer, tier: RedisTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is unreachable though nothing was deleted; the next clear deletes it."""
+    """All chunks are unreachable although nothing was deleted; the next clear deletes them."""
     put_large(tier, *WHOLE[:3])
     monkeypatch.setattr(tier._calls, "sweep", killed)
     with pytest.raises(TierError, match="killed"):
@@ -281,7 +281,7 @@ def test_killed_in_the_middle_of_a_clear(server: RedisServer, tier: RedisTier, m
 
 
 def test_a_lost_epoch_loses_the_chunks(server: RedisServer, tier: RedisTier) -> None:
-    """Nobody knows whether they had been cleared."""
+    """Without the epoch it is unknown if the chunks were cleared, so they are misses."""
     put_large(tier, WHOLE[0])
     (key,) = server.admin().keys("kvs:{*}:epoch")
     server.admin().delete(key)
@@ -307,7 +307,7 @@ def test_reset_changes_the_namespace(server: RedisServer) -> None:
 
 
 def test_nothing_is_left_after_2000_random_operations(server: RedisServer) -> None:
-    """Two clients of one namespace, now and then a restart: the server holds what they stored last, to the byte."""
+    """Under two clients of one namespace with restarts, the server holds their last puts, to the byte."""
     url = f"redis://127.0.0.1:{server.port}"
     dice = random.Random(5)
     tiers = [open_redis(url), open_redis(url)]

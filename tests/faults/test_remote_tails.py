@@ -1,4 +1,4 @@
-"""Conversations over real Redis and real cache servers: of their tails none is kept, or sent, that a chunk holds."""
+"""Tests of conversations over real Redis and cache servers: no tail is kept, or sent, that a chunk holds."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from kvstore.options import RemoteOptions
 from kvstore.requests import hash_tokens
 from kvstore.tiers.redis.shelf import RedisShelf
 
-TURN = CHUNK + BLOCK  # tokens that a turn adds: its end is somewhere else in a chunk each time
+TURN = CHUNK + BLOCK  # tokens of a turn, so that each turn ends at another place in a chunk
 
 
 class Place:
     """A storage that several engines share.
 
     Args:
-        url: of it.
-        held: which chunks are there.
-        clear: empties it.
+        url: its URL.
+        held: returns the chunks that it holds.
+        clear: removes all of them.
     """
 
     def __init__(self, url: str, held: Callable[[], set[ChunkRef]], clear: Callable[[], object]) -> None:
@@ -101,7 +101,7 @@ def test_a_conversation_leaves_its_chunks_and_one_tail(rig: Rig, place: Place, t
             if moves:
                 engine.close()
                 engine = place.open(rig)
-        for end in range(BLOCK, len(prompt), BLOCK):  # every earlier turn again, and what nobody has asked
+        for end in range(BLOCK, len(prompt), BLOCK):  # earlier turns again, and prefixes not requested before
             assert engine.lookup(prompt[:end]) == end
             rig.store(engine, prompt[:end])
         assert engine.flush(FLUSH_S)
@@ -116,7 +116,7 @@ def test_a_conversation_leaves_its_chunks_and_one_tail(rig: Rig, place: Place, t
 @schedules(15)
 @given(prompts=st.lists(st.tuples(PROMPTS, st.integers(0, 2)), max_size=8))
 def test_nothing_is_lost(place: Place, prompts: list[tuple[list[int], int]]) -> None:
-    """Three engines take turns; what they tell each other is what the place says."""
+    """Three engines take turns and find each other's chunks, and a new engine finds all prompts after each turn."""
     rig, stored = Rig(), list[list[int]]()
     place.clear()
     engines = [place.open(rig) for _ in range(3)]
@@ -149,7 +149,7 @@ def test_a_chunk_whose_send_failed_is_sent_in_its_tails_stead(rig: Rig, place: P
 
 @pytest.mark.parametrize("end", [2 * BLOCK, CHUNK + 2 * BLOCK])
 def test_a_prefix_that_is_cleared_is_found_in_no_chunk_of_others(rig: Rig, place: Place, end: int) -> None:
-    """The tier names a few at a time; what shares less than all blocks with the prefix stays."""
+    """The tier names a few chunks at a time, and those that do not share all blocks of the prefix stay."""
     place.clear()
     head = tokens_of(1, end)
     others = [[*head, *tokens_of(10 + number, CHUNK)] for number in range(11)]

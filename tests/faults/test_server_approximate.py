@@ -1,4 +1,4 @@
-"""A cache server whose disk keeps approximations: what comes back from it has other bytes, and checksums of its own."""
+"""Tests of a cache server with a lossy disk codec, where chunks read from disk have other bytes and checksums."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def payload_of(number: int) -> ByteArray:
 
 
 def test_chunks_that_come_back_from_disk_are_sent_with_checksums_of_what_came_back(tmp_path: Path) -> None:
-    """Twice: the second time the server has the checksum from the first."""
+    """Chunks are read twice, because the second time the server has kept the checksum of the first."""
     disk = DiskOptions(tmp_path, 64 << 20, codec="int8")
     with serving_tcp(pool_bytes=2 * LAYOUT.slot_bytes, disk=disk) as server:
         tier = open_tier(server.url, layout=LAYOUT)

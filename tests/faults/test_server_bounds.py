@@ -1,4 +1,4 @@
-"""What a cache server keeps of clients that come and go, and what one can cost the others: all of it bounded."""
+"""Tests of bounds: on the state that a cache server keeps of past clients, and on the cost of one for the others."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def hold(gate: threading.Event) -> None:
 
 
 def fill(server: ServerThread) -> None:
-    """4000 chunks of a page each, of one namespace. The server's thread makes them: it forgets an empty namespace."""
+    """Store 4000 chunks of a page each, on the server's thread, which forgets an empty namespace."""
     wait_for("the pool has all pages", lambda: not server.hub.pool.is_growing)
     filled: Future[None] = Future()
 
@@ -133,7 +133,7 @@ class TestDiskThreads:
 
 class TestManyNamespaces:
     def come_and_go(self, server: ServerThread, number: int) -> None:
-        """As an engine with new weights."""
+        """Connect, store and leave like an engine with new weights."""
         tier = open_tier(server.url, namespace=MINE.at_epoch(f"{number:016x}"))
         tier.put([make_transfer(EVEN, A)])
         settle(server)
@@ -154,7 +154,7 @@ class TestManyNamespaces:
             wait_for("no more descriptors", lambda: psutil.Process().num_fds() <= before[1])
 
     def test_few_that_have_chunks_on_disk_are_open(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """And the others are read all the same, also after a restart."""
+        """Closed tiers are read as well, also after a restart."""
         monkeypatch.setattr(disk_tiers, "MAX_OPEN", 3)
         names = [Namespace({"model": f"model {number}"}) for number in range(10)]
         options = DiskOptions(tmp_path, 16 << 20)
@@ -248,7 +248,7 @@ class TestClears:
 
 class TestGrants:
     def test_a_question_for_many_places_lets_others_have_their_turn(self) -> None:
-        """Each place displaces many chunks; another client is answered before all of them are there."""
+        """Each grant evicts many chunks, and another client is answered before all grants are made."""
         large = KVLayout((200 * PAGE_BYTES,), 1, 16, 16)
         with serving_ipc(pool_bytes=4000 * PAGE_BYTES, policy="LRU") as server:
             fill(server)
@@ -259,7 +259,7 @@ class TestGrants:
             lookup, reserve = server.hub.stock.lookup, server.hub.stock.reserve
 
             def slowly(space: Space, ref: ChunkRef) -> Generator[None, None, Chunk | None]:
-                time.sleep(0.05)  # so that what the other has sent has come, however busy the machine is
+                time.sleep(0.05)  # so that the other client's message has arrived, even on a busy machine
                 return (yield from reserve(space, ref))
 
             def watched(space: Space, refs: Sequence[ChunkRef]) -> bytes:

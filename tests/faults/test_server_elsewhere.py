@@ -1,4 +1,4 @@
-"""A cache server and clients that are not on its host: real sockets between two network namespaces."""
+"""Tests of a cache server and clients on another host: real sockets between two network namespaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a cache server, and what of its chunks the next one finds."""
+"""Tests of a cache server's end, and of the chunks that the next one finds."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TestEnd:
     def test_what_was_cleared_while_it_was_written_stays_away(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Its file is deleted before the server ends."""
+        """The chunk's file is deleted before the server ends."""
         disk, gate, put = DiskOptions(tmp_path, 1 << 20), threading.Event(), DiskTier.put
 
         def put_late(tier: DiskTier, transfers: Sequence[Transfer]) -> list[Outcome]:
@@ -47,11 +47,11 @@ class TestEnd:
             return put(tier, transfers)
 
         def end_late(turns: Turns, space_id: bytes, key: bytes) -> None:
-            time.sleep(0.3)  # the server knows by now that the write has ended, and might think that this was all
+            time.sleep(0.3)  # the server knows that the write has ended, and might take this for the end of all work
             end(turns, space_id, key)
 
         def clear(tier: Tier) -> None:
-            with suppress(TierError):  # the server goes before it has answered
+            with suppress(TierError):  # the server ends before it answers
                 tier.clear()
 
         end = Turns._end
@@ -75,7 +75,7 @@ class TestEnd:
             tier.close()
 
     def test_what_was_cleared_stays_away_after_a_crash(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """When the call has returned, the disk has nothing left, although no file was deleted yet."""
+        """After the call, a restart from the disk finds no cleared chunk, although no file was deleted yet."""
         disk, copy = DiskOptions(tmp_path / "disk", 1 << 20), tmp_path / "copy"
         monkeypatch.setattr(DiskTier, "remove", lambda *_: None)
         monkeypatch.setattr("kvstore.tiers.disk.chunks.shutil", SimpleNamespace(rmtree=lambda *_, **__: None))
@@ -96,7 +96,7 @@ class TestEnd:
             tier.close()
 
     def test_a_disk_that_does_not_let_go_is_told(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Nothing is found, and the files are deleted one by one when that works."""
+        """No chunk is found, and the files are deleted one by one once that works."""
 
         def refuse(_: DiskTier) -> None:
             raise TierError("broken on purpose")

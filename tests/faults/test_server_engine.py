@@ -1,4 +1,4 @@
-"""Engines over a real cache server: shared chunks, layer by layer too, a start without it, and its return."""
+"""Tests of engines over a real cache server: shared chunks, also by layer, a start without it, and its return."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_layer_by_layer(rig: Rig, server: ServerThread) -> None:
 
 
 def test_reset_is_for_good(rig: Rig, server: ServerThread) -> None:
-    """Neither this engine nor another finds what was stored with other weights."""
+    """Neither this engine nor another finds chunks of other weights."""
     with rig.open(remote=options_of(server.url)) as engine, rig.open(remote=options_of(server.url)) as other:
         rig.store(engine, TOKENS)
         assert engine.flush(WAIT_S)
@@ -85,13 +85,13 @@ def test_reset_is_for_good(rig: Rig, server: ServerThread) -> None:
 
 
 def hits_again(rig: Rig, engine: CacheEngine) -> bool:
-    """Store what got lost meanwhile, and look whether all is there."""
+    """Store the chunks lost meanwhile, and return True if all are there."""
     rig.store(engine, LONG)
     return bool(engine.flush(WAIT_S)) and rig.retrieve(engine, LONG) == len(LONG)
 
 
 class TestPassage:
-    """Where memory is only a passage, loads come straight from the server's pages."""
+    """Tests of loads without a CPU tier, which read straight from the server's pages."""
 
     @pytest.fixture
     def stored(self, rig: Rig) -> Iterator[ServerThread]:
@@ -117,7 +117,7 @@ class TestPassage:
             assert engine.stats().mover.chunks_loaded_from_remote == len(LONG) // CHUNK
 
     def test_layer_by_layer_and_at_once(self, rig: Rig, stored: ServerThread) -> None:
-        """A load at once between two layers of another load of the same chunks, which has them in slots."""
+        """A load at once runs between two layers of another load of the same chunks, which has them in slots."""
         with rig.open(remote=options_of(stored.url), local_cpu=False, slots=32) as engine:
             rig.poison()
             slowly, at_once = rig.blocks(48, among=range(12)), rig.blocks(len(LONG), among=range(12, 128))
@@ -150,7 +150,7 @@ class TestPassage:
 
     @pytest.mark.parametrize("deadly", ["kill", "freeze"])
     def test_a_server_that_goes_in_the_middle(self, rig: Rig, monkeypatch: pytest.MonkeyPatch, deadly: str) -> None:
-        """What was lent is still right, the rest is missing, and when it is back all works again."""
+        """Lent chunks stay right, the others are missing, and all works again once the server is back."""
         monkeypatch.setattr(assembly, "PROBE_INTERVAL_S", 0.2)
         before = mapped_pools()
         with short_folder() as folder:
@@ -196,7 +196,7 @@ def test_urls_that_name_no_server(rig: Rig, url: str) -> None:
 def test_a_start_without_it_and_its_return(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One warning, a cache that works without it, and then with it."""
+    """The engine logs one warning, works without the server, and then with it."""
     monkeypatch.setattr(assembly, "PROBE_INTERVAL_S", 0.2)
     with short_folder() as folder:
         server = ServerProcess(folder)

@@ -1,4 +1,4 @@
-"""A cache server that dies, hangs or comes back, and clients that do."""
+"""Tests of a cache server and of clients that die, hang or come back."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TestServerGoesAway:
         tier.close()
 
     def test_a_disk_is_warm_after_sigterm(self, process: ServerProcess) -> None:
-        """What was on its way to disk is written first."""
+        """The server writes chunks on their way to disk before it ends."""
         tier = open_tier(process.url)
         refs = [make_ref(number) for number in range(40)]
         assert set(tier.put([make_transfer(EVEN, ref) for ref in refs])) == {Outcome.STORED}
@@ -55,7 +55,7 @@ class TestServerGoesAway:
         tier.close()
 
     def test_frozen(self, process: ServerProcess) -> None:
-        """Calls end at their deadline, and work when it goes on."""
+        """Calls end at their deadline, and work once the server continues."""
         tier = open_tier(process.url, timeout_s=0.5)
         tier.put([make_transfer(EVEN, A)])
         process.freeze()
@@ -67,7 +67,7 @@ class TestServerGoesAway:
         tier.close()
 
     def test_nothing_of_it_stays_mapped(self, process: ServerProcess) -> None:
-        """Whatever holds on to errors of calls that it did not survive, and without a garbage collector."""
+        """No pool stays mapped, even if an error of a failed call is kept, and without a garbage collector."""
         gc.collect()
         before = mapped_pools()
         gc.disable()
@@ -106,7 +106,7 @@ class TestServerGoesAway:
             Hub(ServerOptions(1 << 20, folder=process.folder))
 
     def test_sessions_of_an_earlier_server(self) -> None:
-        """Over the network, a connection comes back by itself; its client says hello again."""
+        """Over the network, ZeroMQ reconnects by itself, and the client says hello again."""
         port = free_port()
         door = TcpAddress("127.0.0.1", port)
         with serving_tcp(tcp=door):
@@ -133,12 +133,12 @@ class TestLeases:
         tier.close()
 
     def test_a_client_that_comes_through_a_connection_of_before(self) -> None:
-        """The end of one connection is told late, when the next one has its number: that client stays."""
+        """The end of a connection is reported late, when a new one has its number, and the new client stays."""
         with serving_tcp() as server:
             assert any(self._change_places(server) for _ in range(10)), "no connection ever got the number of another"
 
     def _change_places(self, server: ServerThread) -> bool:
-        """Whether the new client, which is well in any case, has the number of the one that left."""
+        """Return True if the new client, which is served in any case, has the file descriptor of the one that left."""
         context, other = open_link(server.url)
         first_context, first = open_link(server.url)
         came: list[tuple[zmq.Context[zmq.Socket[bytes]], Link]] = []
@@ -146,13 +146,13 @@ class TestLeases:
         receive = server.hub._receive
 
         def change_places(number: int, router: zmq.Socket[bytes]) -> None:
-            """On the server's thread, which is about to look at messages, and has looked who left."""
+            """Run on the server's thread, after its look for closed connections and before that for messages."""
             server.hub._receive = receive  # type: ignore[method-assign]
             first.close()
             close_context(first_context)
             time.sleep(0.1)  # until this end of the connection is closed, too
             opener.start()
-            time.sleep(0.1)  # until its hello lies there
+            time.sleep(0.1)  # until its hello has arrived
             receive(number, router)
 
         wait_for("only these two are left", lambda: len(server.hub._by_fd) == 2)
@@ -170,7 +170,7 @@ class TestLeases:
                 close_context(its_context)
 
     def test_a_lease_of_before_is_worth_nothing(self, server: ServerThread) -> None:
-        """Neither of another connection, nor one that was given back."""
+        """A lease of another connection, or one that was given back, is refused."""
         context, link = open_link(server.url)
         granted = link.ask(messages.Reserve(link.new_serial(), messages.pack_refs([B])), messages.Granted)
         (lease,) = (grant.lease for grant in granted.grants)
@@ -187,7 +187,7 @@ class TestLeases:
         close_context(other_context)
 
     def test_what_is_read_stays_while_it_is_replaced(self) -> None:
-        """Pages that somebody reads are given to nobody else."""
+        """Pages that a client reads are not reused."""
         with serving_ipc(pool_bytes=8 << 20) as server:
             tier = open_tier(server.url)
             tier.put([make_transfer(EVEN, A)])
@@ -229,7 +229,7 @@ class TestLeases:
             tier.close()
 
     def test_a_frozen_client_keeps_its_place_until_it_is_gone(self) -> None:
-        """It may write there when it goes on, so nobody else gets it."""
+        """The client may still write to its pages when it continues, so they are not reused."""
         code = (
             "import sys, zmq, time; from kvstore.protocol import messages; from kvstore.tiers.server.link import Link;"
             "from kvstore.tiers.server.url import parse_server; from kvstore.testing.harness import *;"
@@ -260,7 +260,7 @@ class TestLeases:
             tier.close()
 
     def test_a_child_does_not_keep_what_was_its_parent_s(self) -> None:
-        """A process that is forked, and outlives the client, has no hold of its places."""
+        """A forked process that outlives the client does not keep the client's pages in use."""
         with serving_ipc() as server:
             context, link = open_link(server.url)
             link.ask(messages.Reserve(link.new_serial(), messages.pack_refs([B])), messages.Granted)

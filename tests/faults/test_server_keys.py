@@ -1,4 +1,4 @@
-"""Who may connect to a cache server, and with which keys."""
+"""Tests of which clients may connect to a cache server, and with which keys."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class TestKeys:
         assert sum("has no keys" in line for line in lines) == 1
 
     def test_this_host_needs_none(self, keys: Path) -> None:
-        """A folder of mode 0700 is enough, also beside an address that wants keys."""
+        """A folder of mode 0700 is enough, even if the server also has an address that needs keys."""
         with short_folder() as folder, serving_tcp(folder=folder, **self.options(keys)) as server:
             near = open_tier(f"kvs+ipc://{folder}")
             far = open_tier(f"kvs://127.0.0.1:{server.hub.tcp_port}", **self.client(keys, "clients/engine"))
@@ -111,7 +111,7 @@ class TestKeys:
 
 
 def other_address() -> str:
-    """An address of this host that others can reach."""
+    """Return an address of this host that other hosts can reach."""
     for addresses in psutil.net_if_addrs().values():
         for address in addresses:
             if address.family is socket.AF_INET and not address.address.startswith("127."):

@@ -1,4 +1,4 @@
-"""A day of a cache server, compressed: engines that reset, and namespaces that come and go, leave it as it was."""
+"""Tests of leaks over a compressed day of a cache server, with many resets of engines and many namespaces."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from kvstore.tiers.server.tier import ServerTier
 from kvstore.tiers.server.url import parse_server
 
 A = make_ref(1)
-_POOL_THREADS = 12  # of the pools for reading, writing and copying: each begins them as it first needs them
-_SPARE_DESCRIPTORS = 8  # of tiers that are opened and closed at the moment of looking
-_GROWTH_BYTES = 24 << 20  # of the allocator's, and what a namespace with chunks takes
+_POOL_THREADS = 12  # of the pools for reads, writes and copies, which start them on demand
+_SPARE_DESCRIPTORS = 8  # of tiers that are being opened and closed during the measurement
+_GROWTH_BYTES = 24 << 20  # of the allocator, and for a namespace with chunks
 
 
 class Taken(NamedTuple):
-    """What the server's process has."""
+    """Resources of the server's process."""
 
     threads: int
     descriptors: int
@@ -34,7 +34,7 @@ class Taken(NamedTuple):
 
 
 class Day:
-    """A server in a process of its own, with a disk."""
+    """A server in a separate process, with a disk."""
 
     def __init__(self, process: ServerProcess) -> None:
         assert process.process is not None
@@ -46,13 +46,13 @@ class Day:
         return ServerTier.open(TierSetup(namespace, EVEN, UNBOUNDED_BYTES, {"url": self.url, "timeout_s": 60.0}))
 
     def come_and_go(self, number: int) -> None:
-        """An engine with a namespace of its own, which leaves a chunk behind."""
+        """Open a tier with a new namespace, which leaves a chunk behind."""
         tier = self.open_tier(Namespace({"model": f"model {number}"}))
         assert tier.put([make_transfer(EVEN, A)]) == [Outcome.STORED]
         tier.close()
 
     def settle(self) -> None:
-        """Until nothing is on its way to disk, or away from it."""
+        """Wait until no file is being written or deleted."""
         operator = Operator(parse_server(self.url, {"timeout_s": 60.0}))
         wait_for("all is on disk", lambda: operator.stats()["tiers"]["disk"]["unwritten"] == 0, timeout_s=120)
         operator.close()
@@ -63,7 +63,7 @@ class Day:
         return Taken(self.watched.num_threads(), self.watched.num_fds(), memory.rss - memory.shared)
 
     def check(self, before: Taken) -> None:
-        """That no more is taken than then."""
+        """Check that the server takes no more resources than before."""
         most_threads = before.threads + _POOL_THREADS
         wait_for("threads are as many as before", lambda: self.watched.num_threads() <= most_threads)
         most_descriptors = before.descriptors + _SPARE_DESCRIPTORS

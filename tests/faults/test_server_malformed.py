@@ -1,4 +1,4 @@
-"""Messages that nobody should send to a cache server: what they cost their sender, and nobody else."""
+"""Tests of malformed messages to a cache server, which cost their sender the connection and others nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from kvstore.tiers.server.url import parse_server
 
 class TestMalformed:
     def test_it_costs_its_sender_the_connection(self, server: ServerThread) -> None:
-        """And nobody else anything."""
+        """A malformed message ends its sender's connection, and affects no other client."""
         tier = open_tier(server.url)
         tier.put([make_transfer(EVEN, A)])
         context, link = open_link(server.url)
@@ -51,7 +51,7 @@ class TestMalformed:
 
     @pytest.fixture(autouse=True)
     def _less_patience(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """With clients of which it was not noticed that they have gone: they said hello and went at once."""
+        """Shorten the wait for clients whose end was missed because they left right after their hello."""
         monkeypatch.setattr(sessions, "SILENCE_S", 5.0)
 
     def test_fuzz(self, server: ServerThread) -> None:
@@ -59,14 +59,14 @@ class TestMalformed:
 
     @pytest.mark.soak
     def test_fuzz_for_long(self, server: ServerThread) -> None:
-        """100,000 messages; memory stays flat."""
+        """Memory stays flat over 100,000 messages."""
         fuzz(server, 5000)
         before = psutil.Process().memory_info().rss
         fuzz(server, 100_000)
         assert psutil.Process().memory_info().rss - before < 128 << 20
 
     def test_messages_that_never_end(self) -> None:
-        """A client that promises more than it sends, and others that send less than ZeroMQ's greeting."""
+        """Clients that announce more than they send, or send less than ZeroMQ's greeting, do no harm."""
         with serving_tcp() as server:
             tier = open_tier(server.url)
             tier.put([make_transfer(EVEN, A)])
@@ -78,7 +78,7 @@ class TestMalformed:
             huge = raw_peer(server)
             huge.sendall(b"\x02" + (1 << 40).to_bytes(8, "big") + b"x" * 1000)
             huge.settimeout(WAIT_S)
-            while huge.recv(4096):  # it is cut off for the size it says
+            while huge.recv(4096):  # it is cut off because of the announced size
                 pass
             for _ in range(50):
                 assert check_read(tier, A) is Outcome.HIT
@@ -113,7 +113,7 @@ class TestMalformed:
             close_context(context)
 
     def test_a_chunk_of_which_one_half_came_twice(self) -> None:
-        """The other half would be whatever its pages held before: another client's KV."""
+        """Otherwise the other half would be the old contents of the pages, which are another client's KV."""
         with serving_tcp() as server:
             context, link = open_link(server.url)
             granted = link.ask(messages.Reserve(link.new_serial(), messages.pack_refs([A])), messages.Granted)
@@ -142,7 +142,7 @@ class TestMalformed:
 
 
 def fuzz(server: ServerThread, count: int) -> None:
-    """Send messages that are cut, changed or made up, by clients that said hello and others; a good one is unharmed."""
+    """Send cut, changed and random messages, with and without a hello; a well-behaved client is unharmed."""
     dice = random.Random(count)
     tier = open_tier(server.url)
     tier.put([make_transfer(EVEN, A)])
@@ -154,7 +154,7 @@ def fuzz(server: ServerThread, count: int) -> None:
             if dice.random() < 0.7:
                 link.hello(MINE, Geometry.of(EVEN))
         link._socket.send_multipart(malformed(dice))
-        if number % 2:  # after the first that is malformed nothing more is listened to
+        if number % 2:  # all messages after the first malformed one are ignored
             link._socket.linger = 5000
             link.close()
             link = None
@@ -170,7 +170,7 @@ def fuzz(server: ServerThread, count: int) -> None:
 
 
 def malformed(dice: random.Random) -> list[bytes]:
-    """A message that is not quite right, or not at all."""
+    """Return a message that is slightly or completely wrong."""
     good: list[messages.Request] = [
         messages.Lookup(1, messages.pack_refs([A, B])),
         messages.Reserve(1, messages.pack_refs([B])),
@@ -207,7 +207,7 @@ def hold(gate: threading.Event) -> None:
 
 class TestMessages:
     def endless(self, peer: socket.socket) -> int:
-        """Send a message without an end; how much could be sent until the connection was cut off."""
+        """Send an endless message; return the bytes sent until the connection was cut off."""
         peer.settimeout(WAIT_S)
         frame = b"\x03" + (1 << 20).to_bytes(8, "big") + bytes(1 << 20)
         sent = 0
@@ -231,7 +231,7 @@ class TestMessages:
             tier.close()
 
     def test_a_client_that_goes_as_soon_as_it_is_welcome(self) -> None:
-        """The end of its connection is known before the server has noted whose that is."""
+        """The end of its connection is reported before the server has noted its client."""
         hello = messages.encode(
             messages.Hello(1, messages.PROTOCOL_VERSION, dict(MINE.fields), Geometry.of(EVEN), 0, b"")
         )
@@ -266,7 +266,7 @@ class TestMessages:
             tier.close()
 
     def test_many_that_send_little_are_cut_off_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Before a hello: each is within its bound, and all together are not."""
+        """Without a hello, each client is within its bound, but all together are not."""
         monkeypatch.setattr(watch, "_ALL_STRANGERS_BYTES", 4 << 20)
         with serving_tcp() as server:
             part = b"\x03" + (800 << 10).to_bytes(8, "big") + bytes(800 << 10)
@@ -278,7 +278,7 @@ class TestMessages:
                 peer.close()
 
     def test_a_client_with_all_pieces_under_way_is_not_cut_off(self) -> None:
-        """Although the server hears nothing of them for a while."""
+        """The client stays although no message of it is complete for a while."""
         layout = KVLayout((2 << 20,), 1, 16, 128)
         with serving_tcp() as server:
             context = open_context()
@@ -306,7 +306,7 @@ class TestMessages:
     def test_a_message_of_many_frames_is_thrown_away_unread(
         self, serving: Callable[[], AbstractContextManager[ServerThread]]
     ) -> None:
-        """There is no count of bytes for a connection on this host, but whoever has one is our own user."""
+        """Bytes of connections on this host are not counted, but all of them belong to the server's own user."""
         with serving() as server:
             tier = open_tier(server.url)
             client = Raw(server)
@@ -345,7 +345,7 @@ class TestHellos:
 
     @pytest.mark.parametrize("field_characters", [1, 4000])
     def test_a_report_is_short_whatever_there_is(self, field_characters: int) -> None:
-        """And names the namespaces that hold most."""
+        """The report is short, and names the namespaces that hold most."""
         with serving_tcp() as server:
             server.hub.stop()
             server.close()

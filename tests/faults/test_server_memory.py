@@ -1,4 +1,4 @@
-"""The memory of a cache server: who allocates it, and that it comes back when the server has gone."""
+"""Tests of a cache server's memory: its allocation by the server, and its release after the server's end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _nothing_of_earlier_tests() -> None:
 
 
 def held_pools() -> int:
-    """The memories of cache servers that this process keeps: a descriptor does so as well as a mapping."""
+    """Return the number of servers' pools that this process keeps through descriptors or mappings."""
     links = (os.path.realpath(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry.path))
     return mapped_pools() + sum("kvstore-pool" in link for link in links)
 
@@ -45,7 +45,7 @@ def resident_bytes(server: ServerThread) -> list[int]:
 
 class TestItComesBack:
     def test_from_an_idle_client_of_one_that_was_killed(self, process: ServerProcess) -> None:
-        """An idle client makes no call that would fail. It maps what the next server has."""
+        """An idle client makes no call that would fail, and then maps the next server's memory."""
         before = held_pools()
         tier = open_tier(process.url)
         assert works(tier)
@@ -92,7 +92,7 @@ class TestItComesBack:
             outcomes: list[Outcome] = []
 
             def read() -> None:
-                with suppress(TierError):  # it could not give the pages back
+                with suppress(TierError):  # it could not return the pages
                     outcomes.append(check_read(tier, A))
 
             reading = threading.Thread(target=read)
@@ -150,7 +150,7 @@ class TestItComesBack:
 
 @pytest.fixture
 def slow_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ServerThread, Gate]]:
-    """A server that has one piece of its memory, and waits at a gate before it allocates the second."""
+    """Yield a server that has allocated one piece of its memory, and waits at a gate before the second."""
     gate = Gate()
 
     def populate_late(memory: ByteArray, begin: int, end: int, stops: Callable[[], bool]) -> bool:
@@ -167,7 +167,7 @@ def slow_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ServerThread,
 
 
 class TestWhoAllocatesIt:
-    """The container of the process that touches a page first is charged for it."""
+    """Tests of which process allocates pages, because the container of the first to touch a page is charged for it."""
 
     def test_clients_touch_only_what_the_server_has_allocated(self, slow_server: tuple[ServerThread, Gate]) -> None:
         server, gate = slow_server
@@ -183,7 +183,7 @@ class TestWhoAllocatesIt:
         tier.close()
 
     def test_who_needs_pages_waits_until_they_are_allocated(self, slow_server: tuple[ServerThread, Gate]) -> None:
-        """Nothing is evicted for them meanwhile."""
+        """Requests wait for pages that are not allocated yet, and nothing is evicted for them."""
         server, gate = slow_server
         tier = open_tier(server.url, BIG)
         refs = [make_ref(number) for number in range(7)]  # of 4 MiB each

@@ -1,4 +1,4 @@
-"""What an operator finds of a prompt, and pins, at a real cache server where a longer chunk holds the prompt's end."""
+"""Tests of an operator's lookup and pins of a prompt at a real server, where a longer chunk holds the prompt's end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rig() -> Rig:
 
 @pytest.fixture
 def server(rig: Rig) -> Iterator[ServerThread]:
-    """It holds two whole chunks."""
+    """Yield a server that holds two whole chunks."""
     with serving_ipc() as server:
         with rig.open(remote=RemoteOptions(server.url, {"timeout_s": 30.0}, max_queue=64)) as engine:
             rig.store(engine, PROMPT)
@@ -61,7 +61,7 @@ def test_every_prefix_is_found(rig: Rig, operator: Operator, end: int) -> None:
 
 @pytest.mark.parametrize("shared", [0, BLOCK - 1, 2 * BLOCK, CHUNK, CHUNK + 2 * BLOCK + 1])
 def test_a_prompt_that_parts_inside_a_chunk(operator: Operator, shared: int) -> None:
-    """It is found as far as it goes, and its next chunk is missing."""
+    """The prompt is found up to the point where it differs, and its next chunk is missing."""
     for more in (CHUNK, 2 * BLOCK + BLOCK // 2):
         found = find(operator, [*PROMPT[:shared], *tokens_of(2, more)])
         assert found.num_tokens == shared // BLOCK * BLOCK
@@ -86,7 +86,7 @@ def test_an_earlier_server_is_asked_for_keys(operator: Operator, monkeypatch: py
 def test_a_tail_with_bytes_of_its_own_is_found_by_its_key(
     rig: Rig, server: ServerThread, operator: Operator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An older engine's, beside a longer chunk that shares as much: the bytes of the tail are fewer."""
+    """The tail of an older engine is preferred to a longer chunk that shares as much, because it has fewer bytes."""
     tail = PROMPT[: CHUNK + 2 * BLOCK]
     with rig.open(remote=RemoteOptions(server.url, {"timeout_s": 30.0}, max_queue=64)) as engine:
         monkeypatch.setattr("kvstore.tiers.server.tier.ServerTier.keeps_trails", False)

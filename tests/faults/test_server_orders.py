@@ -1,4 +1,4 @@
-"""Orders to a cache server: who may give them, and how long a pin lasts."""
+"""Tests of orders to a cache server: the clients that may give them, and the duration of pins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys with rights and tenants at a running cache server, as the engines that have them see it."""
+"""Tests of keys with rights and tenants at a running cache server, from the view of their engines."""
 
 from __future__ import annotations
 

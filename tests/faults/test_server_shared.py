@@ -1,4 +1,4 @@
-"""A cache server that several models share: namespaces, quotas, pages, and its metrics."""
+"""Tests of a cache server shared by several models: namespaces, quotas, pages and metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvstore.testing.harness import EVEN, make_ref, make_transfer
 
 class TestManyNamespaces:
     def test_models_of_different_sizes_share_the_pool(self, server: ServerThread) -> None:
-        """Until it is full, and then too; every hit is right, every page accounted for."""
+        """Before and after the pool is full, every hit is right, and every page is accounted for."""
         layouts = [EVEN, BIG, KVLayout(page_bytes=(300_000, 50), planes=2, block_tokens=16, chunk_tokens=32)]
         names = [Namespace({"model": f"model {number}"}) for number in range(3)]
         tiers = [open_tier(server.url, layout, name) for layout, name in zip(layouts, names, strict=True)]
@@ -42,7 +42,7 @@ class TestManyNamespaces:
         check_quiet(server)
 
     def test_a_quota_is_kept(self) -> None:
-        """By a namespace's own chunks going, the longest untouched first."""
+        """A namespace at its quota evicts its own chunks, the least recently used first."""
         page = PAGE_BYTES
         with serving_tcp(quotas={"conformance": 8 * page, "*": 2 * page}) as server:
             tier = open_tier(server.url)
@@ -57,7 +57,7 @@ class TestManyNamespaces:
             other.close()
 
     def test_a_fragmented_pool(self, tmp_path: Path) -> None:
-        """A large chunk finds its place in several runs, also on its way to disk and back."""
+        """A large chunk is stored in several runs of pages, and written to disk and read back from there."""
         disk = DiskOptions(tmp_path / "disk", 64 << 20)
         with serving_ipc(pool_bytes=8 << 20, disk=disk) as server:
             small, large = open_tier(server.url), open_tier(server.url, BIG, Namespace({"model": "big"}))

@@ -1,4 +1,4 @@
-"""Many processes with many connections at one server, killed and frozen at random: no wrong byte, nothing lost."""
+"""Soak tests of one server with many processes and connections, killed and frozen at random: no wrong or lost byte."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 class Clients:
-    """Processes of which one is now and then killed and started anew, or frozen for a while."""
+    """Processes of which one at a time is killed and started again, or frozen for a while."""
 
     def __init__(self, urls: list[str], seconds: float, threads: int) -> None:
         self.urls = urls
@@ -43,7 +43,7 @@ class Clients:
         return subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
 
     def disturb(self, watched: psutil.Process) -> list[int]:
-        """Kill or freeze one, until the time is nearly over; how much memory the server had of its own meanwhile."""
+        """Kill or freeze processes until the time is nearly over; return samples of the server's own memory."""
         own_bytes = []
         while time.monotonic() < self.until_s - 2:
             memory = watched.memory_info()
@@ -62,7 +62,7 @@ class Clients:
         return own_bytes
 
     def results(self) -> Result:
-        """What those saw that came to their end."""
+        """Wait for the processes, and return the sum of their results."""
         total = Result()
         for process in self.processes:
             said, _ = process.communicate(timeout=120)
@@ -73,7 +73,7 @@ class Clients:
 
 
 def run(num_processes: int, threads: int, seconds: float) -> tuple[Result, list[int], dict[str, Any]]:
-    """The sum of what clients saw, the server's memory over time, and its state at the end."""
+    """Run clients; return the sum of their results, the server's memory over time, and its state at the end."""
     with short_folder() as folder:
         port = free_port()
         server = ServerProcess(folder, f"local_disk: {folder}/disk\nmax_local_disk_size: 0.2\n")

@@ -1,4 +1,4 @@
-"""Errors that no tier should raise: they are failures of the tier, with a traceback in the log, and end no engine."""
+"""Tests of unexpected errors of a tier: they count as its failures, are logged with a traceback, and end no engine."""
 
 from __future__ import annotations
 

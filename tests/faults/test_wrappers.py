@@ -1,4 +1,4 @@
-"""The other wrappers, each around a tier in a dictionary, and all of them together."""
+"""Tests of the other wrappers, each around an in-memory tier, and of all of them together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command's surface: help with an example everywhere, JSON where programs read, exit codes."""
+"""The command's interface: help with an example everywhere, JSON for programs, exit codes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "config" / "examples"
 
 
 def all_commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[list[str]]:
-    """The words of every command, those of groups included."""
+    """Yield the words of every command, including those of groups."""
     found = get_command(app) if group is None else group
     for name, command in getattr(found, "commands").items():  # noqa: B009 - the group's type is not exported
         if hasattr(command, "commands"):

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md is true: its paths exist, and it names what each addition needs."""
+"""Truth of CONTRIBUTING.md: its paths exist, and it names the parts of each addition."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_text_has_exactly_its_tokens(tmp_path: Path) -> None:
 
 
 def test_different_texts_are_different_tokens(tmp_path: Path) -> None:
-    """Words that it does not know are read byte by byte, so a text comes back from its tokens."""
+    """Unknown words are tokenized by byte, so a text comes back from its tokens."""
     write_tokenizer(tmp_path, SMALL.vocab, 4096)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     texts = ["What is the capital of France?", "What is the capital of Spain?", "ab", "a b", "a\nb", "w1 w2", "w1w2"]

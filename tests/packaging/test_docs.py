@@ -1,4 +1,4 @@
-"""What README, docs and CHANGELOG point at exists, and what they say of messages and of vLLM is so."""
+"""Truth of README, docs and CHANGELOG: links have targets, and statements about messages and vLLM are right."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relat
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that a page's headings get."""
+    """Return the anchors of a page's headings."""
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     titles = re.findall(r"^#+\s+(.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
@@ -70,7 +70,7 @@ MESSAGES = [title for title in re.findall(r"^### (.*)$", TROUBLES, re.MULTILINE)
 
 @cache
 def texts() -> frozenset[str]:
-    """All texts in the code; a zero byte stands for what is put into them."""
+    """Return all texts in the code; a zero byte stands for each inserted value."""
     folders = ("kvstore", "adapters", "config", "tools")
     trees = (ast.parse(path.read_text(encoding="utf-8")) for top in folders for path in (ROOT / top).rglob("*.py"))
     return frozenset(filter(None, (text(node) for tree in trees for node in ast.walk(tree))))
@@ -86,7 +86,7 @@ def text(node: ast.AST) -> str | None:
 
 @pytest.mark.parametrize("title", MESSAGES)
 def test_troubles_have_the_message_as_heading(title: str) -> None:
-    """Word by word, within one text of the code; ``...`` stands for what is put in."""
+    """The heading matches one text of the code word by word; ``...`` stands for inserted values."""
     pattern = re.compile(".*".join(map(re.escape, title.split("..."))), re.DOTALL)
     assert any(map(pattern.search, texts()))
 
@@ -101,7 +101,7 @@ def test_the_documentation_is_short() -> None:
 
 
 def test_the_comparison_is_of_what_is_installed() -> None:
-    """The tiers and policies of vLLM's OffloadingConnector, and that its disk tier has no bound and no checksums."""
+    """It names the tiers and policies of vLLM's OffloadingConnector, whose disk tier has no bound and no checksums."""
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:
         pytest.skip("vLLM is not installed")

@@ -1,4 +1,4 @@
-"""Files and settings for other programs that pages show can be read, and are right."""
+"""Files and settings for other programs on pages: they can be read, and are right."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def blocks(page: Path, *kinds: str) -> list[str]:
-    """The fenced blocks of these kinds, in order."""
+    """Return the fenced blocks of these kinds, in order."""
     return [body for kind, body in BLOCK.findall(page.read_text(encoding="utf-8")) if kind in kinds]
 
 
@@ -54,7 +54,7 @@ def test_warm_takes_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def objects(text: str) -> Iterator[dict[str, Any]]:
-    """Every JSON object that stands in a text, and those within it."""
+    """Yield every JSON object in a text, and those within it."""
     decoder = json.JSONDecoder()
     begin = text.find("{")
     while begin >= 0:
@@ -68,7 +68,7 @@ def objects(text: str) -> Iterator[dict[str, Any]]:
 
 
 def connectors(text: str) -> list[dict[str, Any]]:
-    """The settings of our connector, wherever a text has them."""
+    """Return the settings of our connector anywhere in a text."""
     return [tree for tree in objects(text) if tree.get("kv_connector") == "KVStoreConnector"]
 
 
@@ -78,7 +78,7 @@ def test_there_are_connectors() -> None:
 
 @pytest.mark.parametrize("page", SHOWN, ids=named)
 def test_every_connector_computes_what_cannot_be_loaded(page: Path) -> None:
-    """Without it vLLM refuses to start with us, and with it alone a failed load costs no request."""
+    """vLLM refuses to start with our connector without this policy, and only with it a failed load costs no request."""
     for tree in connectors(page.read_text(encoding="utf-8")):
         assert tree.get("kv_load_failure_policy") == "recompute", f"{page.name}: {tree}"
         assert tree.get("kv_role") in {"kv_both", "kv_producer", "kv_consumer"}, f"{page.name}: {tree}"
@@ -108,7 +108,7 @@ def test_files_for_other_programs_can_be_read(page: Path) -> None:
 
 
 def check_command(line: str) -> None:
-    """A command of ours has these options, and one of vLLM's gives our connector all it needs."""
+    """Check that a command of ours has these options, and that one of vLLM's gives our connector all it needs."""
     words = shlex.split(line)
     if words[0] == "kvstore":
         help_text = CliRunner().invoke(app, [words[1], "--help"]).output

@@ -1,4 +1,4 @@
-"""Imports point one way, and what may not be in the code is not in it."""
+"""Imports go in one direction only, and forbidden constructs do not occur in the code."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Module(NamedTuple):
 
     @property
     def room(self) -> str:
-        """Where it stands, as ``ROOMS`` names it; empty for packages that only hold rooms."""
+        """Room of the module, as ``ROOMS`` names it; empty for packages that only hold rooms."""
         parts = self.name.split(".")[1:]
         return ".".join(parts[:3] if parts[:2] == ["adapters", "vllm"] and len(parts) > 2 else parts[:1])
 
@@ -60,7 +60,7 @@ def all_modules() -> list[Module]:
         for path in sorted(folder.rglob("*.py")):
             parts = path.relative_to(folder).with_suffix("").parts
             if prefix == "kvstore" and parts[0] in {"adapters", "config", "tools"}:
-                continue  # the links; their targets come under their own names
+                continue  # the links; their targets are found under their own names
             if parts[0] == "dev":
                 continue  # scripts, not a package
             name = ".".join((prefix, *parts)).removesuffix(".__init__")
@@ -74,7 +74,7 @@ by_name = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.n
 
 
 def imported_names(module: Module) -> set[str]:
-    """Dotted names of all modules it imports anywhere, also inside functions and for type checking."""
+    """Return the dotted names of all modules it imports anywhere, also inside functions and for type checking."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(module.path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -138,7 +138,7 @@ def test_keys_need_neither_torch_nor_vllm() -> None:
 
 
 def test_the_engine_needs_little_besides_torch() -> None:
-    """So that importing it costs a process that has torch next to nothing; `kvstore bench` says how much."""
+    """Importing it costs a process that has torch next to nothing; `kvstore bench` measures how much."""
     imports = "import sys, torch; known = set(sys.modules); import kvstore.engine, kvstore.paged.binding; "
     found = python(imports + "print(*sorted({name.split('.')[0] for name in set(sys.modules) - known}))").split()
     assert set(found) - set(sys.stdlib_module_names) <= {"kvstore", "numpy", "xxhash"}
@@ -200,7 +200,7 @@ def test_no_file_names_a_machine() -> None:
 
 
 def tracked_files() -> list[Path]:
-    """Files that git knows or would add."""
+    """Return the files that git knows or would add."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     listing = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
     if listing.returncode:

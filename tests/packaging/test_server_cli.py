@@ -1,4 +1,4 @@
-"""The commands around the cache server, against a server in this process."""
+"""Commands for the cache server, against a server in this process."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_stats_and_clear(server: ServerThread, tier: ServerTier, prompt: list[st
 
 
 def test_a_namespace_has_one_id(tier: ServerTier, server: ServerThread, prompt: list[str]) -> None:
-    """That of engines' folders, whatever the geometry with which a client comes."""
+    """It is the id in engines' folders, whatever geometry a client has."""
     refs = chunks_of(TOKENS)
     tier.put([make_transfer(EVEN, ref) for ref in refs])
     odd = replace(EVEN, page_bytes=(2 * EVEN.page_bytes[0], *EVEN.page_bytes[1:]))
@@ -154,7 +154,7 @@ def test_a_namespace_has_one_id(tier: ServerTier, server: ServerThread, prompt: 
 
 
 def test_stats_fit_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with large numbers, and with long names of models, which alone are cut."""
+    """They fit even with large numbers, and with long names of models, which alone are cut."""
     counters = dict.fromkeys(("found", "missing", "stored", "read", "evicted"), 98_765_432)
     space = {
         "id": "24b851fdbab6ab70",

@@ -1,4 +1,4 @@
-"""``kvstore simulate``: what it counts, what it prints, and how it fails."""
+"""``kvstore simulate``: its counts, its output, and its errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RUNNER = CliRunner()
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """Three chains of four blocks in turn, of which the last block is half full."""
+    """Return a trace of three chains of four blocks in turn, the last block of each half full."""
     chains = [[100, 101, 102, 103], [200, 201, 202, 203], [300, 301, 302, 303]]
     lines = [{"timestamp": 0, "input_length": 3 * 512 + 256, "hash_ids": chains[number % 3]} for number in range(30)]
     path = tmp_path / "trace.jsonl"
@@ -78,7 +78,7 @@ def test_a_disk_finds_what_memory_lost(trace: Path) -> None:
 
 @pytest.fixture
 def parting(tmp_path: Path) -> Path:
-    """Requests whose ids stand for 16 tokens; most part from others inside a chunk of four."""
+    """Return a trace whose ids stand for 16 tokens; most requests part from others inside a chunk of four."""
     chooser, chains = random.Random(7), [list(range(6))]
     for number in range(60):
         before = chooser.choice(chains)

@@ -1,4 +1,4 @@
-"""The threads that ARCHITECTURE.md tells of are those that the code starts."""
+"""Threads that ARCHITECTURE.md names are those that the code starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Places = dict[str, list[str]]
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
-    """Every module once: some folders are reached by links, too."""
+    """Yield every module once, as some folders are also reached by links."""
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             name = str(path.relative_to(ROOT))
@@ -29,23 +29,23 @@ def callee(call: ast.Call) -> str:
 
 
 def pattern(name: ast.expr | None) -> str:
-    """A name as written, with * for what varies; empty if it is not written here."""
+    """Return a name as written, with * for variable parts; empty if it is not written here."""
     if isinstance(name, ast.JoinedStr):
         return "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in name.values)
     return str(name.value) if isinstance(name, ast.Constant) else ""
 
 
 def name_of(call: ast.Call) -> ast.expr | None:
-    """What a thread, or a pool of them, is called."""
+    """Return the expression that names a thread, or a pool of them; None without a name."""
     given = {keyword.arg: keyword.value for keyword in call.keywords}
     at = POSITION[callee(call)]
     return next((given[word] for word in KEYWORDS if word in given), call.args[at] if len(call.args) > at else None)
 
 
 def started() -> Places:
-    """The threads that the code starts, each with the places that do; under "" those without a name.
+    """Return the threads that the code starts, each with its places in the code; under "" those without a name.
 
-    A class, or a function, may get the name from its callers: then these are looked at.
+    A class, or a function, may get the name from its callers, whose calls are then searched.
     """
     found: Places = {}
     modules = list(sources())
@@ -70,7 +70,7 @@ def started() -> Places:
 
 
 def told() -> set[str]:
-    """The threads of the chapter, with * for what varies."""
+    """Return the threads of the chapter, with * for variable parts."""
     text = (ROOT / "docs/ARCHITECTURE.md").read_text(encoding="utf-8")
     chapter = text.partition("\n## Threads\n")[2].partition("\n## ")[0]
     names = re.findall(r"`(kvstore-[^`]+)`", chapter)

@@ -1,6 +1,6 @@
-"""What pages show works: commands print what stands under them, configurations load, programs run, in page order.
+"""Examples on documentation pages: commands print the output shown, configurations load, programs run, in page order.
 
-``make pages`` runs the same with real vLLM; here is all that needs none.
+``make pages`` runs the same with real vLLM; this file runs all that does not need it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GROUPS = {"config", "engine", "pack"}
 
 
 def run(page: Path, folder: Path) -> list[Result]:
-    """All blocks of a page that need no vLLM."""
+    """Run all blocks of a page that need no vLLM."""
     with PageRun(folder, with_vllm=False) as running:
         return [result for block in blocks(page) for result in running.run(block)]
 
@@ -39,7 +39,7 @@ def test_what_it_shows_works(page: Path, tmp_path: Path) -> None:
 
 
 def shown() -> Iterator[Block]:
-    """The blocks of all pages that hold commands."""
+    """Yield the blocks of all pages that hold commands."""
     return (block for page in PAGES for block in blocks(page) if block.kind in COMMANDS)
 
 
@@ -50,7 +50,7 @@ def test_there_are_transcripts() -> None:
 
 
 def test_commands_that_are_not_run_are_understood() -> None:
-    """Options that are shown exist."""
+    """The options that they show exist."""
     for command in _all_commands():
         words = command.words
         if words[0] == "kvstore":
@@ -62,7 +62,7 @@ def test_commands_that_are_not_run_are_understood() -> None:
 
 
 def test_every_reason_is_one() -> None:
-    """A block that nobody runs says why; a server of ours is run."""
+    """A block that is not run gives a reason; a server of ours is run."""
     for page in PAGES:
         for block in blocks(page):
             assert not block.reason or len(block.reason.split()) >= 3, f"{page.name}:{block.line}: {block.reason}"
@@ -80,7 +80,7 @@ def test_every_stand_in_stands_in() -> None:
 
 
 def test_the_configuration_of_the_tier_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It belongs to the package that its page shows."""
+    """The configuration is valid with the package that its page shows."""
     (page,) = (page for page in PAGES if page.name == "tiers.md")
     install_example(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -91,7 +91,7 @@ def test_the_configuration_of_the_tier_of_ones_own(tmp_path: Path, monkeypatch: 
 
 
 class TestRunning:
-    """What the script itself does with a page."""
+    """Verdicts of the script on a page."""
 
     @pytest.fixture
     def page(self, tmp_path: Path) -> Path:

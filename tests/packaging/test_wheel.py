@@ -1,4 +1,4 @@
-"""What is in the wheel and the source distribution."""
+"""Contents of the wheel and the source distribution."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run_build(source: Path, output: Path, *flags: str) -> None:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the sources, links included, without anything built."""
+    """Return a copy of the sources, links included, without build products."""
     copy = tmp_path_factory.mktemp("checkout")
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in SOURCES:
@@ -47,7 +47,7 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel_of_sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Without a flag ``build`` makes the sdist, unpacks it and builds the wheel from that."""
+    """Return the wheel of ``build`` without a flag, which makes the sdist, unpacks it and builds from that."""
     output = tmp_path_factory.mktemp("sdist")
     run_build(checkout, output)
     assert len(list(output.glob("*.tar.gz"))) == 1
@@ -56,7 +56,7 @@ def wheel_of_sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def contents(wheel: Path) -> dict[str, int]:
-    """Names in a wheel and their checksums, without RECORD, whose order may differ."""
+    """Return the names in a wheel and their checksums, without RECORD, whose order may differ."""
     with zipfile.ZipFile(wheel) as archive:
         return {info.filename: info.CRC for info in archive.infolist() if not info.filename.endswith("/RECORD")}
 

@@ -1,1 +1,1 @@
-"""What several tests share. On the path as `support` (see `pythonpath` in pyproject.toml)."""
+"""Helpers shared by several tests. On the path as `support` (see `pythonpath` in pyproject.toml)."""

@@ -1,4 +1,4 @@
-"""An HTTP server that answers as a test wants, for clients that ask over a socket."""
+"""An HTTP server that answers as a test wants, for HTTP clients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Says nothing on its own."""
+    """A handler that logs nothing."""
 
     def answer(self, status: int, body: bytes) -> None:
         self.send_response(status)
@@ -23,7 +23,7 @@ class Answers(BaseHTTPRequestHandler):
 
 @contextmanager
 def answering(handler: type[Answers]) -> Iterator[str]:
-    """Serve on a port of its own; yields the URL."""
+    """Serve on a free port; yields the URL."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

@@ -1,4 +1,4 @@
-"""Cache servers for tests: in a thread, to look inside; and as processes, to be frozen and killed."""
+"""Cache servers for tests: in a thread, to inspect their state, and as processes, to freeze and kill them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ POOL_BYTES = 64 << 20
 
 
 def mapped_pools() -> int:
-    """The memories of cache servers that this process has mapped, those of servers in it included."""
+    """Count the pools of cache servers that this process has mapped, those of servers in it included."""
     gc.collect()  # servers of earlier tests
     return Path("/proc/self/maps").read_text().count("memfd:kvstore-pool")
 
 
 class ServerThread:
-    """A server in this process, whose state may be looked at while nobody calls it."""
+    """A server in this process, whose state may be inspected while no client calls it."""
 
     def __init__(self, options: ServerOptions) -> None:
         self.hub = Hub(options)
@@ -44,14 +44,14 @@ class ServerThread:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """URL of the server."""
         if self.hub.options.folder is not None:
             return f"kvs+ipc://{self.hub.options.folder}"
         assert self.hub.options.tcp is not None
         return f"kvs://{self.hub.options.tcp.host}:{self.hub.tcp_port}"
 
     def close(self) -> None:
-        """End it. Idempotent."""
+        """End the server. Idempotent."""
         if self._thread.is_alive():
             self.hub.stop()
         self._thread.join(60)
@@ -60,7 +60,7 @@ class ServerThread:
 
 @contextmanager
 def short_folder() -> Iterator[Path]:
-    """A folder whose path is short enough for a socket in it."""
+    """Yield a folder whose path is short enough for a socket in it."""
     path = Path(tempfile.mkdtemp(prefix="kvs-"))
     try:
         yield path
@@ -91,12 +91,12 @@ def serving_tcp(**options: object) -> Iterator[ServerThread]:
 
 
 def raw_peer(server: ServerThread) -> socket.socket:
-    """A connection that has said all that ZeroMQ wants to hear at first."""
+    """Open a connection and complete ZeroMQ's handshake."""
     connection = socket.create_connection(("127.0.0.1", server.hub.tcp_port))
     connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
     ready = b"\x05READY\x0bSocket-Type" + len(b"DEALER").to_bytes(4, "big") + b"DEALER"
     connection.sendall(b"\x04" + bytes([len(ready)]) + ready)
-    _read(connection, 64)  # its greeting, and then its command: before that it takes no message
+    _read(connection, 64)  # its greeting, and then its command: it takes no message before that
     _read(connection, _read(connection, 2)[1])
     return connection
 
@@ -145,7 +145,7 @@ class ServerProcess:
         return code
 
     def files_in_shared_memory(self) -> int:
-        """Files of ``/dev/shm`` that it has mapped."""
+        """Count the files of ``/dev/shm`` that it has mapped."""
         assert self.process is not None
         return Path(f"/proc/{self.process.pid}/maps").read_text().count("/dev/shm/")
 
@@ -160,7 +160,7 @@ class ServerProcess:
 
 @contextmanager
 def serving_process(disk_gib: float) -> Iterator[ServerProcess]:
-    """``kvstore serve`` in a folder of its own, with a disk."""
+    """Run ``kvstore serve`` in a new folder, with a disk."""
     with short_folder() as folder:
         server = ServerProcess(folder, f"local_disk: {folder}/disk\nmax_local_disk_size: {disk_gib}\n")
         try:

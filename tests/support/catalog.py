@@ -1,4 +1,4 @@
-"""What the tests of the index share: an index, and the steps of a store or a load carried out at once."""
+"""Helpers of the tests of the index: an index, and the steps of a store or a load carried out at once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def keys(items: Iterable[ChunkRef | StoreStep | LoadStep]) -> set[bytes]:
 
 
 def shared_blocks(one: bytes, other: bytes) -> int:
-    """How many blocks two trails share, counted one by one."""
+    """Count the blocks that two trails share, one by one."""
     pairs = zip(keys_of(one), keys_of(other), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

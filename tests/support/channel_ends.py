@@ -4,9 +4,9 @@
     python -m support.channel_ends receiver CHANNEL PORT
 
 A sender delivers two chunks: each word on its standard input lets it name half of the layers; it prints ``half`` after
-the first half was read, and then its outcomes, and begins again; after an error with the next word. A lazy sender lets
-nothing be read that needs its processor before it has said its outcomes and got another word. A receiver prints its
-port, and serves.
+the first half was read, then its outcomes, and begins again; after an error with the next word. A lazy sender serves
+no read that needs its processor until it has printed its outcomes and got another word. A receiver prints its port,
+and serves.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TIMEOUT_S = 10.0
 
 
 def payload_of(number: int) -> ByteArray:
-    """What a chunk holds."""
+    """Return the random payload of a chunk."""
     return np.random.default_rng(number).integers(0, 256, LAYOUT.payload_bytes(4), np.uint8)
 
 
@@ -100,7 +100,7 @@ def _receive(name: str, port: int) -> None:
 
 
 class End:
-    """One of them. A context manager."""
+    """A sender or a receiver as a process. A context manager."""
 
     def __init__(self, *words: object, **environment: str) -> None:
         command = [sys.executable, "-m", "support.channel_ends", *map(str, words)]
@@ -119,13 +119,13 @@ class End:
         self.process.communicate()
 
     def go(self) -> None:
-        """Let it name half of the layers."""
+        """Let the sender name half of the layers."""
         assert self.process.stdin is not None
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
 
     def says(self) -> str:
-        """What it says next; what UCX and NIXL say is left out."""
+        """Return its next line; output of UCX and NIXL is left out."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("said "):

@@ -1,4 +1,4 @@
-"""Invariants of the engine, recomputed from its insides."""
+"""Invariants of the engine, recomputed from its internal state."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def sizes_on_disk(index: ChunkIndex) -> dict[ChunkRef, int]:
-    """What the index accounts to the disk tier."""
+    """Return the sizes that the index accounts to the disk tier."""
     return {index._chunks[key].ref: size_bytes for key, size_bytes in index._disk.order._sizes.items()}
 
 
 def check_idle(engine: CacheEngine) -> None:
-    """Nothing is in flight, nothing was leaked, and the tiers hold what the index says."""
+    """Assert that nothing is in flight, nothing leaked, and the tiers hold what the index says."""
     assert not engine.flush(30.0).pending
     index, mover = engine._planner.index, engine._mover
     with engine._planner.lock:

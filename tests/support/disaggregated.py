@@ -1,4 +1,4 @@
-"""Prefill and decode engines with a proxy in front of them, as processes, and what tests ask of them."""
+"""Prefill and decode engines with a proxy in front of them, as processes, and requests of tests to them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STOP_WAIT_S = 60.0
 
 
 class ProxyProcess(ProxyServer):
-    """``kvstore proxy``, which gets signals."""
+    """``kvstore proxy`` as a process that can be signalled."""
 
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -31,16 +31,16 @@ class ProxyProcess(ProxyServer):
         self._process.send_signal(number)
 
     def wait(self) -> int:
-        """Its exit code."""
+        """Return its exit code."""
         assert self._process is not None
         return self._process.wait(STOP_WAIT_S)
 
 
 class Disaggregation(pair.Disaggregation):
-    """Both engines and the proxy, to be asked for whole answers."""
+    """Both engines and the proxy, with requests for whole answers."""
 
     def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """A whole answer through the proxy, greedy."""
+        """Return a whole answer through the proxy, decoded greedily."""
         asked = {"model": self.model, "temperature": 0, "ignore_eos": True, "skip_special_tokens": False, **body}
         with httpx.Client(trust_env=False, timeout=300) as asker:
             answer = asker.post(f"{self.proxy.url}{path}", json=asked)
@@ -50,12 +50,12 @@ class Disaggregation(pair.Disaggregation):
 
 
 class Work(client.Work):
-    """What an engine computes of prompts, from now on."""
+    """Prompt tokens that an engine computes from now on."""
 
     def __init__(self, engine: EngineServer) -> None:
         super().__init__(engine.url)
 
 
 def unshared(prompt: Prompt) -> int:
-    """What is left to compute of a prompt all of whose whole blocks are there."""
+    """Count the tokens left to compute of a prompt whose whole blocks are all there."""
     return len(prompt) - whole_blocks(len(prompt))

@@ -1,4 +1,4 @@
-"""Raw access to the chunk files of a disk tier, round whatever is around it."""
+"""Raw access to the chunk files of a disk tier, past all wrappers around it."""
 
 from __future__ import annotations
 

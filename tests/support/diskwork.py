@@ -1,4 +1,4 @@
-"""Chunks whose payload follows from their name, the folder's bytes found without the tier, and a process to kill."""
+"""Chunks whose payload follows from their name, the folder's size found without the tier, and a process to kill."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def make_ref(number: int, num_blocks: int = 8) -> ChunkRef:
 
 
 def make_slot(layout: KVLayout = EVEN) -> ByteArray:
-    """An empty, page-aligned buffer for one chunk."""
+    """Return an empty, page-aligned buffer for one chunk."""
     return np.frombuffer(mmap.mmap(-1, layout.slot_bytes), np.uint8)
 
 
 def make_transfer(ref: ChunkRef, layout: KVLayout = EVEN, salt: int = 0) -> Transfer:
-    """A chunk whose payload follows from its ref; the padding is dirty."""
+    """Return the transfer of a chunk whose payload follows from its ref; the padding is dirty."""
     slot = make_slot(layout)
     size = layout.payload_bytes(ref.num_blocks)
     seed = int.from_bytes(ref.prefix_key, "little") + ref.num_blocks + (salt << 130)
@@ -67,7 +67,7 @@ def get(tier: Tier, ref: ChunkRef, layout: KVLayout = EVEN) -> Outcome:
 
 
 def bytes_on_disk(*folders: Path) -> int:
-    """The sum over the folders, found independently of the tier."""
+    """Return the sum over the folders, found independently of the tier."""
     total = 0
     for folder in folders:
         for parent, _, names in os.walk(folder):
@@ -126,7 +126,7 @@ while True:
 
 
 def start_storing(folders: Sequence[Path], capacity_bytes: int, seed: int) -> subprocess.Popen[str]:
-    """A process that stores, replaces, removes and clears at random until it is killed; returns once it has begun."""
+    """Start a process that stores, replaces, removes and clears at random until it is killed; returns once it runs."""
     paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
     process = subprocess.Popen(
         [sys.executable, "-c", _STORE, str(capacity_bytes), str(seed), *map(str, folders)],

@@ -1,4 +1,4 @@
-"""Engines of several tensor-parallel sizes over one made-up model, whose KV is divided among their workers by heads."""
+"""Engines of several tensor-parallel sizes over one simulated model, whose KV is divided among workers by heads."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Worker:
     """One worker of an engine, with tensors ``[blocks, heads, tokens, words]``, whose tokens are outermost in memory.
 
     Attributes:
-        caches: by layer.
-        heads: that it holds.
+        caches: of the model, by layer.
+        heads: held by this worker.
     """
 
     def __init__(self, shard: int, size: int) -> None:
@@ -48,7 +48,7 @@ class Worker:
         self.namespace = Namespace(fields)
 
     def division(self, size: int, folder: Path | None = None) -> Division:
-        """How an engine of that size divides what this worker holds."""
+        """Return the division of this worker's KV by an engine of that size."""
         parts = [
             Part(
                 shard,
@@ -63,7 +63,7 @@ class Worker:
         return Division(size, tuple(parts), self.paged.layout, self.heads, self.pages.rows)
 
     def open(self, *sizes: int, url: str | None = None, folder: Path | None = None, **options: Any) -> CacheEngine:
-        """An engine over its caches, that also reads what engines of other sizes have stored."""
+        """Open an engine over its caches that also reads what engines of other sizes have stored."""
         slot_bytes = self.paged.layout.slot_bytes
         divisions = tuple(self.division(size, folder) for size in sizes)
         servers = tuple(options.pop("servers", ()))
@@ -80,12 +80,12 @@ class Worker:
         )
 
     def fill(self, seed: int) -> None:
-        """The KV that a model computes, in all blocks: of each head the same on whichever worker."""
+        """Fill all blocks with the KV that a model computes; a head's is the same on every worker."""
         for number, cache in enumerate(self.caches.values()):
             cache.copy_(_computed(seed, number)[:, self.heads.start : self.heads.stop])
 
     def check(self, seed: int, blocks: Sequence[int]) -> None:
-        """These blocks hold what a model computes, and all others nothing."""
+        """Assert that these blocks hold what a model computes, and that all others are empty."""
         others = [block for block in range(BLOCKS) if block not in blocks]
         for number, cache in enumerate(self.caches.values()):
             expected = _computed(seed, number)[:, self.heads.start : self.heads.stop]
@@ -116,6 +116,6 @@ def store_part(tokens: Sequence[int], blocks: Sequence[int], shard: int, size: i
 
 
 def store_all(tokens: Sequence[int], blocks: Sequence[int], size: int, **where: Any) -> None:
-    """The same of all workers."""
+    """Let all workers of an engine of that size store a sequence."""
     for shard in range(size):
         store_part(tokens, blocks, shard, size, **where)

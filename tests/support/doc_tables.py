@@ -1,4 +1,4 @@
-"""The lists and tables that pages have from the code: ``python -m support.doc_tables`` in ``tests`` writes them."""
+"""Lists and tables that pages have from the code: ``python -m support.doc_tables`` in ``tests`` writes them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _UNITS: Final = {"GiB per worker": "GiB", "bytes per worker": "bytes", "seconds"
 
 
 def key_list() -> str:
-    """All keys as Markdown, by topic: name, default, meaning."""
+    """Return all keys as Markdown, by topic: name, default, meaning."""
     listed = " ".join(TOPICS.values()).split()
     assert sorted(listed) == sorted(KEYS), f"of one topic each: {set(listed) ^ set(KEYS)}"
     parts = [f"### {topic}\n\n" + "\n".join(map(_key_item, keys.split())) for topic, keys in TOPICS.items()]
@@ -69,7 +69,7 @@ def _key_item(name: str) -> str:
 
 
 def metric_list(prefix: str) -> str:
-    """All metrics as Markdown, by kind: name with a prefix, labels, meaning."""
+    """Return all metrics as Markdown, by kind: name with a prefix, labels, meaning."""
     parts = []
     for kind in Kind:
         items = [
@@ -86,7 +86,7 @@ def _in_braces(labels: Sequence[str]) -> str:
 
 
 def hybrid_table() -> str:
-    """What ``kvstore calc`` says of public models with windows or states, as a Markdown table."""
+    """Return the results of ``kvstore calc`` for public models with windows or states, as a Markdown table."""
     titles = (
         "model",
         "other layers keep",
@@ -121,7 +121,7 @@ GENERATED: Final[dict[tuple[str, str], Callable[[], str]]] = {
 
 
 def section(page: str, name: str) -> str:
-    """What stands in a page between two comments."""
+    """Return the text of a page between two comments."""
     match = re.search(_between(name), (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
     assert match is not None, f"{page} has no {name}"
     return match[2]
@@ -132,7 +132,7 @@ def _between(name: str) -> str:
 
 
 def write(page: str, name: str, content: str) -> None:
-    """Put it between the two comments."""
+    """Put the content between the two comments."""
     text = (DOCS / page).read_text(encoding="utf-8")
     (DOCS / page).write_text(re.sub(_between(name), lambda m: m[1] + content + m[3], text, flags=re.DOTALL))
 

@@ -1,8 +1,8 @@
-"""The engine against a model: any calls in any order, over tiers whose calls take their time, fail, or lose chunks.
+"""The engine against a model: any calls in any order, over tiers whose calls take time, fail, or lose chunks.
 
-What is loaded is what was stored last for these tokens under the present epoch, or nothing. The content of a chunk has
-a version, which changes when the chunk is removed, and with the weights: so whatever outlives its removal, in memory,
-on the device, on disk, at the remote tier or on the way to one of them, is seen as soon as it is loaded.
+A load brings what was stored last for these tokens under the present epoch, or nothing. The content of a chunk has a
+version, which changes when the chunk is removed, and with the weights. So content that outlives its removal, in
+memory, on the device, on disk, at the remote tier or on the way to one of them, is seen as soon as it is loaded.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ COMMON = list(range(100, 132))
 FAMILIES = [COMMON + list(range(16)), COMMON[:16] + list(range(50, 82))]
 LONGEST = 48
 BLOCKS = LONGEST // BLOCK
-ROOMS = 5  # each of the blocks of one call: one for calls that come to their end at once, the others for generators
+ROOMS = 5  # each with the blocks of one call: one for calls that end at once, the others for generators
 
 
 @dataclass(eq=False)
@@ -59,7 +59,7 @@ class Loading:
     room: int
     generator: Generator[torch.Tensor | None, None, None]
     layers: int = 0
-    is_overtaken: bool = False  # by a chunk that was found to be wrong: what it has loaded, it has
+    is_overtaken: bool = False  # by the discovery of a wrong chunk: what it has loaded stays loaded
 
 
 @dataclass(eq=False)
@@ -74,7 +74,7 @@ class Storing:
 
 @dataclass
 class Versions:
-    """Which content of each chunk may be found: what was computed before its last removal may not."""
+    """Version of each chunk's content that may be found, as content computed before its last removal may not."""
 
     newest: int = 0
     base: int = 0
@@ -94,11 +94,11 @@ class Versions:
 
 
 def all_wait(lane: Lane, waiting: Mapping[str, int]) -> bool:
-    """Whether no write of a tier is on its way to the gate."""
+    """Tell if every write of the tier that is on its way waits at the gate."""
     return waiting["put"] >= min(WRITE_THREADS, len(lane._writing))
 
 
-# Few, and one of them often: a defect needs several calls about the same chunk.
+# Few sequences, and one of them often, because a defect needs several calls about the same chunk.
 SEQUENCES = st.sampled_from([(0, 8), (0, 8), (0, 8), (0, 8), (0, 6), (0, 12), (1, 9), (1, 3)]).map(
     lambda chosen: FAMILIES[chosen[0]][: chosen[1] * BLOCK]
 )
@@ -120,7 +120,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.stores = {"remote": GatedStore(), "disk": GatedStore()}
         self.versions = Versions()
         self.epoch = 0
-        self.epochs: dict[bytes, int] = {}  # in which each content was computed, by the bytes with which it begins
+        self.epochs: dict[bytes, int] = {}  # of each content, by its first bytes
         self.namespaces = {NAMESPACE.id: 0}  # and their epochs
         self.loading: list[Loading] = []
         self.storing: list[Storing] = []
@@ -177,7 +177,7 @@ class EngineMachine(RuleBasedStateMachine):
         return next((room for room in range(1, ROOMS) if room not in taken), None)
 
     def computed(self, tokens: list[int]) -> list[Any]:
-        """What the model would compute now, block by block."""
+        """Compute the content that the model would produce now, block by block."""
         hasher = self.hasher(tokens)
         contents = []
         for block in range(len(tokens) // BLOCK):
@@ -196,7 +196,7 @@ class EngineMachine(RuleBasedStateMachine):
             cache[room * BLOCKS : (room + 1) * BLOCKS] = POISON
 
     def check(self, tokens: list[int], skip: int, room: int, loaded: torch.Tensor) -> None:
-        """Every block that counts as loaded holds a content of a chunk that was not removed since it was stored."""
+        """Assert that every loaded block holds a content of a chunk that was not removed since it was stored."""
         count = int(loaded.sum())
         assert bool(loaded[skip : skip + count].all())
         block_ids = self.room(room, tokens)
@@ -210,7 +210,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert any(np.array_equal(held, content) for content in right), f"block {block} of {tokens} is wrong"
 
     def settle(self) -> None:
-        """Until every write that was begun waits at its gate, or for a thread, or has ended."""
+        """Wait until every write that was begun waits at its gate or for a thread, or has ended."""
         for place, lane in self.engine._mover._lanes.items():
             store = self.stores[place.value]
             assert store.wait_for(partial(all_wait, lane)), "a write neither waits nor ends"
@@ -274,7 +274,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loading or self.storing)
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
-        """Whoever closes a generator may use its blocks for something else at once."""
+        """Close a generator, after which its blocks may be used for something else at once."""
         self.abandon(data.draw(st.sampled_from(self.calls())))
 
     def abandon(self, call: Loading | Storing) -> None:
@@ -309,7 +309,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(tokens=SEQUENCES, how=st.sampled_from(REMOVALS), loads=st.none() | st.integers(0, 3))
     def remove(self, tokens: list[int], how: str, loads: int | None = None) -> None:
-        """And, most of the time, store what is right now."""
+        """Remove chunks and, most of the time, store the right content again."""
         if how == "sequence":
             self.clear_sequence(tokens)
         elif how == "condemn":
@@ -326,7 +326,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.versions.end([ref.prefix_key for ref in all_refs(self.hasher(tokens))])
 
     def clear(self) -> None:
-        """If a tier fails to clear, what it held may be found again: nothing about it was wrong."""
+        """Clear all tiers. Chunks of a tier that fails to clear may be found again, because they were right."""
         if not any(store.faults["clear"] for store in self.stores.values()):
             self.versions.end_all()
         self.engine.clear()
@@ -341,7 +341,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.reset_cache()
 
     def condemn(self, tokens: list[int]) -> None:
-        """As vLLM's scheduler and workers do with chunks that deviate from the same computed again."""
+        """Remove chunks as vLLM's scheduler and workers do if they deviate from the same computed again."""
         index, mover = self.engine._planner.index, self.engine._mover
         with self.engine._planner.lock:
             refs = [ref for ref in index.lookup(self.hasher(tokens)).refs if index.in_memory(ref.prefix_key)]
@@ -355,7 +355,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_was_put_belongs_to_the_epoch(self) -> None:
-        """Also if it was removed again at once: a write that was on its way when the weights changed stores nothing."""
+        """Check puts that were removed at once, too: a write on its way during a change of weights stores nothing."""
         for store in self.stores.values() if hasattr(self, "stores") else ():
             for namespace_id, beginning in store.stored:
                 assert self.epochs[beginning] == self.namespaces[namespace_id], "KV of other weights than the namespace"
@@ -366,7 +366,7 @@ class EngineMachine(RuleBasedStateMachine):
             with self.engine._planner.lock:
                 self.engine._planner.index.check_invariants()
 
-    # What the storage does
+    # Behaviour of the storage
 
     @rule(where=STORES, what=st.sampled_from(TROUBLE), numbers=st.lists(st.integers(0, 11), min_size=1, max_size=3))
     def trouble(self, where: str, what: str, numbers: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""A channel that reads other processes' memory through /proc, and one like it that does so when a test says so."""
+"""A channel that reads other processes' memory through /proc, and a variant whose reads end when a test says so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstore.errors import ChannelError
 
 
 class ProcChannel(Channel):
-    """For processes of one user on one host."""
+    """Channel for processes of one user on one host."""
 
     name: ClassVar[str] = "proc"
 
@@ -78,7 +78,7 @@ class ProcChannel(Channel):
 
 
 class HeldChannel(ProcChannel):
-    """Its reads end when ``let_end`` is called, and not before; ``damage`` is done to what they have read."""
+    """Channel whose reads end only when ``let_end`` is called; ``damage`` is then applied to the bytes."""
 
     name: ClassVar[str] = "held"
     made: ClassVar[list[HeldChannel]] = []

@@ -1,4 +1,4 @@
-"""The code of docs/tiers.md, a tier and its test class, and of docs/policies.md, a policy and its own."""
+"""The code of docs/tiers.md, a tier and its test class, and of docs/policies.md, a policy and its test class."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MODULE = "kvstore_sqlite"
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """A page's fenced blocks in a language, in order."""
+    """Return a page's fenced blocks in a language, in order."""
     text = (DOCS / page).read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
@@ -25,7 +25,7 @@ def load_policy_test() -> type:
 
 
 def install(site: Path, name: str, entry: str, code: str | None = None) -> None:
-    """Put an installed package there, with one entry point and perhaps a module of its name."""
+    """Install a package there, with one entry point and perhaps a module of its name."""
     if code is not None:
         (site / f"{name}.py").write_text(code)
     info = site / f"{name}-1.0.dist-info"
@@ -35,14 +35,14 @@ def install(site: Path, name: str, entry: str, code: str | None = None) -> None:
 
 
 def install_example(site: Path) -> None:
-    """The package of docs/tiers.md, as pip would install it."""
+    """Install the package of docs/tiers.md as pip would."""
     (entry,) = (block for block in blocks("tiers.md", "toml") if "kvstore.tiers" in block)
     sections = re.sub(r'\[project\.entry-points\."(.*)"\]', r"[\1]", entry).replace('"', "")
     install(site, MODULE, sections, blocks("tiers.md", "python")[0])
 
 
 def load_test() -> type:
-    """Run both blocks as the modules they stand for, and return the test class."""
+    """Run both blocks as the modules that they show, and return the test class."""
     tier, test = blocks("tiers.md", "python")
     sys.modules[MODULE] = _run(MODULE, tier)
     try:

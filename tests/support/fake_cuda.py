@@ -1,4 +1,4 @@
-"""A CUDA runtime as far as pinning needs it: registered memory, a capture of graphs, each thread's last error."""
+"""A fake CUDA runtime for pinning: registered memory, a capture of graphs, each thread's last error."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 from kvstore.memory import pinning
 from kvstore.memory.cudart import CudaRuntime
 
-GLOBAL, RELAXED = 0, 2  # how a thread takes captures of others
+GLOBAL, RELAXED = 0, 2  # capture modes of a thread
 OUT_OF_MEMORY, UNSUPPORTED = 2, 900
 HANG_GUARD_S = 30.0
 
 
 class FakeCuda:
-    """What the driver remembers. ``install`` puts it in the place of torch's.
+    """Fake CUDA driver. ``install`` puts it in the place of torch's.
 
     Attributes:
         capturing: another thread captures a graph, in global mode.
@@ -42,13 +42,13 @@ class FakeCuda:
         self._of_thread = threading.local()
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let ``CudaPinner`` use it."""
+        """Let ``CudaPinner`` use this runtime."""
         module = SimpleNamespace(cudaHostRegister=self.register, cudaHostUnregister=self.unregister)
         monkeypatch.setattr(pinning, "_cudart", lambda: module)
         monkeypatch.setattr(torch.cuda, "device", nullcontext)
 
     def runtime(self) -> CudaRuntime:
-        """The calls that torch does not offer, through ctypes as in a process with CUDA."""
+        """Return the calls that torch does not offer, through ctypes as in a process with CUDA."""
         exchange = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))(self._exchange)
         address = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_char), ctypes.c_int, ctypes.c_int)
         library = SimpleNamespace(
@@ -59,16 +59,16 @@ class FakeCuda:
         return CudaRuntime(library)
 
     def end_capture(self) -> None:
-        """Let those go on who wait for it."""
+        """End the capture, and let the calls that wait for it continue."""
         self.capturing = False
         self._ended.set()
 
     def mode(self) -> int:
-        """How the calling thread takes captures."""
+        """Return the capture mode of the calling thread."""
         return int(getattr(self._of_thread, "mode", GLOBAL))
 
     def take_error(self) -> int:
-        """The calling thread's last error, which is forgotten."""
+        """Return the calling thread's last error, and reset it."""
         error, self._of_thread.error = getattr(self._of_thread, "error", 0), 0
         return int(error)
 

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server, over real HTTP, that says what a test wants."""
+"""An OpenAI-compatible server, over real HTTP, that answers as a test wants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from support.redis_server import free_port, wait_for
 
-# Odd on purpose: what passes a proxy byte for byte keeps its spaces, its escapes and its letters.
+# Odd on purpose: a proxy that passes it on byte for byte keeps its spaces, its escapes and its letters.
 EVENTS = (
     b'data: {"id": "cmpl-1","object":"text_completion", "created":7,"model":"m","choices":[{"text":"\xc3\xa4"}]}\n\n',
     b": a comment\n\n",
@@ -33,7 +33,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class HttpThread:
-    """An ASGI application on a port of this machine, from ``start`` to ``stop``; and again."""
+    """An ASGI application on a port of this machine, from ``start`` to ``stop``. It can be started again."""
 
     def __init__(self, app: ASGIApp, **uvicorns: Any) -> None:
         self._uvicorns = uvicorns
@@ -44,7 +44,7 @@ class HttpThread:
 
     @property
     def url(self) -> str:
-        """Where it answers."""
+        """URL at which it answers."""
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> Self:
@@ -84,27 +84,27 @@ class Seen(NamedTuple):
 
 @dataclass
 class Script:
-    """How an engine answers."""
+    """Answers of an engine."""
 
     status: int = 200
-    media_type: str = "application/json"  # of what is no stream
+    media_type: str = "application/json"  # of answers that are no stream
     answer: dict[str, Any] = field(default_factory=lambda: {"id": "cmpl-1", "choices": [{"text": "x"}]})
     events: tuple[bytes, ...] = (*EVENTS, DONE)
     piece_bytes: int = 0  # cut the stream into pieces of this size; 0 for one an event
     dies_after: int | None = None  # pieces of a stream, after which the connection is cut
-    holds_after: int | None = None  # pieces, after which it says nothing until ``gate`` opens; 0 for any answer
+    holds_after: int | None = None  # pieces, after which it sends nothing until ``gate`` opens; 0 for any answer
     health: int = 200
 
 
 class FakeEngine(HttpThread):
-    """Answers as its script says, and remembers what it was asked."""
+    """An engine that answers as its script says, and remembers its requests."""
 
     def __init__(self, **uvicorns: Any) -> None:
         self.script = Script()
         self.seen: list[Seen] = []
         self.health_checks = 0
         self.aborted = 0
-        self.held = 0  # answers that wait for the gate, or did
+        self.held = 0  # answers that wait or waited for the gate
         self.gate = threading.Event()
         routes = [
             Route("/health", self._health),
@@ -152,7 +152,7 @@ class FakeEngine(HttpThread):
             yield piece
 
     async def _hold(self, request: Request | None) -> None:
-        """Wait for the gate; the client's end, which Starlette tells streams by cancelling them, is noted."""
+        """Wait for the gate. Counts a disconnect of the client, which Starlette reports to streams by cancellation."""
         self.held += 1
         try:
             while not self.gate.is_set():
@@ -167,7 +167,7 @@ class FakeEngine(HttpThread):
 
 @contextmanager
 def fake_engines(count: int) -> Iterator[list[FakeEngine]]:
-    """So many engines that answer."""
+    """Yield as many engines that answer."""
     engines = [FakeEngine().start() for _ in range(count)]
     try:
         yield engines

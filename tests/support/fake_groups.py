@@ -1,8 +1,8 @@
-"""A vLLM that is played, for models of several groups: its runner, which checks every byte of every step.
+"""A simulated vLLM for models of several groups: its runner, which checks every byte of every step.
 
 All groups alias one pool of blocks, as in vLLM: a block holds what was last written to it, of whatever group. Before
 each step every token that the model attends to must hold the right KV, and the block of the last token the right state,
-by the definition of each kind. `fake_scheduler.py` plays the rest.
+by the definition of each kind. `fake_scheduler.py` simulates the rest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ROW_BITS = 32
 
 @dataclass(frozen=True)
 class GroupSetup(CommonSetup):
-    """How to build a `FakeGroups`."""
+    """Options of a `FakeGroups`."""
 
     groups: tuple[FakeGroup, ...] = (FakeGroup(Kind.FULL, 4), FakeGroup(Kind.WINDOW, 4, 9))
     stages: tuple[tuple[int, ...], ...] = ((2, 2),)  # layers of each group on each rank
@@ -44,15 +44,15 @@ class GroupSetup(CommonSetup):
     gpu_blocks: int = 128
     slots: int = 64
     interval: int = 0
-    staging_bytes: int = 1 << 14  # of a buffer on the device, at the least
-    retention: float = 1.0  # how often the state at a boundary is kept by vLLM, and offered
+    staging_bytes: int = 1 << 14  # of a buffer on the device, at least
+    retention: float = 1.0  # share of boundaries whose state vLLM keeps and offers
 
 
 class FakeGroups(FakeScheduler):
     """One engine: scheduler side, workers, and everything of vLLM between them."""
 
     setup: GroupSetup
-    frees_blocks = True  # which leave a window
+    frees_blocks = True  # once they leave a window
 
     def __init__(self, setup: GroupSetup) -> None:
         self._remote = None if setup.server is None else replace(REMOTE, max_queue=setup.max_write_queue)
@@ -146,7 +146,7 @@ class FakeGroups(FakeScheduler):
         self._launch(write)
 
     def _layers(self, number: int) -> list[tuple[Cache, int]]:
-        """The caches of a group's layers on all ranks, with what tells their values apart."""
+        """Return the caches of a group's layers on all ranks, with a number that distinguishes their values."""
         return [
             (cache[:, : self.words[number]], 1 + at + 100 * number + 10_000 * rank)
             for rank, caches in enumerate(self.caches)
@@ -154,7 +154,7 @@ class FakeGroups(FakeScheduler):
         ]
 
     def _wrong_group(self, tables: list[list[int]], values: npt.NDArray[np.int64], start: int) -> int | None:
-        """The first group that does not hold what the token at ``start`` attends to."""
+        """Return the first group that lacks what the token at ``start`` attends to."""
         for number, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
             positions = range(group.first_needed(start), start)
             for cache, mark in self._layers(number):
@@ -194,7 +194,7 @@ class FakeGroups(FakeScheduler):
         assert self.scheduler.is_async_load(request.request_id) or not external
 
     def _check_plan(self, plan: StepPlan) -> None:
-        """A load brings what its request needs and does not share, no more and no less; stores read whole tables."""
+        """Check that a load brings exactly what its request needs and does not share; stores must read whole tables."""
         for fetch in plan.fetches:
             request = self.loading[fetch.req_id][0]
             rows = {int(row) for job in fetch.loads for row in job.block_ids}

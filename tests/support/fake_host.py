@@ -1,4 +1,4 @@
-"""The two sides of the adapter below a vLLM that is played: a real `StoreScheduler`, real `StoreWorker`s, their device.
+"""The two sides of the adapter below a simulated vLLM: a real `StoreScheduler`, real `StoreWorker`s, their device.
 
 A step computes the KV of a token only if all that the token attends to is right, and garbage otherwise; so a wrong byte
 in any block, once used, is an error that names the request.
@@ -45,7 +45,7 @@ Cache = npt.NDArray[np.int64]
 def scheduler_options(
     setup: CommonSetup, rules: SaveRules, load_rules: LoadRules, remote: RemoteOptions | None
 ) -> SchedulerOptions:
-    """What a setup says to the scheduler side, whatever the model."""
+    """Return a setup's options for the scheduler side, for any model."""
     return SchedulerOptions(
         rules,
         local_cpu=setup.local_cpu,
@@ -61,7 +61,7 @@ def scheduler_options(
 
 
 class FakeHost(FakeTables):
-    """One engine without what vLLM does.
+    """One engine without vLLM's scheduler and runner.
 
     Args:
         setup: of the engine.
@@ -104,23 +104,23 @@ class FakeHost(FakeTables):
         raise NotImplementedError
 
     def _write(self, step: Step, part: Scheduled, tokens: list[int], start: int) -> None:
-        """Compute the KV of the tokens from ``start`` on, from what stands before it."""
+        """Compute the KV of the tokens from ``start`` on, from the KV before it."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """End the workers."""
+        """Close the workers."""
         for worker in self.workers:
             worker.close()
         self.scheduler.close()
 
     @property
     def index(self) -> ChunkIndex:
-        """The scheduler's catalog."""
+        """Catalog of the scheduler."""
         return self.connected.index
 
     @property
     def connected(self) -> Connected:
-        """What the scheduler plans with."""
+        """Connected state with which the scheduler plans."""
         assert self.scheduler._connected is not None
         return self.scheduler._connected
 
@@ -150,7 +150,7 @@ class FakeHost(FakeTables):
         copy_bytes: int = COPY_BYTES,
         beside: PagedKV | None = None,
     ) -> PagedKV:
-        """A rank's layers of one group, on the device of those of another."""
+        """Bind a rank's layers of one group, on a late device with the streams and staging of ``beside``, if given."""
         layers = {name: torch.from_numpy(cache) for name, cache in caches.items()}
         blocks = self.num_blocks
         paged = bind_paged_kv(
@@ -175,12 +175,12 @@ class FakeHost(FakeTables):
     # -- carrying out -----------------------------------------------------------------------------------------------
 
     def _launch(self, work: Callable[[], None]) -> None:
-        """Have the model do something: at once, or on its stream."""
+        """Have the model do some work, at once or on its stream."""
         if self.late is None:
             work()
             return
 
-        def noting_errors() -> None:  # any thread that waits for the device may do it
+        def noting_errors() -> None:  # on any thread that waits for the device
             try:
                 work()
             except AssertionError as error:
@@ -192,12 +192,12 @@ class FakeHost(FakeTables):
         if self.late is None:
             return
         if self.random.random() < 0.05:
-            self.late.run_all()  # or a slow stream never ends beside a fast one
+            self.late.run_all()  # or a slow stream never ends next to a fast one
         for _ in range(20):
             self.late.run_at_random()
 
     def _prepare(self, step: Step) -> list[StepPlan]:
-        """Give each rank its own plan, as over a wire; what becomes of blocks that were taken, before or after."""
+        """Give each rank its own plan, as over a wire. Blocks that were taken are overwritten before or after that."""
         plans = [copy.deepcopy(step.plan) for _ in self.workers]
         if self.setup.overwrites_early:
             self._overwrite_taken()
@@ -208,7 +208,7 @@ class FakeHost(FakeTables):
         return plans
 
     def _overwrite_taken(self) -> None:
-        """The step that is carried out may overwrite the blocks that its schedule has given away, and copy to some."""
+        """Overwrite the blocks that the schedule has given away, and copy to some, as the step may do."""
         blocks, self.taken = self.taken, []
         copies, self.copies = self.copies, []
 
@@ -226,7 +226,7 @@ class FakeHost(FakeTables):
         request, tokens = part.request, list(part.request.all_token_ids)
         start = request.on_gpu
         end = start + part.count - part.drafts
-        while len(tokens) < end:  # sampled by a step whose output nobody has seen yet
+        while len(tokens) < end:  # sampled by a step whose output is not known yet
             tokens.append(sample(tokens))
         accepted = 0
         if part.samples:
@@ -238,7 +238,7 @@ class FakeHost(FakeTables):
         self._write(step, part, tokens[: end + accepted], start)
         request.on_gpu = end + accepted
 
-    # -- what the ranks tell vLLM -----------------------------------------------------------------------------------
+    # -- reports of the ranks to vLLM -------------------------------------------------------------------------------
 
     def _take_fetched(self, step: Step, worker: StoreWorker) -> None:
         step.fetched |= _said_by_all(self.loading, worker.take_fetched_requests())
@@ -254,7 +254,7 @@ class FakeHost(FakeTables):
     # -- checks -----------------------------------------------------------------------------------------------------
 
     def chunk_files(self, rank: int = 0) -> list[Path]:
-        """The files of the chunks on one rank's disk."""
+        """Return the files of the chunks on one rank's disk."""
         assert self.setup.folder is not None
         home = self.setup.folder / f"rank-{rank}"
         mover = self.workers[rank]._mover
@@ -262,7 +262,7 @@ class FakeHost(FakeTables):
         return sorted(path for path in home.rglob("*.safetensors") if path.parent.name != ".free")
 
     def assert_nothing_leaked(self) -> None:
-        """After `settle`: no lease, plan, write, slot or block is left."""
+        """Assert after `settle` that no lease, plan, write, slot or block is left."""
         assert uses_of(self.index) == 0
         assert not self.scheduler._steps.in_flight
         assert are_saves_idle(self.connected.saves)
@@ -277,7 +277,7 @@ class FakeHost(FakeTables):
 
 
 def _said_by_all(waiting: dict[str, tuple[FakeRequest, int]], req_ids: Iterable[str]) -> set[str]:
-    """vLLM counts how many ranks have said that a request has ended: those of which the last one says so."""
+    """Return the requests that the last rank has reported as ended, as vLLM counts the reports of the ranks."""
     said = set()
     for req_id in req_ids:
         request, ranks = waiting[req_id]

@@ -1,4 +1,4 @@
-"""What a `FakeVllm` and a `FakeGroups` are made of: how they are set up, requests and steps, a listener to events."""
+"""Parts of a `FakeVllm` and a `FakeGroups`: their setups, requests and steps, and a listener to events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VOCABULARY = 50
 
 
 def kv_of(seed: str, tokens: Sequence[int]) -> npt.NDArray[np.int64]:
-    """The KV of every token; ``seed`` is what besides the tokens decides it."""
+    """Return the KV of every token; ``seed`` stands for all that decides it besides the tokens."""
     value = zlib.crc32(seed.encode())
     values = []
     for token in tokens:
@@ -42,13 +42,13 @@ def kv_of(seed: str, tokens: Sequence[int]) -> npt.NDArray[np.int64]:
 
 
 def sample(tokens: Sequence[int]) -> int:
-    """The token that the model says next."""
+    """Return the token that the model samples next."""
     return zlib.crc32(bytes(tokens)) % VOCABULARY
 
 
 @dataclass(eq=False)
 class FakeRequest:
-    """Satisfies `RequestView`."""
+    """Request that satisfies `RequestView`."""
 
     request_id: str
     all_token_ids: list[int]
@@ -64,15 +64,15 @@ class FakeRequest:
     offered: list[int] = field(default_factory=list)  # states of each group that connectors have been told of
     local: int = 0  # tokens that it shares with others
     hit: int = 0  # tokens that its last load brought
-    failed: bool = False  # a load of it, for which it was begun anew
+    failed: bool = False  # a load, after which the request began again
     on_gpu: int = 0  # tokens whose KV the runner has written; drafts rejected are not counted
-    stale: int = 0  # outputs on their way that belong to a time before the last preemption or failed load
+    stale: int = 0  # outputs on their way from before the last preemption or failed load
     drop_stale: bool = False
     in_flight: int = 0
     in_flight_tokens: int = 0
-    mixed: bool = False  # some of its KV belongs to weights that are gone
+    mixed: bool = False  # some of its KV was computed with replaced weights
     lora_request: Adapter | None = None
-    answer: dict[str, object] | None = None  # what the client hears of its KV
+    answer: dict[str, object] | None = None  # what the client is told about its KV
 
     @property
     def cache_salt(self) -> str | None:
@@ -88,12 +88,12 @@ class FakeRequest:
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether any block is its own or shared."""
+        """True if it has any block, of its own or shared."""
         return any(any(table) for table in self.tables)
 
     @property
     def block_hashes(self) -> list[bytes]:
-        """Of all whole blocks, each with what comes before it."""
+        """Hashes of all whole blocks, each over the blocks before it, too."""
         hasher, hashes = hashlib.sha256(self.salt.encode()), []
         for end in range(BLOCK, self.num_tokens + 1, BLOCK):
             hasher.update(bytes(self.all_token_ids[end - BLOCK : end]))
@@ -134,18 +134,18 @@ class Step:
 
 
 class Listener:
-    """A router that does not count: it takes each event at its word, and must always be right."""
+    """A router that does not count: it believes every event, and must always be right."""
 
     def __init__(self) -> None:
         self.blocks: dict[Place, dict[bytes, tuple[int, ...]]] = {place: {} for place in ANNOUNCED}
 
     def hear(self, events: Iterable[Stored | Removed]) -> None:
-        """Take in what was announced."""
+        """Take in events."""
         for event in events:
             held = self.blocks[event.place]
             if isinstance(event, Removed):
                 for name in event.hashes:
-                    del held[name]  # nobody takes back what was not said
+                    del held[name]  # no block is taken back that was not announced
                 continue
             blocks = event.blocks
             assert len(blocks.token_ids) == BLOCK * len(blocks.hashes)
@@ -156,7 +156,7 @@ class Listener:
 
 @dataclass(frozen=True)
 class CommonSetup:
-    """How to build an engine for a model of any kind."""
+    """Options of an engine for a model of any kind."""
 
     folder: Path | None = None
     server: FakeServer | None = None  # a remote tier, shared with others
@@ -175,7 +175,7 @@ class CommonSetup:
     budget: int = 64
     max_running: int = 8
     async_save: bool = False
-    eagerness: float | None = None  # of a device that does what the model and the workers launch as late as it may
+    eagerness: float | None = None  # of a device that does the work of the model and the workers as late as it may
     overwrites_early: bool = False  # as vLLM's model runner V2: blocks are overwritten before a step is prepared
     copies: bool = False  # some blocks are copied where others would be shared, as by vLLM's model runner V2
     seed: int = 0
@@ -183,7 +183,7 @@ class CommonSetup:
 
 @dataclass(frozen=True)
 class Setup(CommonSetup):
-    """How to build a `FakeVllm`."""
+    """Options of a `FakeVllm`."""
 
     ranks: int = 1
     stages: tuple[int, ...] = ()  # with pipeline parallelism, the layers of each rank
@@ -198,7 +198,7 @@ class Setup(CommonSetup):
     layerwise: bool = False
     names_layers_early: bool = False  # as micro-batches: layers are named before the model has computed them
     handover: HandoverOptions | None = None
-    receiver: FakeServer | None = None  # where requests are handed over
+    receiver: FakeServer | None = None  # the receiver of handed-over requests
     push_slots: int = 8
     port: int | None = None  # of the first rank's own server, for other engines
     server_bytes: int = SERVER_BYTES
@@ -206,14 +206,14 @@ class Setup(CommonSetup):
     sources: tuple[str, ...] = ()  # other engines that requests may name
     shared: str | None = None  # a cache server, over real sockets, that engines with a port only read
     lookup_timeout_s: float = 5.0
-    hold_s: float | None = None  # how long answers of the remote tier count, if not for long
+    hold_s: float | None = None  # how long answers of the remote tier count; None for long
     hot_slots: int = 0  # copies on the device
     staging_chunks: int = 2  # that a buffer on the device holds
     copy_bytes: int = 1  # as of a `DevicePagedKV`
 
 
 def remote_of(setup: Setup) -> RemoteOptions | None:
-    """What comes from elsewhere: from a tier in a dictionary, or over real sockets."""
+    """Return the options of a remote tier in a dictionary or over real sockets, or None without one."""
     if setup.port is not None or setup.peers is not None:
         num_sends = 0 if setup.port is None else 64
         peers, timeout_s = setup.peers or (), setup.lookup_timeout_s

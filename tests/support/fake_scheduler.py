@@ -1,8 +1,8 @@
-"""Plays vLLM around a `StoreScheduler` and real `StoreWorker`s, for models of any kind: its clients and its scheduler.
+"""Simulates vLLM around a `StoreScheduler` and real `StoreWorker`s, for any model: its clients and its scheduler.
 
-Modelled, because it is what goes wrong: blocks shared by prefix before they are loaded, freed blocks filled with
-garbage, steps planned before the last one's report, rejected drafts, preemption, aborts, new weights. A step with
-states ends where one is to be kept.
+It models what often fails: blocks shared by prefix before they are loaded, freed blocks filled with garbage, steps
+planned before the last one's report, rejected drafts, preemption, aborts, new weights. A step with states ends where
+one is to be kept.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Engine = TypeVar("Engine", bound="FakeScheduler")
 
 
 class FakeScheduler(FakeHost):
-    """One engine but for what a runner does with its model."""
+    """One engine without its runner."""
 
     frees_blocks = False  # of running requests
 
@@ -41,8 +41,8 @@ class FakeScheduler(FakeHost):
         super().__init__(setup, groups, caches, options)
         self.waiting: deque[FakeRequest] = deque()
         self.running: list[FakeRequest] = []
-        self.preempted = False  # somebody, since the last step
-        self.take: Callable[[int], int] = lambda offered: offered  # how many external tokens vLLM makes use of
+        self.preempted = False  # any request, since the last step
+        self.take: Callable[[int], int] = lambda offered: offered  # how many external tokens vLLM uses
         self.loaded_tokens: dict[str, int] = {}
         self.loads = 0  # requests that have waited for one
 
@@ -51,17 +51,17 @@ class FakeScheduler(FakeHost):
         raise NotImplementedError
 
     def _check_offer(self, request: FakeRequest, num_local: int, external: int) -> None:
-        """How many tokens may be offered to a request."""
+        """Check how many tokens are offered to a request."""
         raise NotImplementedError
 
     def _check_plan(self, plan: StepPlan) -> None:
-        """What a plan may hold."""
+        """Check the contents of a plan."""
 
     def _set_back(self, step: Step) -> list[FakeRequest]:
-        """Let requests compute again what could not be loaded for them; those that run are returned."""
+        """Let requests recompute what could not be loaded for them; returns those that run."""
         raise NotImplementedError
 
-    # -- what a client does -----------------------------------------------------------------------------------------
+    # -- actions of a client ----------------------------------------------------------------------------------------
 
     def add(
         self,
@@ -74,7 +74,7 @@ class FakeScheduler(FakeHost):
         params: RequestParams = NO_PARAMS,
         handover: Handover | None = None,
     ) -> FakeRequest:
-        """A new request."""
+        """Add a request."""
         tables: list[list[int]] = [[] for _ in self.groups]
         request = FakeRequest(name, list(tokens), max_tokens, salt, priority=priority, tables=tables)
         self.scheduler.add_request(request, KeyExtras(cache_salt=salt, tags=params.tags), params, handover)
@@ -82,12 +82,12 @@ class FakeScheduler(FakeHost):
         return request
 
     def abort(self, request: FakeRequest) -> None:
-        """The client went away."""
+        """Abort a request, as after its client has disconnected."""
         if request.state != "finished":
             self._finish(request)
 
     def run(self, *, max_steps: int = 400) -> None:
-        """Work until nothing is left to do."""
+        """Run steps until nothing is left to do."""
         for _ in range(max_steps):
             if not (self.waiting or self.running or self.kept or self.loading or self.in_flight):
                 return
@@ -97,15 +97,15 @@ class FakeScheduler(FakeHost):
         raise AssertionError(f"not done after {max_steps} steps: {self.waiting} {self.running} {self.kept}")
 
     def ask(self, name: str, tokens: Iterable[int], **how: Any) -> FakeRequest:
-        """Add a request and work until all are done."""
+        """Add a request and run until all are done."""
         request = self.add(name, tokens, **how)
         self.run()
         return request
 
     def settle(self) -> None:
-        """Work until idle, with every write reported."""
+        """Run until idle, with every write reported."""
         self.run()
-        for _ in range(3):  # the later ones take along removals that the first one's report brought up
+        for _ in range(3):  # the later ones take along removals that the first one's report caused
             for worker in self.workers:
                 worker._background.finish_saves()
                 assert not worker._mover.flush(10).pending
@@ -137,7 +137,7 @@ class FakeScheduler(FakeHost):
         self.epochs[self.weights] = self.scheduler._epoch
 
     def sleep(self) -> None:
-        """Sleep and wake up as vLLM 0.33 does at level 1 and 2: what the device held is gone, its addresses stay."""
+        """Sleep and wake up as vLLM 0.33 does at levels 1 and 2: the device loses its contents and keeps its layout."""
         while self.in_flight:
             self._process(self.in_flight.popleft())
         weights = self.weights
@@ -184,7 +184,7 @@ class FakeScheduler(FakeHost):
         return Step(copy.deepcopy(plan), work, has_loads)
 
     def _schedule_running(self) -> tuple[list[Scheduled], bool]:
-        """The parts of the requests that run, and whether any had to be preempted."""
+        """Return the parts of the requests that run, and True if any had to be preempted."""
         work: list[Scheduled] = []
         budget = self.setup.budget
         preempted = False
@@ -192,7 +192,7 @@ class FakeScheduler(FakeHost):
             if request not in self.running or budget <= 0:
                 continue
             if request.placeholders and request.num_outputs + request.placeholders >= request.max_tokens:
-                continue  # vLLM sees that this request will have all its tokens
+                continue  # vLLM knows that this request will have all its tokens
             drafts = min(self._drafts(request), budget - 1)
             count = self._count(request, request.num_computed_tokens, budget) + drafts
             if count <= 0:
@@ -216,7 +216,7 @@ class FakeScheduler(FakeHost):
         return self.random.randint(0, self.setup.drafts) if decodes and request.num_outputs else 0
 
     def _count(self, request: FakeRequest, start: int, budget: int) -> int:
-        """How many tokens of a request a step takes: with states, a prefill stops where one is to be kept."""
+        """Return the tokens of a request that a step takes: with states, a prefill stops where one is to be kept."""
         count = min(request.num_tokens + request.placeholders - start, budget)
         prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
         blocks = [group.block for group in self.groups if group.kind is Kind.STATE]
@@ -240,7 +240,7 @@ class FakeScheduler(FakeHost):
         return Scheduled(request, count, drafts, samples, [list(table) for table in request.tables])
 
     def _schedule_waiting(self, work: list[Scheduled]) -> bool:
-        """Add the parts of requests that wait, as far as there is room; whether any of them loads in this step."""
+        """Add the parts of waiting requests, as far as there is room; True if any of them loads in this step."""
         budget = self.setup.budget - sum(part.count for part in work)
         has_loads = False
         skipped: list[FakeRequest] = []
@@ -283,7 +283,7 @@ class FakeScheduler(FakeHost):
         return has_loads
 
     def _look_up(self, request: FakeRequest) -> bool | None:
-        """Admit a request, or begin its load; None to ask again, False if there is no room."""
+        """Admit a request, or begin its load; None to ask again, False without room."""
         local = self._local_hit(request)
         external = self.scheduler.num_new_matched_tokens(request, local[0])
         if external is None:
@@ -313,7 +313,7 @@ class FakeScheduler(FakeHost):
         return True
 
     def _copy_some(self, request: FakeRequest) -> None:
-        """Let a request have a copy of a block, where it would share it."""
+        """Replace a shared block of a request by a copy, at random."""
         if self.setup.copies and self.random.random() < 0.5:
             self._copy_shared(request, self.random.randrange(len(self.groups)))
 
@@ -324,7 +324,7 @@ class FakeScheduler(FakeHost):
         assert min(split) >= 0
 
     def _missing(self, request: FakeRequest) -> int:
-        """Blocks that this request, and those that hold blocks and wait, may still need."""
+        """Count the blocks that this request, and those that hold blocks and wait, may still need."""
         holding = [request, *(waiting for waiting, _ in self.loading.values())]
         holding += [waiting for waiting in self.waiting if waiting.holds_blocks and waiting not in holding]
         return sum(
@@ -334,7 +334,7 @@ class FakeScheduler(FakeHost):
         )
 
     def _end_loading(self, request: FakeRequest) -> None:
-        """What has been loaded for a request may be shared from now on."""
+        """End a request's load, after which its blocks may be shared."""
         request.state, request.loaded = "waiting", False
         if request.num_computed_tokens == 0:  # it failed
             self._free_request(request)
@@ -410,7 +410,7 @@ class FakeScheduler(FakeHost):
 
 @contextmanager
 def one_at_a_time(make: Callable[..., Engine]) -> Iterator[Callable[..., Engine]]:
-    """Makes engines as ``make`` does; a new one ends the one before: in the same folder it is a restart."""
+    """Make engines by ``make``; a new one closes the one before, so in the same folder it is a restart."""
     engines: list[Engine] = []
 
     def build(*how: Any, **changes: Any) -> Engine:

@@ -1,4 +1,4 @@
-"""Plays vLLM's block manager: one pool of ids, a table for each group of each request, prefixes that they share."""
+"""Simulates vLLM's block manager: one pool of ids, a table for each group of each request, prefixes that they share."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NULL = 0
 
 @dataclass(frozen=True)
 class FakeGroup:
-    """What layers of one kind keep: for a window the ``span`` before the next token, for local attention its chunk."""
+    """Layers of one kind, which keep for a window the ``span`` before the next token, for local attention its chunk."""
 
     kind: Kind
     block: int
     span: int = 0
 
     def first_needed(self, num_tokens: int) -> int:
-        """The first of the tokens before this one that it attends to; of a state, the last whose state is needed."""
+        """Return the first token before this one that it attends to; of a state, the last whose state is needed."""
         match self.kind:
             case Kind.FULL:
                 return 0
@@ -34,7 +34,7 @@ class FakeGroup:
                 return max(0, num_tokens - 1)
 
     def needed_blocks(self, num_tokens: int) -> range:
-        """The positions of the blocks that a request needs to go on at a token."""
+        """Return the positions of the blocks that a request needs to continue at a token."""
         return range(self.first_needed(num_tokens) // self.block, -(-num_tokens // self.block))
 
 
@@ -57,12 +57,12 @@ class FakeTables:
         self.deferred_frees: list[tuple[int, list[int]]] = []
         self.planned = self.processed = 0  # steps
         self.taken: list[int] = []  # blocks given away since the last step
-        self.copies: list[tuple[int, int]] = []  # that this step begins with: from a block to one that was taken
+        self.copies: list[tuple[int, int]] = []  # at the begin of this step: from a block to one that was taken
         self.cached_at: dict[int, int] = {}  # the step since which a block can be found
         self.offers: dict[str, list[tuple[int, int, int]]] = {}  # states: group, block, token
 
     def retains(self) -> bool:
-        """Whether the state at a boundary is kept, and offered."""
+        """Tell if the state at a boundary is kept, and offered."""
         raise NotImplementedError
 
     def forget_local(self) -> None:
@@ -71,7 +71,7 @@ class FakeTables:
         self.hash_of.clear()
 
     def _local_hit(self, request: FakeRequest) -> tuple[int, list[list[int]]]:
-        """The most tokens at which all groups can go on, and the tables there, with nulls for what is not needed."""
+        """Return the most tokens at which all groups can continue, and the tables there, with nulls for the others."""
         tokens = tuple(request.all_token_ids)
         for end in range((len(tokens) - 1) // self.align * self.align, 0, -self.align):
             tables = []
@@ -133,7 +133,7 @@ class FakeTables:
         return True
 
     def _grow(self, request: FakeRequest, end_tokens: int) -> bool:
-        """Give a request what a step up to a token needs; what has left the windows goes first."""
+        """Give a request the blocks for a step up to a token; blocks that have left the windows are freed first."""
         self._leave_windows(request)
         missing = []
         for group, table in zip(self.groups, request.tables, strict=True):
@@ -150,7 +150,7 @@ class FakeTables:
     def _copy_shared(self, request: FakeRequest, number: int) -> None:
         """Give a request a copy of a group's last shared block, if that holds what its hash says.
 
-        Until the step has ended nobody else gets either of them.
+        Until the step has ended no other request gets either of them.
         """
         table, at = request.tables[number], request.local // self.groups[number].block - 1
         if at < 0 or table[at] == NULL or not self.free or self.cached_at[table[at]] >= self.processed:
@@ -160,7 +160,7 @@ class FakeTables:
         self.deferred_frees.append((self.planned + 1, [source]))
 
     def _leave_windows(self, request: FakeRequest) -> None:
-        """Take blocks that no later token needs; those behind which a step is under way stay."""
+        """Free blocks that no later token needs, except those of which a step is under way."""
         done = max(0, request.num_computed_tokens - request.in_flight_tokens)
         for group, table in zip(self.groups, request.tables, strict=True):
             for at in range(min(group.first_needed(done) // group.block, len(table))):
@@ -201,4 +201,4 @@ class FakeTables:
             if self.uses[block] == 0 and block in self.hash_of:
                 self.free.append(block)
             elif self.uses[block] == 0:
-                self.free.appendleft(block)  # what nobody can find is given away first: to be overwritten soon
+                self.free.appendleft(block)  # given away first, as it cannot be found: to be overwritten soon

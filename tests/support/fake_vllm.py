@@ -1,6 +1,6 @@
-"""A vLLM that is played, for a model of one group: its runner, which checks every byte of every step.
+"""A simulated vLLM for a model of one group: its runner, which checks every byte of every step.
 
-The KV of a token is a hash over all tokens up to it, written into real tensors. `fake_scheduler.py` plays the rest.
+The KV of a token is a hash over all tokens up to it, written into real tensors. `fake_scheduler.py` simulates the rest.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class FakeVllm(FakeScheduler):
         super().__init__(setup, [FakeGroup(Kind.FULL, BLOCK)], caches, options)
         self.recovered = 0  # requests set back by failed loads
         self.heard = Listener()
-        self._shareable: list[FakeRequest] = []  # all that came without tags
+        self._shareable: list[FakeRequest] = []  # all without tags
         self._has_survivors = len(self.index) > 0
 
     def _worker(self, rank: int) -> StoreWorker:
@@ -106,7 +106,7 @@ class FakeVllm(FakeScheduler):
         return StoreWorker(paged, self.namespace(rank), options, how, server)
 
     def namespace(self, rank: int = 0, weights: int = 0) -> Namespace:
-        """Of a rank's chunks, as computed with certain weights."""
+        """Return the namespace of a rank's chunks, as computed with certain weights."""
         namespace = Namespace({"model": "fake", "shard": 0 if self.setup.replicas else rank})
         return namespace.at_epoch(self.epochs[weights]) if self.epochs[weights] else namespace
 
@@ -117,13 +117,13 @@ class FakeVllm(FakeScheduler):
         return replace(self._remote, sends=sends, rank=rank)
 
     def _mark(self, rank: int, layer: int) -> int:
-        """Tells the KV of one layer of one rank from that of others."""
+        """Return a number that distinguishes the KV of one layer of one rank."""
         return layer + (0 if self.setup.replicas else 1000 * rank)
 
-    # -- what a client does -----------------------------------------------------------------------------------------
+    # -- actions of a client ----------------------------------------------------------------------------------------
 
     def add(self, name: str, tokens: Iterable[int], *, params: RequestParams = NO_PARAMS, **how: Any) -> FakeRequest:
-        """A new request."""
+        """Add a request."""
         request = super().add(name, tokens, params=params, **how)
         if not params.tags:
             self._shareable.append(request)
@@ -134,12 +134,12 @@ class FakeVllm(FakeScheduler):
     def _execute(self, step: Step) -> None:
         for worker, plan in zip(self.workers, self._prepare(step), strict=True):
             if self.late is not None and self.random.random() < 0.3:
-                worker._background._stores.submit(time.sleep, 0.005)  # or this thread lets the device do all at once
+                worker._background._stores.submit(time.sleep, 0.005)  # or this thread lets the device do all of it
             worker.begin_step(plan)
             if step.has_loads:
                 worker.load()
             if step.work and self.setup.layerwise:
-                for number in range(max(map(len, self.caches))):  # a stage passes by those of others
+                for number in range(max(map(len, self.caches))):  # a stage skips those of others
                     worker.wait_for_layer(f"layer.{number}")
             worker.end_loads()
             step.failed_blocks |= worker.take_failed_block_ids()
@@ -166,7 +166,7 @@ class FakeVllm(FakeScheduler):
     def _name_layers(self, step: Step) -> None:
         if step.work and (self.setup.layerwise or self.setup.receiver is not None):
             for worker in self.workers:
-                for number in range(max(map(len, self.caches))):  # a stage passes by those of others
+                for number in range(max(map(len, self.caches))):  # a stage skips those of others
                     worker.save_layer(f"layer.{number}")
 
     def _write(self, step: Step, part: Scheduled, tokens: list[int], start: int) -> None:
@@ -193,7 +193,7 @@ class FakeVllm(FakeScheduler):
                 layer[block, offset] = value + self._mark(rank, number)
 
     def _holds(self, blocks: list[int], values: npt.NDArray[np.int64]) -> bool:
-        """Whether the blocks begin with this KV, in every layer of every rank."""
+        """Tell if the blocks begin with this KV, in every layer of every rank."""
         return all(
             bool((layer[blocks].reshape(-1)[: len(values)] == values + self._mark(rank, number)).all())
             for rank, layers in enumerate(self.caches)
@@ -243,7 +243,7 @@ class FakeVllm(FakeScheduler):
             marked |= {blocks[number] for number in hits}
             request.num_computed_tokens = computed if first is None else first * BLOCK
             request.on_gpu = request.num_computed_tokens
-            # vLLM 0.32 does without these two: where it runs ahead, it delivers a token made from garbage.
+            # vLLM 0.32 lacks these two: where it runs ahead, it delivers a token made from garbage.
             request.placeholders = 0
             request.stale, request.drop_stale = request.in_flight, True
             failed.append(request)
@@ -253,13 +253,13 @@ class FakeVllm(FakeScheduler):
     # -- checks -----------------------------------------------------------------------------------------------------
 
     def payload(self, tokens: Sequence[int], num_blocks: int, salt: str, rank: int, weights: int) -> bytes:
-        """What the last blocks of a sequence must be, as a chunk."""
+        """Return the payload that a chunk of a sequence's last blocks must have."""
         values = kv_of(f"{weights} {salt}", tokens)[-num_blocks * BLOCK :]
         layers = range(len(self.caches[rank]))
         return b"".join((values + self._mark(rank, layer)).tobytes() for layer in layers)
 
     def assert_nothing_leaked(self) -> None:
-        """After `settle`: no lease, plan, write, slot or block is left."""
+        """Assert after `settle` that no lease, plan, write, slot or block is left."""
         super().assert_nothing_leaked()
         self._assert_routers_know()
         if self.setup.folder is not None:
@@ -269,9 +269,9 @@ class FakeVllm(FakeScheduler):
                     assert any(key in path.name for key in known), f"rank {rank}: {path.name} is not in the index"
 
     def _assert_routers_know(self) -> None:
-        """What was announced can be found, and all of that, except for chunks that were on disk at start.
+        """Assert that routers know exactly the blocks that can be found, except for chunks that were on disk at start.
 
-        And for those that were loaded for a request that has only their first blocks.
+        Chunks that were loaded for a request that has only their first blocks are excepted, too.
         """
         assert self.scheduler._announcer is not None
         known, chunks = self.scheduler._announcer._known, self.index._chunks
@@ -282,7 +282,7 @@ class FakeVllm(FakeScheduler):
             assert heard.keys() == there.keys() or has_parts or (place is Place.DISK and self._has_survivors), place
 
     def _blocks_in(self, request: FakeRequest, place: Place) -> Iterator[tuple[bytes, tuple[int, ...]]]:
-        """The blocks of a request that chunks in one place hold, each with its tokens."""
+        """Yield the blocks of a request that chunks in one place hold, each with its tokens."""
         hasher = PrefixHasher(CHUNK, BLOCK, KeyExtras(cache_salt=request.salt))
         hasher.update(request.all_token_ids)
         blocks = CHUNK // BLOCK
@@ -296,5 +296,5 @@ class FakeVllm(FakeScheduler):
 
 
 def one_after_the_other(plain: Setup) -> AbstractContextManager[Callable[..., FakeVllm]]:
-    """Makes engines like ``plain``, or another setup, but for the fields named; a new one ends the one before."""
+    """Make engines like ``plain``, or another setup, with the named fields changed; a new one closes the one before."""
     return one_at_a_time(lambda setup=plain, **changes: FakeVllm(replace(setup, **changes)))

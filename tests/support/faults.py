@@ -32,10 +32,10 @@ OPERATIONS = ("scan", "contains", "get", "get_layers", "put", "remove", "clear",
 
 
 class FaultKind(Enum):
-    """What goes wrong, and in which operations it can."""
+    """Kinds of faults, with the operations in which they can occur."""
 
     ERROR = "error"  # any: raises TierError, as after an I/O error of the whole tier; the inner tier is not asked
-    HANG = "hang"  # any: waits until it is released, then goes on as if nothing had been
+    HANG = "hang"  # any: waits until it is released, then continues normally
     FAILED = "failed"  # get, get_layers, put: this chunk cannot be moved (EIO)
     MISS = "miss"  # get, get_layers: this chunk is not found this time
     CORRUPT = (
@@ -70,14 +70,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Fault:
-    """One line of a plan. All conditions must be met.
+    """One line of a plan, all of whose conditions must be met.
 
     Attributes:
-        kind: what goes wrong.
-        operation: in which operation; None means in each where it can.
+        kind: the fault.
+        operation: in which operation; None for each in which it can occur.
         calls: in which calls of that operation, counted from 0; None means all.
         when: any other condition, asked on the caller's thread.
-        share: of the calls (``ERROR``, ``HANG``) or chunks that meet all that, drawn from the seed.
+        share: of the calls (``ERROR``, ``HANG``) or chunks that meet all other conditions, drawn from the seed.
     """
 
     kind: FaultKind
@@ -92,7 +92,7 @@ class Fault:
             raise InvalidCallError(f"{self.kind.name} cannot happen in {self.operation!r}, only in {sorted(can)}")
 
     def meets(self, call: Call) -> bool:
-        """Whether a call meets the conditions, the share aside."""
+        """Tell if a call meets the conditions, apart from the share."""
         return (
             self.operation in (None, call.operation)
             and (self.calls is None or call.number in self.calls)
@@ -114,28 +114,28 @@ class FaultInjector(TierWrapper):
         self._releases = 0
 
     def inject(self, *faults: Fault) -> None:
-        """Replace the plan. Calls that hang go on hanging."""
+        """Replace the plan. Hanging calls continue to hang."""
         self._plan = faults
 
     def heal(self) -> None:
-        """Drop the plan and release what hangs."""
+        """Drop the plan and release hanging calls."""
         self.inject()
         self.release()
 
     def release(self) -> None:
-        """Let go of the calls that hang now; later ones hang as planned."""
+        """Release the calls that hang now; later ones hang as planned."""
         with self._state:
             self._releases += 1
             self._state.notify_all()
 
     def wait_until_hanging(self, calls: int = 1, timeout_s: float = 30.0) -> bool:
-        """Wait until that many calls hang; False if time ran out first."""
+        """Wait until that many calls hang; False if the time is over first."""
         with self._state:
             return self._state.wait_for(lambda: self._hanging >= calls, timeout_s)
 
     @property
     def injected(self) -> dict[FaultKind, int]:
-        """Faults injected so far."""
+        """Number of faults injected so far, by kind."""
         with self._state:
             return dict(self._injected)
 
@@ -150,7 +150,7 @@ class FaultInjector(TierWrapper):
         return self.inner.contains(refs)
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Forward what is not to fail, and spoil bytes as planned.
+        """Forward the chunks that are not to fail, and spoil bytes as planned.
 
         Raises:
             TierError: as planned, or by the tier.
@@ -159,11 +159,11 @@ class FaultInjector(TierWrapper):
         outcomes = _merge(faults, self.inner.get(self._sound(transfers, faults)))
         for item, kind, outcome in zip(transfers, faults, outcomes, strict=True):
             if kind is FaultKind.FLIP and outcome is Outcome.HIT:
-                item.buffer[item.ref.num_blocks // 2] ^= 0xFF  # a block has a byte at least: not in the padding
+                item.buffer[item.ref.num_blocks // 2] ^= 0xFF  # a block has at least one byte: not in the padding
         return outcomes
 
     def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
-        """Forward what is not to fail.
+        """Forward the chunks that are not to fail.
 
         Raises:
             TierError: as planned, or by the tier.
@@ -172,14 +172,14 @@ class FaultInjector(TierWrapper):
         return _merge(faults, self.inner.get_layers(self._sound(transfers, faults), layers))
 
     def _sound(self, transfers: Sequence[Transfer], faults: Sequence[FaultKind | None]) -> list[Transfer]:
-        """What to read all the same; what is to be damaged is removed, as the contract says."""
+        """Return the transfers to read, after removing the chunks that are to be damaged, as the contract says."""
         planned = list(zip(transfers, faults, strict=True))
         if damaged := [item.ref for item, kind in planned if kind is FaultKind.CORRUPT]:
             self.inner.remove(damaged)
         return [item for item, kind in planned if kind in (None, FaultKind.FLIP)]
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Forward what is not to fail.
+        """Forward the chunks that are not to fail.
 
         Raises:
             TierError: as planned, or by the tier.
@@ -220,7 +220,7 @@ class FaultInjector(TierWrapper):
         return call
 
     def _draw(self, operation: str, transfers: Sequence[Transfer]) -> list[FaultKind | None]:
-        """The fault of each chunk of a batch."""
+        """Return the fault of each chunk of a batch."""
         call = self._enter(operation, [item.ref for item in transfers])
         return [
             self._choose(Call(operation, call.number, (item.ref,)), _OF_CHUNKS[operation], position)
@@ -248,6 +248,6 @@ class FaultInjector(TierWrapper):
 
 
 def _merge(faults: Sequence[FaultKind | None], answers: Iterable[Outcome]) -> list[Outcome]:
-    """Outcomes in order: the faults', and between them those of the inner tier."""
+    """Return the outcomes in order: those of the faults, and between them those of the inner tier."""
     remaining = iter(answers)
     return [next(remaining) if kind in (None, FaultKind.FLIP) else Outcome(kind.value) for kind in faults]

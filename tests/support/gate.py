@@ -1,4 +1,4 @@
-"""Holds a call up until the test lets it go on, or a test until something has happened."""
+"""Holds up a call until the test lets it continue, or a test until a condition holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HANG_GUARD_S: Final = 30.0  # a test that waits for longer has failed
 
 
 class Gate:
-    """Calls wait here until it is opened; it knows when one is waiting."""
+    """Gate at which calls wait until it is opened; it knows when one is waiting."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
@@ -25,12 +25,12 @@ class Gate:
             raise AssertionError("nobody has opened the gate")
 
     def open(self) -> None:
-        """Let everybody through, from now on. Fails if somebody waited until the guard: the test waited for them."""
+        """Let all calls through from now on. Fails if one has waited until the guard: the test waited for it."""
         self._open.set()
         assert not self._was_left, "the test waited for who waited here"
 
     def before(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The same call, behind the gate."""
+        """Return the same call, behind the gate."""
 
         def held_up(*arguments: Any, **options: Any) -> Any:
             self()
@@ -40,7 +40,7 @@ class Gate:
 
 
 def until(condition: Callable[[], bool]) -> bool:
-    """Wait for a condition; False if it does not come true."""
+    """Wait for a condition; False if it never holds."""
     end_s = time.monotonic() + HANG_GUARD_S
     while not condition() and time.monotonic() < end_s:
         time.sleep(0.005)

@@ -1,7 +1,7 @@
-"""A storage behind a tier that takes its time: calls wait until the test lets them go on, or fail when it says so.
+"""A storage behind a tier whose calls wait until the test lets them continue, or fail when the test says so.
 
-What a call does, it does when it is let go on, and in the namespace that the tier is in then: as a server does with a
-message that was long on its way.
+A call takes effect when it continues, and in the namespace that the tier has then, as a server does with a message
+that was long on its way.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ OPERATIONS = ("put", "get", "more", "contains", "remove", "clear", "reset")  # "
 
 
 class GatedStore:
-    """What all tiers over it see: the chunks of every namespace, and what becomes of their calls. Thread-safe."""
+    """Store that all tiers over it share: the chunks of every namespace, and a gate for the calls. Thread-safe."""
 
     def __init__(self) -> None:
         self.chunks: dict[bytes, dict[ChunkRef, bytes]] = {}
         self.damaged: set[ChunkRef] = set()
-        self.stored: list[tuple[bytes, bytes]] = []  # under which namespace, and how the payload begins
+        self.stored: list[tuple[bytes, bytes]] = []  # namespace of each, and how the payload begins
         self.faults: Counter[str] = Counter()  # how many of the next calls fail
         self._held: set[str] = set()
         self._waiting: Counter[str] = Counter()
@@ -47,30 +47,30 @@ class GatedStore:
             self._held.add(operation)
 
     def release(self, *operations: str) -> None:
-        """Let those go on that wait, and all later ones."""
+        """Let the calls that wait continue, and all later ones."""
         with self._changed:
             self._held.difference_update(operations)
             self._changed.notify_all()
 
     def is_held(self, operation: str) -> bool:
-        """Whether calls wait."""
+        """Tell if calls wait."""
         return operation in self._held
 
     def wait_for(self, is_reached: Callable[[Counter[str]], bool]) -> bool:
-        """Until so many calls wait as the test wants; False if they never do."""
+        """Wait until as many calls wait as the test wants; False if they never do."""
         with self._changed:
             return self._changed.wait_for(lambda: is_reached(self._waiting), HANG_GUARD_S)
 
     def notice(self) -> None:
-        """Let ``wait_for`` look again: something else has changed."""
+        """Let ``wait_for`` look again, because something else has changed."""
         with self._changed:
             self._changed.notify_all()
 
     def pass_by(self, operation: str) -> None:
-        """A call comes here, and waits if it must.
+        """Let a call pass, or wait if it must.
 
         Raises:
-            TierError: it was to fail.
+            TierError: the call was to fail.
         """
         with self._changed:
             fails = self.faults[operation] > 0
@@ -84,7 +84,7 @@ class GatedStore:
 
 
 class GatedTier(FakeTier):
-    """A tier over such a storage, in one namespace of it."""
+    """A tier over such a storage, in one of its namespaces."""
 
     def __init__(self, store: GatedStore, namespace: Namespace, layout: KVLayout, *, reads_layers: bool) -> None:
         super().__init__()
@@ -153,6 +153,6 @@ class GatedTier(FakeTier):
         with self._lock:
             before = self.chunks
             self._enter(namespace)
-        self._store.pass_by("reset")  # fails, if at all, to let go of the old ones
+        self._store.pass_by("reset")  # can only fail to discard the old ones
         with self._lock:
             before.clear()

@@ -1,4 +1,4 @@
-"""A paged cache on a device that works behind the host's back: a real GPU, or one that a CPU simulates.
+"""A paged cache on a device that runs asynchronously to the host: a real GPU, or one that a CPU simulates.
 
 Tests of the order of work are written once and run on both: on the CPU everywhere, on CUDA where there is a device.
 """
@@ -44,24 +44,24 @@ class Gpu(ABC):
 
     @abstractmethod
     def launch(self, work: Callable[[], object]) -> None:
-        """Give the current stream something to do."""
+        """Give work to the current stream."""
 
     @abstractmethod
     def hold_up(self) -> None:
-        """Let the current stream be late."""
+        """Delay the current stream."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait for everything."""
+        """Wait for all work."""
 
     @abstractmethod
     def slots(self) -> list[ByteArray]:
-        """Slots in host memory, pinned on a real device."""
+        """Return slots in host memory, pinned on a real device."""
 
     @property
     @abstractmethod
     def is_behind(self) -> bool:
-        """Whether nobody has waited for what the current stream was given."""
+        """True if nothing has waited for the work of the current stream."""
 
     def fill(self, ids: BlockIds, value: int, layers: range = range(LAYERS)) -> None:
         """Launch the model's writes to some blocks."""
@@ -72,7 +72,7 @@ class Gpu(ABC):
                 self.launch(lambda row=row: row.fill_(value))  # type: ignore[misc]
 
     def read(self, ids: BlockIds, layers: range = range(LAYERS)) -> Callable[[], set[int]]:
-        """Launch kernels that read blocks; after ``wait`` the answer says which numbers they saw."""
+        """Launch kernels that read blocks. Returns a function that, after ``wait``, gives the numbers they saw."""
         edges = []
         for layer in layers:
             for block in ids:
@@ -84,7 +84,7 @@ class Gpu(ABC):
 
 
 class CudaGpu(Gpu):
-    """On a CUDA device; every kernel has been loaded, which would wait for the whole device."""
+    """A cache on a CUDA device. Every kernel has been loaded, as loading one would wait for the whole device."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype, torch.device("cuda", torch.cuda.current_device()))
@@ -124,7 +124,7 @@ class CudaGpu(Gpu):
 
 
 class LateGpu(Gpu):
-    """On a device that a CPU simulates, always late."""
+    """A cache on a device that a CPU simulates, always late."""
 
     def __init__(self, dtype: torch.dtype, seed: int) -> None:
         self.late = LateDevice(seed, eagerness=0.1)
@@ -139,7 +139,7 @@ class LateGpu(Gpu):
         self.late.current.launch(work)
 
     def hold_up(self) -> None:
-        """It is late anyway. From the first time on nobody may wait for it."""
+        """Note the waits so far, for ``is_behind``; the device is late anyway."""
         if self._waits is None:
             self._waits = self._num_waits
 
@@ -160,7 +160,7 @@ class LateGpu(Gpu):
 
 @contextmanager
 def opened(kind: str, dtype: torch.dtype, seed: int = 0) -> Iterator[Gpu]:
-    """A cache on a device of a kind: ``cuda`` or ``late``."""
+    """Open a cache on a device of a kind, ``cuda`` or ``late``."""
     if kind == "late":
         yield LateGpu(dtype, seed)
         return

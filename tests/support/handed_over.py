@@ -1,4 +1,4 @@
-"""Engines around vLLM's model that hand KV over to each other's real servers, and a wire between them that fails."""
+"""Engines around vLLM's model that hand KV over to each other's real servers, and a wire between them that can fail."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.gate import HANG_GUARD_S
 from support.redis_server import free_port
 
 HOST = "127.0.0.1"
-NEVER_S = 3600.0  # a deadline at which nobody arrives
+NEVER_S = 3600.0  # a deadline that is never reached
 
 
 def _nothing() -> None:
@@ -30,9 +30,9 @@ def _nothing() -> None:
 
 
 class Wire:
-    """The way to the receivers; what a test lets happen on it happens on the sender's thread.
+    """The way to the receivers; hooks of a test run on the sender's thread.
 
-    ``shard``: of which rank it is the way; None is of all. The others' way is a plain one.
+    ``shard``: the rank whose way it is; None for all. Other ranks have a plain one.
     """
 
     def __init__(self, shard: int | None = None) -> None:
@@ -42,7 +42,7 @@ class Wire:
         self.after_delivery: Callable[[], None] = _nothing
 
     def connect(self, url: str, namespace: Namespace, layout: KVLayout, _: Mapping[str, object]) -> Transport:
-        """As ``PushOptions`` wants it."""
+        """Open a transport as ``PushOptions`` wants it."""
         transport = open_transport(url, namespace, layout, {"timeout_s": 5.0})
         return _Wired(self, transport) if self._shard in (None, namespace.fields["shard"]) else transport
 
@@ -71,7 +71,7 @@ class _Wired(Transport):
 
 
 def consumer(*, timeout_s: float = NEVER_S, source: FakeVllm | None = None, **how: Any) -> FakeVllm:
-    """An engine that receives at a port of its own, and may read what another one keeps."""
+    """Make an engine that receives at a free port, and may read what another one keeps."""
     port = free_port()
     allows = None if source is None else (HOST, source.setup.port)
     options = HandoverOptions(
@@ -87,7 +87,7 @@ def consumer(*, timeout_s: float = NEVER_S, source: FakeVllm | None = None, **ho
 
 
 def producer(wire: Wire, *, keeps: bool = False, **how: Any) -> FakeVllm:
-    """An engine that computes for others, and may let them read what it keeps."""
+    """Make an engine that computes for others, and may let them read what it keeps."""
     port = free_port() if keeps else None
     own = (HOST, port) if port is not None else None
     options = HandoverOptions(sends=True, own=own, allows_host=HOST.__eq__, shared=how.get("shared"))
@@ -95,18 +95,18 @@ def producer(wire: Wire, *, keeps: bool = False, **how: Any) -> FakeVllm:
 
 
 def to(receiver: FakeVllm) -> Handover:
-    """What the request to a producer says."""
+    """Return the hand-over parameters of the request to a producer."""
     assert receiver.setup.port is not None
     return Handover(DisaggSpec("client", HOST, (receiver.setup.port,)))
 
 
 def answered(request: FakeRequest) -> Handover | None:
-    """What the request to the consumer says then."""
+    """Return the hand-over parameters of the request to the consumer, from the producer's answer."""
     return parse_handover(request.answer, request.request_id)
 
 
 def throw_away(vllm: FakeVllm) -> None:
-    """Let a consumer's servers forget what has come."""
+    """Let a consumer's servers forget all chunks that arrived."""
     for worker in vllm.workers:
         assert worker._server is not None
         hub = worker._server._hub

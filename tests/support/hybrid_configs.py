@@ -1,4 +1,4 @@
-"""Public configurations of models with windows or states, as far as their KV goes."""
+"""Public configurations of models with windows or states, with the fields that concern their KV."""
 
 from __future__ import annotations
 

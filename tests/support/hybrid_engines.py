@@ -1,4 +1,4 @@
-"""Real vLLM engines of the tiny hybrid models: what each is started with, where hits end, and loads that are spoilt."""
+"""Real vLLM engines of the tiny hybrid models: their options, the ends of hits, and loads that are spoilt."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from support.vllm_engine import VOCAB, Completion, Engine, Prompt, StoreSetup
 
 
 def words(seed: int, count: int) -> Prompt:
-    """A random prompt."""
+    """Return a random prompt."""
     rng = random.Random(seed)
     return [rng.randrange(5, VOCAB - 8) for _ in range(count)]
 
 
-# No prompt begins like another, so that every hit is of its own.
+# No prompt begins like another, so that each has its own hit.
 LONG = words(0, 1100)
 PROMPTS = [words(1, 20), words(2, 90), words(3, 300), words(4, 980), LONG]
 SHARED_TOKENS = 832  # 13 chunks of 64 tokens
@@ -30,43 +30,43 @@ SIBLINGS = [[*LONG[:SHARED_TOKENS], *words(seed, 148)] for seed in (5, 6, 7)]
 
 @dataclass(frozen=True)
 class Hybrid:
-    """A model, and what plain vLLM answers."""
+    """A model, and the options and hits of its engines."""
 
     name: str
     folder: Path
-    block_tokens: int = 32  # after so many a block of every group ends
+    block_tokens: int = 32  # a multiple of every group's block
     chunk_tokens: int = 64
     dtype: str = "float32"
 
     def engine(self, store: StoreSetup | None = None, **overrides: Any) -> Engine:
-        """An engine; without a store it caches nothing."""
+        """Return an engine; without a store it caches nothing."""
         if store is None:
             overrides = {"enable_prefix_caching": False, **overrides}
         return Engine(self.folder, store, dtype=self.dtype, **overrides)
 
     def store(self, disk: Path | None = None, **extra: Any) -> StoreSetup:
-        """Chunks that end where siblings part; ``extra`` are keys without their prefix."""
+        """Return a setup with chunks that end where siblings part; ``extra`` are keys without their prefix."""
         keys = {f"kvstore.{key}": value for key, value in extra.items()}
         return StoreSetup(disk, extra={"kvstore.chunk_size": self.chunk_tokens, **keys})
 
     def hits(self, prompts: Sequence[Prompt] = PROMPTS) -> list[int]:
-        """Tokens of each prompt that a hit brings: all whole blocks before its last token."""
+        """Return the tokens of each prompt that a hit brings: all whole blocks before its last token."""
         return [(len(prompt) - 1) // self.block_tokens * self.block_tokens for prompt in prompts]
 
 
 def cached(completions: Sequence[Completion]) -> list[int]:
-    """Tokens of each that were not computed."""
+    """Return the tokens of each completion that were not computed."""
     return [completion.cached_tokens for completion in completions]
 
 
 def kinds_of(engine: Engine) -> list[str]:
-    """vLLM's names of what its groups keep."""
+    """Return vLLM's names of the kinds of its groups."""
     return [type(group.kv_cache_spec).__name__ for group in engine.core_scheduler.kv_cache_config.kv_cache_groups]
 
 
 @contextmanager
 def counted_loads() -> Iterator[Counter[str]]:
-    """How often vLLM decided to load for each request."""
+    """Count how often vLLM decided to load for each request."""
     from kvstore.adapters.vllm.connector import KVStoreConnector
 
     original, loads = KVStoreConnector.update_state_after_alloc, Counter[str]()
@@ -82,7 +82,7 @@ def counted_loads() -> Iterator[Counter[str]]:
 
 @contextmanager
 def zeroed_checkpoints(engine: Engine) -> Iterator[set[str]]:
-    """Whatever is loaded of windows and states becomes zeros before vLLM hears of it. Gives the requests."""
+    """Zero what is loaded of windows and states before vLLM hears of it. Yields the requests."""
     from kvstore.adapters.vllm.connector import KVStoreConnector
 
     allocated, finished = KVStoreConnector.update_state_after_alloc, KVStoreConnector.get_transfer_results
@@ -108,7 +108,7 @@ def zeroed_checkpoints(engine: Engine) -> Iterator[set[str]]:
 
 
 def zero_partial_groups(engine: Engine, tables: Sequence[list[int]]) -> None:
-    """Overwrite a request's blocks in all groups that keep less than all tokens."""
+    """Overwrite a request's blocks in all groups that do not keep all tokens."""
     config = engine.core_scheduler.kv_cache_config
     layers = engine.llm.llm_engine.vllm_config.compilation_config.static_forward_context
     for group, table in zip(config.kv_cache_groups, tables, strict=True):
@@ -123,7 +123,7 @@ def zero_partial_groups(engine: Engine, tables: Sequence[list[int]]) -> None:
 
 
 def answers_with_logprobs(engine: Engine, prompt: Prompt, max_tokens: int = 12) -> list[tuple[int, float]]:
-    """The tokens of an answer, each with its logprob, to the last bit."""
+    """Return the tokens of an answer, each with its logprob, exact to the last bit."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0)

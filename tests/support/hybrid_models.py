@@ -1,6 +1,6 @@
 """Tiny random models with several kinds of KV cache groups, which vLLM's CPU build can run.
 
-Each maker writes a model into a folder. Windows and chunks of attention are short, so that prompts of tests are longer.
+Each maker writes a model into a folder. Windows and chunks of attention are short, so that tests' prompts are longer.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ ATTENTION_CHUNK = 192
 SLIDING_AND_FULL = ["sliding_attention", "full_attention"]
 THREE_SLIDING_AND_FULL = ["sliding_attention"] * 3 + ["full_attention"]
 
-# Gemma adds what a layer says to a loud residual, and would repeat its input: quiet embeddings, loud layers.
+# Gemma adds a layer's output to a large residual, and would repeat its input: small embeddings, large layers.
 LOUD_LAYERS = {"post_": Normal(2.0, 0.0), "norm": Normal(0.0, 0.0), "embed": Normal(0.0, 0.0625)}
 
 
 def _common(**shape: Any) -> dict[str, Any]:
-    """What the configuration of every model here says, but for what ``shape`` says."""
+    """Return the configuration that all models here have in common, with the changes of ``shape``."""
     return {
         "vocab_size": VOCAB,
         "bos_token_id": VOCAB - 3,
@@ -47,7 +47,7 @@ def _save(model: Any, folder: Path, by_name: dict[str, Normal] | None = None) ->
 
 
 def longrope(folder: Path, original_tokens: int) -> Path:
-    """A Phi-3 with other angles for contexts longer than ``original_tokens``; one group."""
+    """Make a Phi-3 with other angles for contexts longer than ``original_tokens``; one group."""
     from transformers import Phi3Config, Phi3ForCausalLM
 
     angles = {"short_factor": [1.0] * 32, "long_factor": [4.0] * 32}
@@ -60,7 +60,7 @@ def longrope(folder: Path, original_tokens: int) -> Path:
 
 
 def gptoss(folder: Path) -> Path:
-    """A window and a full group; attention sinks, experts."""
+    """Make a model with a window and a full group; attention sinks, experts."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -69,7 +69,7 @@ def gptoss(folder: Path) -> Path:
 
 
 def gemma3(folder: Path) -> Path:
-    """Three window groups and a full one."""
+    """Make a model with three window groups and a full one."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     layers = {"num_hidden_layers": 8, "layer_types": THREE_SLIDING_AND_FULL * 2}
@@ -78,7 +78,7 @@ def gemma3(folder: Path) -> Path:
 
 
 def gemma3n(folder: Path) -> Path:
-    """Three window groups and a full one; the last four layers use the KV of others, and are in no group."""
+    """Make a model with three window groups and a full one; the last four layers use others' KV and are in no group."""
     from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 
     layers = {"num_hidden_layers": 12, "num_kv_shared_layers": 4, "layer_types": THREE_SLIDING_AND_FULL * 3}
@@ -89,7 +89,7 @@ def gemma3n(folder: Path) -> Path:
 
 
 def gemma4(folder: Path) -> Path:
-    """Three window groups and a full one, whose heads are larger: its blocks have fewer tokens."""
+    """Make a model with three window groups and a full one, whose heads are larger: its blocks have fewer tokens."""
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
     layers = {"num_hidden_layers": 8, "layer_types": THREE_SLIDING_AND_FULL * 2}
@@ -100,15 +100,15 @@ def gemma4(folder: Path) -> Path:
 
 
 def mistral(folder: Path) -> Path:
-    """One group, a window."""
+    """Make a model with one group, a window."""
     from transformers import MistralConfig, MistralForCausalLM
 
     return _save(MistralForCausalLM(MistralConfig(**_common(head_dim=64, sliding_window=WINDOW))), folder)
 
 
 def llama4(folder: Path) -> Path:
-    """Three groups of chunked local attention and a full one. vLLM joins them all to one full group, unless the
-    environment says ``VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=1``.
+    """Make a model with three groups of chunked local attention and a full one. vLLM joins them to one full group, if
+    the environment does not have ``VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=1``.
     """
     from transformers import Llama4ForCausalLM, Llama4TextConfig
 
@@ -118,7 +118,7 @@ def llama4(folder: Path) -> Path:
 
 
 def granite4(folder: Path) -> Path:
-    """Three Mamba2 groups and a full one. Needs ``end_steps_at_states``, as the next one."""
+    """Make a model with three Mamba2 groups and a full one. Needs ``end_steps_at_states``, as the next one."""
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
     mamba = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_conv": 4}
@@ -135,7 +135,7 @@ def granite4(folder: Path) -> Path:
 
 
 def nemotronh(folder: Path) -> Path:
-    """Two Mamba2 groups and a full one, and a layer that keeps nothing."""
+    """Make a model with two Mamba2 groups and a full one, and a layer that keeps nothing."""
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
     mamba = {"mamba_num_heads": 8, "mamba_head_dim": 64, "n_groups": 1, "ssm_state_size": 16, "conv_kernel": 4}
@@ -149,7 +149,7 @@ def nemotronh(folder: Path) -> Path:
 
 
 def qwen3next(folder: Path) -> Path:
-    """Three groups of linear attention and a full one; the CPU's kernel takes bfloat16 only."""
+    """Make a model with three groups of linear attention and a full one; the CPU's kernel takes bfloat16 only."""
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4}
@@ -169,7 +169,7 @@ def qwen3next(folder: Path) -> Path:
 
 
 def lfm2(folder: Path) -> Path:
-    """Three groups of short convolutions and a full one."""
+    """Make a model with three groups of short convolutions and a full one."""
     from transformers import Lfm2Config, Lfm2ForCausalLM
 
     layers = {"layer_types": ["conv", "conv", "full_attention", "conv"]}

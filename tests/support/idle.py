@@ -1,4 +1,4 @@
-"""Whether the planners of a scheduler side have anything planned or in flight."""
+"""Checks that the planners of a scheduler side have nothing planned or in flight."""
 
 from __future__ import annotations
 

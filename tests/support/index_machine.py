@@ -1,4 +1,4 @@
-"""The index against a model: random plans, in any order, some of them failing, with a pretended pool and disk."""
+"""The index against a model: random plans, in any order, some of them failing, with a simulated pool and disk."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class IndexMachine(IndexModel):
         self.view = None if remote_hold_s is None else RemoteView(remote_hold_s)
         self.leases: dict[str, tuple[float, set[PrefixKey]]] = {}
         self.expiries: dict[PrefixKey, float] = {}
-        self.stored: set[PrefixKey] = set()  # completed, and not removed since: whatever else is found is wrong
+        self.stored: set[PrefixKey] = set()  # completed, and not removed since: all other finds are wrong
         self.index = ChunkIndex(
             num_slots,
             keep_in_memory=keep,
@@ -111,7 +111,7 @@ class IndexMachine(IndexModel):
         assert len(steps) - len(own) <= bool(held), "only what holds a tail is written in its stead"
         for step in steps:
             assert not (step.gather and step.ref in held), "a tail was stored that a chunk holds"
-            if not step.gather:  # a write that is made good for
+            if not step.gather:  # a missing write of a chunk in memory
                 assert step.targets
                 assert self.world.slots[step.slot] == step.ref
                 assert Place.DISK not in step.targets or step.ref not in self.world.disk
@@ -140,7 +140,7 @@ class IndexMachine(IndexModel):
         ttl_s=st.none() | st.integers(1, 9),
     )
     def store_both(self, family: int, length: int, shorter: int, name: str | None, ttl_s: int | None) -> None:
-        """A prompt and one that begins like it, the longer one first or last, with success; one may be leased."""
+        """Store a prompt and one that begins like it, the longer one first or last, with success; one may be leased."""
         for number, end in enumerate(sorted({length, max(0, length - shorter)}, reverse=shorter % 2 == 0)):
             self.prepare_store(family=family, length=end, first=0, with_tail=True, ttl_s=ttl_s if number else None)
             for steps in self.world.stores:
@@ -160,7 +160,7 @@ class IndexMachine(IndexModel):
                 self.lease(name=name, family=family, length=end, ttl_s=9)
 
     def extend(self, keys: list[PrefixKey], ttl_s: int | None) -> None:
-        """What is known stays for as long as any store wants."""
+        """Extend the lifetime of known chunks to the longest that any store wants."""
         chunks = self.index._chunks
         for key in self.expiries.keys() & {key for key in keys if key in chunks and not chunks[key].forgotten}:
             if ttl_s is None:
@@ -282,7 +282,7 @@ class IndexMachine(IndexModel):
     @precondition(lambda self: self.view is not None and self.checkpoints is None)
     @rule(family=FAMILY, length=LENGTH)
     def ask_for_the_longest(self, family: int, length: int) -> None:
-        """What the remote tier alone holds is found as far as it goes, in blocks, if nothing here is in its way."""
+        """Look up a prefix of the remote tier alone: it is found to its last block, if nothing here is in its way."""
         assert self.view is not None
         self.view.clear()
         self.ask_the_remote(family, length, 0)
@@ -301,7 +301,7 @@ class IndexMachine(IndexModel):
     @precondition(lambda self: self.view is not None and self.checkpoints is None)
     @rule(family=FAMILY, length=LENGTH)
     def load_what_others_stored(self, family: int, length: int) -> None:
-        """All of the longest sequence that is there, or what begins with it."""
+        """Load the longest sequence in the remote tier, or what begins with it."""
         self.others_use_the_remote(family, 36, stored=True, tells=True)
         self.ask_the_remote(family, length, 0)
         self.prepare_load(family, length, 0)
@@ -362,7 +362,7 @@ class IndexMachine(IndexModel):
                 self.world.slots[step.slot] = step.ref
                 if not self.index._chunks[step.ref.prefix_key].forgotten:
                     self.stored.add(step.ref.prefix_key)
-        # What was to come from a slot and is not there is forgotten whether the mover calls it lost or not.
+        # A load that was to read from a slot and fails is forgotten, even if the mover does not call it lost.
         named = {key for key in lost if data.draw(st.booleans())} | {
             s.ref.prefix_key for s in steps if s.source is Place.DISK
         } & lost
@@ -381,7 +381,7 @@ class IndexMachine(IndexModel):
         return step.read in (self.world.disk if step.source is Place.DISK else self.world.remote)
 
     def mark_stale(self, failed: LoadStep) -> None:
-        """What was planned behind a read that failed finds nothing in its slot."""
+        """Mark the loads planned behind a failed read as stale, as they find nothing in its slot."""
         behind = (other for load in self.world.loads for other in load if other.ref == failed.ref)
         self.world.stale.update(other for other in behind if other.slot == failed.slot)
 

@@ -1,4 +1,4 @@
-"""What must hold in an index, found by looking at everything: who holds a tail, what a match may not miss."""
+"""Invariants of an index, checked by looking at everything: who holds a tail, and what a match may not miss."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class IndexModel(RuleBasedStateMachine):
             self.world.remote.discard(ref)
 
     def longer(self, tail: ChunkRef) -> Iterable[ChunkRef]:
-        """All chunks that hold the blocks of a tail, and more."""
+        """Return all chunks that hold the blocks of a tail, and more."""
         trail = all_trails()[tail]
         return (ref for ref, other in all_trails().items() if ref != tail and other.startswith(trail))
 
     def check_sent_longer(self, held: Iterable[ChunkRef]) -> None:
-        """Of the tails that are not to be stored, a longer chunk is or was at a remote tier, or may be sent there."""
+        """Check of tails not to be stored that a longer chunk is or was at a remote tier, or may be sent there."""
         for tail in held if self.view is not None else ():
             chunks = (self.index._chunks.get(ref.prefix_key) for ref in self.longer(tail))
             coming = any(c is not None and c.in_memory and c.remote in {UNSENT, SENDING} for c in chunks)
@@ -81,23 +81,23 @@ class IndexModel(RuleBasedStateMachine):
         return {name: set(lease.keys) for name, lease in self.index._leases._leases.items()}
 
     def check_leases(self, before: dict[str, set[PrefixKey]]) -> None:
-        """Every lease has what it had, or the chunk that holds it now."""
+        """Check that every lease has the chunks it had, or chunks that hold them now."""
         for name, keys in before.items():
             now = self.index._leases._leases[name].keys
             assert all(any(key in self.keys_in(chunk) for chunk in now) for key in keys), "a lease lost its chunk"
 
     def keys_in(self, key: PrefixKey) -> list[PrefixKey]:
-        """The block ends that a chunk leads to."""
+        """Return the block ends that a chunk leads to."""
         chunk = self.index._chunks[key]
         return list(keys_of(chunk.trail)) or [key]
 
     def holders_of(self, key: PrefixKey) -> Iterable[Entry]:
-        """The longer chunks that hold a tail, by looking at all."""
+        """Return the longer chunks that hold a tail, by looking at all."""
         chunks = self.index._chunks.values()
         return (chunk for chunk in chunks if not chunk.forgotten and key in list(keys_of(chunk.trail))[:-1])
 
     def is_held(self, ref: ChunkRef, until_s: float | None) -> bool:
-        """Whether a tail needs no bytes of its own, nor keeps any that it has."""
+        """Tell if a longer chunk holds a tail, which then needs no bytes and keeps none."""
         if ref.num_blocks * BLOCK == CHUNK:
             return False
         tail = self.index._chunks.get(ref.prefix_key)
@@ -106,12 +106,12 @@ class IndexModel(RuleBasedStateMachine):
         if self.view is not None and until_s is None:
             fit = [c for c in fit if self.index._remote.leads_to(c, self.now_s)]
         fit.sort(key=lambda chunk: chunk.memory is NO_SLOT)
-        if not fit or (self.keeps and fit[0].memory is NO_SLOT):  # it is kept in memory beside one on disk
+        if not fit or (self.keeps and fit[0].memory is NO_SLOT):  # it is kept in memory if its holder is only on disk
             return False
         return tail is None or self.takes_in(fit[0], tail)
 
     def longest_there(self, hasher: PrefixHasher) -> tuple[int, int]:
-        """What the remote tier has of a sequence: whole chunks, and blocks behind them that can be found there."""
+        """Count a sequence's whole chunks in the remote tier, and the blocks behind them that can be found there."""
         remote = {ref.prefix_key for ref in self.world.remote}
         whole = sum(1 for _ in takewhile(remote.__contains__, hasher.chunk_keys()))
         trail = b"".join(hasher.block_keys(whole))
@@ -123,13 +123,13 @@ class IndexModel(RuleBasedStateMachine):
         return (chunk.in_memory and self.keeps) or (chunk.disk is STORED and self.disk_answers)
 
     def takes_in(self, chunk: Entry, tail: Entry) -> bool:
-        """Whether a chunk is wherever a tail is, and stays at least as long."""
+        """Tell if a chunk is in every tier that holds a tail, and stays at least as long."""
         has_slot = chunk.in_memory or tail.memory is NO_SLOT or not self.keeps
         has_file = chunk.disk is STORED or tail.disk is NO_FILE
         return has_slot and has_file and tail.memory is not LOADING and chunk.lasts_until(tail.expires_s)
 
     def check_superseded(self, keys: Iterable[PrefixKey]) -> None:
-        """No tail is kept beside these whole chunks, which have just come to a place."""
+        """Check that no tail is kept that these whole chunks, which have just arrived in a place, hold."""
         chunks = self.index._chunks
         for chunk in (chunks[key] for key in keys if chunks.is_known(key)):
             for key in self.keys_in(chunk.ref.prefix_key)[:-1] if chunk.ref.num_blocks * BLOCK == CHUNK else ():
@@ -137,7 +137,7 @@ class IndexModel(RuleBasedStateMachine):
                 assert tail is None or tail.forgotten or not self.takes_in(chunk, tail), "a tail is stored twice"
 
     def check_longest(self, family: int, length: int, match: Match) -> None:
-        """A match ends with the longest common prefix, in blocks, of the sequence and of all that can be read."""
+        """Check that a match ends with the longest common prefix, in blocks, of the sequence and all readable ones."""
         room = self.index._room()
         if self.view is not None or self.checkpoints is not None or not match.refs or room.slots <= len(match.refs):
             return
@@ -148,7 +148,7 @@ class IndexModel(RuleBasedStateMachine):
         shared = [0]
         for chunk in self.index._chunks.values():
             if self.index._is_readable(chunk):
-                is_coming = chunk.memory is LOADING  # as a whole: nobody waits for a part of it
+                is_coming = chunk.memory is LOADING  # as a whole: no request waits for a part of it
                 trail = [] if is_coming else list(keys_of(chunk.trail))
                 trail = trail or [chunk.ref.prefix_key]
                 shared += [number for number, key in enumerate(keys, 1) if key in trail]

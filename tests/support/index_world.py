@@ -1,4 +1,4 @@
-"""What the index decides about, pretended: a few sequences, a pool, a disk and a remote tier."""
+"""Simulated surroundings of an index: a few sequences, a pool, a disk and a remote tier."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stored_bytes(num_blocks: int) -> int:
     return 10 + 30 * num_blocks
 
 
-@cache  # every schedule asks for the same few, again and again
+@cache  # every schedule asks for the same few again
 def hasher_of(family: int, length: int) -> PrefixHasher:
     hasher = PrefixHasher(CHUNK, BLOCK)
     hasher.update(FAMILIES[family][:length])
@@ -39,7 +39,7 @@ def hasher_of(family: int, length: int) -> PrefixHasher:
 
 @cache
 def all_trails() -> dict[ChunkRef, bytes]:
-    """Of every chunk that any sequence has."""
+    """Return the trails of every chunk of any sequence."""
     found: dict[ChunkRef, bytes] = {}
     for family, tokens in enumerate(FAMILIES):
         for length in range(BLOCK, len(tokens) + 1, BLOCK):
@@ -52,13 +52,13 @@ def all_trails() -> dict[ChunkRef, bytes]:
 
 @dataclass
 class World:
-    """What a mover and its tiers would hold."""
+    """Contents of a mover and its tiers."""
 
     slots: dict[int, ChunkRef] = field(default_factory=dict)
     disk: set[ChunkRef] = field(default_factory=set)
     sizes: dict[ChunkRef, int] = field(default_factory=dict)  # on disk, of those that a codec made smaller
-    remote: set[ChunkRef] = field(default_factory=set)  # others store there too, and it evicts
-    told: set[ChunkRef] = field(default_factory=set)  # whose trails the remote tier has, or had
+    remote: set[ChunkRef] = field(default_factory=set)  # other engines store there too, and it evicts
+    told: set[ChunkRef] = field(default_factory=set)  # those whose trails the remote tier has, or had
     stores: list[list[StoreStep]] = field(default_factory=list)
     loads: list[list[LoadStep]] = field(default_factory=list)
     writes: dict[tuple[Place, ChunkRef], int] = field(default_factory=dict)  # started, from which slot
@@ -66,7 +66,7 @@ class World:
     stale: set[LoadStep] = field(default_factory=set)  # planned behind a read that failed: find nothing in their slot
 
     def say(self, item: Asked) -> Answer:
-        """What the remote tier answers."""
+        """Return the answer of the remote tier."""
         if not isinstance(item, bytes):
             return item in self.remote
         shared = {ref: shared_blocks(item, all_trails()[ref]) for ref in sorted(self.remote & self.told)}

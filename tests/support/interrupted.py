@@ -1,6 +1,6 @@
-"""The ``kvstore`` command in a process that stops at a gate in the middle of its work; arguments are the command's.
+"""The ``kvstore`` command in a process that stops at a gate in the middle of its work; takes the command's arguments.
 
-At the gate it writes a line to standard error, and goes on when it reads a byte.
+At the gate it writes a line to standard error, and continues when it reads a byte.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ GATE = "at the gate"
 
 def at_gate() -> None:
     print(GATE, file=sys.stderr, flush=True)
-    while not select.select([sys.stdin], [], [], 0.05)[0]:  # a signal right before a call that waits is not seen in it
+    while not select.select([sys.stdin], [], [], 0.05)[0]:  # a call that waits misses a signal right before it
         pass
     os.read(sys.stdin.fileno(), 1)
 
 
 def gated(call: Callable[..., Any], number: int) -> Callable[..., Any]:
-    """The same, with a gate in the call of this number."""
+    """Return the same call, with a gate in the call of this number."""
     calls = 0
 
     def gated_call(*arguments: Any, **named: Any) -> Any:
@@ -40,7 +40,7 @@ def gated(call: Callable[..., Any], number: int) -> Callable[..., Any]:
 
 
 def measured_and_left(*_: object) -> Sequence[object]:
-    """A measurement that stops at the gate, and again when it is left."""
+    """Stop at the gate in a measurement, and again when it is left."""
     try:
         at_gate()
     finally:
@@ -49,7 +49,7 @@ def measured_and_left(*_: object) -> Sequence[object]:
 
 
 def prepare_warm() -> None:
-    """The start of a model named ``late``, and the second batch of others, stop at the gate."""
+    """Stop at the gate in the start of a model named ``late``, and in the second batch of others."""
     from support.warm_engine import WarmEngine
 
     class Offline(WarmEngine):
@@ -79,7 +79,7 @@ def prepare_bench() -> None:
 
 
 def prepare_chunks() -> None:
-    """The second chunk that is read from a folder, or stored in one, stops at the gate."""
+    """Stop at the gate in the second chunk that is read from a folder, or stored in one."""
     from kvstore.tiers.disk.shelf import Shelf
     from kvstore.tiers.disk.tier import DiskTier
 

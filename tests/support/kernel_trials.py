@@ -1,7 +1,7 @@
-"""What Triton's kernels are tried with, in a process of its own: Triton stands beside the environment.
+"""Trials of Triton's kernels in a separate process, because Triton is installed outside the environment.
 
-They are compiled for a GPU that need not be there, as much in Python is no Triton although the interpreter carries it
-out. Then they are interpreted on the CPU, and must do to every layout what PyTorch's indexing does.
+The kernels are compiled for a GPU that need not be present, because the interpreter also accepts Python that Triton
+does not. Then they are interpreted on the CPU, and must do to every layout what PyTorch's indexing does.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ BYTES = (torch.float8_e4m3fn, torch.uint8)
 
 
 def odd(shift: int, gap: int, length: int) -> Paged:
-    """Blocks of one plane that begin, and lie apart, at odd places."""
+    """Return blocks of one plane that begin at odd places and have odd gaps."""
     store = empty((B * (length + gap) + shift,), torch.uint8)
     return Paged({"l": store.as_strided((B, length), (length + gap, 1), shift)})
 
 
 def cases(*, with_every_width: bool) -> Iterator[tuple[str, Callable[[], Paged]]]:
-    """Each layout with elements of one byte or of two, or with both."""
+    """Yield each layout with elements of one byte or of two, or with both."""
     for number, (name, make) in enumerate(LAYOUTS.items()):
         for width, dtype in enumerate((torch.bfloat16, BYTES[number // 2 % 2])):
             if with_every_width or width == number % 2:
@@ -63,7 +63,7 @@ def bind(paged: Paged, make: Callable[[list[torch.Tensor], Streams], Kernels]) -
 
 
 def moved(bound: DevicePagedKV, paged: Paged, seed: int) -> list[bytes]:
-    """Gather and scatter some chunks, whole and by layer; all bytes of payloads and caches."""
+    """Gather and scatter some chunks, whole and by layer. Returns all bytes of payloads and caches."""
     dice = random.Random(seed)
     payloads = [np.full(bound.layout.slot_bytes, 0xEE, np.uint8) for _ in range(4)]
     free = dice.sample(range(B), B)
@@ -87,10 +87,10 @@ def moved(bound: DevicePagedKV, paged: Paged, seed: int) -> list[bytes]:
 
 
 def interpret(*, with_every_width: bool = False) -> None:
-    """Compare with PyTorch."""
+    """Compare the interpreted kernels with PyTorch's."""
     from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
 
-    # To look at each sum for an overflow takes as long as all else, and these numbers are far too small for one.
+    # An overflow check of each sum takes as long as all else, and these numbers are far too small for one.
     interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
     kernels._move = InterpretedFunction(kernels._move.fn)
     for number, (name, make) in enumerate(cases(with_every_width=with_every_width)):
@@ -102,7 +102,7 @@ def interpret(*, with_every_width: bool = False) -> None:
             bound = bind(paged, make_kernels)
             if isinstance(bound._kernels, TritonKernels):
                 bound._kernels.warm_up(bound._staging.buffers[0])
-                bound._kernels._table.fill_(0)  # as when vLLM sleeps, though there it may be anything
+                bound._kernels._table.fill_(0)  # as when vLLM sleeps, although the contents may be anything then
                 bound.restore()
             assert snapshot(paged) == before, f"{name}: warming up changes the cache"
             results.append(moved(bound, paged, number))
@@ -112,7 +112,7 @@ def interpret(*, with_every_width: bool = False) -> None:
 
 
 def compile_for_a_gpu() -> None:
-    """For compute capability 9.0: the widest words and the narrowest, both ways."""
+    """Compile for compute capability 9.0: the widest words and the narrowest, both ways."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler import compile as build

@@ -1,4 +1,4 @@
-"""A lane between slots whose number fills them and a tier that notes what it is asked to forget."""
+"""A lane over numbered slots, each filled with its number, and a tier that records what it is asked to remove."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ref_of(number: int) -> ChunkRef:
 
 
 class Bench:
-    """A lane over slots whose number fills them, and a tier that notes what it is asked to forget."""
+    """A lane over slots that are filled with their numbers, and a tier that records what it is asked to remove."""
 
     def __init__(self, *, asks: bool = False) -> None:
         self.cpu = LabelledPool(SlabPool(16, SLOT_BYTES))

@@ -1,4 +1,4 @@
-"""A mover over a device that does nothing before somebody waits for it, for tests of who waits for what."""
+"""A mover over a device that does nothing until the host waits for it, for tests of the order of work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Bench:
     @classmethod
     @contextmanager
     def running(cls, copy_bytes: int = 1, device: LateDevice | None = None) -> Iterator[Bench]:
-        """One for a test, which ends well whatever the test has held up or broken."""
+        """Yield a bench for a test, and close it even if the test has held up or broken something."""
         bench = cls(copy_bytes, device or LateDevice(1, eagerness=0.0))
         yield bench
         bench.device.stalled = []
@@ -58,7 +58,7 @@ class Bench:
         self.device.counts.clear()
 
     def drain(self, worker: StoreWorker) -> bool:
-        """Let the device go on while the worker looks on."""
+        """Drain the worker while the device continues."""
         self.device._eagerness = 0.7
         try:
             return worker.drain(5)
@@ -66,21 +66,21 @@ class Bench:
             self.device._eagerness = 0.0
 
     def model_writes(self, block: int, value: int) -> None:
-        """A kernel of the model."""
+        """Launch kernels of the model that write a block."""
         for layer in range(LAYERS):
             self.model_computes(layer, block, value)
 
     def model_computes(self, layer: int, block: int, value: int) -> None:
-        """A kernel of the model that writes one layer."""
+        """Launch a kernel of the model that writes one layer."""
         self.device.current.launch(partial(self.rig.caches[f"layer.{layer}"][block].fill_, value))
 
     def overwrite(self, number: int) -> None:
-        """The model's next kernels write other tokens to the blocks of chunk ``number``."""
+        """Launch the model's next kernels, which write other tokens to the blocks of chunk ``number``."""
         for block in range(BLOCKS_PER_CHUNK * number, BLOCKS_PER_CHUNK * (number + 1)):
             self.model_writes(block, 0xEE)
 
     def held(self) -> list[int]:
-        """What is in the target's blocks when everything is done; -1 for a mixture."""
+        """Return the values in the target's blocks once all work is done; -1 for a mixture."""
         self.device.run_all()
         values = [set(self.rig.held(block).tolist()) for block in range(TARGET, TARGET - BLOCKS_PER_CHUNK, -1)]
         return [next(iter(value)) if len(value) == 1 else -1 for value in values]

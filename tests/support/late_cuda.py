@@ -1,4 +1,4 @@
-"""``CudaStreams`` over a late device: their own code, where ``torch.cuda`` is replaced by what a CPU can do."""
+"""``CudaStreams`` over a late device: the real code, with ``torch.cuda`` replaced by what a CPU can do."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from support.late_device import CPU, LateDevice, LateMoment, LateStream
 
 
 class LateEvent:
-    """An event of ``torch.cuda``."""
+    """Event in the place of one of ``torch.cuda``."""
 
     def __init__(self, device: LateDevice) -> None:
         self._device = device
-        self.moment: LateMoment | None = None  # who waits for what was never recorded waits for nothing
+        self.moment: LateMoment | None = None  # a wait for an event that was never recorded is no wait
 
     def record(self, stream: LateStream) -> None:
         self.moment = stream.now()
@@ -31,14 +31,14 @@ class LateEvent:
         self._device.run_until(lambda: self.moment is None or self.moment.is_reached)
 
     def elapsed_time(self, end: LateEvent) -> float:
-        """In ms, of the device's clock."""
+        """Return the time in ms of the device's clock."""
         assert self.moment is not None
         assert end.moment is not None
         return float(end.moment.stream.done_at[end.moment.place] - self.moment.stream.done_at[self.moment.place]) * 1e3
 
 
 def late_cuda(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> CudaStreams:
-    """The streams of a CUDA device that is a late one. Work goes to the stream that is torch's current one then."""
+    """Return the streams of a CUDA device that is a late one. Work is launched to torch's current stream."""
 
     def on(stream: LateStream | None) -> AbstractContextManager[None]:
         return nullcontext() if stream is None else device.on(stream)

@@ -1,10 +1,10 @@
-"""A device that does things as late, and as mixed, as CUDA allows; on a CPU.
+"""A device on a CPU that does things as late, and in as mixed an order, as CUDA allows.
 
-Launched work waits in its stream. The device takes it from the streams at random, in order within each, and holds back
-what waits for a moment. It runs while the host waits for it, and now and then when something is launched. Whatever is
-not put in order comes out with other bytes than the same calls carried out one after the other.
+Launched work waits in its stream. The device takes it from the streams at random, in order within each, and holds
+back work that waits for a moment. It runs while the host waits for it, and now and then at a launch. Work that is not
+ordered gives other bytes than the same calls carried out one after the other.
 
-Work is a closure, which reads the host's memory when it is done and not when it is launched, as a copy does.
+Work is a closure, which reads the host's memory when it runs and not when it is launched, as a copy does.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ class LateStream:
         self._work: deque[Work | LateMoment] = deque()
 
     def launch(self, work: Work) -> None:
-        """Give it something to do."""
+        """Launch work on this stream."""
         with self.device.lock:
             self._work.append(work)
             self.launched += 1
             self.device.run_at_random()
 
     def hold(self, moment: LateMoment | None) -> None:
-        """Do what comes from now on after ``moment``."""
+        """Run all later work after ``moment``."""
         if moment is not None:
             with self.device.lock:
                 self._work.append(moment)
                 self.launched += 1
 
     def now(self) -> LateMoment:
-        """The end of what it was given."""
+        """Return the moment at which all work launched so far is done."""
         return LateMoment(self, self.launched)
 
     @property
     def can_go_on(self) -> bool:
-        """Whether it has something to do that waits for nothing."""
+        """True if it has work that waits for nothing."""
         return bool(self._work) and (not isinstance(self._work[0], LateMoment) or self._work[0].is_reached)
 
     def do_next(self) -> None:
@@ -72,12 +72,12 @@ class LateStream:
         self.done_at[self.done] = self.device.clock
 
     def synchronize(self) -> None:
-        """Let the host wait for it."""
+        """Let the host wait for this stream."""
         self.device.run_until(lambda: not self._work)
 
 
 class LateMoment:
-    """A place in the work of a stream."""
+    """A position in the work of a stream."""
 
     def __init__(self, stream: LateStream, place: int) -> None:
         self.stream = stream
@@ -85,12 +85,12 @@ class LateMoment:
 
     @property
     def is_reached(self) -> bool:
-        """Whether all work before it is done."""
+        """True if all work before it is done."""
         return self.stream.done >= self.place
 
 
 class Failure(NamedTuple):
-    """What a launch raises: instead of launching its work, or when that is under way."""
+    """Error that a launch raises, instead of launching its work or while that is under way."""
 
     error: BaseException
     is_under_way: bool = False
@@ -102,7 +102,7 @@ class LateDevice:
     Args:
         seed: of everything random.
         size_bytes: of its memory.
-        eagerness: how probable it is that a launch lets it work.
+        eagerness: the probability that a launch lets it work.
         is_uneven: some streams get less done than others.
     """
 
@@ -123,18 +123,18 @@ class LateDevice:
         self._current: dict[int, LateStream] = {}
 
     def draw_speed(self) -> float:
-        """What share of the work a stream gets done, beside the others."""
+        """Draw the share of the work that a stream gets done, relative to the others."""
         return self.dice.choice(self._speeds) if len(self._speeds) > 1 else 1.0
 
     def make_stream(self) -> LateStream:
-        """One more stream."""
+        """Make one more stream."""
         with self.lock:
             self._streams.append(LateStream(self, len(self._streams)))
             return self._streams[-1]
 
     @property
     def current(self) -> LateStream:
-        """The calling thread's stream; each begins with one of its own."""
+        """The calling thread's stream; each thread begins with a separate one."""
         with self.lock:
             thread = threading.get_ident()
             if thread not in self._current:
@@ -153,7 +153,7 @@ class LateDevice:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """While a graph is captured, what could upset it is refused."""
+        """Refuse calls that could upset a capture, as while a graph is captured."""
         self.is_capturing = True
         try:
             yield
@@ -171,7 +171,7 @@ class LateDevice:
             self.failures.append(Failure(torch.OutOfMemoryError("CUDA out of memory"), is_under_way))
 
     def run_until(self, is_enough: Callable[[], bool]) -> None:
-        """Work, in the order that the dice say, as far as the host waits for."""
+        """Work, in an order that the dice give, until the host's condition holds."""
         while True:
             with self.lock:
                 if is_enough():
@@ -180,7 +180,7 @@ class LateDevice:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has nothing left to do."""
+        """True if it has nothing left to do."""
         with self.lock:
             return all(stream.done == stream.launched for stream in self._streams)
 
@@ -190,7 +190,7 @@ class LateDevice:
             self.run_until(lambda: all(stream.done == stream.launched for stream in self._streams))
 
     def run_unstalled(self) -> None:
-        """Do everything that is not held up."""
+        """Do everything that is not stalled."""
         with self.lock:
             while self._do_one():
                 pass
@@ -213,10 +213,10 @@ class LateDevice:
 
 
 class Arena:
-    """The device's memory. Like torch's allocator, it lends again, to the same stream, at once what was dropped.
+    """The device's memory. Like torch's allocator, it lends dropped memory at once again to the same stream.
 
-    Unless other streams were said to use it: then it waits until they have done what they were given. What the stream
-    used it for before may not be done yet, whatever is lent.
+    Memory that other streams use waits until they have done their work so far. Earlier work of the same stream on
+    it may not be done yet when it is lent.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -228,7 +228,7 @@ class Arena:
         self._dropped: list[tuple[LateStream, int, int, list[LateMoment]]] = []
 
     def lend(self, stream: LateStream, size_bytes: int) -> torch.Tensor:
-        """Memory for a stream: what it had before, as soon as that can be."""
+        """Return memory for a stream, if possible some that it had before."""
         for number, (owner, begin, end, moments) in enumerate(self._dropped):
             if owner is stream and end - begin == size_bytes and all(moment.is_reached for moment in moments):
                 del self._dropped[number]
@@ -240,11 +240,11 @@ class Arena:
         return self._part(stream, begin, size_bytes)
 
     def keep(self, memory: torch.Tensor, stream: LateStream) -> None:
-        """Note that a stream uses it."""
+        """Note that a stream uses the memory."""
         self._users[self._allocation(memory)].add(stream)
 
     def drop(self, memory: torch.Tensor) -> None:
-        """Take it back: its owner has let it go. Work that was launched may still use it."""
+        """Take memory back from its owner. Work that was launched may still use it."""
         begin = self._allocation(memory)
         owner, size_bytes = self._owners.pop(begin)
         moments = [stream.now() for stream in self._users.pop(begin) if stream is not owner]
@@ -267,7 +267,7 @@ class LateStreams(Streams):
 
     Args:
         late: the device.
-        own: the current stream; None for that of the calling thread.
+        own: the current stream; None for the calling thread's.
     """
 
     def __init__(self, late: LateDevice, own: LateStream | None = None) -> None:
@@ -365,9 +365,9 @@ def late_paged(
     copy_bytes: int = 1,
     streams: Streams | None = None,
 ) -> DevicePagedKV:
-    """A paged cache on a late device, with staging for one chunk. The model writes by ``device.current.launch``.
+    """Return a paged cache on a late device, with staging for one chunk. The model writes by ``device.current.launch``.
 
-    Nothing is copied together that need not be, unless ``copy_bytes`` says so.
+    Copies are as small as possible, unless ``copy_bytes`` says otherwise.
     """
     bound = bind_paged_kv(caches, num_blocks=num_blocks, block_tokens=block_tokens, chunk_tokens=chunk_tokens)
     planes = [find_planes(name, cache, num_blocks) for name, cache in caches.items()]

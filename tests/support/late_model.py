@@ -1,4 +1,4 @@
-"""A paged cache on a late device, and what its blocks and slots must hold when all is done."""
+"""A paged cache on a late device, and the expected contents of its blocks and slots when all work is done."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.late_device import LateDevice, late_paged
 
 BLOCKS, N, CHUNK_BLOCKS, SLOTS, LAYERS = 12, 4, 2, 5, 3
 SMALL_BUFFERS = 4096  # for one chunk, which is rounded up to this
-TWO_LAYERS = 150  # of a chunk have as many bytes, and one has not
+TWO_LAYERS = 150  # of a chunk have as many bytes, and one has fewer
 
 
 class Slot:
@@ -28,7 +28,7 @@ class Slot:
 
 
 class Model:
-    """A paged cache whose blocks hold one value each, plus 31 a layer, and what they must hold when all is done."""
+    """A paged cache whose blocks hold one value each, plus 31 a layer, and their expected contents after all work."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Model:
             self.device.current.launch(partial(cache[:, block].fill_, (self.wanted[block] + 31 * layer) % 256))
 
     def take_slots(self, number: int) -> list[Slot]:
-        """Slots that the device uses no more."""
+        """Return slots that the device no longer uses."""
         slots = self.dice.sample(self.slots, number)
         for slot in slots:
             self.reach(slot)
@@ -80,7 +80,7 @@ class Model:
             assert found == [[(value + 31 * layer) % 256] for value in slot.values]
 
     def spoil(self, slot: Slot) -> None:
-        """The host writes to it: whatever still reads it reads this."""
+        """Overwrite a slot on the host, so that work that still reads it reads this."""
         slot.values = []
         slot.payload[:] = 0xEE
 

@@ -42,7 +42,7 @@ def store_layers(rig: Rig, engine: CacheEngine, tokens: Sequence[int], **keyword
 
 
 class Load:
-    """A ``retrieve_layer`` into blocks of its own."""
+    """A ``retrieve_layer`` into separate blocks."""
 
     def __init__(self, rig: Rig, engine: CacheEngine, tokens: Sequence[int], skip: int = 0) -> None:
         self.rig, self.tokens, self.skip = rig, tokens, skip
@@ -56,19 +56,19 @@ class Load:
         return np.array_equal(self.rig.layer(layer, self.block_ids[block]), part)
 
     def right_tokens(self, layer: int) -> int:
-        """How many tokens behind the skipped ones have their KV in one layer."""
+        """Count the tokens behind the skipped ones whose KV is right in one layer."""
         blocks = range(self.skip // BLOCK, len(self.tokens) // BLOCK)
         return sum(self.layer_is_right(layer, block) for block in blocks) * BLOCK
 
     def run_rest(self) -> int:
-        """Whatever layers are left. Returns the tokens loaded."""
+        """Run the layers that are left. Returns the tokens loaded."""
         *_, loaded = self.loading
         assert loaded is not None
         self.rig.check(self.tokens, self.block_ids, self.skip, self.skip + int(loaded.sum()))
         return int(loaded.sum())
 
     def run(self) -> int:
-        """All layers, each of which must be right as soon as it is announced. Returns the tokens loaded."""
+        """Run all layers, each of which must be right as soon as it is announced. Returns the tokens loaded."""
         right = []
         for layer in range(LAYERS):
             assert next(self.loading) is None
@@ -95,13 +95,13 @@ def load_layers(rig: Rig, engine: CacheEngine, tokens: Sequence[int], skip: int 
 
 
 def end_abandoned(engine: CacheEngine) -> None:
-    """The next call that moves KV, and the end of all that went before."""
+    """Make a call that moves KV, which ends all that was abandoned before."""
     engine.prefetch([])
     check_idle(engine)
 
 
 class PartTier(FakeTier):
-    """A tier in memory that can read layers, and notes which."""
+    """A tier in memory that can read layers, and records which."""
 
     @property
     def reads_layers(self) -> bool:

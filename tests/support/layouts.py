@@ -1,7 +1,7 @@
-"""Paged KV caches of every layout, and what a move between blocks must do to them, element by element.
+"""Paged KV caches of every layout, and the effect of a move between blocks, element by element.
 
-The reference knows nothing of pages or rows of bytes: it walks a tensor's logical indices and asks the strides where
-each element lies.
+The reference knows nothing of pages or rows of bytes: it walks a tensor's logical indices and takes the place of each
+element from the strides.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Caches = dict[str, LayerCache]
 
 
 class Plane(NamedTuple):
-    """One tensor of a layer, and which of its dimensions counts blocks: ``ratio`` of them to a manager's block."""
+    """One tensor of a layer, and its dimension that counts blocks: ``ratio`` of them to a manager's block."""
 
     tensor: torch.Tensor
     axis: int = 0
@@ -34,14 +34,14 @@ class Plane(NamedTuple):
 
 
 class Paged(NamedTuple):
-    """The caches of a model, as they are registered, and where the reference finds their blocks."""
+    """The caches of a model, as they are registered, and the places of their blocks for the reference."""
 
     caches: Caches
     axis: int = 0
     ratio: int = 1
 
     def planes(self) -> list[Plane]:
-        """All tensors."""
+        """Return all tensors."""
         return [
             Plane(part, self.axis, self.ratio)
             for cache in self.caches.values()
@@ -49,30 +49,30 @@ class Paged(NamedTuple):
         ]
 
     def memories(self) -> list[Memory]:
-        """The bytes of every storage, whatever lies between the blocks included, each storage once."""
+        """Return the bytes of every storage once, including gaps between the blocks."""
         storages = {plane.tensor.untyped_storage().data_ptr(): plane.tensor for plane in self.planes()}
         return [memory_of(tensor) for tensor in storages.values()]
 
     def fill(self, seed: int) -> None:
-        """Random bytes everywhere; NaNs included, as nothing may look at values."""
+        """Put random bytes everywhere, NaNs included, as no code may look at values."""
         rng = np.random.default_rng(seed)
         for memory in self.memories():
             memory[:] = rng.integers(0, 256, len(memory), dtype=np.uint8)
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
-    """The bytes of a tensor's whole storage."""
+    """Return the bytes of a tensor's whole storage."""
     memory: Memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
     return memory
 
 
 def snapshot(paged: Paged) -> list[bytes]:
-    """What all storages hold."""
+    """Return the contents of all storages."""
     return [memory.tobytes() for memory in paged.memories()]
 
 
 def elements(plane: Plane, block: int) -> dict[tuple[int, ...], bytes]:
-    """Each element of a manager's block, by its place inside the block."""
+    """Return each element of a manager's block, by its place inside the block."""
     memory, item = memory_of(plane.tensor), plane.tensor.element_size()
     return {
         place: memory[begin : begin + item].tobytes()
@@ -88,7 +88,7 @@ def put_elements(plane: Plane, block: int, values: Mapping[tuple[int, ...], byte
 
 
 def _addresses(plane: Plane, block: int) -> list[tuple[tuple[int, ...], int]]:
-    """The place inside the block, and the address in the storage, of each of a block's elements."""
+    """Return the place inside the block, and the address in the storage, of each of a block's elements."""
     tensor, axis, ratio = plane
     first = int(tensor.storage_offset()) + block * ratio * int(tensor.stride(axis))
     return [(place, first + offset) for place, offset in _offsets(tensor.shape, tensor.stride(), axis, ratio)]
@@ -98,18 +98,18 @@ def _addresses(plane: Plane, block: int) -> list[tuple[tuple[int, ...], int]]:
 def _offsets(
     shape: tuple[int, ...], strides: tuple[int, ...], axis: int, ratio: int
 ) -> list[tuple[tuple[int, ...], int]]:
-    """The place of each of a block's elements, and its distance from the first."""
+    """Return the place of each of a block's elements, and its distance from the first."""
     inner = [range(ratio) if dim == axis else range(size) for dim, size in enumerate(shape)]
     return [(place, sum(map(math.prod, zip(place, strides, strict=True)))) for place in itertools.product(*inner)]
 
 
 def take_blocks(paged: Paged, blocks: Sequence[int]) -> list[list[dict[tuple[int, ...], bytes]]]:
-    """The elements of some blocks, by plane and block."""
+    """Return the elements of some blocks, by plane and block."""
     return [[elements(plane, block) for block in blocks] for plane in paged.planes()]
 
 
 def put_blocks(paged: Paged, blocks: Sequence[int], values: list[list[dict[tuple[int, ...], bytes]]]) -> None:
-    """What a load must do: those elements go to these blocks, and nothing else changes."""
+    """Do what a load must do: put the elements into these blocks and change nothing else."""
     for plane, by_block in zip(paged.planes(), values, strict=True):
         for block, held in zip(blocks, by_block, strict=True):
             put_elements(plane, block, held)
@@ -119,20 +119,20 @@ def put_blocks(paged: Paged, blocks: Sequence[int], values: list[list[dict[tuple
 
 
 def ordered(order: str, dtype: torch.dtype, ratio: int = 1) -> Caches:
-    """Logical ``[B, H, N, C]`` per layer, all layers in one buffer whose dimensions lie in memory as ``order`` says."""
+    """Make logical ``[B, H, N, C]`` per layer, all layers in one buffer whose dimensions are in memory as ``order``."""
     sizes = {"L": LAYERS, "B": B * ratio, "H": H, "N": N // ratio, "C": C}
     whole = empty([sizes[letter] for letter in order], dtype).permute([order.index(letter) for letter in "LBHNC"])
     return {f"layer.{number}": whole[number] for number in range(LAYERS)}
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Of any type, whatever torch can do with it."""
+    """Make a tensor of zero bytes, of any type that torch can view."""
     item = torch.empty(0, dtype=dtype).element_size()
     return torch.zeros((*shape[:-1], shape[-1] * item), dtype=torch.uint8).view(dtype)
 
 
 def alike(shape: Sequence[int], dtype: torch.dtype, *, pair: bool = False) -> Caches:
-    """Layers of one shape, each a tensor of its own, or a (key, value) pair of such."""
+    """Make layers of one shape, each a separate tensor, or a (key, value) pair of such."""
     return {
         f"layer.{number}": (empty(shape, dtype), empty(shape, dtype)) if pair else empty(shape, dtype)
         for number in range(LAYERS)
@@ -140,14 +140,14 @@ def alike(shape: Sequence[int], dtype: torch.dtype, *, pair: bool = False) -> Ca
 
 
 def with_draft(dtype: torch.dtype) -> Caches:
-    """Two layers of the target, and a draft's with other heads, in another type and order."""
+    """Make two layers of the target, and a draft's with other heads, in another type and order."""
     target = alike((B, H, N, C), dtype)
     draft = empty((B, N, 1, 6), torch.float32).permute(0, 2, 1, 3)
     return {"layer.0": target["layer.0"], "layer.1": target["layer.1"], "draft.0": draft}
 
 
 def packed_with_draft(dtype: torch.dtype) -> Caches:
-    """The same in one buffer with blocks outermost; the draft's page is padded."""
+    """Make the same in one buffer with blocks outermost; the draft's page is padded."""
     item = torch.empty(0, dtype=dtype).element_size()
     page_bytes, draft_bytes, padding_bytes = H * N * C * item, N * 6 * 4, 8
     block_bytes = 2 * page_bytes + draft_bytes + padding_bytes

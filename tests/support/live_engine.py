@@ -1,11 +1,11 @@
-"""A vLLM engine in a process of its own that lives beside others, and does what it is told meanwhile.
+"""A vLLM engine in a separate process that runs alongside others and carries out orders.
 
 Orders are lines of JSON on its standard input, answers are marked lines of JSON on its standard output:
 
     {"rounds": 3, "prompts": [[1, 2], ...]}   each round from vLLM's own cache emptied; an answer after each round
     {"hits": [[1, 2], ...]}                   rounds until all answers come from the store
-    {"idle": true}                            nothing of ours is under way
-    {"close": true}                           ends; how many memories of cache servers were mapped, and are still
+    {"idle": true}                            asserts that nothing of ours is under way
+    {"close": true}                           ends; answers how many pools of cache servers were mapped, and still are
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MARK = "LIVE ENGINE "
 
 
 class LiveEngine:
-    """The other end of it: a context manager. Orders may be given to several of them before any has answered."""
+    """The other end of it: a context manager. Several engines may get orders before any has answered."""
 
     def __init__(self, model: Path, store: StoreSetup, log: Path, *, core: int) -> None:
         tests = str(Path(__file__).parent.parent)
@@ -51,7 +51,7 @@ class LiveEngine:
         self._process.communicate()
 
     def order(self, **what: Any) -> None:
-        """Tell it what to do."""
+        """Send an order."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(what) + "\n")
         self._process.stdin.flush()
@@ -70,7 +70,7 @@ class LiveEngine:
 
 
 def main() -> None:
-    """Obey."""
+    """Carry out the orders on standard input."""
     setup = json.loads(sys.argv[1])
     os.sched_setaffinity(0, {setup["core"]})
     prepare_environment(two_processes=False)

@@ -1,4 +1,4 @@
-"""A configuration as users of LMCache have it, with every key that is often used."""
+"""A configuration as users of LMCache write it, with every key that is often used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lookup over a remote tier that says what it is told to say."""
+"""A lookup over a remote tier whose answers a test sets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOURCE = "kvs://source:1"
 
 
 class Remote(FakeTier):
-    """Says what it is told to say, and counts the questions."""
+    """A tier that gives the set answers, and counts the questions."""
 
     def __init__(self) -> None:
         super().__init__(capacity_bytes=1 << 30)
@@ -56,7 +56,7 @@ class World:
         return gate
 
     def ask(self, request_id: str, refs: Sequence[ChunkRef]) -> list[bool]:
-        """As a request that comes back with every pass until it knows."""
+        """Ask as a request that returns with every step until it has an answer."""
         asked = threading.Event()
         for _ in range(10_000):
             if self.lookup.answered(request_id, refs):
@@ -70,7 +70,7 @@ class World:
         return [self.lookup.view.holds(ref, now_s, told) is True for ref in refs]
 
     def unknown(self, refs: Sequence[ChunkRef]) -> list[ChunkRef]:
-        """What another request would have to ask about."""
+        """Return the chunks that another request would have to ask about."""
         return self.lookup.view.unknown(refs, time.monotonic())
 
 

@@ -1,4 +1,4 @@
-"""The ways to move KV under vLLM: keys of the store."""
+"""The ways to move KV under vLLM, as keys of the store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MODES: dict[str, dict[str, Any]] = {
     "beside": {"kvstore.enable_async_loading": True, "kvstore.enable_async_saving": True},
 }
 
-# Where each takes long, continuous integration tries the one that differs most from a plain step, a soak the others.
+# Where every mode takes long, continuous integration tries only the one that differs most, and a soak the others.
 ONE_MODE_AND_SOAK = pytest.mark.parametrize(
     "mode",
     [pytest.param(keys, id=name, marks=() if name == "beside" else pytest.mark.soak) for name, keys in MODES.items()],

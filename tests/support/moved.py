@@ -1,4 +1,4 @@
-"""What stands elsewhere in some versions of vLLM."""
+"""Names that some versions of vLLM define in another module."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def moved(name: str, *modules: str) -> Any:
-    """The object of this name, from the first of the modules that has it."""
+    """Return the object of this name, from the first of the modules that has it."""
     for module in modules:
         try:
             return getattr(import_module(module), name)
@@ -17,6 +17,6 @@ def moved(name: str, *modules: str) -> Any:
 
 
 def make_arg_parser(parser: Any) -> Any:
-    """The parser of ``vllm serve``."""
+    """Return the parser of ``vllm serve``."""
     places = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.common.cli_args")  # the second since 0.33
     return moved("make_arg_parser", *places)(parser)

@@ -1,4 +1,4 @@
-"""Tests that cut the network run in one of their own, where that hurts nobody else."""
+"""Tests that cut the network run in a separate network namespace, where they disturb nothing else."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Final
 
 import pytest
 
-_INSIDE: Final = "KVSTORE_TEST_NETWORK"  # set where the network is the test's own
+_INSIDE: Final = "KVSTORE_TEST_NETWORK"  # set inside the test's network
 
 
 def runs_elsewhere(test: str, **environment: str) -> bool:
-    """Run a test again, in a network of its own, and wait for it; False in there, where the test is to go on."""
+    """Run a test again in a new network namespace and wait for it; False inside it, where the test is to continue."""
     if _INSIDE in os.environ:
         return False
     if os.geteuid() or not shutil.which("unshare") or not shutil.which("ip"):

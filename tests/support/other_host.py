@@ -32,7 +32,7 @@ class OtherHost:
     far: str
 
     def run_python(self, code: str, *arguments: str) -> str:
-        """Run a program there; returns what it printed."""
+        """Run a program there, and return its output."""
         tests = str(Path(__file__).parent.parent)
         done = subprocess.run(
             ["ip", "netns", "exec", self.name, sys.executable, "-c", code, *arguments],
@@ -48,7 +48,7 @@ class OtherHost:
 
 @contextmanager
 def other_host() -> Iterator[OtherHost]:
-    """Make one, and take it away again. Where that is not allowed the test is skipped."""
+    """Make another host, and remove it at the end. The test is skipped where that is not allowed."""
     if shutil.which("ip") is None:
         pytest.skip("there is no ip command: apt-get install iproute2")
     token = secrets.token_hex(3)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from support.rig import Rig
 
 STEMS = [tokens_of(stem, 3 * CHUNK) for stem in (1, 2, 3)]
-# A prompt begins with one stem, parts from it anywhere and goes on with another one, which others may share in turn.
+# A prompt begins with one stem, parts from it anywhere and continues with another, which other prompts may share.
 PROMPTS = st.tuples(st.integers(0, 2), st.integers(0, 3 * CHUNK), st.integers(0, 2), st.integers(0, 2 * CHUNK)).map(
     lambda drawn: [*STEMS[drawn[0]][: drawn[1]], *STEMS[drawn[2]][: drawn[3]]]
 )
@@ -24,7 +24,7 @@ FLUSH_S = 30.0
 
 
 def shared_tokens(prompt: Sequence[int], stored: Sequence[Sequence[int]]) -> int:
-    """The longest prefix, in whole blocks, that a prompt shares with any of those stored."""
+    """Return the longest prefix, in whole blocks, that a prompt shares with any stored one."""
     longest = 0
     for other in stored:
         common = next((n for n, (a, b) in enumerate(zip(prompt, other, strict=False)) if a != b), None)
@@ -34,7 +34,7 @@ def shared_tokens(prompt: Sequence[int], stored: Sequence[Sequence[int]]) -> int
 
 
 def check_strangers(rig: Rig, open_engine: Callable[[], CacheEngine], prompts: Sequence[list[int]]) -> None:
-    """Each prompt comes to an engine that has only what others stored elsewhere: it finds all they have in common."""
+    """Check that each prompt finds all it shares with the others, in an engine that has only what others stored."""
     stored: list[list[int]] = []
     for prompt in prompts:
         with open_engine() as engine:
@@ -49,12 +49,12 @@ def check_strangers(rig: Rig, open_engine: Callable[[], CacheEngine], prompts: S
 
 
 def check_ages(open_engine: Callable[[], CacheEngine], rig: Rig, age: Callable[[pytest.MonkeyPatch], object]) -> None:
-    """What an old engine stored a new one finds by its key, and the other way round; new ones find block ends, too.
+    """Check that old and new engines find each other's chunks by key, and that new ones find block ends, too.
 
     Args:
         open_engine: opens an engine that has only what others stored.
-        rig: of the engines.
-        age: lets engines behave as those of before block ends.
+        rig: the rig of the engines.
+        age: lets engines behave as those before block ends.
     """
     head = tokens_of(1, CHUNK + 2 * BLOCK)
     one, other, third = ([*head, *tokens_of(number, CHUNK)] for number in (2, 3, 4))

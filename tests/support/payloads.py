@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def let_some_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let two chunks of three repeat themselves, wherever the suite makes payloads."""
+    """Let two chunks of three repeat themselves in all payloads of the suite, so that a codec shrinks them."""
     random_payload = harness.make_payload
 
     def make_payload(layout: KVLayout, ref: ChunkRef, version: int = 0) -> bytes:

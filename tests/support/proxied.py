@@ -1,4 +1,4 @@
-"""A proxy in this process, and what tests ask of it."""
+"""A proxy in this process, and requests of tests to it."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class ProxyThread(HttpThread):
 
 
 def counted(client: httpx.Client, name: str, **labels: str) -> int:
-    """The value of a metric of the proxy; 0 if it is not there."""
+    """Return the value of a metric of the proxy; 0 if it is missing."""
     return read_counter(str(client.base_url).rstrip("/"), f"kvstore_proxy_{name}", labels)
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:
-    """An error in OpenAI's form."""
+    """Return an error in OpenAI's form."""
     tree: dict[str, Any] = answer.json()["error"]
     assert tree.keys() == {"message", "type", "param", "code"}
     assert tree["code"] == answer.status_code
@@ -56,7 +56,7 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 
 @contextmanager
 def send_raw(client: httpx.Client, content: bytes) -> Iterator[socket.socket]:
-    """A connection that sends a request, reads nothing, and is closed at the end."""
+    """Yield a connection that sends a request, reads nothing, and is closed at the end."""
     url = client.base_url
     with socket.create_connection((url.host, url.port or 0)) as connection:
         head = f"POST {PATH} HTTP/1.1\r\nHost: {url.host}\r\nContent-Length: {len(content)}\r\n\r\n"

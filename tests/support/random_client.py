@@ -1,4 +1,4 @@
-"""Does at random to a vLLM that is played what clients, operators, servers and disks do."""
+"""Random actions of clients, operators, servers and disks on a simulated vLLM."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ HEADER = 4096
 
 
 class RandomClient:
-    """Events for one engine; with faults also such as break tiers."""
+    """Random events for one engine; with faults, also events that break tiers."""
 
-    reset_preempts = 1.0  # how often new weights take the requests that run their blocks
+    reset_preempts = 1.0  # share of changes of weights that preempt running requests
 
     def __init__(self, vllm: FakeScheduler, *, with_faults: bool) -> None:
         self.vllm = vllm
@@ -30,7 +30,7 @@ class RandomClient:
         self.prompts = [[*stem[: self.random.randrange(1, 60)], self.random.randrange(50)] for stem in stems * 4]
 
     def play(self, *, events: int = 60) -> None:
-        """Do so much, and look at all that is left: what is stored must be right, and nothing may be held."""
+        """Do as many events, and check all that is left: stored chunks must be right, and nothing may be held."""
         for _ in range(events):
             self.act()
         self.vllm.scheduler.enabled = True
@@ -49,7 +49,7 @@ class RandomClient:
         self.vllm.index.check_invariants()
 
     def act(self) -> None:
-        """One random event."""
+        """Do one random event."""
         chance = self.random.random()
         if chance < 0.35 and len(self.alive()) < 6:
             self.send()
@@ -77,11 +77,11 @@ class RandomClient:
             self.vllm.step()
 
     def alive(self) -> list[FakeRequest]:
-        """The requests that have not ended."""
+        """Return the requests that have not ended."""
         return [request for request in self.requests if request.state != "finished"]
 
     def send(self) -> None:
-        """A request: a prompt that others share, or the next turn of a chat."""
+        """Send a request: a prompt that others share, or the next turn of a chat."""
         done = [request for request in self.requests if request.state == "finished"]
         tokens = list(self.random.choice(self.prompts))
         if done and self.random.random() < 0.3:
@@ -97,7 +97,7 @@ class RandomClient:
         self.requests.append(request)
 
     def wishes(self) -> RequestParams:
-        """What a request asks of its KV."""
+        """Return random wishes of a request for its KV."""
         return RequestParams(
             skip_save=self.random.random() < 0.2,
             skip_load=self.random.random() < 0.2,
@@ -105,7 +105,7 @@ class RandomClient:
         )
 
     def upset(self, server: FakeServer) -> None:
-        """A server evicts what it likes, and fails, and recovers."""
+        """Let a server evict chunks at random, fail, and recover."""
         server.lose(ref for ref in server.all_chunks() if self.random.random() < 0.5)
         for call in ("before_contains", "before_get", "before_put"):
             fails = self.with_faults and self.random.random() < 0.3

@@ -1,4 +1,4 @@
-"""Requests that our client of a cache server does not send, and others may: what is there."""
+"""Requests for the contents of a cache server, which our client does not send and others may."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvstore.tiers.server.link import Link
 
 
 def scan(link: Link) -> list[ChunkRef]:
-    """Every chunk of the connection's namespace, the least recently used first."""
+    """Return every chunk of the connection's namespace, the least recently used first."""
     refs: dict[ChunkRef, None] = {}
     first = 0
     while True:

@@ -1,4 +1,4 @@
-"""Real Redis servers for tests: alone, with TLS, with users, under Sentinel, as a cluster; to be frozen and killed."""
+"""Real Redis servers for tests: alone, with TLS, with users, under Sentinel, as a cluster. They can be killed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 WAIT_S = 20.0
-_random = SystemRandom()  # the other one is set back by hypothesis
+_random = SystemRandom()  # hypothesis resets the module's generator
 
 
 def require_server() -> str:
-    """The path of redis-server. Without one tests are skipped, but fail where CI is set."""
+    """Return the path of redis-server. Without one tests are skipped, but fail where CI is set."""
     path = shutil.which("redis-server")
     if path is None:
         reason = "redis-server is not installed: apt-get install redis-server"
@@ -36,8 +36,8 @@ def require_server() -> str:
 
 
 def free_port() -> int:
-    """A port that nobody listens on. The kernel gives neither it, nor those after it, nor the one 10,000 above (of a
-    cluster's bus) to connections that are made in between, as Linux takes these from 32,768 on."""
+    """Return a port on which nothing listens. The kernel gives neither this port, nor the next ones, nor the one 10,000
+    above (of a cluster's bus) to connections made meanwhile, as Linux takes their ports from 32,768 on."""
     while True:
         port = _random.randrange(15_000, 22_000)
         with socket.socket() as probe:
@@ -46,7 +46,7 @@ def free_port() -> int:
 
 
 def wait_for(what: str, condition: Any, timeout_s: float = WAIT_S) -> None:
-    """Until the condition holds; errors of a server that is not there yet count as no."""
+    """Wait until the condition holds; errors of a server that is not up yet count as no."""
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         try:
@@ -60,7 +60,7 @@ def wait_for(what: str, condition: Any, timeout_s: float = WAIT_S) -> None:
 
 @dataclass
 class RedisServer:
-    """A process with a folder of its own. ``options`` are lines of redis.conf."""
+    """A process with a separate folder. ``options`` are lines of redis.conf."""
 
     folder: Path
     options: Sequence[str] = ()
@@ -90,7 +90,7 @@ class RedisServer:
         return self
 
     def admin(self, **options: Any) -> Any:
-        """A client that goes round the tier; through the unix socket, where certificates are not asked for."""
+        """Return a client that bypasses the tier; through the unix socket, where certificates are not required."""
         options["retry"] = Retry(NoBackoff(), 0)
         if self.sentinel:
             return redis.Redis(port=self.port, socket_timeout=WAIT_S, **options)
@@ -128,7 +128,7 @@ def running(*servers: RedisServer) -> Iterator[None]:
 
 
 def make_certificates(folder: Path) -> dict[str, Path]:
-    """A CA, and certificates of a server (for 127.0.0.1) and of a client."""
+    """Make a CA, and certificates of a server (for 127.0.0.1) and of a client."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
 
@@ -155,7 +155,7 @@ def tls_options(files: dict[str, Path]) -> list[str]:
     ]
 
 
-# What docs/redis.md says a user needs.
+# The rights that docs/redis.md says a user needs.
 ACL_USER = (
     "user kvstore on >s3cret ~kvs:* resetchannels -@all +get +set +exists +unlink +rename +persist +scan "
     "+multi +exec +watch +unwatch +ping +zadd +zrem +zcard +zrange +zrangebylex +zrevrangebylex "
@@ -164,7 +164,7 @@ ACL_USER = (
 
 
 def start_cluster(folder: Path, nodes: int = 3, options: Sequence[str] = ()) -> list[RedisServer]:
-    """Masters with equal shares of the slots, started and agreed. The caller kills them."""
+    """Start masters with equal shares of the slots, and wait until they agree. The caller kills them."""
     lines = ["cluster-enabled yes", "cluster-node-timeout 2000", *options]
     servers = [RedisServer(folder / str(number), lines).start() for number in range(nodes)]
     for number, server in enumerate(servers):
@@ -183,7 +183,7 @@ def start_cluster(folder: Path, nodes: int = 3, options: Sequence[str] = ()) -> 
 
 
 def start_sentinel(folder: Path, master: RedisServer, service: str = "chunks") -> RedisServer:
-    """One Sentinel, of whom one is enough for a failover."""
+    """Start one Sentinel, which is enough for a failover."""
     lines = [
         f"sentinel monitor {service} 127.0.0.1 {master.port} 1",
         f"sentinel down-after-milliseconds {service} 500",

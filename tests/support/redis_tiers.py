@@ -1,4 +1,4 @@
-"""What the tests of broken Redis servers share: tiers, chunks of several parts, and what a server holds."""
+"""Helpers of the tests of broken Redis servers: tiers, chunks of several parts, and the contents of a server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.diskwork import EVEN, MINE, make_ref, make_slot, make_transfer
 from support.redis_server import RedisServer
 
 TIMEOUT_S = 0.5
-BOUND_S = 15.0  # what must end at all; a time-out or two take 0.5 s each
+BOUND_S = 15.0  # for anything that must end; a time-out or two take 0.5 s each
 LARGE = KVLayout(page_bytes=(1 << 16,) * 8, planes=1, block_tokens=16, chunk_tokens=128)  # 4 MiB: five parts
 REFS = [make_ref(number) for number in range(16)]
 WHOLE = [make_ref(number, LARGE.blocks_per_chunk) for number in range(12)]
@@ -44,14 +44,14 @@ def get_large(tier: Tier, ref: Any) -> Outcome:
 
 
 def values(server: RedisServer, pattern: str = "kvs:{*:*") -> dict[bytes, int]:
-    """All values of chunks, by key, and their lengths; the epoch's key is none, nor are the sets of trails."""
+    """Return all values of chunks, by key, and their lengths; the epoch's key and the sets of trails are left out."""
     admin = server.admin()
     keys = [key for key in admin.scan_iter(pattern, 1000) if b"}:epoch" not in key and not key.endswith(b"}:t")]
     return {key: admin.strlen(key) for key in keys}
 
 
 def ends(action: Callable[[], object]) -> object:
-    """The result of an action, or the error that it ended in, within a bound."""
+    """Return the result of an action, or the error that it raised, within a bound."""
     begin_s = time.monotonic()
     try:
         return action()
@@ -62,11 +62,11 @@ def ends(action: Callable[[], object]) -> object:
 
 
 def killed(*_: object) -> None:
-    """In the place of something that the process does not live to do."""
+    """Fail in the place of a call that a killed process does not reach."""
     raise TierError("killed")
 
 
 def keys_of(server: RedisServer, ref: Any) -> list[bytes]:
-    """All keys of a chunk, the commit first."""
+    """Return all keys of a chunk, the commit first."""
     found = [key for key in values(server) if ref.prefix_key.hex().encode() in key]
     return sorted(found, key=lambda key: (not key.endswith(b"}:c"), key))

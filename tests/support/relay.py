@@ -1,4 +1,4 @@
-"""A way between two processes that can be slow, hang, or be cut."""
+"""A relay between two processes that can be slow, hang, or be cut."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from enum import Enum
 from typing import Final, Self
 
 _PIECE_BYTES: Final = 64 << 10
-_SLOW_S: Final = 0.01  # for as much as a piece, however the kernel cuts it
+_SLOW_S: Final = 0.01  # for each ``_PIECE_BYTES``, however the kernel cuts them
 _POLL_S: Final = 0.02
 
 
 class Mood(Enum):
-    """How bytes travel from now on."""
+    """Modes in which the relay passes bytes on."""
 
     FAST = "fast"
     SLOW = "slow"
@@ -23,12 +23,12 @@ class Mood(Enum):
 
 
 class Relay:
-    """Passes what comes to its port on to another one. A context manager."""
+    """Relay of connections to its port to another port. A context manager."""
 
     def __init__(self, port: int) -> None:
         self.mood = Mood.FAST
         self.num_bytes = 0  # passed on, both ways
-        self.passed_s = 0.0  # when the last ones were
+        self.passed_s = 0.0  # time of the last ones
         self.slow_s = _SLOW_S
         self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -37,11 +37,11 @@ class Relay:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Port on which it listens."""
         return int(self._listener.getsockname()[1])
 
     def aim(self, port: int) -> None:
-        """Pass new connections on to another port, and end those that there are."""
+        """Relay new connections to another port, and end the present ones."""
         self._target = port
         self._end()
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class FakeServer:
-    """What all engines see: the chunks of every namespace, and what its tiers were asked."""
+    """Server that all engines share: the chunks of every namespace, and what its tiers were asked."""
 
     def __init__(self) -> None:
         self.chunks: dict[bytes, dict[ChunkRef, bytes]] = {}
@@ -42,11 +42,11 @@ class FakeServer:
         return _FakeRemote(self, setup)
 
     def connect(self, _url: str, namespace: Namespace, _layout: KVLayout, _settings: Mapping[str, object]) -> Transport:
-        """The way here for an engine that hands chunks over."""
+        """Open a transport for an engine that hands chunks over."""
         return _FakeTransport(self, namespace)
 
     def all_chunks(self) -> dict[ChunkRef, bytes]:
-        """Of all namespaces together."""
+        """Return the chunks of all namespaces together."""
         return {ref: payload for chunks in self.chunks.values() for ref, payload in chunks.items()}
 
     def lose(self, refs: Iterable[ChunkRef]) -> None:

@@ -1,4 +1,4 @@
-"""An engine whose remote tier is not there when it starts, and comes later."""
+"""An engine whose remote tier is missing at its start, and appears later."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WAIT_S = 30.0
 def check_return(
     rig: Rig, caplog: pytest.LogCaptureFixture, remote: RemoteOptions, start: Callable[[], object]
 ) -> None:
-    """One warning, a cache that works without it, and then with it."""
+    """Check that there is one warning, and that the cache works without the tier and then with it."""
     with caplog.at_level(logging.INFO), rig.open(remote=remote) as engine:
         assert "the remote tier cannot be used now" in caplog.text
         assert rig.store(engine, TOKENS) == 40

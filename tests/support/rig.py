@@ -35,15 +35,15 @@ POISON = 0xA5
 
 
 def tokens_of(seed: int, count: int) -> list[int]:
-    """``count`` tokens; a longer sequence of the same seed begins with the shorter one."""
+    """Return ``count`` tokens; a longer sequence of the same seed begins with the shorter one."""
     rng = random.Random(seed)
     return [rng.randrange(50_000) for _ in range(count)]
 
 
 class Rig:
-    """Layers of uint8 ``[num_blocks, 2, BLOCK, 8]``. What is in a block follows from all tokens up to its end.
+    """Layers of uint8 ``[num_blocks, 2, BLOCK, 8]``. The content of a block follows from all tokens up to its end.
 
-    ``version`` is what else decides it: the weights, say, or a mistake that was mended.
+    ``version`` is anything else that decides it, such as the weights or a mistake that was fixed.
     """
 
     def __init__(self, num_blocks: int = 64, num_layers: int = 2) -> None:
@@ -56,7 +56,7 @@ class Rig:
         self.poison()
 
     def open(self, *, slots: int = 8, **options: Any) -> CacheEngine:
-        """An engine with a pool of ``slots``; a disk has room for 64 chunks, its queue for all writes."""
+        """Open an engine with a pool of ``slots``; a disk has room for 64 chunks, its queue for all writes."""
         options.setdefault("max_write_queue", max(slots, 8))
         options.setdefault("max_local_disk_bytes", 64 * FILE_BYTES if "local_disk" in options else 0)
         return CacheEngine(self.paged, NAMESPACE, EngineOptions(max_local_cpu_bytes=slots * SLOT_BYTES, **options))
@@ -66,7 +66,7 @@ class Rig:
             cache.fill_(POISON)
 
     def blocks(self, num_tokens: int, seed: int = 0, among: Sequence[int] | None = None) -> list[int]:
-        """Shuffled block ids for that many tokens."""
+        """Return shuffled block ids for that many tokens."""
         ids = list(range(self.num_blocks) if among is None else among)
         random.Random(seed).shuffle(ids)
         return ids[: -(-num_tokens // BLOCK)]
@@ -75,7 +75,7 @@ class Rig:
         return [block_ids[i // BLOCK] * BLOCK + i % BLOCK for i in range(num_tokens)]
 
     def expected(self, tokens: Sequence[int], block: int) -> ByteArray:
-        """What the block number ``block`` of a sequence must hold, over all layers."""
+        """Return the bytes that block number ``block`` of a sequence must hold, over all layers."""
         seed = zlib.crc32(array("Q", tokens[: (block + 1) * BLOCK]).tobytes(), self.version)
         return np.random.default_rng(seed).integers(0, 256, self.layout.block_bytes, dtype=np.uint8)
 
@@ -84,7 +84,7 @@ class Rig:
         return np.concatenate(parts)
 
     def layer(self, layer: int, block_id: int) -> ByteArray:
-        """What a block holds in one layer."""
+        """Return the bytes of a block in one layer."""
         held: ByteArray = self.caches[f"layer.{layer}"][block_id].contiguous().reshape(-1).numpy()
         return held
 
@@ -97,14 +97,14 @@ class Rig:
         return self.slot_mapping(block_ids, len(tokens))
 
     def store(self, engine: CacheEngine, tokens: Sequence[int], **keywords: Any) -> int:
-        """Compute a sequence somewhere, store it, and poison the cache."""
+        """Compute a sequence in some blocks, store it, and poison the cache."""
         mapping = self.compute(tokens, self.blocks(len(tokens), seed=len(tokens)))
         stored = engine.store(tokens, slot_mapping=mapping, **keywords)
         self.poison()
         return stored
 
     def retrieve(self, engine: CacheEngine, tokens: Sequence[int], skip: int = 0, **keywords: Any) -> int:
-        """Retrieve into other blocks; all that was loaded must be right, and blocks without a say untouched.
+        """Retrieve into other blocks; all that was loaded must be right, and blocks that were not asked for untouched.
 
         Returns the number of tokens loaded, which lie between ``skip`` and the end of the known prefix.
         """
@@ -139,7 +139,7 @@ class FakeTier(BoundedTier):
         self.before_get: Callable[[], object] = lambda: None
         self.before_put: Callable[[], object] = lambda: None
         self.put_outcome = Outcome.STORED
-        self.namespaces: list[Namespace] = []  # entered by ``reset``
+        self.namespaces: list[Namespace] = []  # set by ``reset``
         self.namespace_id: bytes | None = None
         self.is_closed = False
         self.told_trails: dict[ChunkRef, bytes] = {}

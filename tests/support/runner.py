@@ -1,4 +1,4 @@
-"""Runs vLLM engines in a process of their own: a job as JSON on standard input, the outputs as JSON on standard output.
+"""Runs vLLM engines in a separate process: a job as JSON on standard input, the outputs as JSON on standard output.
 
     {"model": "...", "two_processes": true, "max_tokens": 12,
      "engines": [{"store": {"disk": "..."} | null, "rounds": ["cold", "again"], "prompts": [[1, 2], ...],
@@ -31,7 +31,7 @@ _MODULE = ["-m", "support.runner"]
 def run_elsewhere(
     job: dict[str, Any], *, timeout_s: float = 300.0, python: str = sys.executable
 ) -> list[list[list[Completion]]]:
-    """Carry a job out in a new process: for each engine, for each round, the completions."""
+    """Carry a job out in a new process. Returns the completions by engine and round."""
     done = subprocess.run(
         [python, *_MODULE],
         input=json.dumps(job),
@@ -49,7 +49,7 @@ def run_elsewhere(
 def generated_elsewhere(
     model: Path, store: StoreSetup, prompts: list[Prompt], *, two_processes: bool
 ) -> list[Completion]:
-    """What one engine without a disk, in a new process, says to prompts, and stores."""
+    """Return the completions of one engine without a disk, in a new process, which also stores them."""
     engine = {"store": vars(store) | {"disk": None}, "rounds": ["cold"], "prompts": prompts}
     job = {"model": str(model), "two_processes": two_processes, "max_tokens": 12, "engines": [engine]}
     ((cold,),) = run_elsewhere(job)
@@ -58,7 +58,7 @@ def generated_elsewhere(
 
 @contextmanager
 def staying_elsewhere(job: dict[str, Any], *, timeout_s: float = 120.0) -> Iterator[list[list[Completion]]]:
-    """The same for a single engine, which stays in its process, with all it has stored, until the block ends."""
+    """Do the same for one engine, which stays in its process with all it has stored until the block ends."""
     (engine,) = job["engines"]
     line = json.dumps({**job, "two_processes": False, "engines": [{**engine, "stays": True}]})
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL

@@ -1,6 +1,6 @@
-"""How many random schedules a test tries: some in every run, few in a quick one, thousands in ``make soak``.
+"""Number of random schedules that a test tries: some in every run, few in a quick one, thousands in ``make soak``.
 
-A schedule that has failed is kept for good, as an ``@example`` of its test: the next run need not find it again.
+A schedule that has failed is kept as an ``@example`` of its test, so that the next run need not find it again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _QUIET = (
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 
-# Where a test asks for nothing else: examples enough for a run, and no word on how long one took.
+# Defaults of a test: examples enough for a run, and no report of the time of one.
 for _profile, _examples in (("suite", 40), ("quick", 10)):
     settings.register_profile(
         _profile, max_examples=_examples, deadline=None, suppress_health_check=_QUIET, print_blob=True
@@ -32,20 +32,20 @@ for _profile, _examples in (("suite", 40), ("quick", 10)):
 
 
 class _Mode:
-    """Of this run; set before any test is collected."""
+    """Mode of this run; set before any test is collected."""
 
     is_soak = False
     is_quick = False
 
 
 def begin(*, is_soak: bool, is_quick: bool) -> None:
-    """Decide how much is tried, before any test is collected. In a soak all that is asked for is thousands."""
+    """Decide how many schedules are tried, before any test is collected. In a soak they are thousands."""
     _Mode.is_soak, _Mode.is_quick = is_soak, is_quick and not is_soak
     settings.load_profile("quick" if _Mode.is_quick else "suite")
 
 
 def schedule_settings(examples: int = EXAMPLES, **others: Any) -> settings:
-    """Hypothesis's settings, for state machines, which take no decorator. Mark their test ``schedules``."""
+    """Return Hypothesis's settings, for state machines, which take no decorator. Mark their test ``schedules``."""
     wanted = max(1, examples // QUICK_SHARE) if _Mode.is_quick else examples
     return settings(
         max_examples=SOAK_EXAMPLES if _Mode.is_soak else wanted,
@@ -57,7 +57,7 @@ def schedule_settings(examples: int = EXAMPLES, **others: Any) -> settings:
 
 
 def schedules(examples: int = EXAMPLES) -> Callable[[Test], Test]:
-    """Above ``@given``: so many random examples, or thousands in a soak, of which the test is a part then."""
+    """Decorate a test, above ``@given``: as many random examples, or thousands in a soak, which it joins then."""
 
     def decorate(test: Test) -> Test:
         marked: Test = pytest.mark.schedules(schedule_settings(examples)(test))
@@ -67,7 +67,7 @@ def schedules(examples: int = EXAMPLES) -> Callable[[Test], Test]:
 
 
 def seeds(some: int) -> range:
-    """For tests that draw by themselves: so many seeds, or a hundred times as many in a soak."""
+    """Return seeds for tests that draw by themselves: as many, or a hundred times as many in a soak."""
     return range(100 * some if _Mode.is_soak else some)
 
 

@@ -1,4 +1,4 @@
-"""Short words for tests of a running cache server: tiers, bare connections, and what must be true afterwards."""
+"""Helpers for tests of a running cache server: tiers, bare connections, and checks for afterwards."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def works(tier: Tier) -> bool:
 
 
 def check_quiet(server: ServerThread) -> None:
-    """Nobody holds anything, and every page belongs to a chunk."""
+    """Check that no client holds anything, and that every page belongs to a chunk."""
     wait_for("leases end", lambda: server.hub.sessions.num_leases == 0)
     chunks = [chunk for space in server.hub.stock.spaces.values() for chunk in space.chunks.values()]
     assert server.hub.sessions.leased_bytes == 0
@@ -59,13 +59,13 @@ def check_quiet(server: ServerThread) -> None:
 
 
 def settle(server: ServerThread) -> None:
-    """Until the disk has everything."""
+    """Wait until the disk has everything."""
     service = server.hub.service
     wait_for("nothing is on its way to disk", lambda: not service.is_changing_files)
 
 
 class Raw:
-    """A client that says what it likes."""
+    """A client that sends whatever a test wants."""
 
     def __init__(self, server: ServerThread) -> None:
         self.context = open_context()  # which a test that fails leaks, and nothing waits for

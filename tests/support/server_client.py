@@ -2,7 +2,7 @@
 
     python -m support.server_client URL SECONDS THREADS SEED
 
-Prints one JSON object. What is in a chunk follows from its key, so that any process can check what another has stored.
+Prints one JSON object. The content of a chunk follows from its key, so that any process can check another's chunks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOOKUP_CHUNKS = 128
 
 @dataclass
 class Result:
-    """What the client saw."""
+    """Results that the client saw."""
 
     stored: int = 0
     hits: int = 0

@@ -81,7 +81,7 @@ class Shop:
 
 
 class Desk:
-    """A service over a small pool. What it sends is in ``sent``; ``settle`` lets what its threads reported happen."""
+    """A service over a small pool. Its answers are in ``sent``; ``settle`` carries out the reports of its threads."""
 
     def __init__(self, owner: Owner | None = None, disk: DiskOptions | None = None) -> None:
         allocated: list[Run] = []
@@ -93,7 +93,7 @@ class Desk:
         self.stock = Stock(self.pool.num_bytes, self.pool.free, disk_bytes=disk.capacity_bytes if disk else 0)
         self.sessions = Sessions(self.stock, self.pool.num_bytes, {IPC: 8, TCP: 8})
         self.now_s = 0.0
-        self.step_s = 0.0  # how long each look at the clock takes
+        self.step_s = 0.0  # how long each reading of the clock takes
         self.sent: list[messages.Answer] = []
         self.reports: list[Callable[[], None]] = []
         self.reported = threading.Semaphore(0)

@@ -1,4 +1,4 @@
-"""A prompt, and how tests of the scheduler ask for it."""
+"""A prompt, and requests for it by tests of the scheduler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def damage(path: Path) -> None:
 
 
 def again(vllm: FakeVllm, prompt: list[int] = PROMPT, *, salt: str = "") -> int:
-    """Ask with vLLM's own cache empty; how many tokens were loaded?"""
+    """Ask with vLLM's own cache empty. Returns the tokens loaded."""
     vllm.forget_local()
     vllm.ask("again", prompt, salt=salt)
     return vllm.loaded_tokens["again"]

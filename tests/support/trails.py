@@ -1,4 +1,4 @@
-"""Chunks as paths in a tree: what stands in each of their blocks. Keys and trails follow from the paths."""
+"""Chunks as paths in a tree: the contents of each of their blocks. Keys and trails follow from the paths."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def shared_blocks(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def most_shared(asked: Path, there: Collection[Path], at_most: int) -> list[int]:
-    """How many blocks those share that share most, by looking at all of them."""
+    """Return the largest numbers of shared blocks, by looking at all paths."""
     return sorted(filter(None, (shared_blocks(asked, path) for path in there)), reverse=True)[:at_most]

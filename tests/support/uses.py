@@ -1,4 +1,4 @@
-"""How much is unfinished in an index."""
+"""Count of unfinished operations and leases in an index."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from kvstore.catalog.index import ChunkIndex
 
 
 def uses_of(index: ChunkIndex) -> int:
-    """Plans and writes in flight, and leases, counted per chunk; 0 when idle."""
+    """Count plans and writes in flight, and leases, per chunk; 0 when idle."""
     return sum(chunk.uses for chunk in index._chunks.values())

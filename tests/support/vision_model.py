@@ -48,6 +48,6 @@ def build_idefics3(folder: Path) -> Path:
 
 
 def picture(seed: int) -> Image.Image:
-    """A picture of coloured squares."""
+    """Return a picture of coloured squares."""
     squares = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
     return Image.fromarray(squares).resize((_SIDE, _SIDE), Image.Resampling.NEAREST)

@@ -1,4 +1,4 @@
-"""One real vLLM engine for a test, small enough that a few of them fit into one process one after the other."""
+"""One real vLLM engine for a test, so small that several fit into one process one after the other."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 32
 CHUNK_TOKENS = 256
 VOCAB = 1024
-TIE_GAP = 1e-4  # two best logprobs closer than this may change places between two plain runs, too
+TIE_GAP = 1e-4  # two best logprobs closer than this may swap between two plain runs, too
 
 Prompt = list[int]
 
 
 def prepare_environment(*, two_processes: bool) -> None:
-    """Settings that vLLM reads when an engine is made."""
+    """Set the environment that vLLM reads when an engine is made."""
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # engines of several files would share one core
     os.environ.update(
         VLLM_CPU_KVCACHE_SPACE="1",
@@ -39,7 +39,7 @@ def prepare_environment(*, two_processes: bool) -> None:
 
 
 class Completion(NamedTuple):
-    """What a prompt led to."""
+    """Result of a prompt."""
 
     token_ids: list[int]
     cached_tokens: int  # not computed: vLLM's own prefix cache and ours together
@@ -48,7 +48,7 @@ class Completion(NamedTuple):
 
 @dataclass
 class StoreSetup:
-    """The connector's part of an engine."""
+    """Options of the connector of an engine."""
 
     disk: Path | None = None
     cpu_gib: float = 0.25
@@ -56,12 +56,12 @@ class StoreSetup:
     role: str = "kv_both"
     policy: str = "recompute"
     by_module_path: bool = False
-    behind: dict[str, Any] | None = None  # another connector, which stands behind ours in a MultiConnector
+    behind: dict[str, Any] | None = None  # another connector, behind ours in a MultiConnector
     extra: dict[str, Any] = field(default_factory=dict)
 
     def transfer_config(self) -> dict[str, Any]:
-        """The value of vLLM's ``--kv-transfer-config``."""
-        # On a busy machine loading may indeed be slower than a tiny model, and tests want their hits.
+        """Return the value of vLLM's ``--kv-transfer-config``."""
+        # On a busy machine a load may indeed be slower than a tiny model, and tests want their hits.
         extra = {"kvstore.max_local_cpu_size": self.cpu_gib, "kvstore.load_only_if_faster": False, **self.extra}
         if self.disk is not None:
             extra |= {"kvstore.local_disk": str(self.disk), "kvstore.max_local_disk_size": self.disk_gib}
@@ -80,7 +80,7 @@ class StoreSetup:
 
 
 class Engine:
-    """A context manager around ``vllm.LLM``; leaves nothing behind in the process."""
+    """A context manager around ``vllm.LLM``, which leaves nothing behind in the process."""
 
     def __init__(self, model: Path, store: StoreSetup | None = None, **overrides: Any) -> None:
         from vllm import LLM
@@ -115,7 +115,7 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
         ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
-        ours = logging.getLogger("kvstore")  # as it was before the connector joined it to vLLM's
+        ours = logging.getLogger("kvstore")  # restored to its state before the connector joined it to vLLM's
         ours.handlers.clear()
         ours.propagate = True
 
@@ -129,7 +129,7 @@ class Engine:
         logprobs: int | None = None,
         asks: dict[str, Any] | None = None,
     ) -> list[Completion]:
-        """Greedy completions of token prompts; ``asks`` are fields of ``kv_transfer_params``."""
+        """Return greedy completions of token prompts; ``asks`` are fields of ``kv_transfer_params``."""
         from vllm import SamplingParams
 
         extra = None if asks is None else {"kv_transfer_params": asks}
@@ -144,7 +144,7 @@ class Engine:
         return [_completion(output) for output in outputs]
 
     def abort_after(self, steps: int, prompts: Sequence[Prompt]) -> None:
-        """Let clients ask, and go away after so many steps."""
+        """Let clients send requests, and abort them after so many steps."""
         from vllm import SamplingParams
 
         engine = self.llm.llm_engine
@@ -158,7 +158,7 @@ class Engine:
         assert not engine.has_unfinished_requests()
 
     def generate_one_by_one(self, prompts: Sequence[Prompt], *, max_tokens: int = 12) -> list[Completion]:
-        """The same, each prompt alone in its batch."""
+        """Return greedy completions, each prompt alone in its batch."""
         return [self.generate([prompt], max_tokens=max_tokens)[0] for prompt in prompts]
 
     def forget_local(self) -> None:
@@ -167,7 +167,7 @@ class Engine:
 
     @property
     def core_scheduler(self) -> Any:
-        """vLLM's scheduler; only with the engine in this process."""
+        """vLLM's scheduler, available only with the engine in this process."""
         return self.llm.llm_engine.engine_core.engine_core.scheduler
 
     @property
@@ -184,7 +184,7 @@ class Engine:
 
     @property
     def moved(self) -> Any:
-        """What the worker has moved so far."""
+        """Counters of what the worker has moved so far."""
         return self.store_worker._counters()
 
     def settle(self) -> None:
@@ -195,7 +195,7 @@ class Engine:
         self.generate([[1, 2, 3]], max_tokens=1)  # and the reports of ended writes travel with the next
 
     def assert_idle(self) -> None:
-        """Nothing of ours is under way, and vLLM has all its blocks back."""
+        """Assert that nothing of ours is under way, and that vLLM has all its blocks back."""
         self.settle()
         scheduler = self.store_scheduler
         assert uses_of(scheduler.index) == 0
@@ -208,7 +208,7 @@ class Engine:
 
 
 def through_memory(remote_url: str) -> StoreSetup:
-    """Memory is a mere passage, so that all hits come from the remote tier."""
+    """Return a setup that uses memory only in passing, so that all hits are of the remote tier."""
     return StoreSetup(
         extra={
             "kvstore.remote_url": remote_url,
@@ -221,7 +221,7 @@ def through_memory(remote_url: str) -> StoreSetup:
 
 
 def hits_again(engine: Engine, prompts: list[Prompt]) -> list[Completion]:
-    """Ask until the answers come from the store: first it must be found to be back, and filled."""
+    """Ask until the answers are loaded from the store, which must first be found to be back, and filled."""
     deadline_s = time.monotonic() + 120
     while time.monotonic() < deadline_s:
         engine.forget_local()
@@ -233,7 +233,7 @@ def hits_again(engine: Engine, prompts: list[Prompt]) -> list[Completion]:
 
 
 def forget_failed_start() -> None:
-    """Free the process-wide state of an engine that was refused."""
+    """Free the process-wide state of an engine that failed to start."""
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
@@ -242,7 +242,7 @@ def forget_failed_start() -> None:
 
 
 def _ours(connector: Any) -> Any:
-    """Our connector, also where it is the first of several."""
+    """Return our connector, also where it is the first of several."""
     return getattr(connector, "_connectors", [connector])[0]
 
 
@@ -258,7 +258,7 @@ def _completion(output: Any) -> Completion:
 
 
 def assert_same_outputs(plain: Sequence[Completion], ours: Sequence[Completion]) -> None:
-    """Equal token ids, up to the first position where plain vLLM itself had a tie."""
+    """Assert equal token ids, up to the first position where plain vLLM itself had a tie."""
     assert len(plain) == len(ours)
     for number, (expected, got) in enumerate(zip(plain, ours, strict=True)):
         end = expected.tie_at if expected.tie_at is not None else len(expected.token_ids)
@@ -266,17 +266,17 @@ def assert_same_outputs(plain: Sequence[Completion], ours: Sequence[Completion])
 
 
 def whole_blocks(num_tokens: int) -> int:
-    """Tokens that a full hit of a prompt this long takes from the store: whole blocks, one token left to compute."""
+    """Return the tokens that a full hit of a prompt this long loads: whole blocks, one token left to compute."""
     return min(num_tokens - num_tokens % BLOCK_TOKENS, num_tokens - 1)
 
 
 def is_all_cached(prompts: list[Prompt], outputs: list[Completion]) -> bool:
-    """Whether each prompt was a full hit."""
+    """Tell if each prompt was a full hit."""
     return all(got.cached_tokens >= whole_blocks(len(prompt)) for prompt, got in zip(prompts, outputs, strict=True))
 
 
 def make_prompts(seed: int = 0) -> list[Prompt]:
-    """44 prompts of 1 to 1,500 tokens; half of them share prefixes of different lengths."""
+    """Return 44 prompts of 1 to 1,500 tokens; half of them share prefixes of different lengths."""
     rng = random.Random(seed)
 
     def words(count: int) -> Prompt:
@@ -291,7 +291,7 @@ def make_prompts(seed: int = 0) -> list[Prompt]:
 
 
 def counted_preemptions(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """One entry for each time that vLLM preempts a request, in any engine of this process."""
+    """Return a list that gets one entry for each preemption by vLLM, in any engine of this process."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     preemptions: list[None] = []

@@ -1,4 +1,4 @@
-"""Reads the fields of vLLM's configuration, KV cache specs and quantization methods out of its files.
+"""Reads the fields of vLLM's configuration, KV cache specs and quantization methods from its files.
 
 The files are parsed, not imported, so those of a version that cannot be installed here can be read. To record them::
 
@@ -44,13 +44,13 @@ Fields = Mapping[str, list[str]]
 
 
 def recorded() -> Mapping[str, Fields]:
-    """The fields by version and class, as they were recorded."""
+    """Return the recorded fields by version and class."""
     found = json.loads(RECORDED.read_text())
     return {version: {name: text.split() for name, text in classes.items()} for version, classes in found.items()}
 
 
 def installed() -> Path:
-    """The folder of the vLLM that would be imported."""
+    """Return the folder of the vLLM that would be imported."""
     spec = find_spec("vllm")
     assert spec is not None
     assert spec.origin is not None
@@ -58,7 +58,7 @@ def installed() -> Path:
 
 
 def fields_of(vllm: Path) -> Fields:
-    """The fields of each class below this folder of vLLM's files, sorted."""
+    """Return the fields of each class below this folder of vLLM's files, sorted."""
     found: dict[str, list[str]] = {}
     for path in sorted((vllm / "config").glob("*.py")):
         found.update({node.name: _declared(node) for node in _classes(path) if node.name in CONFIGS})
@@ -73,14 +73,14 @@ def fields_of(vllm: Path) -> Fields:
 
 
 def _classes(path: Path, where: re.Pattern[str] | None = None) -> Iterator[ast.ClassDef]:
-    """The classes of a module, if its text has what is looked for."""
+    """Yield the classes of a module, if its text matches."""
     text = path.read_text()
     if where is None or where.search(text):
         yield from (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
 
 
 def _heirs(nodes: list[ast.ClassDef], base: str) -> set[str]:
-    """A class and all that inherit from it, by their names."""
+    """Return a class and all that inherit from it, by their names."""
     heirs, before = {base}, 0
     while len(heirs) > before:
         before = len(heirs)
@@ -89,7 +89,7 @@ def _heirs(nodes: list[ast.ClassDef], base: str) -> set[str]:
 
 
 def _declared(node: ast.ClassDef) -> list[str]:
-    """The fields of a dataclass without those of its parents."""
+    """Return the fields of a dataclass without those of its parents."""
     declared = (part for part in node.body if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name))
     return [
         part.target.id
@@ -99,7 +99,7 @@ def _declared(node: ast.ClassDef) -> list[str]:
 
 
 def _arguments(node: ast.ClassDef) -> list[str]:
-    """The arguments of a class's own constructor."""
+    """Return the arguments of a class's own constructor."""
     for part in node.body:
         if isinstance(part, ast.FunctionDef) and part.name == "__init__":
             return [one.arg for one in (*part.args.args[1:], *part.args.kwonlyargs)]

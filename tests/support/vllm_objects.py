@@ -1,4 +1,4 @@
-"""Stand-ins for vLLM's configuration, as far as the adapter reads it."""
+"""Stand-ins for vLLM's configuration, with the fields that the adapter reads."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def configured(transfer: KVTransferConfig, events: KVEventsConfig | None = None,
 
 
 def worker_config(*, rank: int = 0, tp: int = 1, pp: int = 1, draft: str | None = None) -> Any:
-    """A worker's configuration, as far as it is named."""
+    """Return a worker's configuration with the named fields."""
     parallel = SimpleNamespace(
         rank=rank,
         tensor_parallel_size=tp,

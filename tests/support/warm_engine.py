@@ -1,4 +1,4 @@
-"""Something that warming takes for vLLM with its tiers."""
+"""A stand-in for vLLM with its tiers, for tests of warming."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_PROMPT = Prompt("", ())
 
 
 class WarmEngine:
-    """Keeps the chunks of what it computes, but for those in ``lost`` the first ``losses`` times."""
+    """Engine that keeps the chunks of what it computes, but drops those in ``lost`` the first ``losses`` times."""
 
     layout: KVLayout = EVEN
     max_tokens = 2000
@@ -27,7 +27,7 @@ class WarmEngine:
 
     def __init__(self) -> None:
         self.held: set[ChunkRef] = set()
-        self.computed: list[int] = []  # the length of every prompt that was handed over
+        self.computed: list[int] = []  # the length of every computed prompt
         self.batches: list[int] = []
         self.lost: set[ChunkRef] = set()
         self.losses = 0
@@ -41,7 +41,7 @@ class WarmEngine:
         return self.layout.payload_bytes(ref.num_blocks)
 
     def stored(self, refs: Sequence[ChunkRef], trails: Mapping[ChunkRef, bytes]) -> list[bool]:
-        """Where no trail is given, nobody knows that a longer chunk holds a tail."""
+        """Tell which chunks are stored; without a trail, a longer chunk that holds a tail does not count."""
         within = {ref for ref in self.within if trails.get(ref, b"").endswith(ref.prefix_key)}
         return [ref in self.held or ref in within for ref in refs]
 

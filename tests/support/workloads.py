@@ -1,4 +1,4 @@
-"""Workloads made to be hard on a policy: chains of one to a few chunks, all of size 1."""
+"""Workloads that are hard for a policy: chains of one to a few chunks, all of size 1."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Chain = list[PrefixKey]
 
 
 def chain_of(name: int, length: int = 4) -> Chain:
-    """A chain that shares nothing with those of other names."""
+    """Return a chain that shares nothing with those of other names."""
     return [name.to_bytes(6, "little") + place.to_bytes(2, "little") for place in range(length)]
 
 
 def scan(capacity: int, rounds: int = 60) -> Iterator[Chain]:
-    """A hot set of half the capacity, between long runs of what never comes back."""
+    """Yield a hot set of half the capacity, between long runs of chains that never return."""
     chooser, cold = random.Random(1), count(1 << 32)
     hot = capacity // 8
     for number in range(rounds):
@@ -30,14 +30,14 @@ def scan(capacity: int, rounds: int = 60) -> Iterator[Chain]:
 
 
 def loop(capacity: int, rounds: int = 30) -> Iterator[Chain]:
-    """Everything in turn, a tenth more than fits."""
+    """Yield all chains in turn, a tenth more than fits."""
     for _ in range(rounds):
         for name in range(capacity * 11 // 40):
             yield chain_of(name)
 
 
 def shifting(capacity: int, rounds: int = 30) -> Iterator[Chain]:
-    """A hot set of two thirds of the capacity, of which every round replaces a quarter; and some noise."""
+    """Yield a hot set of two thirds of the capacity, a quarter of which each round replaces, and some noise."""
     chooser, cold = random.Random(2), count(1 << 32)
     hot = capacity // 6
     for number in range(rounds):
@@ -47,7 +47,7 @@ def shifting(capacity: int, rounds: int = 30) -> Iterator[Chain]:
 
 
 def sudden(capacity: int, rounds: int = 8) -> Iterator[Chain]:
-    """A hot set of two thirds of the capacity that is replaced as a whole, again and again."""
+    """Yield a hot set of two thirds of the capacity that is replaced as a whole, again and again."""
     chooser = random.Random(3)
     hot = capacity // 6
     for number in range(rounds):
@@ -56,7 +56,7 @@ def sudden(capacity: int, rounds: int = 8) -> Iterator[Chain]:
 
 
 def chats(capacity: int, users: int, rounds: int = 20) -> Iterator[Chain]:
-    """Conversations of five turns that begin alike; with one user, one after the other."""
+    """Yield conversations of five turns that begin alike; with one user, one after the other."""
     chooser, names, system = random.Random(4), count(1), chain_of(0, 2)
 
     def talk() -> Iterator[Chain]:

@@ -1,4 +1,4 @@
-"""What the tests of wrappers share: chunks by number, a tier that breaks and is repaired, a clock."""
+"""Helpers of the tests of wrappers: chunks by number, a tier that breaks and is repaired, a clock."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def transfer(number: int, fill: int | None = None) -> Transfer:
 
 
 class Clock:
-    """A time that only tests change."""
+    """A clock that only tests advance."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -91,7 +91,7 @@ class Bench:
 
 
 class Lender(FakeTier):
-    """Lends what it holds, and counts what was not given back."""
+    """Tier that lends what it holds, and counts loans that were not returned."""
 
     lends = True
 

@@ -1,4 +1,4 @@
-"""What the tests of the operators' tools share."""
+"""Fixtures shared by the tests of the operators' tools."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RunJson = Callable[..., tuple[int, Any]]
 
 @pytest.fixture
 def run() -> Run:
-    """Runs the command in this process."""
+    """Return a function that runs the command in this process."""
 
     def run_(*arguments: object) -> Result:
         result = CliRunner().invoke(app, [str(argument) for argument in arguments])
@@ -35,7 +35,7 @@ def run() -> Run:
 
 @pytest.fixture
 def run_json(run: Run) -> RunJson:
-    """Runs the command with ``--json``: the exit code and what was printed."""
+    """Return a function that runs the command with ``--json``, and returns the exit code and the output."""
 
     def run_(*arguments: object) -> tuple[int, Any]:
         result = run(*arguments, "--json")
@@ -46,7 +46,7 @@ def run_json(run: Run) -> RunJson:
 
 @pytest.fixture
 def fill(tmp_path: Path) -> Callable[..., Path]:
-    """Fills a folder through the disk tier and closes that."""
+    """Return a function that fills a folder through the disk tier, and closes the tier."""
 
     def fill_(
         refs: list[ChunkRef],

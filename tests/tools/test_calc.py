@@ -1,4 +1,4 @@
-"""``kvstore calc`` agrees with what is really stored."""
+"""Agreement of ``kvstore calc`` with the sizes that are really stored."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def model(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def plain(geometry: Geometry) -> KVModel:
-    """A model whose layers all keep all tokens."""
+    """Return a model whose layers all keep all tokens."""
     return KVModel((Attention(geometry),))
 
 
 def test_a_paged_cache_has_these_sizes() -> None:
-    """Of real tensors, as vLLM would register them."""
+    """Sizes are those of real tensors, as vLLM would register them."""
     geometry = Geometry(layers=4, kv_heads=2, head_elements=2 * 64, dtype="float32")
     caches = {f"layer.{n}": torch.zeros(8, 2, 32, 128) for n in range(4)}  # [blocks, heads, tokens, K and V]
     layout = bind_paged_kv(caches, num_blocks=8, block_tokens=32, chunk_tokens=256).layout
@@ -49,7 +49,7 @@ def test_a_paged_cache_has_these_sizes() -> None:
 
 
 def test_llama_and_latent_attention(tmp_path: Path) -> None:
-    """The figures that everybody quotes: 128 KiB a token for Llama-3.1-8B, 68.6 KiB for DeepSeek-V3."""
+    """The figures are the well-known ones: 128 KiB a token for Llama-3.1-8B, 68.6 KiB for DeepSeek-V3."""
     assert model_of(model(tmp_path, LLAMA_8B)).bytes_per_token() == 131_072
     assert model_of(model(tmp_path, LLAMA_8B)).bytes_per_token(tp_size=4) == 32_768
     assert model_of(tmp_path, "fp8").bytes_per_token() == 65_536
@@ -73,7 +73,7 @@ def test_what_does_not_say_enough(tmp_path: Path) -> None:
 
 
 def test_what_a_gpu_gives() -> None:
-    """Three buffers for each of three threads, of a chunk or what copies well, and whole slots of the tier."""
+    """It gives three buffers to each of three threads, for a chunk or what copies well, and whole slots of the tier."""
     geometry = Geometry(layers=32, kv_heads=8, head_elements=256, dtype="bfloat16")
     sizes = calculate(
         plain(geometry), chunk_tokens=256, block_tokens=16, tp_size=1, memory_gib=[10, 200], gpu_tier_gib=1.01

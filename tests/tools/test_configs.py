@@ -164,7 +164,7 @@ CONNECTS = {"remote_key_file": "keys/engine.key", "remote_server_key_file": "key
 def test_what_concerns_several_engines(
     tmp_path: Path, text: str, values: dict[str, object], recipes: list[str]
 ) -> None:
-    """It is converted, or a recipe says what to do; what comes out loads without a warning."""
+    """Each key is converted, or a recipe says what to do, and the result loads without a warning."""
     converted = from_lmcache(lmcache_file(tmp_path, text))
     assert yaml.safe_load(converted.text) == values
     assert len(converted.recipes) == len(recipes)
@@ -182,7 +182,7 @@ def test_what_concerns_several_engines(
 )
 @pytest.mark.parametrize("value", ['"a\\nremote_password: x"', "[1, a]", "{a: 1}", "7", '"[x"', '"lm://[x"', "1,b"])
 def test_whatever_stands_there(tmp_path: Path, key: str, value: str) -> None:
-    """A configuration without it, or an error of the configuration; no text of the file becomes a key."""
+    """The result is a configuration without it, or an error of the configuration; no text of the file becomes a key."""
     with contextlib.suppress(ConfigError):
         text = from_lmcache(lmcache_file(tmp_path, f"enable_pd: true\nenable_p2p: true\n{key}: {value}\n")).text
         assert "remote_password" not in (yaml.safe_load(text) or {})

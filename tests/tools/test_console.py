@@ -65,7 +65,7 @@ def test_other_errors_are_not_hidden() -> None:
 
 
 def test_an_answer_is_text_or_json() -> None:
-    """Notes are about the text, and the exit code is that of both."""
+    """Notes belong to the text, and the exit code is the same for both."""
 
     def look(name: str) -> Answer:
         """Look at something."""
@@ -95,7 +95,7 @@ ESCAPES = "m\x1b]0;title\x07\x1b[2J\x9b1m\u202e\r"
 
 
 def test_what_others_name_does_not_reach_the_terminal_as_orders() -> None:
-    """Names of models, fields of packs, messages of servers: a terminal would obey them."""
+    """A terminal would obey control characters in names of models, fields of packs and messages of servers."""
 
     def show() -> Answer:
         return Answer(

@@ -1,4 +1,4 @@
-"""``kvstore doctor`` sees what is wrong with a machine, and says what to do."""
+"""``kvstore doctor`` finds the faults of a machine, and names the remedies."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_versions_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too small, too slow, without direct I/O, no folder at all, or in use."""
+    """Disks may be too small, too slow, without direct I/O, not there at all, or in use."""
     folder = {"max_local_cpu_size": 0.1, "local_disk": str(tmp_path), "max_local_disk_size": 0.1}
     topic = f"disk {tmp_path}"
     assert [f.found.split(",")[0] for f in look({**folder, "max_local_disk_size": 1e5})[topic] if f.state == "error"]
@@ -112,7 +112,7 @@ def test_redis(tmp_path: Path) -> None:
         server.admin().config_set("requirepass", "pw")
         good = look(config)
         assert states(good["Redis"]) == states(good[f"Redis 127.0.0.1:{server.port}"]) == {"ok"}
-        for required in (False, True):  # to start it again would not help
+        for required in (False, True):  # starting it again would not help
             (wrong,) = look({**config, "remote_password": "no", "remote_required": required})["Redis"]
             assert (wrong.state, "start it" in wrong.remedy, "remote_password" in wrong.remedy) == (
                 "error",
@@ -133,7 +133,7 @@ def test_redis(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("required", [False, True])
 def test_cache_servers(tmp_path: Path, required: bool) -> None:
-    """One that serves, one that is about to end, one that is not there, and one whose keys cannot be read."""
+    """Servers may be up, about to end, or missing, or their keys may be unreadable."""
     config = {"max_local_cpu_size": 0.1, "remote_required": required, "blocking_timeout_secs": 0.5}
     down = "error" if required else "warning"
     with serving_ipc() as server:
@@ -157,7 +157,7 @@ def test_peers() -> None:
 
 
 def test_codecs_and_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is an error here, as it would be at start, and names what to install."""
+    """Each is an error here, as it would be at start, and names the package to install."""
     configs: dict[str, tuple[str, dict[str, object]]] = {
         "lz4.block": ("codec lz4", {"local_disk_serde": "lz4"}),
         "zstandard": ("codec split", {"remote_serde": "split"}),
@@ -180,7 +180,7 @@ def test_codecs_and_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -
     [("redis://h", "redis"), ("kvs://127.0.0.1:1", "zmq"), ("kvs+ipc:///nowhere", "msgspec")],
 )
 def test_a_tier_whose_package_is_missing(url: str, missing: str) -> None:
-    """In a process of its own, which has not imported it yet."""
+    """The check runs in a separate process, which has not imported the package yet."""
     code = (
         f"import sys; sys.modules[{missing!r}] = None\n"
         "from kvstore.config import StoreConfig\n"

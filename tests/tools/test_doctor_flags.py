@@ -1,4 +1,4 @@
-"""``kvstore doctor -- <flags of vllm serve>``: what would go wrong, before the model loads."""
+"""``kvstore doctor -- <flags of vllm serve>``, which finds errors before the model loads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OTHER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No configuration around, and no second spent on measuring disks."""
+    """Remove all configuration from the environment, and skip the measurement of disks."""
     for name in list(os.environ):
         if name.startswith(("KVSTORE_", "LMCACHE_", "VLLM_PLUGINS")):
             monkeypatch.delenv(name)
@@ -42,7 +42,7 @@ def several(*parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def findings(transfer: object, *more: str, **settings: object) -> list[Finding]:
-    """Of the flags, and of flags and settings together."""
+    """Return the findings about the flags, and about flags and settings together."""
     words = [] if transfer is None else ["--kv-transfer-config", json.dumps(transfer)]
     flags = parse_serve(["m", *words, *more])
     extra = {f"kvstore.{key}": value for key, value in settings.items()}
@@ -188,7 +188,7 @@ def flag(**settings: object) -> list[str]:
 
 
 def doctor_of(run: Any, *words: str) -> tuple[int, dict[str, list[dict[str, str]]]]:
-    """``kvstore doctor --json -- m words``."""
+    """Run ``kvstore doctor --json -- m words``."""
     result = run("doctor", "--json", "--", "m", *words)
     found: dict[str, list[dict[str, str]]] = {}
     for one in json.loads(result.stdout)["findings"]:
@@ -210,7 +210,7 @@ def test_what_is_ignored_is_said(run: Any) -> None:
 
 
 def test_a_configuration_that_cannot_be_used(run: Any) -> None:
-    """What can be said of the flags is said all the same."""
+    """The findings about the flags are reported all the same."""
     code, found = doctor_of(run, "--kv-transfer-config", json.dumps({**OTHER}))
     assert code == 1
     extra = {"kvstore.chunk_sise": 1}
@@ -230,7 +230,7 @@ def test_what_is_worst_comes_last(run: Any) -> None:
 
 
 def test_a_folder_in_use_is_an_error_before_a_start(tmp_path: Path, run: Any) -> None:
-    """Of any worker."""
+    """The folder of any worker counts."""
     settings = {"max_local_cpu_size": 0.1, "local_disk": str(tmp_path), "max_local_disk_size": 0.1}
     for folder, words in ((tmp_path, []), (tmp_path / "rank-1-of-2", ["-tp", "2"])):
         make_folder(folder)
@@ -252,7 +252,7 @@ def test_sizes_count_for_each_worker(tmp_path: Path, run: Any) -> None:
 
 @contextmanager
 def locked_server(keys: Path) -> Iterator[str]:
-    """The URL of a server that only lets one client in."""
+    """Yield the URL of a server that admits only one client."""
     for name in ("server", "clients/good"):
         make_keys((keys / name).parent, Path(name).name)
     pair, listed = read_pair(keys / "server.key"), read_list(keys / "clients")

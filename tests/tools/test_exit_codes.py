@@ -1,4 +1,4 @@
-"""What a command exits with is what docs/commands.md says: 2 where nothing was done, 1 where something was found."""
+"""Exit codes of commands, as in docs/commands.md: 2 if nothing was done, 1 if something was found."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REFS = [make_ref(number) for number in range(5)]
 
 @pytest.fixture
 def owned(tmp_path: Path) -> Iterator[Path]:
-    """A folder that an engine is using."""
+    """Yield a folder that an engine is using."""
     make_folder(tmp_path / "owned")
     lock = FolderLock(tmp_path / "owned")
     yield tmp_path / "owned"
@@ -73,7 +73,7 @@ def test_a_redis_that_is_not_there(pack: Path, run: Any) -> None:
 def test_a_target_that_breaks_in_the_middle(
     pack: Path, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was done before is there and told."""
+    """Chunks imported before are there and reported."""
     put, left = DiskTier.put, [None, None]
 
     def break_down(tier: DiskTier, transfers: Sequence[Transfer]) -> list[Outcome]:
@@ -117,7 +117,7 @@ def test_a_pack_with_a_damaged_chunk(pack: Path, fill: Fill, run: Any, tmp_path:
 def test_warm_that_cannot_start(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
 ) -> None:
-    """Whoever refuses, the tiers or vLLM: it is told in a line, and nothing was done."""
+    """A refusal by the tiers or by vLLM is reported in one line, and nothing was done."""
 
     from kvstore.adapters.vllm.offline import engine as offline
 
@@ -158,7 +158,7 @@ def test_warm_that_ran(
     ],
 )
 def test_a_package_that_is_missing(tmp_path: Path, missing: str, arguments: str, extra: str) -> None:
-    """A line that says what to install, and no traceback."""
+    """The error is one line that says what to install, without a traceback."""
     file = tmp_path / "cache.yaml"
     file.write_text(f"max_local_cpu_size: 0.1\nserver_listen: kvs+ipc://{tmp_path}/s\n")
     (tmp_path / "p.txt").write_text("a prompt")
@@ -173,7 +173,7 @@ def test_a_package_that_is_missing(tmp_path: Path, missing: str, arguments: str,
 def test_locks_come_before_work(
     owned: Path, pack: Path, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One line that names the process, before a model is loaded or a prompt is read."""
+    """The error is one line that names the process, before a model is loaded or a prompt is read."""
 
     def must_not(*_: object, **__: object) -> None:
         raise AssertionError("work was begun")
@@ -200,7 +200,7 @@ def assert_in_use(result: Any) -> None:
 
 
 def test_one_export_at_a_time(fill: Fill, run: Any, tmp_path: Path) -> None:
-    """Two would write into the same file; what the first has written stays whole."""
+    """A second export would write into the same file; the data of the first one stays whole."""
     source, target = fill(REFS, name="source"), tmp_path / "b.kvpack"
     with PackWriter(target, Source(source).shards):
         result = run("pack", "export", "--folder", source, "-o", target, "--prompts", source)

@@ -52,7 +52,7 @@ def no_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def started_with(transfer: dict[str, Any]) -> StoreConfig:
-    """The configuration that vLLM's connector then has, without a file and a variable."""
+    """Return the configuration that vLLM's connector then has, without a file and a variable."""
     assert (transfer["kv_connector"], transfer["kv_load_failure_policy"]) == ("KVStoreConnector", "recompute")
     as_vllm_reads = json.loads(json.dumps(transfer.get("kv_connector_extra_config", {})))
     return load_config(as_vllm_reads, environ={}, log_warnings=False).config
@@ -114,7 +114,7 @@ def test_options_count_before_the_file(tmp_path: Path, run_json: Any) -> None:
 
 @pytest.mark.parametrize("name", ["it's", 'a "b" $HOME `x` \\', "ü {a,b} *"])
 def test_a_shell_reads_what_was_meant(name: str) -> None:
-    """Copied, or by eval."""
+    """The flag may be copied, or used with eval."""
     made = make_flags(None, {"model_id": name}, None, {})
     script = 'eval "set -- $(cat)"; printf %s "$2"'
     done = subprocess.run(

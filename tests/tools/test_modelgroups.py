@@ -1,4 +1,4 @@
-"""Which KV cache groups a model has, what they keep, and what is stored of them, from its configuration."""
+"""KV cache groups of a model from its configuration: what they keep, and what is stored of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SCOUT = {
 
 
 def kinds(config: dict[str, Any]) -> dict[str, int]:
-    """How many layers of each kind there are."""
+    """Count the layers of each kind."""
     model = parse_model({**HEADS, **config})
     found = {one.kind.value: one.geometry.layers for one in model.attention}
     return {**found, "state": model.states} if model.states else found
@@ -71,7 +71,7 @@ def test_a_small_checkpoint_is_stored_with_every_chunk() -> None:
 
 
 def test_states_cannot_be_promoted() -> None:
-    """And their parts are whole blocks of a chunk, as vLLM's padded ones."""
+    """Parts of a checkpoint are whole blocks of a chunk, like vLLM's padded ones."""
     prompt = calculate(parse_model(HYBRIDS["Granite-4.0-H-Small"])).prompt
     assert (prompt.chunks, prompt.checkpoints, prompt.slots, prompt.promoted_bytes) == (18, 1, 27, None)
     assert prompt.stored_bytes == 27 * 8_650_752
@@ -101,7 +101,7 @@ def test_plain_models_have_chunks_only() -> None:
 
 
 def test_memory_holds_checkpoints_too() -> None:
-    """A part takes a whole slot."""
+    """Each part of a checkpoint takes a whole slot."""
     sizes = calculate(parse_model(HYBRIDS["gpt-oss-20b"]), memory_gib=[1])
     assert sizes.holds_tokens == {"1": (1 << 30) // 6_291_456 // 2 * 256}
 
@@ -172,14 +172,14 @@ def test_what_layers_keep(config: dict[str, Any], expected: dict[str, int]) -> N
 
 
 def test_how_far_windows_reach() -> None:
-    """One token fewer than is written there, the next one, but for Cohere."""
+    """It is one token fewer than the number written there, because of the next token, except for Cohere."""
     config = {**HEADS, "num_hidden_layers": 4, "sliding_window": 4096, "sliding_window_pattern": 4}
     assert parse_model({**config, "model_type": "gemma3"}).attention[1].span_tokens == 4095
     assert parse_model({**config, "model_type": "cohere2"}).attention[1].span_tokens == 4096
 
 
 def test_gemma_4_has_other_heads_where_it_keeps_all_tokens() -> None:
-    """Blocks are as long in bytes, so they have other numbers of tokens, and chunks whole blocks of both."""
+    """All blocks have the same bytes, so their numbers of tokens differ, and chunks are whole blocks of both."""
     config = {
         "model_type": "gemma4_text",
         "num_hidden_layers": 12,
@@ -202,7 +202,7 @@ def test_gemma_4_has_other_heads_where_it_keeps_all_tokens() -> None:
 
 
 def test_states_and_their_types() -> None:
-    """Nemotron-H keeps its matrices in float32 if nobody says otherwise; what is said wins."""
+    """Nemotron-H keeps its matrices in float32 by default; an explicit type wins."""
     nano = {
         "model_type": "nemotron_h",
         "hybrid_override_pattern": "M*",
@@ -234,7 +234,7 @@ def test_kv_in_fp8_makes_longer_blocks() -> None:
 
 
 def test_states_are_divided_among_workers() -> None:
-    """Groups of heads are repeated where there are fewer than workers."""
+    """Groups of heads are repeated if there are fewer than workers."""
     granite = parse_model(HYBRIDS["Granite-4.0-H-Small"]).state
     assert granite is not None
     assert granite.state_bytes(4) == 2 * 3 * (8192 + 2 * 4 * 128) // 4 + 2 * 128 * 64 * 128 // 4
@@ -260,7 +260,7 @@ def test_what_is_not_known_is_refused(config: dict[str, Any], message: str) -> N
 
 
 def test_a_block_of_a_checkpoint_fits_into_a_chunk() -> None:
-    """Or the answer says what to do: kinds with almost as many layers are one group each."""
+    """Otherwise the error says what to do. Kinds with almost as many layers are one group each."""
     geometry = Geometry(10, 1, 128, "bfloat16")
     larger = Attention(Geometry(14, 1, 128, "bfloat16"), Kind.WINDOW, 127)
     with pytest.raises(LayoutError, match="chunk_size higher"):

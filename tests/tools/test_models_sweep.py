@@ -1,4 +1,4 @@
-"""The sweep over architectures: what is tried, what a trial's end says, and what is counted."""
+"""The sweep over architectures: its trials, their outcomes, and its counts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VERDICTS = ["equal", "equal", "unequal", "no hit", "failed", "refused", "not run
 
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The architectures that were tried; their trials end as ``DONE`` says."""
+    """Return a list of the architectures that were tried; their trials end as ``DONE`` says."""
     names: list[str] = []
 
     def attempt(name: str, timeout_s: float) -> dict[str, Any]:

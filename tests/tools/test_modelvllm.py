@@ -1,4 +1,4 @@
-"""What ``kvstore calc`` derives from a configuration is what transformers reads and vLLM makes of it."""
+"""Comparison of ``kvstore calc`` with transformers' reading of a configuration and with vLLM's caches."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def type_of(config: dict[str, Any]) -> str:
 
 
 def transformers_config(config: dict[str, Any]) -> Any:
-    """The text part, as transformers reads it."""
+    """Return the text part, as transformers reads it."""
     from transformers import AutoConfig
 
     fields = dict(config)
@@ -86,7 +86,7 @@ def state_of(config: dict[str, Any], state_dtype: str) -> State:
 
 
 def vllm_states(config: dict[str, Any], tp_size: int, state_dtype: str) -> Any:
-    """What vLLM's class of the model says of its states."""
+    """Return the specification of a model's states according to vLLM's class of the model."""
     import torch
     from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -128,7 +128,7 @@ def test_states_are_as_large_as_vllm_says(config: dict[str, Any], tp_size: int, 
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("config", STATES, ids=type_of)
 def test_blocks_hold_a_state_as_vllm_makes_them(config: dict[str, Any], tp_size: int) -> None:
-    """Also the heads and their size, which vLLM reads by itself."""
+    """This includes the heads and their size, which vLLM reads by itself."""
     import torch
     from vllm.config import vllm as vllm_config
     from vllm.model_executor.models import ModelRegistry
@@ -170,7 +170,7 @@ def test_blocks_hold_a_state_as_vllm_makes_them(config: dict[str, Any], tp_size:
 
 
 def specs_of(model: KVModel, block_tokens: int) -> dict[str, Any]:
-    """A layer each, as vLLM's attention and Mamba layers describe themselves."""
+    """Return the specification of one layer of each kind, as vLLM's attention and Mamba layers describe themselves."""
     import torch
     from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 

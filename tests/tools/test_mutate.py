@@ -1,4 +1,4 @@
-"""The runner of mutations, over a toy tree of its own."""
+"""The runner of mutations, over a toy source tree."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def facts(tree: Path) -> dict[Path, tuple[int, int]]:
 
 @pytest.fixture
 def run(tree: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Runs mutations of the toy: the exit status, what came of each by name, and the whole answer."""
+    """Return a function that runs mutations of the toy: the exit status, outcomes by name, and all output."""
 
     def run_(
         *mutations: dict[str, object], options: tuple[str, ...] = ()
@@ -128,7 +128,7 @@ def test_all_caught_is_success(run: Run) -> None:
 
 
 def test_what_says_nothing_about_the_tests(run: Run) -> None:
-    """Each of them would otherwise count as caught, or as a survivor."""
+    """Each of these would otherwise count as caught, or as a survivor."""
     status, found, _ = run(TWICE, BROKEN, FAILING, NO_TEST)
     assert status == 1
     assert {name: one["verdict"] for name, one in found.items()} == {
@@ -157,7 +157,7 @@ def test_only_some(run: Run) -> None:
 
 
 def results(caught: int, *, survives: str | None) -> list[Result]:
-    """So many that were caught, and a survivor."""
+    """Return as many caught mutations, and a survivor if one is named."""
     mutation = Mutation(name="m", file="f", before="a", after="b", tests=("t",))
     survivor = mutation.model_copy(update={"survives": survives})
     return [Result(mutation, 1, Verdict.CAUGHT)] * caught + [Result(survivor, 1, Verdict.SURVIVED)]
@@ -191,7 +191,7 @@ def test_one_name_for_two(tmp_path: Path) -> None:
 
 
 def test_none_of_the_list_is_stale() -> None:
-    """So that whoever changes a line sees at once that a mutation stands on it."""
+    """The author of a changed line sees at once that a mutation refers to it."""
     mutations = read_mutations(AREAS)
     assert len(mutations) >= 80
     texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in {mutation.file for mutation in mutations}}

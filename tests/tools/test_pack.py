@@ -46,7 +46,7 @@ def packed(fill: Fill, tmp_path: Path) -> Path:
 
 
 def held(folder: Path, namespace: Namespace = MINE, codec: str = "none") -> int:
-    """How many of the chunks an engine finds in a folder, all with the right bytes."""
+    """Count the chunks that an engine finds in a folder, all with the right bytes."""
     tier = DiskTier(folder, namespace, LAYOUT, 1 << 30, codec=codec)
     tier.scan()
     outcomes = [get(tier, ref, LAYOUT) for ref in REFS]
@@ -58,7 +58,7 @@ def held(folder: Path, namespace: Namespace = MINE, codec: str = "none") -> int:
 @pytest.mark.parametrize("codec", ["none", "lz4"])
 @pytest.mark.parametrize("into", ["none", "split"])
 def test_there_and_back(fill: Fill, tmp_path: Path, codec: str, into: str) -> None:
-    """From a folder with one codec into an empty one with another; again, nothing is left to do."""
+    """A pack of a folder with one codec is imported into an empty one with another; a second import does nothing."""
     folder = fill(REFS, layout=LAYOUT, codec=codec)
     report = export(Source(folder), tmp_path / "a.kvpack")
     assert report.size_bytes == bytes_on_disk(folder)
@@ -70,7 +70,7 @@ def test_there_and_back(fill: Fill, tmp_path: Path, codec: str, into: str) -> No
 
 
 def test_bytes_are_those_of_the_format(packed: Path) -> None:
-    """Read as docs/FORMAT.md says, without the code that wrote them."""
+    """The pack is read as docs/FORMAT.md says, without the code that wrote it."""
     raw = packed.read_bytes()
     magic, json_bytes = struct.unpack_from("<8sQ", raw)
     front_bytes = -(-(16 + json_bytes) // 4096) * 4096
@@ -106,7 +106,7 @@ def test_only_what_is_wanted(fill: Fill, tmp_path: Path) -> None:
 
 
 def test_an_interrupted_export_goes_on(fill: Fill, tmp_path: Path) -> None:
-    """Whatever it was interrupted in; what was written is not written again, and nothing is called a pack before."""
+    """It may be interrupted anywhere; written chunks are not written again, and nothing is called a pack before."""
     folder, path = fill(REFS, layout=LAYOUT), tmp_path / "a.kvpack"
 
     class Killed(BaseException):
@@ -152,7 +152,7 @@ def test_the_begin_of_another_pack_is_not_gone_on_with(fill: Fill, tmp_path: Pat
 
 
 def interrupted(folder: Path, path: Path, after: int) -> Path:
-    """An export that was killed after so many chunks; what it left."""
+    """Return what an export left that was killed after so many chunks."""
 
     def kill(_total: int, _size: int, calls: Iterator[int]) -> None:
         if next(calls) == after:
@@ -196,7 +196,7 @@ def test_a_packs_folders_lie_below_the_engines(folder: str) -> None:
 
 
 def test_an_index_that_names_what_is_no_chunk(packed: Path) -> None:
-    """Its checksum is right: it was written so."""
+    """Its checksum is right, because it was written so."""
     raw = bytearray(packed.read_bytes())
     index_at, count = struct.unpack_from("<8sQQ", raw, len(raw) - 40)[1:]
     front_bytes = -(-(16 + struct.unpack_from("<8sQ", raw)[1]) // 4096) * 4096
@@ -209,7 +209,7 @@ def test_an_index_that_names_what_is_no_chunk(packed: Path) -> None:
 
 
 def test_never_in_memory(fill: Fill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One chunk at a time: no read or write is longer than one."""
+    """No read or write is longer than one chunk."""
     folder = fill(REFS, layout=LAYOUT)
     most: list[int] = []
     monkeypatch.setattr(os, "pwritev", _measuring(os.pwritev, most))
@@ -238,7 +238,7 @@ def test_several_workers(fill: Fill, tmp_path: Path) -> None:
 
 
 def test_several_models(fill: Fill, tmp_path: Path) -> None:
-    """Which one is asked, and named by the begin of its id."""
+    """One of them must be chosen, by the beginning of its id."""
     fill(REFS[:3], layout=LAYOUT)
     folder = fill(REFS[3:5], namespace=OTHER, layout=LAYOUT)
     with pytest.raises(ConfigError, match=OTHER.id.hex()):
@@ -252,7 +252,7 @@ def test_several_models(fill: Fill, tmp_path: Path) -> None:
 
 
 def test_refused_with_the_differing_fields_named(fill: Fill, packed: Path) -> None:
-    """Beside chunks of another model; by the tier of an engine with another; by a layout."""
+    """It is refused next to chunks of another model, by the tier of an engine with another, and by another layout."""
     folder = fill(REFS[:1], namespace=Namespace({"model": "other", "dtype": "bf16"}), layout=LAYOUT, name="other")
     with pytest.raises(ConfigError, match="differs in dtype, model"):
         import_pack(packed, Target((folder,)))
@@ -275,7 +275,7 @@ def test_an_engine_in_the_folder(packed: Path, tmp_path: Path) -> None:
 
 
 def test_without_room(packed: Path, tmp_path: Path) -> None:
-    """What does not fit is counted, and the rest is there."""
+    """Chunks that do not fit are counted, and the rest is imported."""
     room = 10 * path_size(LAYOUT)
     report = import_pack(packed, Target((tmp_path / "target",), max_bytes=room))
     assert 0 < report.refused == 20 - report.chunks
@@ -289,7 +289,7 @@ def path_size(layout: Any) -> int:
 
 
 def test_damage(packed: Path, tmp_path: Path, run: Any, run_json: Any) -> None:
-    """A chunk that is damaged is left out and named; a pack that is cut, or whose index is damaged, is refused."""
+    """A damaged chunk is left out and named; a pack that is cut, or whose index is damaged, is refused."""
     with open_pack(packed) as pack:
         victim = REFS[7]
         extent = pack.extents[0][victim]
@@ -365,7 +365,7 @@ def test_commands(fill: Fill, tmp_path: Path, run: Any, run_json: Any) -> None:
 
 
 def test_behind_an_engine(tmp_path: Path) -> None:
-    """What one engine has stored another finds in the pack, and sends nothing there; its memory keeps what it loads."""
+    """An engine finds another's chunks in the pack and sends nothing there; its memory keeps what it loads."""
     rig = Rig()
     tokens = tokens_of(1, 70)
     with rig.open(local_disk=tmp_path / "disk") as engine:
@@ -386,7 +386,7 @@ def test_behind_an_engine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("codec", ["none", "lz4"])
 def test_the_end_of_a_prompt_that_lies_in_a_longer_chunk(tmp_path: Path, codec: str) -> None:
-    """It has no file; a pack of that prompt alone has its blocks all the same, and nothing of what follows them."""
+    """The tail has no file, but a pack of that prompt alone has its blocks, and none of those that follow."""
     rig, longer = Rig(), tokens_of(1, 64)
     short = longer[:40]
     with rig.open(local_disk=tmp_path / "disk", disk_codec=codec) as engine:
@@ -422,7 +422,7 @@ def test_the_end_of_a_prompt_in_a_damaged_chunk_is_missing(tmp_path: Path) -> No
 
 
 def test_a_note_that_is_wrong_about_a_chunk_leads_to_nothing(tmp_path: Path) -> None:
-    """It says that a chunk of one block holds three."""
+    """The note says that a chunk of one block holds three."""
     rig = Rig()
     with rig.open(local_disk=tmp_path / "disk") as engine:
         rig.store(engine, tokens_of(2, 4))
@@ -437,5 +437,5 @@ def test_a_note_that_is_wrong_about_a_chunk_leads_to_nothing(tmp_path: Path) -> 
 
 
 def trail_of(hasher: PrefixHasher) -> bytes:
-    """The trail of a sequence's end."""
+    """Return the trail of a sequence's end."""
     return b"".join(hasher.block_keys(len(hasher.chunk_keys())))

@@ -1,4 +1,4 @@
-"""Packs that somebody has made up: fields of the wrong kind, fronts that nest, files with holes."""
+"""Forged packs: fields of the wrong kind, fronts that nest, files with holes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _FIELDS: list[tuple[str, ...]] = [
 @pytest.mark.parametrize("field", _FIELDS, ids=".".join)
 @pytest.mark.parametrize("value", [None, 1.5, -1, "x", [], {}, [1.5], ["\0"]], ids=json.dumps)
 def test_a_malformed_field_is_an_error_that_names_the_file(packed: Path, field: tuple[str, ...], value: Any) -> None:
-    """Its digest is right: whoever makes a pack computes it. What is well formed is opened, and read."""
+    """The digest is right, as an attacker can compute it. A well-formed front is opened and read."""
     tree = _front_of(packed)
     owner = tree if field == ("shards",) else tree["shards"][0]
     for name in field[:-1]:
@@ -74,7 +74,7 @@ def test_a_front_that_nests_without_end(packed: Path) -> None:
 
 
 def test_holes_take_no_memory(packed: Path) -> None:
-    """Neither those of the index nor those of a chunk: such a file costs nothing to send."""
+    """Holes in the index or in a chunk cost nothing to send, so they must take no memory."""
     hole_bytes = 40 * (7 << 20)
     raw = packed.read_bytes()
     _, index_at, _, _ = struct.unpack_from("<8sQQ16s", raw, len(raw) - 40)

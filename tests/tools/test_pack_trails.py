@@ -1,4 +1,4 @@
-"""Hits end at blocks in packs, too: what a pack knows of its chunks' trails, where it keeps it, what damage costs."""
+"""Block ends in packs: which trails a pack knows, where it keeps them, and the cost of damage."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def refs_of(tokens: Sequence[int]) -> list[ChunkRef]:
 
 
 def stored(folder: Path, prompts: Iterable[Sequence[int]], rig: Rig = RIG) -> Path:
-    """A folder in which an engine has stored prompts."""
+    """Return a folder in which an engine has stored prompts."""
     with rig.open(slots=64, local_disk=folder) as engine:
         for prompt in prompts:
             rig.store(engine, prompt)
@@ -63,7 +63,7 @@ def packed(tmp_path: Path, prompts: Iterable[Sequence[int]]) -> Path:
 
 
 def behind(path: Path, rig: Rig = RIG, slots: int = 64) -> CacheEngine:
-    """An engine that has a pack behind its memory."""
+    """Open an engine that has a pack behind its memory."""
     return rig.open(slots=slots, remote=RemoteOptions(f"pack://{path}", max_queue=0))
 
 
@@ -76,7 +76,7 @@ def tier_of(path: Path) -> Iterator[PackTier]:
 @schedules(40)
 @given(prompts=st.lists(PROMPTS, max_size=8), asked=st.lists(PROMPTS, max_size=8), slots=st.sampled_from([6, 64]))
 def test_the_longest_common_prefix_is_found(prompts: list[list[int]], asked: list[list[int]], slots: int) -> None:
-    """In memory that keeps what it loads, and in one without room for it; what was stored is asked for as well."""
+    """Memory keeps what it loads, or has no room for it; stored prompts are looked up as well."""
     rig = Rig()
     with TemporaryDirectory() as folder:
         export(Source(stored(Path(folder, "disk"), [tokens_of(99, CHUNK), *prompts], rig)), Path(folder, "a.kvpack"))
@@ -89,7 +89,7 @@ def test_the_longest_common_prefix_is_found(prompts: list[list[int]], asked: lis
 @schedules(20)
 @given(prompts=st.lists(PROMPTS, min_size=1, max_size=5), asked=st.lists(PROMPTS, max_size=5))
 def test_there_and_back(prompts: list[list[int]], asked: list[list[int]]) -> None:
-    """What a folder tells of block ends, the folder tells into which its pack is imported."""
+    """The block ends of a folder are the same after its pack was imported into another."""
     rig = Rig()
     with TemporaryDirectory() as folder:
         home = Path(folder)
@@ -104,7 +104,7 @@ def test_there_and_back(prompts: list[list[int]], asked: list[list[int]]) -> Non
 
 
 def test_bytes_are_those_of_the_format(tmp_path: Path) -> None:
-    """Behind the last chunk, in front of the index; found as docs/FORMAT.md says, without the code that wrote them."""
+    """Trails are behind the last chunk and in front of the index, as docs/FORMAT.md says; read without our code."""
     raw = packed(tmp_path, [ONE]).read_bytes()
     _, index_at, count, _ = struct.unpack_from("<8sQQ16s", raw, len(raw) - 40)
     end = max(offset + length for *_, offset, length in struct.iter_unpack("<II16sQQ", raw[index_at:-40]))
@@ -116,7 +116,7 @@ def test_bytes_are_those_of_the_format(tmp_path: Path) -> None:
 
 
 def test_a_pack_without_trails(tmp_path: Path) -> None:
-    """As it was written before, to the byte: its chunks are found as a whole, as they were."""
+    """It is as packs were before trails, byte for byte, and its chunks are found as a whole."""
     folder = stored(tmp_path / "disk", [ONE])
     next(folder.glob(f"*/{TRAILS_FILE}")).unlink()
     export(Source(folder), tmp_path / "a.kvpack")
@@ -139,7 +139,7 @@ def test_those_that_share_most_come_first(tmp_path: Path) -> None:
 
 
 def test_what_is_hidden_is_not_named(tmp_path: Path) -> None:
-    """Removed, damaged or cleared, until the pack is opened again."""
+    """Removed, damaged and cleared chunks are hidden until the pack is opened again."""
     path = packed(tmp_path, [ONE, *OTHERS])
     with tier_of(path) as tier:
         asked = trail_of(ONE, 1)
@@ -177,7 +177,7 @@ def test_damage_costs_hits_only(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 
 def rewritten(path: Path, section: bytes) -> None:
-    """Put something else where the trails are."""
+    """Put other bytes in the place of the trails."""
     raw = path.read_bytes()
     begin, (_, index_at, *rest) = raw.rindex(TRAILS_MAGIC), struct.unpack_from("<8sQQ16s", raw, len(raw) - 40)
     end = struct.pack("<8sQQ16s", b"KVSPEND1", begin + len(section), *rest)
@@ -190,7 +190,7 @@ def record_of(trail: bytes) -> bytes:
 
 
 FOREIGN = [
-    trail_of(tokens_of(5, CHUNK)),  # of a chunk that is not there
+    trail_of(tokens_of(5, CHUNK)),  # of a missing chunk
     trail_of(tokens_of(5, CHUNK))[: 2 * PREFIX_KEY_BYTES] + trail_of(ONE, 1)[-PREFIX_KEY_BYTES:],  # of another length
     b"",
     b"\0" * (RECORD_BYTES - 8),
@@ -212,7 +212,7 @@ SECTIONS = {
 
 @pytest.mark.parametrize("what", SECTIONS)
 def test_what_is_no_trail_of_a_chunk_there(tmp_path: Path, what: str) -> None:
-    """Written so, with all checksums right. It is bounded by the chunks that there are, and each is named once."""
+    """All checksums are right, as it was written so. Trails are bounded by the chunks there, and each is named once."""
     path = packed(tmp_path, [ONE])
     rewritten(path, SECTIONS[what])
     with open_pack(path) as pack:
@@ -241,7 +241,7 @@ def refuse(*_arguments: object) -> bytes:
 
 
 def test_an_export_that_goes_on_keeps_the_trails(tmp_path: Path) -> None:
-    """Also of what was evicted meanwhile; the trails of an earlier end are written over."""
+    """This includes trails of chunks evicted meanwhile; the trails of an earlier end are overwritten."""
     folder, path = stored(tmp_path / "disk", [ONE, *OTHERS]), tmp_path / "a.kvpack"
     export(Source(folder), path)
     whole = path.read_bytes()
@@ -262,7 +262,7 @@ def test_trails_of_other_chunks_are_not_written(tmp_path: Path) -> None:
 
 
 def test_the_chunks_of_several_workers_have_one_trail(tmp_path: Path, run_json: Any) -> None:
-    """All workers' chunks are found by it, and their folders are told."""
+    """All workers' chunks are found by it, and their folders get it."""
     shards = [Namespace({"model": "rig", "shard": f"tp {rank}/2"}) for rank in range(2)]
     trail = trail_of(ONE)
     for rank, namespace in enumerate(shards):
@@ -282,7 +282,7 @@ def test_the_chunks_of_several_workers_have_one_trail(tmp_path: Path, run_json: 
 
 
 def test_few_chunks_of_many_keep_their_trails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long ago they were noted."""
+    """The age of their notes does not matter."""
     monkeypatch.setattr("kvstore.tiers.disk.trails._SLACK", 0)
     folder = stored(tmp_path / "disk", [ONE, *OTHERS])
     export(Source(folder), tmp_path / "a.kvpack", refs=refs_of(ONE)[:1])

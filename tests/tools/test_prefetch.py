@@ -1,4 +1,4 @@
-"""``kvstore prefetch`` asks a server as users do. Real vLLM: tests/e2e/test_warm.py."""
+"""``kvstore prefetch`` sends requests as users do. Real vLLM: tests/e2e/test_warm.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvstore.tools.warm.prompts import read_prompts
 
 
 class Server(Answers):
-    """Answers as vLLM does, loads 7 tokens for each prompt, and refuses those that say "no"."""
+    """Server that answers as vLLM does, loads 7 tokens for each prompt, and refuses those that say "no"."""
 
     asked: ClassVar[list[tuple[str, dict[str, Any]]]] = []
     keys: ClassVar[list[str | None]] = []

@@ -1,4 +1,4 @@
-"""``kvstore probe`` before a server that answers as vLLM does. Real vLLM: tests/e2e/test_probe.py."""
+"""``kvstore probe`` against a server that answers as vLLM does. Real vLLM: tests/e2e/test_probe.py."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ KEY = "the-key"
 
 @dataclass
 class Fake:
-    """A vLLM that counts as told, for each prompt that comes a second time under another salt.
+    """A vLLM with the given counters, for each prompt that arrives a second time under another salt.
 
     Attributes:
-        warm: counters of kvstore's that grow with the second request, by name and label.
-        cold: the same with the first.
+        warm: growth of kvstore's counters with the second request, by name and label.
+        cold: the same with the first request.
         has_store: it shows kvstore's metrics.
         has_metrics: it has ``/metrics``.
-        shows_cached: it says how many tokens of a prompt were cached.
+        shows_cached: it tells how many tokens of a prompt were cached.
         model_tokens: the longest prompt.
         status: of every answer.
-        engines: of which its metrics are.
+        engines: those of its metrics.
         models: that it serves.
     """
 
@@ -56,7 +56,7 @@ class Fake:
             self.counted[key] = self.counted.get(key, 0) + number
 
     def take(self, body: dict[str, Any]) -> int:
-        """A request; returns the tokens that it gets from the store."""
+        """Take a request, and return the tokens that it gets from the store."""
         is_again = any(body["prompt"] == before["prompt"] for before in self.asked)
         is_probe = "kv_transfer_params" in body
         self.asked.append(body)

@@ -1,4 +1,4 @@
-"""Prompts are read as users write them; what is malformed is named by its line and passed by."""
+"""Prompts are read as users write them; malformed ones are skipped and named by their line."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_file_of_lines(tmp_path: Path) -> None:
 
 
 def test_lines_longer_than_what_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line in several pieces is one line; one that is too long is passed by, and the next one is read."""
+    """A line in several pieces is one line; one that is too long is skipped, and the next one is read."""
     monkeypatch.setattr(prompts_tool, "_READ_BYTES", 7)
     monkeypatch.setattr(prompts_tool, "_MAX_PROMPT_BYTES", 50)
     file = tmp_path / "p.txt"
@@ -99,7 +99,7 @@ def test_lines_longer_than_what_is_read_at_once(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_folder(tmp_path: Path) -> None:
-    """In order of names; a text file is one prompt."""
+    """Files are read in order of names; a text file is one prompt."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "b.txt").write_text("two\nlines", encoding="utf-8")
     (tmp_path / "a.jsonl").write_text('"one"\n"two"\n', encoding="utf-8")
@@ -128,7 +128,7 @@ def test_the_reader_ends_with_its_iterator(tmp_path: Path) -> None:
 
 
 def test_tokens(tmp_path: Path) -> None:
-    """As vLLM makes them; a model without a chat template refuses chats."""
+    """Tokens are those that vLLM makes; a model without a chat template refuses chats."""
     pytest.importorskip("transformers")
     tokenizer = load_tokenizer(str(build_llama(tmp_path / "model", TINY)))
     assert tokens_of(Prompt("", "w1 w2"), tokenizer) == [1, 2]

@@ -1,4 +1,4 @@
-"""What ``kvstore proxy`` accepts, and what it refuses before it starts."""
+"""Options that ``kvstore proxy`` accepts, and options that it refuses before it starts."""
 
 from __future__ import annotations
 

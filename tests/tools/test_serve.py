@@ -17,7 +17,7 @@ from kvstore.tools.serve import run_server
 
 
 def test_python_does_not_look_for_cycles_among_all_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would take 200 ms at a time, on the thread that decides."""
+    """A collection would take 200 ms at a time, on the thread that decides."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     thresholds = gc.get_threshold()

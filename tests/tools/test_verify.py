@@ -1,4 +1,4 @@
-"""``kvstore verify`` finds every fault there is, and nothing else."""
+"""``kvstore verify`` finds every fault, and nothing else."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def as_folder(path: Path, ref: ChunkRef) -> None:
 
 
 def of_another(path: Path, ref: ChunkRef) -> None:
-    """A sound chunk under another chunk's name."""
+    """Put a sound chunk under another chunk's name."""
     key = ChunkKey(MINE.id, make_ref(65_000).prefix_key)
     slot = make_transfer(ref).buffer
     path.write_bytes(encode_header(EVEN, key, 8, slot) + slot.tobytes())
@@ -90,7 +90,7 @@ NO_FILES = {"folder", "unreadable: fifo", "unreadable: loop"}
 @pytest.mark.parametrize("noted", [True, False], ids=["layout noted", "layout inferred"])
 @pytest.mark.parametrize("codec", ["none", "lz4"])
 def test_a_hundred_faults_in_a_thousand_chunks(fill: Fill, noted: bool, codec: str) -> None:
-    """Of every kind; found all, each where it was planted, and nothing else; --fix sets aside what is a file."""
+    """Faults of every kind are all found where they were planted, and nothing else is; --fix sets files aside."""
     refs = [make_ref(number) for number in range(1000)]
     layout = replace(EVEN, element="bf16")
     folder = fill(refs, layout=layout, codec=codec)
@@ -148,7 +148,7 @@ def test_reasons_name_what_is_wrong(fill: Fill, kind: str) -> None:
 
 
 def test_a_file_that_the_system_will_not_read(fill: Fill, monkeypatch: pytest.MonkeyPatch) -> None:
-    """EIO, as a broken disk answers: root reads everything else."""
+    """The error is EIO, as of a broken disk, because root may read everything else."""
     folder = fill([make_ref(number) for number in range(3)])
     bad = path_of(folder, make_ref(2))
     inode = bad.stat().st_ino
@@ -167,7 +167,7 @@ def test_a_file_that_the_system_will_not_read(fill: Fill, monkeypatch: pytest.Mo
 
 
 def test_sound_tails_codecs_and_padding(fill: Fill) -> None:
-    """Chunks of every length and codec are sound, whatever stands in the padding that nobody reads."""
+    """Chunks of every length and codec are sound, and the padding does not matter, as it is never read."""
     layout = replace(EVEN, page_bytes=(4090,) * 4, element="bf16")
     refs = [make_ref(number, 1 + number % 8) for number in range(24)]
     for codec in ("none", "lz4", "split"):
@@ -180,7 +180,7 @@ def test_sound_tails_codecs_and_padding(fill: Fill) -> None:
 
 
 def test_layers_of_different_sizes(fill: Fill) -> None:
-    """The noted layout tells them apart; a bit in any of them is found."""
+    """The recorded layout tells them apart; a flipped bit in any of them is found."""
     layout = replace(EVEN, page_bytes=(4096, 1024, 8192, 512))
     refs = [make_ref(number) for number in range(5)]
     folder = fill(refs, layout=layout)
@@ -190,7 +190,7 @@ def test_layers_of_different_sizes(fill: Fill) -> None:
 
 
 def test_names_that_are_no_chunks(fill: Fill) -> None:
-    """What an engine would sweep is a fault; what it leaves alone is none."""
+    """A file that an engine would sweep is a fault; one that it leaves alone is none."""
     folder = fill([make_ref(1)])
     stray = path_of(folder, make_ref(1)).with_name("README")
     stray.write_text("?")
@@ -210,7 +210,7 @@ def test_what_was_set_aside_stays(fill: Fill) -> None:
 
 
 def test_beside_a_running_engine(tmp_path: Path) -> None:
-    """Looking is allowed while chunks come and go; fixing is not."""
+    """Verifying is allowed while chunks are stored and removed; fixing is not."""
     tier = DiskTier(tmp_path, MINE, EVEN, 64 * CHUNK_BYTES)
     refs = [make_ref(number) for number in range(32)]
     assert tier.put([make_transfer(ref) for ref in refs]) == [Outcome.STORED] * 32
@@ -247,7 +247,7 @@ def test_command(fill: Fill, run: Any, run_json: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("codec", ["none", "lz4"])
 def test_redis(tmp_path: Path, codec: str) -> None:
-    """Chunks of two namespaces; values changed, cut, of another type and missing are found; --fix removes those."""
+    """Chunks of two namespaces: changed, cut, missing and mistyped values are found, and --fix removes those."""
     layout = replace(EVEN, element="bf16")
     server = RedisServer(tmp_path / "redis")
     with running(server):

@@ -1,4 +1,4 @@
-"""What lies in a folder decides what a tool takes it for, and ``verify --fix`` touches only damaged chunks."""
+"""Kinds of folders, which tools tell by their contents; ``verify --fix`` touches only damaged chunks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REFS = [make_ref(number) for number in range(15)]
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder, but those that only locks and spare files are."""
+    """Return every file below a folder, without files that are only locks and spare files."""
     found = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != ".lock":
@@ -44,7 +44,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Path:
-    """The disk folder of a server that has ended: 15 chunks of one namespace, and 2 of another."""
+    """Return the disk folder of a server that has ended: 15 chunks of one namespace, and 2 of another."""
     folder = tmp_path / "server"
     with serving_ipc(disk=DiskOptions(folder, 64 * CHUNK_BYTES)) as server:
         for namespace, refs in ((MINE, REFS), (OTHER, REFS[:2])):
@@ -71,7 +71,7 @@ def test_a_servers_folder_is_sound_and_stays(served: Path, remove: bool, below: 
 
 @pytest.mark.parametrize("remove", [False, True])
 def test_a_damaged_chunk_of_a_server(served: Path, remove: bool) -> None:
-    """That one goes, with its place told; a server that starts again has all others."""
+    """That chunk is removed and its path reported; a server that starts again has all others."""
     bad = chunk_in(served, 4)
     diskwork.flip_payload(bad)
     before = files_of(served)
@@ -99,13 +99,13 @@ def test_a_servers_folder_is_counted(served: Path, run_json: Any) -> None:
 
 
 def test_a_server_that_runs_keeps_its_folder(tmp_path: Path) -> None:
-    """Also where only the folder of one of its namespaces is named: that one's own lock may be free."""
+    """This holds even if only the folder of one namespace is named, whose own lock may be free."""
     folder = tmp_path / "server"
     with serving_ipc(disk=DiskOptions(folder, 64 * CHUNK_BYTES)) as server:
         tier = open_tier("server", TierSetup(MINE, EVEN, UNBOUNDED_BYTES, {"url": server.url}))
         assert tier.put([make_transfer(ref) for ref in REFS]) == [Outcome.STORED] * 15
         tier.close()
-        wait_for("chunks have a place on disk", lambda: server.hub.stock.num_on_disk == 15)  # behind the store
+        wait_for("chunks have a place on disk", lambda: server.hub.stock.num_on_disk == 15)  # after the store
         wait_for("they are there", lambda: server.hub.service.num_unwritten == 0)
         assert verify(str(folder)).faults == []
         with pytest.raises(FolderOwnedError):
@@ -117,7 +117,7 @@ def test_a_server_that_runs_keeps_its_folder(tmp_path: Path) -> None:
 
 
 def test_a_copy_without_the_hidden_files(served: Path) -> None:
-    """As ``cp -r server/*/* copy/`` makes it of a server's folder: the namespace's name tells."""
+    """A copy as of ``cp -r server/*/* copy/`` is known by the namespace's name."""
     for name in (_folder.LOCK_FILE, _folder.GEOMETRY_FILE):
         (served / Space(MINE, EVEN).id.hex() / name).unlink()
     assert verify(str(served), fix=True, remove=True).faults == []
@@ -125,7 +125,7 @@ def test_a_copy_without_the_hidden_files(served: Path) -> None:
 
 
 def test_a_servers_folder_is_no_engines(served: Path, fill: Fill, tmp_path: Path) -> None:
-    """A pack is neither made of it nor put into it, and a server does not take an engine's folder for its own."""
+    """No pack is made from it or imported into it, and a server does not accept an engine's folder."""
     before = files_of(served)
     with pytest.raises(ConfigError, match="belongs to a cache server"):
         Source(served)
@@ -142,7 +142,7 @@ def test_a_servers_folder_is_no_engines(served: Path, fill: Fill, tmp_path: Path
 
 @pytest.mark.parametrize("remove", [False, True])
 def test_only_damaged_chunks_are_touched(fill: Fill, remove: bool) -> None:
-    """Not folders, links, fifos, strangers' files, nor names that only look like a namespace."""
+    """Folders, links, fifos, foreign files, and names that only look like a namespace stay."""
     folder = fill(REFS)
     shard = path_of(folder, REFS[0]).parent
     inside = path_of(folder, REFS[1])
@@ -174,7 +174,7 @@ def test_only_damaged_chunks_are_touched(fill: Fill, remove: bool) -> None:
 
 
 def test_a_chunk_that_is_damaged_once_only(fill: Fill, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a disk says only at times is no reason to remove anything: three reads, and the last one is sound."""
+    """A fault that a disk shows only at times is no reason to remove anything: the last of three reads is sound."""
     folder = fill(REFS[:3])
     reads = []
     real = Shelf._read
@@ -212,7 +212,7 @@ def test_what_the_system_will_not_read_stays(fill: Fill, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("noted", [True, False], ids=["a wrong note", "no note, uneven layers"])
 def test_a_geometry_that_makes_good_chunks_look_damaged(fill: Fill, run: Any, noted: bool) -> None:
-    """Nothing is removed where no chunk proves by which geometry it was checked."""
+    """Nothing is removed if no sound chunk confirms the geometry of the check."""
     layout = replace(EVEN, page_bytes=(4096, 1024, 8192, 512))
     folder = fill(REFS[:5], layout=layout)
     note = folder / MINE.id.hex() / _folder.LAYOUT_FILE
@@ -229,7 +229,7 @@ def test_a_geometry_that_makes_good_chunks_look_damaged(fill: Fill, run: Any, no
 
 
 def test_a_redis_with_uneven_layers(tmp_path: Path) -> None:
-    """Nothing there says which layers are of which size, so nothing there is called damaged and removed."""
+    """Nothing there tells the sizes of layers, so nothing there is called damaged and removed."""
     layout = replace(EVEN, page_bytes=(4096, 1024, 8192, 512))
     server = RedisServer(tmp_path / "redis")
     with running(server):
@@ -243,7 +243,7 @@ def test_a_redis_with_uneven_layers(tmp_path: Path) -> None:
 
 
 def test_folders_of_workers(tmp_path: Path) -> None:
-    """Of an engine with several workers, side by side with what is a server's."""
+    """Folders of an engine with several workers may be next to those of a server."""
     for name in ("rank-0-of-2", "rank-1-of-2"):
         tier = DiskTier(tmp_path / "replica-0" / name, MINE, EVEN, 8 * CHUNK_BYTES)
         assert tier.put([make_transfer(ref) for ref in REFS[:2]]) == [Outcome.STORED] * 2
@@ -253,7 +253,7 @@ def test_folders_of_workers(tmp_path: Path) -> None:
 
 
 def test_the_command_lists_what_it_removes(fill: Fill, run: Any, run_json: Any) -> None:
-    """All of it, also where the damage that stays is too much to show."""
+    """It lists all of it, even if the damage that stays is too much to show."""
     refs = [make_ref(number) for number in range(120)]
     folder = fill(refs)
     removed = [path_of(folder, ref) for ref in refs[:55]]

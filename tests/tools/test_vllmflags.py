@@ -46,7 +46,7 @@ def test_parts_with_dots() -> None:
 
 
 def test_parts_replace_what_is_json() -> None:
-    """As in vLLM, where the rest is lost."""
+    """vLLM does the same, and the other parts are lost."""
     flags = parse_serve(["m", "--kv-transfer-config", json.dumps(TRANSFER), "--kv-transfer-config.kv_role=kv_both"])
     assert flags.transfer == {"kv_role": "kv_both"}
     assert "parts only" in flags.problems[0]
@@ -99,7 +99,7 @@ def test_what_cannot_be_read(arguments: list[str]) -> None:
 
 
 def test_a_file_of_flags(tmp_path: Path) -> None:
-    """Those on the command line count before it."""
+    """Flags on the command line take precedence over it."""
     file = tmp_path / "vllm.yaml"
     file.write_text(
         "model: m\nblock-size: 32\ntensor_parallel_size: 2\nenable-prompt-embeds: true\nasync-scheduling: false\n"

@@ -1,4 +1,4 @@
-"""A warming run decides right: what to compute, what to offer again, what to report. Real vLLM: tests/e2e."""
+"""Decisions of a warming run: prompts to compute, to offer again, and to report. Real vLLM: tests/e2e."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_what_is_stored_is_not_computed() -> None:
 
 
 def test_batches_keep_to_what_may_be_on_its_way() -> None:
-    """8 chunks at once: 4 prompts of 2 chunks; one that has more goes alone."""
+    """With 8 chunks at once, a batch has 4 prompts of 2 chunks; a prompt with more chunks is alone."""
     engine: Any = WarmEngine()
     warm_with(engine, [*(prompt(n, 300) for n in range(9)), prompt(77, 1999)], Sharing())
     assert engine.batches == [4, 4, 1, 1]
@@ -51,7 +51,7 @@ def test_a_chunk_for_which_there_was_no_room_is_offered_again() -> None:
 
 
 def test_a_chunk_that_cannot_be_stored() -> None:
-    """Is given up after a few rounds; the other prompts count."""
+    """It is given up after a few rounds, and the other prompts count."""
     engine: Any = WarmEngine()
     tokens = prompt(1, 600)
     engine.lost, engine.losses = {engine.refs(tokens)[1]}, 100
@@ -70,7 +70,7 @@ def test_shared_chunks_count_once() -> None:
 
 
 def test_a_tail_that_a_longer_prompt_holds_is_stored() -> None:
-    """Also where the longer one came first, and its chunk is all that was ever stored of the shorter one's end."""
+    """This holds even if the longer one was first, and only its chunk was ever stored for the shorter one's end."""
     engine: Any = WarmEngine()
     engine.supersedes = True
     longer = prompt(1, 700)
@@ -91,7 +91,7 @@ def test_salts_of_prompts_and_of_the_run() -> None:
 
 
 def test_paths_among_prompts(tmp_path: Path) -> None:
-    """Their files are read as on the command line."""
+    """The files that they name are read as on the command line."""
     (tmp_path / "a.jsonl").write_text(f"{prompt(1, 256)}\n{prompt(2, 256)}\n[-1]\n", encoding="utf-8")
     engine: Any = WarmEngine()
     report = warm_with(engine, [tmp_path / "a.jsonl", prompt(3, 256)], Sharing())

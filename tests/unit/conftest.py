@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def open_tier(folder: Path) -> Iterator[Open]:
-    """Opens tiers in one folder and closes the last one; opening again is a restart."""
+    """Yield a function that opens tiers in one folder and closes the last one; opening again is a restart."""
     opened: list[DiskTier] = []
 
     def open_(

@@ -1,4 +1,4 @@
-"""The data path takes no memory for payload: what it moves goes between places that were there before.
+"""The data path allocates no memory for payload, which moves only between existing buffers.
 
 A layer of a chunk is 512 KiB here, so any copy of one would show. Python and numpy report to tracemalloc what they
 allocate; torch does not, and no tier but the GPU's uses it for payload.
@@ -86,7 +86,7 @@ def test_moving_payload_takes_no_memory(tier: Opened, tmp_path: Path) -> None:
         tracemalloc.reset_peak()
 
     with tier(tmp_path) as options, CacheEngine(workbench.paged, NAMESPACE, options) as engine:
-        for _ in range(2):  # the first time buffers are made
+        for _ in range(2):  # buffers are made the first time
             for call in CALLS:
                 call(engine, workbench, nothing, limit_first=True)
                 peaks[call.__name__] = tracemalloc.get_traced_memory()[1]

@@ -1,4 +1,4 @@
-"""The pool is made for its device, and what is said of the memory of a GPU."""
+"""The pool is made for its device, and the log tells the memory of a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hits end at blocks: whatever prefix two prompts share is found, wherever in a chunk they part."""
+"""Hits end at blocks: any prefix that two prompts share is found, even if they part inside a chunk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rig() -> Rig:
 
 
 class Stock:
-    """What an engine keeps that never runs out of room: whole chunks, and the tails that no longer chunk holds."""
+    """Chunks of an engine that never runs out of room: whole ones, and the tails that no longer chunk holds."""
 
     def __init__(self) -> None:
         self.chunks: set[tuple[int, ...]] = set()  # each with all tokens before it
@@ -33,7 +33,7 @@ class Stock:
         whole = {tuple(prompt[:end]) for end in range(CHUNK, len(prompt) + 1, CHUNK)}
         tail = tuple(prompt[: len(prompt) // BLOCK * BLOCK])
         self.chunks |= whole
-        if len(tail) % CHUNK:  # one that a longer tail holds goes, too, once it is offered again
+        if len(tail) % CHUNK:  # one that a longer tail holds is dropped, too, once it is offered again
             is_held = any(self._holds(chunk, tail) for chunk in self.chunks)
             self.chunks = self.chunks - {tail} if is_held else self.chunks | {tail}
         self.chunks -= {tail for tail in self.chunks if any(self._holds(chunk, tail) for chunk in whole)}
@@ -46,7 +46,7 @@ class Stock:
 @schedules(60)
 @given(prompts=st.lists(PROMPTS, max_size=10), restarts=st.sets(st.integers(0, 9)), on_disk=st.booleans())
 def test_the_longest_common_prefix_is_found(prompts: list[list[int]], restarts: set[int], *, on_disk: bool) -> None:
-    """And none is stored twice."""
+    """No block is stored twice."""
     rig, stock = Rig(), Stock()
     with TemporaryDirectory() as folder:
         where = {"local_disk": Path(folder)} if on_disk else {}
@@ -73,7 +73,7 @@ def test_the_longest_common_prefix_is_found(prompts: list[list[int]], restarts: 
 @schedules(60)
 @given(prompts=st.lists(PROMPTS, max_size=8), hold_s=st.sampled_from([0.0, 60.0]))
 def test_strangers_find_what_they_have_in_common(prompts: list[list[int]], hold_s: float) -> None:
-    """At a remote tier, through engines that have nothing themselves."""
+    """They use a remote tier, through engines that have nothing themselves."""
     rig = Rig()
     with pytest.MonkeyPatch.context() as patch:
         install(patch)
@@ -83,7 +83,7 @@ def test_strangers_find_what_they_have_in_common(prompts: list[list[int]], hold_
 @pytest.mark.parametrize("shared", range(CHUNK, 2 * CHUNK, BLOCK // 2))
 @pytest.mark.parametrize("from_disk", [False, True])
 def test_a_part_of_a_chunk_touches_no_other_block(rig: Rig, tmp_path: Path, shared: int, from_disk: bool) -> None:
-    """By layer too, and from any block on. The rig looks at every block that was not to be loaded."""
+    """It may be loaded by layer, too, and from any block on. The rig checks every block that was not to be loaded."""
     one = tokens_of(1, 3 * CHUNK)
     other, found = [*one[:shared], *tokens_of(2, 2 * CHUNK)], shared // BLOCK * BLOCK
     with rig.open(local_disk=tmp_path) as engine:
@@ -126,7 +126,7 @@ def test_what_is_cleared_is_found_by_no_way(rig: Rig) -> None:
 
 
 def test_chunks_stored_before_are_served_as_they_were(rig: Rig, tmp_path: Path) -> None:
-    """A folder without a note of trails; what is offered again is found by its block ends from then on."""
+    """The folder has no note of trails; chunks that are offered again are found by their block ends from then on."""
     one = tokens_of(1, 2 * CHUNK)
     with rig.open(local_disk=tmp_path) as engine:
         rig.store(engine, one[: CHUNK + 2 * BLOCK])
@@ -160,7 +160,7 @@ def test_a_prompt_that_ends_inside_a_chunk_takes_nothing(rig: Rig, tmp_path: Pat
 
 
 def test_a_chunk_is_written_in_the_stead_of_a_tail(rig: Rig, tmp_path: Path) -> None:
-    """Its queue was full when the chunk was stored; who offers a tail of it makes up for that."""
+    """Its queue was full when the chunk was stored, so the next offer of a tail of it writes it."""
     one = tokens_of(1, 2 * CHUNK)
     with rig.open(local_disk=tmp_path, max_write_queue=1) as engine:
         rig.store(engine, one)

@@ -1,4 +1,4 @@
-"""The engine as its users see it: what was stored comes back, in other blocks, from memory and from disk."""
+"""The engine as its users see it: stored KV is loaded into other blocks, from memory and from disk."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_pool_smaller_than_a_request_stores_its_front(rig: Rig) -> None:
         assert engine.lookup(tokens) == rig.retrieve(engine, tokens) == 48
         assert rig.store(engine, tokens_of(2, 32)) == 32
         assert rig.retrieve(engine, tokens_of(2, 32)) == 32
-        assert rig.retrieve(engine, tokens) == 16  # the end went first
+        assert rig.retrieve(engine, tokens) == 16  # the end was evicted first
         check_idle(engine)
 
 
@@ -131,7 +131,7 @@ def test_a_tail_gives_way_to_its_chunk(rig: Rig, tmp_path: Path) -> None:
 @pytest.mark.parametrize("skip", [0, 4, 12, 16, 20, 36, 40, 44, 48])
 @pytest.mark.parametrize("from_disk", [False, True])
 def test_masked_retrieve(rig: Rig, tmp_path: Path, skip: int, from_disk: bool) -> None:
-    """Chunks are scattered from their middle; blocks before the mask stay as they are."""
+    """Chunks are scattered from their middle; blocks before the mask are unchanged."""
     tokens = tokens_of(1, 48)
     with rig.open(local_disk=tmp_path) as engine:
         rig.store(engine, tokens[:40])
@@ -295,7 +295,7 @@ def test_several_threads(rig: Rig, tmp_path: Path) -> None:
 
 
 def test_the_checks_here_have_teeth(rig: Rig) -> None:
-    """Bytes changed in memory, where no checksum watches, come back changed, and the rig notices."""
+    """Bytes changed in memory, where no checksum covers them, are loaded changed, and the rig notices."""
     tokens = tokens_of(1, 16)
     with rig.open() as engine:
         rig.store(engine, tokens)
@@ -308,7 +308,7 @@ def test_the_checks_here_have_teeth(rig: Rig) -> None:
 
 
 def test_a_slot_that_holds_something_else_is_a_miss(rig: Rig) -> None:
-    """Should index and pool ever disagree."""
+    """Index and pool might disagree."""
     tokens = tokens_of(1, 32)
     with rig.open() as engine:
         rig.store(engine, tokens)

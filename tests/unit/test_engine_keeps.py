@@ -1,4 +1,4 @@
-"""What the engine keeps, and for how long: leases, pins, times to live; and what it prefetches."""
+"""Retention of chunks in the engine by leases, pins and times to live, and prefetching."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_prefetch(rig: Rig, tmp_path: Path) -> None:
 
 
 def test_prefetch_counts_the_prefix_that_is_in_memory(rig: Rig, tmp_path: Path) -> None:
-    """Not what lies behind a chunk that is lost, though it was loaded."""
+    """A chunk behind a lost one does not count, although it was loaded."""
     tokens = tokens_of(1, 40)
     with rig.open(local_disk=tmp_path) as engine:
         rig.store(engine, tokens)
@@ -135,7 +135,7 @@ def test_prefetch_counts_the_prefix_that_is_in_memory(rig: Rig, tmp_path: Path) 
 
 
 def test_prefetch_into_a_mere_passage(rig: Rig, tmp_path: Path) -> None:
-    """Nothing could stay there, so nothing is read."""
+    """No chunk could stay there, so nothing is read."""
     tokens = tokens_of(1, 40)
     with rig.open(local_disk=tmp_path, local_cpu=False) as engine:
         rig.store(engine, tokens)

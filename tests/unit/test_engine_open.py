@@ -1,4 +1,4 @@
-"""``CacheEngine.open``: the short way to an engine, which finds what the long way stored, and says what it refuses."""
+"""``CacheEngine.open``: the short way to an engine, which finds chunks of the long way, and explains refusals."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_both_ways_lead_to_the_same_chunks(rig: Rig, tmp_path: Path, num_folders
 
 @pytest.mark.parametrize("namespace", [None, NAMESPACE], ids=["open", "a namespace of one's own"])
 def test_chunks_of_another_size_are_not_found(rig: Rig, tmp_path: Path, namespace: Namespace | None) -> None:
-    """The key of a prefix does not tell how long its last chunk is."""
+    """The key of a prefix does not tell the length of its last chunk."""
 
     def opened(chunk_tokens: int) -> CacheEngine:
         if namespace is None:

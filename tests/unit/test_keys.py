@@ -1,4 +1,4 @@
-"""Keys: the same everywhere and for ever, and different wherever KV may differ."""
+"""Keys: the same everywhere and forever, and different if KV may differ."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def hasher_of(tokens: list[int], extras: KeyExtras = NO_EXTRAS, chunk: int = 8, 
 
 
 def keys_of(tokens: list[int], extras: KeyExtras = NO_EXTRAS, chunk: int = 8, block: int = 2) -> list[bytes]:
-    """Every block key, whole and unfinished chunks alike."""
+    """Return every block key, of whole and unfinished chunks alike."""
     hasher = hasher_of(tokens, extras, chunk, block)
     return [key for number in range(len(tokens) // chunk + 1) for key in hasher.block_keys(number)]
 
@@ -145,7 +145,7 @@ def test_growth_token_by_token() -> None:
 @pytest.mark.parametrize("grows", [False, True])
 @pytest.mark.parametrize("kind", [list, tuple, array])
 def test_a_sequence_that_differs_anywhere_is_hashed_anew(*, at: int, grows: bool, kind: type) -> None:
-    """Of the same length and with the same last token: other tokens, so other keys."""
+    """It has the same length and last token, but other tokens, so other keys."""
     other = [*TOKENS[:17], 5]
     hasher = hasher_of([*TOKENS[:17], 5])
     other[at] += 1
@@ -207,7 +207,7 @@ def test_block_keys_and_chunk_keys_fit_together() -> None:
 
 
 def test_block_keys_are_those_of_another_chunk_size() -> None:
-    """Without features the boundaries do not enter the hash."""
+    """Without features the boundaries of chunks do not enter the hash."""
     assert keys_of(TOKENS, chunk=8) == keys_of(TOKENS, chunk=4)
     assert list(hasher_of(TOKENS, chunk=2).chunk_keys()) == keys_of(TOKENS)
 
@@ -338,9 +338,9 @@ def test_bad_sizes(chunk: int, block: int) -> None:
 
 
 def plain_keys(tokens: list[int], extras: KeyExtras, chunk: int, block: int) -> tuple[list[bytes], list[list[bytes]]]:
-    """The rule written down as plainly as it can be: at the end of a block, every feature that overlaps it, in order.
+    """Return the keys by the plain rule: at the end of a block, every feature that overlaps it, in order.
 
-    Returns the keys of whole chunks, and for each chunk those of its blocks.
+    The result has the keys of whole chunks, and for each chunk those of its blocks.
     """
     running = hashlib.sha256(extras.seed())
     chunk_keys: list[bytes] = []
@@ -370,7 +370,7 @@ def plain_keys(tokens: list[int], extras: KeyExtras, chunk: int, block: int) -> 
 def test_keys_with_features_are_what_the_rule_says(
     tokens: list[int], features: list[Feature], block: int, steps: list[int]
 ) -> None:
-    """In any order, overlapping, empty, beyond the end; also if the sequence grows, or is cut and grows again."""
+    """Features may be in any order, overlap, be empty or beyond the end; the sequence may grow, or be cut and grow."""
     extras = KeyExtras(features=tuple(features))
     hasher = PrefixHasher(8, block, extras)
     for length in [*steps, len(tokens)]:
@@ -382,7 +382,7 @@ def test_keys_with_features_are_what_the_rule_says(
 
 
 class CountedSpan(keys_module._Span):
-    """The blocks of a feature. Counts how often they are looked at."""
+    """Span of a feature that counts how often its blocks are read."""
 
     looks = 0
 

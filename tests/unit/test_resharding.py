@@ -1,4 +1,4 @@
-"""What engines of one tensor-parallel size have stored, engines of another find and read, wherever it is."""
+"""Chunks stored by engines of one tensor-parallel size and read by engines of another, from any tier."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLACES = ("disk", "server", "redis")
 
 @pytest.fixture(params=PLACES)
 def where(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, Any]]:
-    """A place that engines share, as ``Worker.open`` takes it."""
+    """Yield a place that engines share, as ``Worker.open`` takes it."""
     with ExitStack() as opened:
         if request.param == "disk":
             yield {"folder": tmp_path / "disk"}
@@ -124,7 +124,7 @@ def test_another_models_chunks_are_never_asked_for(where: dict[str, Any], monkey
 
 @pytest.mark.parametrize(("sent_by", "read_by"), [(2, 1), (1, 2), (4, 2), (2, 4)])
 def test_engines_own_servers_take_what_others_hand_over(sent_by: int, read_by: int) -> None:
-    """What several of our workers need is sent to the first, and the others read it there."""
+    """Parts that several of our workers need are sent to the first of them, and the others read them there."""
     with ExitStack() as opened:
         readers = [Worker(shard, read_by) for shard in range(read_by)]
         servers = []
@@ -154,5 +154,5 @@ def test_where_other_sizes_are_looked_for() -> None:
 
 
 def test_heads_are_those_of_the_model() -> None:
-    """Or the tests above would show nothing."""
+    """Otherwise the tests above would show nothing."""
     assert HEADS > len(Worker(1, 2).heads) > 1

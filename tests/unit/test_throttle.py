@@ -1,4 +1,4 @@
-"""One message per cause and minute, however many causes there are."""
+"""Log throttle: one message per cause and minute, even with many causes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the proxy's lines need around it: an engine that answers at once, and the limit, a bare forwarder.
+"""Peers for the proxy's lines: an engine that answers at once, and a bare forwarder as the limit.
 
 ``python -m kvstore.tools.bench.bare_http engine``, or ``forwarder PORT``; each prints the port that it listens on.
-Neither reads more of HTTP than where a message ends.
+Both parse only as much HTTP as is needed to find the end of a message.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Messages(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Remember where to write to."""
+        """Keep the transport for ``write``."""
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Take in what came."""
+        """Pass each complete message to ``take``, and keep the rest."""
         self._rest += data
         while (size := _message_bytes(self._rest)) and size <= len(self._rest):
             message, self._rest = self._rest[:size], self._rest[size:]
@@ -52,18 +52,18 @@ class Messages(asyncio.Protocol):
 
 
 class Asker:
-    """Asks, and waits for the answer; one question at a time."""
+    """A client that sends one request at a time and waits for its answer."""
 
     def __init__(self) -> None:
         self.connection = Messages(self._answered)
         self._waiter: asyncio.Future[bytes] | None = None
 
     async def connect(self, port: int) -> None:
-        """Connect with this machine's port."""
+        """Connect to a port of this machine."""
         await asyncio.get_running_loop().create_connection(lambda: self.connection, "127.0.0.1", port)
 
     async def ask(self, request: bytes) -> bytes:
-        """The whole answer."""
+        """Send a request and return the whole answer."""
         self._waiter = asyncio.get_running_loop().create_future()
         self.connection.write(request)
         return await self._waiter
@@ -74,7 +74,7 @@ class Asker:
 
 
 def _message_bytes(data: bytes) -> int:
-    """How long the first message is; 0 if its head has not come."""
+    """Return the bytes of the first message; 0 if its head is incomplete."""
     end = data.find(_END_OF_HEAD)
     if end < 0:
         return 0
@@ -90,7 +90,7 @@ def _engine() -> asyncio.Protocol:
 
 
 class _Forwarder(Messages):
-    """Asks the engine twice, as a proxy does, and passes on the second answer; nothing is looked at."""
+    """A connection that asks the engine twice, as a proxy does, and forwards the second answer unread."""
 
     def __init__(self, port: int) -> None:
         super().__init__(self._forward)
@@ -118,7 +118,7 @@ async def _serve(make: Callable[[], asyncio.Protocol]) -> None:
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """Run on the loop that the proxy has."""
+    """Run on uvloop, the proxy's event loop."""
     import uvloop  # noqa: PLC0415 - an extra
 
     uvloop.run(main)

@@ -1,13 +1,13 @@
-"""What a prefill engine gains by reading the KV of answers from the decode engine: ``kvstore bench --bidirectional``.
+"""TTFT gained if prefill reads the KV of answers from the decode engine: ``kvstore bench --bidirectional``.
 
-A chat of three turns over a real prefill engine, a real decode engine and the proxy. The prompt of each turn is the one
-before, the answer, and what the user says next; only the decode engine has the answer's KV. The later turns are asked
-in pairs, one right after the other: *one way*, where the prefill engine computes what it lacks, and *both ways*, where
-it is told that the decode engine has it. TTFT is the time to an answer of one token through the proxy.
+A chat of three turns over a real prefill engine, a real decode engine and the proxy. The prompt of each turn is the
+previous prompt, its answer, and new user tokens; only the decode engine has the answer's KV. The later turns are asked
+in pairs, one right after the other. *One way*, the prefill engine computes the KV that it lacks. *Both ways*, it gets
+the ``kv_transfer_params`` of the decode engine. TTFT is the time to an answer of one token through the proxy.
 
-The prefill engine either has the prompt before in vLLM's prefix cache, so that it lacks the answer alone; or that cache
-was emptied, as other requests would do. The lengths of answers stand for a threshold, ``min_remote_tokens``: answers
-shorter than that go one way, all others both ways.
+The prefill engine either has the previous prompt in vLLM's prefix cache, so that it lacks only the answer, or that
+cache was emptied, as other requests would do. The lengths of answers are candidates for ``min_remote_tokens``, the
+length from which on answers are read both ways.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ _BUFFER_BYTES: Final = 1 << 30
 _HAS: Final = {True: "the prompt before", False: "nothing"}
 
 Said = dict[str, Any] | None
-"""``kv_transfer_params`` of an answer: where its KV is."""
+"""``kv_transfer_params`` of an answer, which locate its KV."""
 
 
 class Case(NamedTuple):
-    """What is asked the same way in every round.
+    """One request shape, repeated in every round.
 
     Attributes:
-        has_prompt: whether the prefill engine has the prompt before in its prefix cache.
-        answer_tokens: of each answer in the chat.
-        turn: from 1 on.
+        has_prompt: whether the prefill engine has the previous prompt in its prefix cache.
+        answer_tokens: tokens of each answer in the chat.
+        turn: number of the turn, from 1 on.
     """
 
     has_prompt: bool
@@ -63,7 +63,7 @@ class Case(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """The seconds to a first token, and the tokens that the prefill engine computed for it, by both ways."""
+    """Seconds to a first token, and the tokens that the prefill engine computed for it, one way and both ways."""
 
     one_way_s: float
     both_ways_s: float
@@ -72,30 +72,30 @@ class Sample(NamedTuple):
 
 
 class Engines(Protocol):
-    """A prefill and a decode engine, and what can be asked of them."""
+    """Operations on a prefill and a decode engine."""
 
     def answer(self, prompt: Sequence[int], said: Said, num_tokens: int) -> tuple[list[int], Said]:
-        """The tokens of an answer, and where its KV is."""
+        """Return the tokens of an answer, and the ``kv_transfer_params`` of its KV."""
 
     def forget(self) -> None:
         """Empty the prefill engine's prefix cache."""
 
     def prepare(self, prompt: Sequence[int], said: Said) -> None:
-        """Have a prompt in the prefill engine's prefix cache."""
+        """Put a prompt into the prefill engine's prefix cache."""
 
     def first_token(self, prompt: Sequence[int], said: Said) -> tuple[float, int]:
-        """The seconds to a first token, and the tokens that the prefill engine computed for it."""
+        """Return the seconds to a first token, and the tokens that the prefill engine computed for it."""
 
 
 Found = dict[Case, list[Sample]]
 
 
 def measure_bidirectional(rounds: int, folder: Path) -> dict[str, Found]:
-    """Samples by model; if interrupted, of those before.
+    """Return samples by model; after an interruption, of the models measured until then.
 
     Raises:
         ConfigError: vLLM is not installed.
-        BenchError: an engine or the proxy did not start, or said no more.
+        BenchError: an engine or the proxy did not start, or stopped responding.
     """
     require_vllm()
     found: dict[str, Found] = {}
@@ -113,7 +113,7 @@ def measure_bidirectional(rounds: int, folder: Path) -> dict[str, Found]:
 
 
 def converse(engines: Engines, rounds: int, num_words: int) -> Found:
-    """Play one chat for each length of answers, and ask each of its later turns in all ways, in every round."""
+    """Play one chat for each length of answers, and ask each later turn one way and both ways in every round."""
     chooser = random.Random(0)  # noqa: S311 - the same prompts in every run
 
     def words(count: int) -> list[int]:
@@ -141,7 +141,7 @@ def converse(engines: Engines, rounds: int, num_words: int) -> Found:
 
 
 def pays_from(found: Found, *, has_prompt: bool) -> int | None:
-    """The shortest answer from which on reading is faster than computing; None if it is not for the longest."""
+    """Return the shortest answer from which on reading is faster than computing; None if the longest is not faster."""
     shortest = None
     for answer_tokens in reversed(ANSWER_TOKENS):
         if _ratio([one for turn in TURNS for one in found[Case(has_prompt, answer_tokens, turn)]]) >= 1:
@@ -151,7 +151,7 @@ def pays_from(found: Found, *, has_prompt: bool) -> int | None:
 
 
 def bidirectional_table(name: str, found: Found) -> Table:
-    """Medians of one model by what prefill has and by length, and below them from which length on reading pays."""
+    """Return a table of one model's medians by cached prompt and answer length, and from which length reading pays."""
     figures = [figure for turn in TURNS for figure in (f"turn {turn}: TTFT one way", "both ways", "ratio")]
     title = f"a random Llama of {name}: chats of three turns, the first of {FIRST_TOKENS} tokens"
     verdicts = [f"{_HAS[has_prompt]}: {_verdict(pays_from(found, has_prompt=has_prompt))}" for has_prompt in _HAS]
@@ -176,7 +176,7 @@ def bidirectional_table(name: str, found: Found) -> Table:
 
 
 def to_json(found: Mapping[str, Found]) -> dict[str, list[dict[str, object]]]:
-    """Every sample of every case, by model."""
+    """Return every sample of every case, by model."""
     return {
         name: [{**case._asdict(), "samples": [one._asdict() for one in samples]} for case, samples in cases.items()]
         for name, cases in found.items()
@@ -190,7 +190,7 @@ def _times(samples: Sequence[Sample]) -> tuple[str, str, str]:
 
 
 def _ratio(samples: Sequence[Sample]) -> float:
-    """The median over the pairs."""
+    """Return the median over the pairs of the TTFT both ways as a share of the TTFT one way."""
     return statistics.median(one.both_ways_s / one.one_way_s for one in samples)
 
 
@@ -202,13 +202,13 @@ def _verdict(shortest: int | None) -> str:
 
 @contextmanager
 def _started(shape: LlamaShape, folder: Path) -> Iterator[Engines]:
-    """Real engines, a core for each, until the end of the block."""
+    """Run real engines, a core for each, until the end of the block."""
     folder.mkdir()
     model = build_llama(folder / "model", shape)
     port = free_port()
     pair = Disaggregation(
         *(model, folder),
-        # Nothing is kept in the prefill engine but vLLM's prefix cache, which can be emptied.
+        # The prefill engine keeps KV only in vLLM's prefix cache, which can be emptied.
         prefill=f"{_LINES}local_cpu: false\nmax_local_cpu_size: 0.25\npd_allowed_hosts: 127.0.0.1:{port}\n",
         decode=f"{_LINES}max_local_cpu_size: 0.5\npd_peer_init_port: {port}\npd_buffer_size: {_BUFFER_BYTES}\n",
         options=("--decode-kv", f"kvs://127.0.0.1:{port}"),
@@ -219,7 +219,7 @@ def _started(shape: LlamaShape, folder: Path) -> Iterator[Engines]:
 
 
 class _Live:
-    """Real engines."""
+    """Real engines, behind the proxy or asked directly."""
 
     def __init__(self, pair: Disaggregation, client: httpx.Client) -> None:
         self._pair = pair
@@ -227,7 +227,7 @@ class _Live:
         self._work = Work(pair.prefill.url)
 
     def answer(self, prompt: Sequence[int], said: Said, num_tokens: int) -> tuple[list[int], Said]:
-        """The tokens of an answer, and where its KV is."""
+        """Return the tokens of an answer, and the ``kv_transfer_params`` of its KV."""
         tree = self._ask(self._pair.proxy.url, prompt, said, num_tokens)
         self._work.of(prompt)
         return tree["choices"][0]["token_ids"], tree["kv_transfer_params"]
@@ -237,12 +237,12 @@ class _Live:
         self._client.post(f"{self._pair.prefill.url}/reset_prefix_cache").raise_for_status()
 
     def prepare(self, prompt: Sequence[int], said: Said) -> None:
-        """Have a prompt in the prefill engine's prefix cache."""
+        """Put a prompt into the prefill engine's prefix cache."""
         self._ask(self._pair.prefill.url, prompt, said, 1)
         self._work.of(prompt)
 
     def first_token(self, prompt: Sequence[int], said: Said) -> tuple[float, int]:
-        """The seconds to a first token, and the tokens that the prefill engine computed for it."""
+        """Return the seconds to a first token, and the tokens that the prefill engine computed for it."""
         begin_s = time.perf_counter()
         self._ask(self._pair.proxy.url, prompt, said, 1)
         return time.perf_counter() - begin_s, self._work.of(prompt)

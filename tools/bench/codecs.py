@@ -1,8 +1,8 @@
-"""What codecs save and what they cost, for ``kvstore bench``: ratio, and speed against memcpy in the same run.
+"""Ratios and speeds of codecs for ``kvstore bench``, the speeds as fractions of memcpy in the same run.
 
 There are two kinds of bfloat16 data, one chunk each: *normal* data is independent, with mean 0 and deviation 1;
-*KV-like* data has its own mean (normal) and deviation (log-normal, sigma 1) in each channel, as keys have. Chunks are
-compared after a round trip through a lossless codec.
+*KV-like* data has a separate mean (normal) and deviation (log-normal, sigma 1) in each channel, as keys have. Chunks
+are compared after a round trip through a lossless codec.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MEASURED = [name for name in CODEC_NAMES if name != "none"]
 
 @dataclass(frozen=True)
 class CodecLine:
-    """One codec on one kind of data. Speeds in GB/s of what is encoded, fractions of memcpy: medians."""
+    """One codec on one kind of data: medians of speeds in GB/s of unencoded data, and as fractions of memcpy."""
 
     codec: str
     data: str
@@ -66,7 +66,7 @@ def measure_codecs(geometry: Geometry, rounds: int) -> list[CodecLine]:
 
 
 def codec_table(lines: Sequence[CodecLine]) -> Table:
-    """The lines as a table."""
+    """Return the lines as a table."""
     figures = numbers("ratio", "encode", "fraction", "decode", "fraction")
     table = Table("codec", "bfloat16 data", *figures, title="codecs, one thread; fractions of memcpy")
     for line in lines:
@@ -131,7 +131,7 @@ def _kv_like(layout: KVLayout) -> ByteArray:
 
 
 def _bfloat16(values: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> ByteArray:
-    """The upper halves of float32, in prefaulted memory."""
+    """Return the upper halves of float32 values, in prefaulted memory."""
     data = prefaulted(values.size * 2)
     np.right_shift(values.reshape(-1).view(np.uint32), 16, out=data.view(np.uint16), casting="unsafe")
     return data

@@ -1,4 +1,4 @@
-"""Carries out ``kvstore bench``: runs it with a progress bar, prints, plots and compares."""
+"""Implementation of ``kvstore bench``: runs the measurements with a progress bar, prints, plots and compares."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ENDING = "ending the measurement under way, then showing what was measured befo
 def measure_and_print(
     options: BenchOptions, *, plot: Path | None = None, compare_with: Path | None = None, as_json: bool = False
 ) -> int:
-    """Run the bench and print its tables, or one JSON object; the exit code, which tells of a line below its floor.
+    """Run the bench and print its tables, or one JSON object; the exit code is ``FAILED`` if a line is below its floor.
 
     Raises:
         ConfigError: too little memory, an older run that cannot be compared, or a plot that cannot be drawn.
@@ -59,7 +59,7 @@ def measure_and_print(
 
 
 def converse_and_print(connectors: str, rounds: int, folder: Path, redis_server: Path | None, *, as_json: bool) -> int:
-    """Run conversations over real vLLM and print their table, or one JSON object; the exit code.
+    """Run conversations over real vLLM, print their table or one JSON object, and return the exit code.
 
     Raises:
         ConfigError: an unknown connector, no vLLM, or a server that does not start.
@@ -76,7 +76,7 @@ def converse_and_print(connectors: str, rounds: int, folder: Path, redis_server:
 
 
 def measure_both_ways_and_print(rounds: int, folder: Path, *, as_json: bool) -> int:
-    """Measure chats over a prefill and a decode engine and print their tables, or one JSON object; the exit code.
+    """Measure chats over a prefill and a decode engine, print tables or one JSON object, and return the exit code.
 
     Raises:
         ConfigError: no vLLM.
@@ -93,7 +93,7 @@ def measure_both_ways_and_print(rounds: int, folder: Path, *, as_json: bool) -> 
 
 
 def count_and_print(shares: str, geometry: Geometry, *, as_json: bool) -> None:
-    """Count what many users compute and print the table, or one JSON object.
+    """Count the tokens computed for many users, and print a table or one JSON object.
 
     Raises:
         ConfigError: the shares are wrong, or a cache of this size is too small.
@@ -106,7 +106,7 @@ def count_and_print(shares: str, geometry: Geometry, *, as_json: bool) -> None:
 
 
 def _measure(options: BenchOptions) -> tuple[BenchReport, list[CodecLine]]:
-    """Run the bench, and the codecs, unless Ctrl-C comes before."""
+    """Run the bench, then the codecs unless the bench was interrupted."""
     with interruptible(_ENDING, at_once=True):
         report = _run_shown(options)
         if report.interrupted:
@@ -118,7 +118,7 @@ def _measure(options: BenchOptions) -> tuple[BenchReport, list[CodecLine]]:
 
 
 def _run_shown(options: BenchOptions) -> BenchReport:
-    """Run the bench, on a terminal with a progress bar."""
+    """Run the bench, with a progress bar on a terminal."""
     columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with bar(*columns) as progress:
         task = progress.add_task("memory", total=options.total_ticks)

@@ -1,4 +1,4 @@
-"""``kvstore bench --compare``: the fractions of an older run next to those of this one."""
+"""Comparison for ``kvstore bench --compare``: the fractions of an older run next to those of this one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from kvstore.errors import ConfigError
 from kvstore.tools.bench.lines import BenchReport
 
-NOISE = 0.10  # fractions of an unchanged tree vary by as much
+NOISE = 0.10  # fractions of an unchanged tree vary this much
 
 
 @dataclass(frozen=True)
 class Change:
-    """One path then and now, as fractions of its limit; None where it was not measured."""
+    """Fractions of one path's limit in the older run and in this one; None where it was not measured."""
 
     name: str
     then: float | None
@@ -22,25 +22,25 @@ class Change:
 
     @property
     def share(self) -> float | None:
-        """The change, relative to then."""
+        """Change relative to the older run; None if either fraction is missing or the older one is 0."""
         return None if self.then is None or self.now is None or not self.then else self.now / self.then - 1
 
     @property
     def is_loss(self) -> bool:
-        """Whether it is slower by more than noise."""
+        """True if the path is slower by more than noise."""
         return self.share is not None and self.share < -NOISE
 
     @property
     def is_gain(self) -> bool:
-        """Whether it is faster by more than noise."""
+        """True if the path is faster by more than noise."""
         return self.share is not None and self.share > NOISE
 
 
 def read_fractions(file: Path, geometry: str) -> dict[str, float]:
-    """The fractions in a file that ``kvstore bench --json`` wrote.
+    """Return the fractions in a file that ``kvstore bench --json`` wrote.
 
     Raises:
-        ConfigError: it is no such file, or of another geometry.
+        ConfigError: the file has another format, or was measured with another geometry.
     """
     try:
         report = json.loads(file.read_text(encoding="utf-8"))
@@ -54,6 +54,6 @@ def read_fractions(file: Path, geometry: str) -> dict[str, float]:
 
 
 def compare(old: dict[str, float], report: BenchReport) -> list[Change]:
-    """Every path of both runs, those of this run first."""
+    """Return a change for every path of either run, those of this run first."""
     now = {line.subject.name: line.fraction for line in report.lines}
     return [Change(name, old.get(name), now.get(name)) for name in now | old]

@@ -1,4 +1,4 @@
-"""The CPU tier's lines: stores and retrieves, whole and layer by layer, against memcpy of as many bytes."""
+"""Bench lines of the CPU tier: stores and retrieves, whole and layer by layer, against memcpy of as many bytes."""
 
 from __future__ import annotations
 

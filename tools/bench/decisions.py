@@ -1,6 +1,6 @@
-"""The cache server's longest decision: what one message, or one slice of one, holds up all others.
+"""Bench line of the cache server's longest decision, the time that one message or slice delays all others.
 
-A service without sockets and without memory behind its pages, on the thread that measures. The limit is a target.
+The service runs on the measuring thread, without sockets and without memory behind its pages. The limit is a target.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _LAYOUT = KVLayout((64,), 1, 16, 16 * _BLOCKS)
 
 
 def measure_decisions(geometry: Geometry) -> list[Line]:
-    """Fill a server, ask it for what takes longest, and clear it, again and again.
+    """Fill a server, send it the slowest requests, and clear it, once per round.
 
     Raises:
-        BenchError: it did not do what it was asked for.
+        BenchError: the server did not carry out a request.
     """
     with without_full_collections():
         server = _Server()
@@ -46,7 +46,7 @@ def measure_decisions(geometry: Geometry) -> list[Line]:
 
 
 class _Server:
-    """One client's namespace at a service, whose thread is the caller's."""
+    """A service that runs on the caller's thread, with the namespace of one client."""
 
     def __init__(self) -> None:
         from kvstore.protocol import messages  # noqa: PLC0415 - of an extra
@@ -61,7 +61,7 @@ class _Server:
         from kvstore.server.stock import Stock  # noqa: PLC0415
 
         class Pages(Pool):
-            """No memory: nobody writes a byte."""
+            """A pool without memory, because no byte is written."""
 
             def __init__(self) -> None:
                 self.num_bytes = NUM_CHUNKS * PAGE_BYTES
@@ -93,7 +93,7 @@ class _Server:
         (self._space,) = self._stock.spaces.values()
 
     def round(self) -> float:
-        """The seconds of the longest decision."""
+        """Return the seconds of the longest decision."""
         messages, most = self._messages, self._messages.MAX_REFS
         refs = [ref for _ in range(0, NUM_CHUNKS, messages.MAX_MOVES) for ref in self._store(messages.MAX_MOVES)]
         require(len(self._space.chunks) == NUM_CHUNKS, f"{SERVER.name}: {len(self._space.chunks)} chunks are there")

@@ -1,7 +1,7 @@
-"""The disk tier's lines, over recycled files, with a pool that keeps nothing.
+"""Bench lines of the disk tier, over recycled files, with a memory pool that keeps no chunk.
 
-Cold reads and writes bypass the page cache, in the path and in its limit. Warm reads find the files there; their limit
-is what every reader must do: copy the bytes out of the cache, and compute the checksum of the copy.
+Cold reads and writes bypass the page cache, in the path and in its limit. Warm reads hit the page cache. Their limit is
+the work that no reader can avoid: copying the bytes out of the cache, and computing the checksum of the copy.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _TIMEOUT_S = 120.0
 
 
 def measure_disk(workbench: Workbench, folder: Path, rounds: int, tick: Tick) -> list[Line]:
-    """Write-behind, cold and warm retrieves, loads layer by layer, and what a part of a chunk would save.
+    """Measure write-behind, cold and warm retrieves, loads layer by layer, and the gain of reading a part of a chunk.
 
     Raises:
         BenchError: a path lost or changed a byte, or did not read from the disk.
-        ConfigError: the folder has no room, or no direct I/O, without which there is no limit.
+        ConfigError: the folder has no room, or no direct I/O, which the limit needs.
     """
     direct = []
     layout, chunks = workbench.paged.layout, workbench.num_chunks
@@ -60,7 +60,7 @@ def measure_disk(workbench: Workbench, folder: Path, rounds: int, tick: Tick) ->
 
 @contextmanager
 def _opened(workbench: Workbench, folder: Path, *, use_odirect: bool, batches: int) -> Iterator[CacheEngine]:
-    """An engine over a folder with room for a batch and the files of the one before; ``batches`` must be written."""
+    """Yield an engine over a folder with room for two batches, and check at the end that it wrote ``batches``."""
     layout, chunks = workbench.paged.layout, workbench.num_chunks
     options = EngineOptions(
         max_local_cpu_bytes=workbench.pool_bytes,
@@ -83,9 +83,9 @@ def _require_loads(engine: CacheEngine, loads: int) -> None:
 
 
 def _retrieve_while_computing(engine: CacheEngine, workbench: Workbench) -> Pair:
-    """Load the batch twice: as fast as it comes, then with each layer computed for as long as a layer took to load.
+    """Load the batch twice: as fast as possible, then with each layer computed for as long as a layer took to load.
 
-    The limit is the larger of the two sums, of loading and of computing: the other one is hidden completely.
+    The limit is the larger of the total load time and the total compute time, as if the smaller were completely hidden.
     """
     load_s, _ = _load(engine, workbench, 0.0)
     path_s, compute_s = _load(engine, workbench, load_s / workbench.paged.layout.num_layers)
@@ -93,12 +93,12 @@ def _retrieve_while_computing(engine: CacheEngine, workbench: Workbench) -> Pair
 
 
 def _load(engine: CacheEngine, workbench: Workbench, layer_s: float) -> tuple[float, float]:
-    """Load the batch, with ``layer_s`` of computing after each layer; the whole time, and that of computing alone."""
+    """Load the batch with ``layer_s`` of computing after each layer; return total seconds and those of computing."""
     block_ids, slots = workbench.destination()
     compute_s, loaded = 0.0, None
     begin_s = time.perf_counter()
     for loaded in engine.retrieve_layer(workbench.tokens, slot_mapping=slots):
-        if loaded is None and layer_s:  # a thread that waits for a device sleeps, too
+        if loaded is None and layer_s:  # a thread that waits for a device sleeps as well
             compute_s += timed(lambda: time.sleep(layer_s))[0]
     total_s = time.perf_counter() - begin_s
     is_whole = loaded is not None and bool(loaded.all())

@@ -1,9 +1,9 @@
-"""Goals and floors, as fractions of the limit: what the project aims at, and where the bench fails.
+"""Goals and floors of bench lines, as fractions of the limit. The bench fails below a floor; goals are targets.
 
 Floors leave room for noise: on two cores with a load below 2, write-behind of an unchanged tree varied from 0.62 to
 0.76 (at a load of 6.7 it was 0.34). Its limit hardly needs a core or memory bandwidth, while the path copies and
-hashes: memcpy and raw writes of as many bytes, concurrently on two threads, reach 0.76 of the raw writes alone. On a
-quiet machine, look into a line below its goal even if it is above its floor.
+hashes. Concurrent memcpy and raw writes of as many bytes, on two threads, reach 0.76 of the raw writes alone. On a
+quiet machine, investigate a line below its goal even if it is above its floor.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Bound(NamedTuple):
-    """Fractions of the limit."""
+    """Goal and floor of a line, as fractions of its limit."""
 
     goal: float
     floor: float
@@ -44,8 +44,8 @@ BOUNDS: dict[str, dict[str, Bound]] = {
     },
 }
 
-# For every geometry that says nothing else above. Path, limit and server share two cores, so the floors of remote tiers
-# are low. Lookups are held against targets in seconds, or three round trips: one call took 1.5 to 4.9 ms, depending on
+# Defaults for geometries without an entry above. Path, limit and server share two cores, so the floors of remote tiers
+# are low. Lookups are compared with targets in seconds, or three round trips: one call took 1.5 to 4.9 ms, depending on
 # the load.
 COMMON: dict[str, Bound] = {
     "lookup, 128 known keys": Bound(1.0, 0.50),
@@ -58,7 +58,7 @@ COMMON: dict[str, Bound] = {
     "500 requests of 32,768 tokens wait, a step": Bound(1.0, 0.60),
     "load from memory, while a disk hangs": Bound(1.0, 1.0),
     "keys of 131,072 tokens, 1,024 images": Bound(1.0, 0.40),
-    "GPU to host": Bound(0.90, 0.0),  # nobody has recorded any yet
+    "GPU to host": Bound(0.90, 0.0),  # not recorded yet
     "host to GPU": Bound(0.90, 0.0),
     "GPU to host by layer": Bound(0.90, 0.0),
     "host to GPU by layer": Bound(0.90, 0.0),
@@ -84,11 +84,11 @@ COMMON: dict[str, Bound] = {
     "vLLM: throughput, no hit": Bound(0.97, 0.75),
     "vLLM: start, pool of 4 GiB": Bound(1.0, 0.70),
     "vLLM: hand-over behind a prefill": Bound(1.0, 0.50),
-    "vLLM: no connector, again": Bound(0.97, 0.0),  # how such a vLLM compares with itself shows the noise
+    "vLLM: no connector, again": Bound(0.97, 0.0),  # vLLM compared with itself shows the noise
 }
 
 
 def bound_of(geometry: str, line: str) -> Bound:
-    """Goal and floor of a line. A geometry that nobody has recorded has the goals of Llama-8B, and no floors."""
+    """Return goal and floor of a line; a geometry without records has the goals of Llama-8B and floors of 0."""
     recorded = BOUNDS.get(geometry, {}).get(line) or COMMON.get(line)
     return recorded or BOUNDS[MOST_RECORDED].get(line, Bound(0.0, 0.0))._replace(floor=0.0)

@@ -1,4 +1,4 @@
-"""Whose KV is moved: geometries by name, and others by their numbers."""
+"""KV cache geometries that the bench moves: named models, and others given by numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ELEMENT_BYTES = 2  # bfloat16
 
 @dataclass(frozen=True)
 class Geometry:
-    """The KV cache of a model, as one worker holds it, in bfloat16.
+    """KV cache of a model on one worker, in bfloat16.
 
     Attributes:
         name: as ``--geometry`` takes it.
@@ -65,12 +65,12 @@ _NUMBERS = tuple(field.name for field in fields(Geometry) if field.name != "name
 
 
 def parse_geometry(text: str) -> Geometry:
-    """A name of ``GEOMETRIES``, or numbers: ``layers=28,kv_heads=4,head_size=128``.
+    """Parse a name of ``GEOMETRIES``, or numbers: ``layers=28,kv_heads=4,head_size=128``.
 
-    Numbers may also say ``latent=1``, ``block_tokens`` and ``chunk_tokens``.
+    Numbers may also include ``latent=1``, ``block_tokens`` and ``chunk_tokens``.
 
     Raises:
-        ConfigError: it is neither, or no cache can have these numbers.
+        ConfigError: the text is neither, or no cache can have these numbers.
     """
     if text in GEOMETRIES:
         return GEOMETRIES[text]

@@ -1,7 +1,8 @@
-"""The lines of hand-overs: chunks from the buffer of one process to the server of another, layers all at once.
+"""Bench lines of hand-overs: chunks from the buffer of one process to the server of another, all layers at once.
 
-Over TCP the limit is a plain socket: as many bytes of the same memory, into one buffer there, and a byte back. By NIXL
-it is a bare loop of reads there, a piece of 2 MiB after the other, without checksums.
+Over TCP the limit is a plain socket that sends as many bytes of the same memory into one buffer of the other process
+and gets a byte back. With NIXL the limit is a bare loop of reads in the other process, in pieces of 2 MiB, without
+checksums.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ TCP = Subject("hand-over over TCP", "a plain socket", _INCLUDES)
 NIXL = Subject("hand-over by NIXL", "a bare loop of NIXL's reads", _INCLUDES)
 _BATCH_BYTES: Final = 96 << 20
 _TIMEOUT_S: Final = 60.0
-_POOL_BATCHES: Final = 8  # a client may write to a quarter at once
+_POOL_BATCHES: Final = 8  # a client may write to a quarter of the pool at once
 
 
 class _Batch:
-    """Chunks in one buffer, which are others in each round."""
+    """Chunks in one buffer, with new keys and bytes in each round."""
 
     def __init__(self, layout: KVLayout, num_chunks: int) -> None:
         self.layout = layout
@@ -55,7 +56,7 @@ class _Batch:
         self._number = 0
 
     def next(self) -> list[ChunkRef]:
-        """Names that no chunk had before."""
+        """Change the bytes of all chunks, and return references that were not used before."""
         numbers = range(self._number, self._number + len(self.payloads))
         self._number = numbers.stop
         self.memory[:: self.layout.slot_bytes] += 1
@@ -63,7 +64,7 @@ class _Batch:
 
 
 class _Receiver:
-    """The other process."""
+    """Handle of the receiving process, with its URL and the raw socket of the limit."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -72,10 +73,10 @@ class _Receiver:
         self.raw = socket.create_connection(("127.0.0.1", int(raw_port)))
 
     def said(self) -> str:
-        """Its next line; what NIXL says is left out.
+        """Return the next line of the process, skipping NIXL's output.
 
         Raises:
-            ConfigError: it has ended.
+            ConfigError: the process has ended.
         """
         assert self._process.stdout is not None
         for line in self._process.stdout:
@@ -84,7 +85,7 @@ class _Receiver:
         raise ConfigError("the process that receives has ended")
 
     def tell(self, text: str, meanwhile: Callable[[], object]) -> None:
-        """Say something, and wait for its answer."""
+        """Send a command and wait for its answer, calling ``meanwhile`` about once per millisecond."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{text}\n")
@@ -145,10 +146,10 @@ def _bare_nixl(batch: _Batch, receiver: _Receiver) -> Limit:
 
 
 def _check(batch: _Batch, refs: Sequence[ChunkRef], url: str) -> None:
-    """Compare what the receiver has of the last round with what was sent.
+    """Compare the chunks that the receiver holds with the last round's.
 
     Raises:
-        BenchError: it is not the same.
+        BenchError: a chunk is missing or differs.
     """
     options = {"url": url, "timeout_s": _TIMEOUT_S}
     with closing(open_tier("server", TierSetup(NAMESPACE, batch.layout, UNBOUNDED_BYTES, options))) as tier:
@@ -159,7 +160,7 @@ def _check(batch: _Batch, refs: Sequence[ChunkRef], url: str) -> None:
 
 
 def measure_handover(workbench: Workbench, rounds: int, tick: Tick, channel: str | None) -> list[Line]:
-    """Hand over, in alternation with the limit.
+    """Measure hand-overs in alternation with the limit.
 
     Raises:
         BenchError: the receiver lost or changed a byte.

@@ -1,4 +1,4 @@
-"""What paths are held against: memcpy, with or without checksums, and raw direct I/O, without the library's code."""
+"""Limits that paths are compared with: memcpy, with or without checksums, and raw direct I/O. No library code runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from kvstore.transfer.lane import WRITE_THREADS
 _Call = Callable[[int, list[memoryview], int], int]
 MEMCPY_PIECE_BYTES = 32 << 20
 _POPULATE_TIMEOUT_S = 300.0
-_PAGE = 4096  # direct I/O reads whole ones
+_PAGE = 4096  # direct I/O reads whole pages
 
 
 def prefaulted(size_bytes: int) -> ByteArray:
-    """A page-aligned buffer on huge pages with every page touched, as the library's own pool is."""
+    """Return a page-aligned buffer on huge pages with every page touched, like the library's pool."""
     pool = SlabPool(1, round_up(size_bytes, 4096))
     if not pool.wait_populated(_POPULATE_TIMEOUT_S):
         raise BenchError(f"{size_bytes} bytes of memory were not there within {_POPULATE_TIMEOUT_S:.0f} s")
@@ -33,24 +33,24 @@ def prefaulted(size_bytes: int) -> ByteArray:
 
 
 def memcpy(target: ByteArray, source: ByteArray) -> None:
-    """One thread copies contiguous pieces of 32 MiB."""
+    """Copy contiguous pieces of 32 MiB on one thread."""
     for begin in range(0, len(source), MEMCPY_PIECE_BYTES):
         end = begin + MEMCPY_PIECE_BYTES
         np.copyto(target[begin:end], source[begin:end])
 
 
 def memcpy_and_sum(target: ByteArray, source: ByteArray) -> None:
-    """``memcpy``, and xxh3 of what was copied, on the same thread."""
+    """Run ``memcpy``, then xxh3 of the copy, on the same thread."""
     memcpy(target, source)
     for begin in range(0, len(target), MEMCPY_PIECE_BYTES):
         xxhash.xxh3_64_intdigest(target[begin : begin + MEMCPY_PIECE_BYTES].data)
 
 
 class RawDisk:
-    """The limit of a folder: direct I/O of as many files of the same size as a batch has chunks, and nothing else.
+    """Limit of a folder: direct I/O of as many files of the same size as a batch has chunks, and nothing else.
 
-    Files are made once and then overwritten, as the disk tier recycles its own. There are as many threads as in the
-    library.
+    Files are created once and then overwritten, because the disk tier recycles its files. There are as many threads as
+    in the library.
     """
 
     def __init__(self, folder: Path, layout: KVLayout, num_chunks: int, read_threads: int) -> None:

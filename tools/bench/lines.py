@@ -1,4 +1,4 @@
-"""The results of the bench: a line for each path, and the report of a run."""
+"""Results of the bench: a line for each path, and the report of a run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Unit = Literal["s", "bytes"]
 
 
 class Subject(NamedTuple):
-    """What a line measures.
+    """Subject of a line.
 
     Attributes:
-        name: of the path.
-        limit_name: what the path is held against.
-        includes: what the timed part of the path consists of.
-        unit: of the samples: seconds, or bytes, which are counted.
+        name: name of the path.
+        limit_name: name of the limit that the path is compared with.
+        includes: steps in the timed part of the path.
+        unit: unit of the samples: seconds, or counted bytes.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Subject(NamedTuple):
     unit: Unit = "s"
 
     def line(self, geometry: Geometry, pairs: Sequence[Pair], size_bytes: int = 0) -> Line:
-        """The line of these samples, with the bounds recorded for it."""
+        """Return the line of these samples, with its recorded bounds."""
         return Line(self, bound_of(geometry.name, self.name), pairs, size_bytes)
 
 
@@ -45,10 +45,10 @@ class Line:
     """One path against its limit.
 
     Attributes:
-        subject: what was measured.
+        subject: path and limit.
         bound: goal and floor of the fraction.
-        pairs: the samples; bytes instead of seconds where they are the subject's unit.
-        size_bytes: moved by one call; 0 for a line that counts calls, not bytes.
+        pairs: samples; in bytes instead of seconds if that is the subject's unit.
+        size_bytes: bytes moved by one call; 0 for a line that counts calls, not bytes.
     """
 
     subject: Subject
@@ -58,38 +58,38 @@ class Line:
 
     @property
     def path_s(self) -> float:
-        """The median time of a call."""
+        """Median time of a call."""
         return statistics.median(pair.path_s for pair in self.pairs)
 
     @property
     def limit_s(self) -> float:
-        """The median time of the limit."""
+        """Median time of the limit."""
         return statistics.median(pair.limit_s for pair in self.pairs)
 
     @property
     def p99_s(self) -> float:
-        """The 99th percentile; of fewer than 100 calls, the slowest."""
+        """99th percentile of the time of a call; of fewer than 100 calls, the slowest."""
         return float(np.percentile([pair.path_s for pair in self.pairs], 99, method="higher"))
 
     @property
     def fraction(self) -> float:
-        """How much of the limit's speed the path reaches: the median over pairs, in which noise hits both sides."""
+        """Path's speed as a fraction of the limit's: the median over pairs, as noise affects both sides of a pair."""
         return statistics.median(pair.limit_s / pair.path_s for pair in self.pairs)
 
     @property
     def failed(self) -> bool:
-        """Whether the fraction is below its floor."""
+        """True if the fraction is below its floor."""
         return self.fraction < self.bound.floor
 
     @property
     def verdict(self) -> str:
-        """The fraction against its bounds, in words."""
+        """Fraction against its bounds, in words."""
         if self.failed:
             return "BELOW FLOOR"
         return "below goal" if self.fraction < self.bound.goal else "ok"
 
     def to_json(self) -> dict[str, object]:
-        """Everything known about the line, samples included."""
+        """Return all data of the line, samples included."""
         unit = self.subject.unit
         return {
             **self.subject._asdict(),
@@ -107,7 +107,7 @@ class Line:
 
 
 def move_lines(subjects: Iterable[Subject], rounds: Iterable[Sequence[Pair]], workbench: Workbench) -> list[Line]:
-    """The lines of paths that move a batch, each of which is sampled once a round; without the warm-up rounds."""
+    """Return the lines of paths that move a batch, each sampled once a round, without the warm-up rounds."""
     return [
         subject.line(workbench.geometry, pairs[WARM_UP_ROUNDS:], workbench.batch_bytes)
         for subject, pairs in zip(subjects, zip(*rounds, strict=True), strict=True)
@@ -116,15 +116,15 @@ def move_lines(subjects: Iterable[Subject], rounds: Iterable[Sequence[Pair]], wo
 
 @dataclass(frozen=True)
 class BenchReport:
-    """The result of one run.
+    """Result of one run.
 
     Attributes:
-        geometry: whose KV was moved.
-        batch_bytes: by one call.
+        geometry: geometry of the KV that was moved.
+        batch_bytes: bytes moved by one call.
         rounds: samples of most lines.
-        lines: what was measured.
-        load: of the machine meanwhile.
-        skipped: what was not measured, and why.
+        lines: measured lines.
+        load: load of the machine during the run.
+        skipped: sections that were not measured, with reasons.
         interrupted: whether the run was stopped before the last line.
     """
 
@@ -138,11 +138,11 @@ class BenchReport:
 
     @property
     def failed(self) -> list[Line]:
-        """The lines below their floors."""
+        """Lines below their floors."""
         return [line for line in self.lines if line.failed]
 
     def to_json(self) -> dict[str, object]:
-        """The report as one JSON object; times in seconds."""
+        """Return the report as one JSON object; times are in seconds."""
         return {
             "geometry": asdict(self.geometry),
             "batch_bytes": self.batch_bytes,

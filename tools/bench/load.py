@@ -1,4 +1,4 @@
-"""How busy the machine was while the bench ran: what fails on a busy one may pass on a quiet one."""
+"""Load of the machine during a bench run, because a line that fails on a busy machine may pass on a quiet one."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import NamedTuple, Self
 import psutil
 
 _BUSY_SHARE = 0.25  # of the cores, used by others
-_NOT_BUSY = ("idle", "iowait", "guest", "guest_nice")  # the last two are in others
+_NOT_BUSY = ("idle", "iowait", "guest", "guest_nice")  # the last two are included in other fields
 
 
 class Load(NamedTuple):
-    """Of one run.
+    """Load of the machine during one run.
 
     Attributes:
-        cores: of the machine.
-        begin: load average over a minute, when the run began.
-        end: the same, when it had ended; the bench itself is in it.
-        others_cores: how many cores other processes used meanwhile, on average.
+        cores: cores of the machine.
+        begin: load average over a minute at the start of the run.
+        end: load average over a minute at the end, the bench included.
+        others_cores: cores that other processes used during the run, on average.
     """
 
     cores: int
@@ -31,7 +31,7 @@ class Load(NamedTuple):
 
     @property
     def is_busy(self) -> bool:
-        """Whether others may have slowed the paths down more than their limits."""
+        """True if other processes may have slowed the paths down more than their limits."""
         return self.begin > self.cores or self.others_cores > _BUSY_SHARE * self.cores
 
     def __str__(self) -> str:
@@ -42,18 +42,18 @@ class Load(NamedTuple):
 
     @property
     def warning(self) -> str:
-        """What to say of lines below their floors if the machine was busy."""
+        """Message for lines below their floors if the machine was busy."""
         return f"the machine was busy: {self}. Run again on a quiet one"
 
 
 class Mark(NamedTuple):
-    """A moment at which a run begins or ends.
+    """State of the machine at the start or end of a run.
 
     Attributes:
-        at_s: the time.
+        at_s: monotonic time.
         load: load average over a minute.
         busy_s: processor time of all processes since the machine started, in seconds.
-        own_s: the same of this process, and of its children that have ended.
+        own_s: processor time of this process, and of its children that have ended.
     """
 
     at_s: float
@@ -63,20 +63,20 @@ class Mark(NamedTuple):
 
     @classmethod
     def now(cls) -> Self:
-        """This moment."""
+        """Return the mark of this moment."""
         fields, own = psutil.cpu_times()._asdict(), os.times()
         busy_s = sum(seconds for name, seconds in fields.items() if name not in _NOT_BUSY)
         return cls(time.monotonic(), os.getloadavg()[0], busy_s, sum(own[:4]))
 
     def until(self, end: Mark) -> Load:
-        """The load between this moment and a later one."""
+        """Return the load between this mark and a later one."""
         seconds = max(end.at_s - self.at_s, 1e-9)
         others_s = max(0.0, (end.busy_s - self.busy_s) - (end.own_s - self.own_s))
         return Load(os.cpu_count() or 1, self.load, end.load, others_s / seconds)
 
 
 def cpu_name() -> str:
-    """The processor's name, or its architecture where the system does not tell."""
+    """Return the processor's name, or its architecture if the system does not report the name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

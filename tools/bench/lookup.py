@@ -1,4 +1,4 @@
-"""The lines of the index and of the eviction policy, which move no bytes. Their limits are targets."""
+"""Bench lines of the index and the eviction policy, which move no bytes. Their limits are targets."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ INDEX_CHUNKS = 100_000
 POLICY_CHUNKS = 100_000
 POLICY_REQUESTS = 2_000
 _CHAIN_CHUNKS = 16
-_SHARED_BLOCKS = 6  # of the chunk behind the last one that is found
-_TINY = Geometry("tiny", layers=1, kv_heads=1, head_size=8)  # the size of a chunk makes no difference here
+_SHARED_BLOCKS = 6  # blocks shared with the chunk behind the last one that is found
+_TINY = Geometry("tiny", layers=1, kv_heads=1, head_size=8)  # the size of a chunk does not affect a lookup
 INDEX = Subject("lookup, 128 known keys", "60 us", "the index, with keys as they are known for a running request")
 PROBE = Subject(
     "probe behind the last chunk",
@@ -42,10 +42,10 @@ POLICY = Subject("adaptive policy, a chunk touched", "20 us", "lookup, noting th
 
 
 def measure_lookups() -> list[Line]:
-    """Look up 128 known chunks, by their keys and by the tokens of a Python list, and a chunk behind them.
+    """Look up 128 stored chunks, by their keys and by the tokens of a Python list, and the chunk behind them.
 
     Raises:
-        BenchError: not all were found.
+        BenchError: a lookup did not find the expected tokens.
     """
     workbench = Workbench(_TINY, LOOKUP_CHUNKS)
     slots = workbench.new_batch()
@@ -65,7 +65,7 @@ def measure_lookups() -> list[Line]:
 
 
 def measure_index() -> Line:
-    """Count the bytes that the index takes for a chunk, in memory and found by all of its block ends."""
+    """Count the bytes of the index per chunk, for chunks that are in memory and indexed by every block end."""
     index, tokens = ChunkIndex(INDEX_CHUNKS), list(range(256)) * _CHAIN_CHUNKS
     chains = INDEX_CHUNKS // _CHAIN_CHUNKS
     tracemalloc.start()
@@ -82,9 +82,9 @@ def measure_index() -> Line:
 
 
 def measure_touches() -> Line:
-    """What the default policy costs for each chunk touched: lookup, noting the use, making room, adding what is new.
+    """Measure the default policy per chunk touched: lookup, recording the use, eviction, and adding new chunks.
 
-    In a full tier of chains of 16 chunks; half of the requests are new, and half come back.
+    The tier is full of chains of 16 chunks; half of the requests are new, and half repeat an earlier one.
     """
     store, chooser = SimulatedStore([open_policy(Adaptive.name, POLICY_CHUNKS)]), random.Random(1)  # noqa: S311 - not a secret
     chains = POLICY_CHUNKS // _CHAIN_CHUNKS + 1

@@ -22,9 +22,9 @@ def measure_moves(
     """Move batches in and out of a pool that holds two of them, so that stores evict.
 
     Args:
-        name: told to ``tick``.
+        name: passed to ``tick``.
         moves: a function of this module for each line, and its limit; called in this order in each round.
-        workbench: what is moved.
+        workbench: source of the batches.
         rounds: samples of each line, warm-up excluded.
         tick: called before each round.
 
@@ -45,7 +45,7 @@ def store(engine: CacheEngine, workbench: Workbench, limit: Limit, *, limit_firs
 
 
 def store_by_layer(engine: CacheEngine, workbench: Workbench, limit: Limit, *, limit_first: bool) -> Pair:
-    """Store a new batch, layer after layer."""
+    """Store a new batch, layer by layer."""
     return _store(_last_of(engine.store_layer), "stored layer by layer", workbench, limit, limit_first=limit_first)
 
 
@@ -65,7 +65,7 @@ def retrieve(engine: CacheEngine, workbench: Workbench, limit: Limit, *, limit_f
 
 
 def retrieve_by_layer(engine: CacheEngine, workbench: Workbench, limit: Limit, *, limit_first: bool) -> Pair:
-    """Retrieve the batch to other blocks, layer after layer, and check every byte of the cache."""
+    """Retrieve the batch to other blocks, layer by layer, and check every byte of the cache."""
     return _retrieve(_last_of(engine.retrieve_layer), workbench, limit, limit_first=limit_first)
 
 
@@ -90,7 +90,7 @@ def _retrieve(
 
 
 def _last_of(call: Callable[..., Iterable[T | None]]) -> Callable[..., T | None]:
-    """The call of a generator that advances layer by layer: runs it, and returns what it yields last."""
+    """Return a function that runs a layer-by-layer generator to its end, and returns its last item."""
 
     def run(*arguments: Any, **keywords: Any) -> T | None:  # noqa: ANN401 - whatever the generator takes
         last = None

@@ -1,9 +1,9 @@
-"""The other process of ``raw_peer.py``: plain pyzmq, and nothing else.
+"""Server process for ``raw_peer.py``: plain pyzmq without library code.
 
     python -m kvstore.tools.bench.peer IPC_ADDRESS NUM_CHUNKS CHUNK_BYTES PIECE_BYTES
 
-Prints the TCP address that it listens on. Answers ``get`` with the next chunk, in pieces; any other message of one
-frame with itself; and a message of several frames, which is a chunk, with one empty frame.
+Prints the TCP address that it listens on. It answers ``get`` with the next chunk, in pieces. It echoes any other
+message of one frame, and answers a message of several frames, which is a chunk, with one empty frame.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``kvstore bench --plot``: a bar for each path, against its limit."""
+"""Plot for ``kvstore bench --plot``: a bar for each path, relative to its limit."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvstore.tools.bench.load import cpu_name
 from kvstore.tools.figures import new_figure, save_figure
 
 _COLOURS = {"ok": "tab:green", "below goal": "tab:orange", "BELOW FLOOR": "tab:red"}
-_WIDEST = 1.5  # longer bars are cut: how far a path is beyond the limit matters little
+_WIDEST = 1.5  # longer bars are cut, because the distance beyond the limit matters little
 _CUT = "\u00bb"
 
 
 def plot_report(report: BenchReport, file: Path) -> None:
-    """Draw the fractions of a run; the limit is a line, goals are ticks, and a bar that is cut has its end marked.
+    """Draw the fractions of a run, with the limit as a line, goals as ticks, and a mark at the end of each cut bar.
 
     Raises:
         ConfigError: matplotlib is not installed, or cannot write this file.
@@ -43,7 +43,7 @@ def plot_report(report: BenchReport, file: Path) -> None:
 
 
 def _draw_bars(axes: Any, lines: list[Line]) -> dict[str, Any]:  # noqa: ANN401 - matplotlib's
-    """Draw a bar for each line; those of each verdict, for the legend."""
+    """Draw a bar for each line, and return the bars by verdict, for the legend."""
     drawn = {}
     for verdict, colour in _COLOURS.items():
         chosen = [(place, line) for place, line in enumerate(lines) if line.verdict == verdict]

@@ -1,7 +1,7 @@
-"""The proxy's lines: what it adds to a request, and how many it holds.
+"""Bench lines of the proxy: the latency it adds to a request, and its processor time per request.
 
-Clients, engine and proxy share the processors of one machine. So what the proxy holds is told by its processor time:
-1 / that is how many requests a second go through one process on a core of its own.
+Clients, engine and proxy share the processors of one machine, so throughput is derived from processor time: 1 / the
+processor time of a request is the throughput of one process on a dedicated core, in requests per second.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _REQUEST: Final = (
 
 
 class _Stage(NamedTuple):
-    """The processes that were started."""
+    """Started processes: the engine's port, and port and process of forwarder and proxy."""
 
     engine_port: int
     forwarder: tuple[int, psutil.Process]
@@ -60,11 +60,11 @@ class _Stage(NamedTuple):
 
 
 def measure_proxy(rounds: int, tick: Tick) -> list[Line]:
-    """Ask through the proxy, through a bare forwarder, and directly, in alternation.
+    """Send requests through the proxy, through a bare forwarder, and directly, in alternation.
 
     Raises:
         BenchError: an answer was not the engine's.
-        ConfigError: the proxy does not start.
+        ConfigError: a process does not start.
     """
     added: list[Pair] = []
     times: list[Pair] = []
@@ -91,12 +91,12 @@ async def _round(stage: _Stage, added: list[Pair], times: list[Pair], *, forward
         latencies.reverse()
         busy.reverse()
     forwarded, proxied = ([max(one - direct_s, _LEAST_S) for one in sorted(found)] for found in latencies)
-    added += map(Pair, forwarded, proxied)  # the fastest with the fastest, the slowest with the slowest
+    added += map(Pair, forwarded, proxied)  # paired by rank, from fastest to slowest
     times.append(Pair(*busy))
 
 
 async def _paced(port: int) -> list[float]:
-    """The seconds of each of some requests, 100 a second, whatever they take."""
+    """Send requests at a fixed 100 per second, and return the seconds of each."""
     askers = [Asker() for _ in range(_CLIENTS)]
     for asker in askers:
         await asker.connect(port)
@@ -120,11 +120,11 @@ async def _paced(port: int) -> list[float]:
 
 
 async def _busy(port: int, process: psutil.Process) -> float:
-    """The processor time that a process takes for a request while clients ask one after the other, without a pause."""
+    """Return a process's processor time per request while each client sends requests without a pause."""
     askers = [Asker() for _ in range(_CLIENTS)]
     for asker in askers:
         await asker.connect(port)
-    await asyncio.gather(*(asker.ask(_REQUEST) for asker in askers))  # all connections are there now
+    await asyncio.gather(*(asker.ask(_REQUEST) for asker in askers))  # now all connections are open
     asked = 0
     end_s = time.perf_counter() + CLOSED_LOOP_S
 
@@ -154,7 +154,7 @@ def _check(answer: bytes) -> None:
 
 @contextmanager
 def _stage() -> Iterator[_Stage]:
-    """An engine, the forwarder and the proxy, until the end of the block."""
+    """Run an engine, the forwarder and the proxy until the end of the block."""
     with ExitStack() as stack:
 
         def start(*words: str) -> tuple[str, psutil.Process]:

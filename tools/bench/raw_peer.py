@@ -1,4 +1,4 @@
-"""The limits of the cache server's lines over a network: plain pyzmq to another process, which is ``peer.py``."""
+"""Limits of the cache server's network lines: plain pyzmq to another process, ``peer.py``."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class RawPeer:
     """One connection over TCP for chunks, and one over ipc for pings.
 
     Args:
-        folder: for the ipc socket; its path must be short.
-        chunks: uint8 ``[num_chunks, chunk_bytes]``. Both sides send as many different bytes as the path does: the same
-            chunk every time would come from the processor's cache.
-        piece_bytes: the most bytes of a frame.
+        folder: folder of the ipc socket; its path must be short.
+        chunks: uint8 ``[num_chunks, chunk_bytes]``. Both sides send as many different bytes as the path does, because a
+            repeated chunk would be read from the processor's cache.
+        piece_bytes: maximum bytes of a frame.
     """
 
     def __init__(self, folder: Path, chunks: ByteArray, piece_bytes: int) -> None:
@@ -53,14 +53,14 @@ class RawPeer:
             self._tcp.recv()
 
     def retrieve(self) -> None:
-        """Get as many chunks."""
+        """Receive as many chunks as ``store`` sends."""
         for _ in self._chunks:
             self._tcp.send(b"get")
         for _ in self._chunks:
             self._tcp.recv_multipart(copy=False)
 
     def ping(self) -> None:
-        """One round trip over ipc."""
+        """Make one round trip over ipc."""
         self._ipc.send(b"ping")
         self._ipc.recv()
 
@@ -73,5 +73,5 @@ class RawPeer:
 
 
 def in_pieces(chunk: ByteArray, piece_bytes: int) -> list[memoryview]:
-    """Views of a chunk, all but the last one of ``piece_bytes``."""
+    """Return views of a chunk, all but the last one of ``piece_bytes``."""
     return [chunk[begin : begin + piece_bytes].data for begin in range(0, len(chunk), piece_bytes)]

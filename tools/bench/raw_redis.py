@@ -1,7 +1,7 @@
-"""The limit of the Redis lines: a plain socket client.
+"""Limit of the Redis lines: a plain socket client.
 
-It moves as many values of the same size over the same kind of connection, and does nothing else: no transactions, no
-checksums, no keys to compute. It uses none of the library's code.
+It moves as many values of the same size over the same kind of connection, without transactions, checksums or key
+computation. It uses none of the library's code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WINDOW = 3  # values requested ahead, as the tier does
 
 
 class RawRedis:
-    """One connection that moves values under numbers, from and to prepared memory.
+    """One connection that moves values with numbered keys, from and to prepared memory.
 
     Values are the payloads in pieces of ``part_bytes``, the last one shorter, as in the tier.
     """
@@ -48,12 +48,12 @@ class RawRedis:
             self._expect(b"+OK\r\n")
 
     def retrieve(self) -> None:
-        """GET all values, requesting a few ahead."""
+        """GET all values, with a few requests ahead."""
         ask = [b"*2\r\n$3\r\nGET\r\n$%d\r\nraw:%d\r\n" % (4 + len(str(n)), n) for n in range(len(self._views))]
         self._receive(ask, self._views)
 
     def retrieve_ranges(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """GETRANGE some bytes of every payload, requesting a few ahead."""
+        """GETRANGE some bytes of every payload, with a few requests ahead."""
         ask, views = [], []
         for first in range(0, len(self._views), self._parts_per_payload):
             for number, begin, end in self._in_parts(ranges):
@@ -64,18 +64,18 @@ class RawRedis:
         self._receive(ask, views)
 
     def _in_parts(self, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-        """Ranges of a payload as numbers of its values, and begin and end within these."""
+        """Split ranges of a payload by value, and yield the value's number with begin and end within it."""
         for begin, end in ranges:
             for number in range(begin // self._part_bytes, -(-end // self._part_bytes)):
                 first = number * self._part_bytes
                 yield number, max(begin - first, 0), min(end - first, self._part_bytes)
 
     def _receive(self, ask: Sequence[bytes], views: Sequence[memoryview]) -> None:
-        """Send commands, a few ahead, and take what they answer."""
+        """Send commands, a few ahead, and read their answers into ``views``."""
         self._socket.sendall(b"".join(ask[:_WINDOW]))
         for number, view in enumerate(views):
             self._expect(b"$%d\r\n" % len(view))
-            done = self._replies.readinto(view)  # large reads go straight into the view
+            done = self._replies.readinto(view)  # large reads are written directly to the view
             while done < len(view):
                 done += self._replies.readinto(view[done:])
             self._expect(b"\r\n")
@@ -89,7 +89,7 @@ class RawRedis:
         self._expect(b":%d\r\n" % len(self._views))
 
     def ping(self) -> None:
-        """One round trip."""
+        """Make one round trip."""
         self._socket.sendall(b"*1\r\n$4\r\nPING\r\n")
         self._expect(b"+PONG\r\n")
 

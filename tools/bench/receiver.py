@@ -1,10 +1,10 @@
-"""The other process of ``handover.py``: a server as a decode engine embeds it, and the bare ends of its limits.
+"""Receiving process for ``handover.py``: a server as a decode engine embeds it, and the receivers of its limits.
 
     python -m kvstore.tools.bench.receiver GEOMETRY_HEX POOL_BYTES BATCH_BYTES CHANNEL
 
-Prints the server's port, and one at which it takes ``BATCH_BYTES`` again and again into one buffer, and answers with
-a byte. With a channel, ``attach ADDRESS METADATA_HEX`` and then ``read`` on its standard input read as many bytes
-by bare NIXL; each is answered with a line.
+Prints the server's port, and a second port that receives ``BATCH_BYTES`` repeatedly into one buffer and answers with a
+byte each time. With a channel, ``attach ADDRESS METADATA_HEX`` and then ``read`` on standard input read as many bytes
+by bare NIXL; each command is answered with a line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from kvstore.tools.bench.limits import prefaulted
 from kvstore.tools.bench.samples import NAMESPACE
 
-PIECE_BYTES: Final = 2 << 20  # of a bare read
+PIECE_BYTES: Final = 2 << 20  # bytes of one bare NIXL read
 
 
 class BareReader:
@@ -37,12 +37,12 @@ class BareReader:
         self._agent.register_memory([(target.ctypes.data, len(target), 0, "")], "DRAM")
 
     def attach(self, address: int, metadata: bytes) -> None:
-        """Read from there."""
+        """Select the peer and its address to read from."""
         self._address = address
         self._peer = self._agent.add_remote_agent(metadata).decode()
 
     def read(self) -> None:
-        """Read all of it, piece by piece."""
+        """Read the whole batch, piece by piece."""
         for begin in range(0, len(self._target), PIECE_BYTES):
             size = min(PIECE_BYTES, len(self._target) - begin)
             here, there = (

@@ -1,4 +1,4 @@
-"""The Redis tier's lines: a server of the bench's own, and a plain socket client as the limit."""
+"""Bench lines of the Redis tier, on a private server, with a plain socket client as the limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvstore.tools.bench.samples import Tick, alternating, paired
 from kvstore.tools.bench.workbench import Workbench
 from kvstore.tools.processes import free_port, is_listening, running, wait_until
 
-# As docs/redis.md recommends. Otherwise the server returns memory to the system, and takes it again page by page.
+# As docs/redis.md recommends. Otherwise the server returns memory to the system and faults it in again page by page.
 # Debian's redis-server reads the first name, Redis built with its own allocator the second.
 MALLOC_CONF = "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1,lg_extent_max_active_fit:20"
 MALLOC_NAMES = ("MALLOC_CONF", "JE_MALLOC_CONF")
@@ -32,10 +32,10 @@ LOOKUP = Subject("redis lookup, 128 known keys", "3 round trips", "the tier's co
 
 @contextmanager
 def private_server(program: str | Path | None, folder: Path) -> Iterator[int]:
-    """A Redis server of our own, without persistence; yields its port.
+    """Run a private Redis server without persistence, and yield its port.
 
     Raises:
-        ConfigError: it does not start, or ``program`` is None.
+        ConfigError: the server does not start, or ``program`` is None.
     """
     if program is None:
         raise ConfigError("redis-server is not on the PATH")
@@ -50,7 +50,7 @@ def private_server(program: str | Path | None, folder: Path) -> Iterator[int]:
 
 
 def measure_redis(workbench: Workbench, program: Path, rounds: int, tick: Tick) -> list[Line]:
-    """Store, retrieve and look up, in alternation with the limits, on a server of our own.
+    """Store, retrieve and look up on a private server, in alternation with the limits.
 
     Raises:
         BenchError: the tier lost or changed a byte.
@@ -73,6 +73,6 @@ def measure_redis(workbench: Workbench, program: Path, rounds: int, tick: Tick) 
                 stored, loaded = chunks.move(tier, raw.store, raw.retrieve, limit_first=limit_first)
                 part, _ = paired(lambda: raw.retrieve_ranges(quarter), raw.retrieve, limit_first=limit_first)
                 moved.append((stored, loaded, part))
-                raw.remove()  # or the next round would not store but replace
+                raw.remove()  # otherwise the next round would replace values
             lookups = chunks.look_up(tier, raw.ping, slack_s=_LOOKUP_SLACK_S)
     return [*move_lines((STORE, RETRIEVE, QUARTER), moved, workbench), LOOKUP.line(workbench.geometry, lookups)]

@@ -1,4 +1,4 @@
-"""What the lines of the Redis and the server tier share: chunks moved through a tier, without an engine."""
+"""Chunks moved through a remote tier without an engine, for the lines of the Redis and the server tier."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _TIMEOUT_S = 60.0
 
 
 class RemoteChunks:
-    """Chunks in prefaulted slots, and as many slots that they come back to.
+    """Chunks in prefaulted slots, and as many slots to load them into.
 
     Attributes:
-        refs: the chunks.
-        stored: uint8 ``[num_chunks, slot_bytes]``: what is stored.
+        refs: references of the chunks.
+        stored: uint8 ``[num_chunks, slot_bytes]``, the stored bytes.
     """
 
     def __init__(self, layout: KVLayout, num_chunks: int) -> None:
@@ -39,18 +39,18 @@ class RemoteChunks:
         self._puts = [put._replace(trail=random.bytes(before_bytes) + put.ref.prefix_key) for put in self._puts]
 
     def tier(self, name: str, url: str) -> Tier:
-        """A tier for these chunks.
+        """Open a tier for these chunks.
 
         Raises:
-            ConfigError: its packages are not installed.
+            ConfigError: the tier's packages are not installed.
         """
         options = {"url": url, "timeout_s": _TIMEOUT_S}
         return open_tier(name, TierSetup(NAMESPACE, self._layout, UNBOUNDED_BYTES, options))
 
     def move(self, tier: Tier, put_limit: Limit, get_limit: Limit, *, limit_first: bool) -> tuple[Pair, ...]:
-        """Store all chunks, with other bytes than before, load them again, and remove them; the times of the first two.
+        """Store all chunks with new bytes, load them, and remove them; return the times of the store and the load.
 
-        As an engine's thread does: one chunk a call, one call after the other.
+        Each call moves one chunk, as on an engine's thread, and calls do not overlap.
 
         Raises:
             BenchError: the tier lost or changed a byte.
@@ -62,11 +62,11 @@ class RemoteChunks:
         loaded, outcomes = paired(get_limit, lambda: _one_by_one(tier.get, self._gets), limit_first=limit_first)
         require(set(outcomes) == {Outcome.HIT}, f"the {tier.name} tier did not find everything")
         require(bool((self.stored == self._loaded).all()), f"the {tier.name} tier changed a byte")
-        tier.remove(self.refs)  # or the next round would not store but replace
+        tier.remove(self.refs)  # otherwise the next round would replace chunks
         return stored, loaded
 
     def quarter(self, tier: Tier, *, limit_first: bool) -> Pair:
-        """Load all chunks, which are stored, against their leading quarters."""
+        """Store all chunks, and time loads of whole chunks with loads of their leading quarters as the limit."""
         front_blocks = max(1, self._layout.blocks_per_chunk // 4)
         fronts = [get._replace(front_blocks=front_blocks) for get in self._gets]
         tier.put(self._puts)
@@ -77,10 +77,10 @@ class RemoteChunks:
         return pair
 
     def look_up(self, tier: Tier, ping: Limit, *, slack_s: float = 0.0) -> list[Pair]:
-        """Store all chunks and look them up, against three round trips and ``slack_s``.
+        """Store all chunks and look them up; the limit is three round trips plus ``slack_s``.
 
         Raises:
-            BenchError: not all were found.
+            BenchError: a chunk was not found.
         """
         tier.put(self._puts)
         asked = (self.refs * -(-LOOKUP_CHUNKS // len(self.refs)))[:LOOKUP_CHUNKS]

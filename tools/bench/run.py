@@ -1,4 +1,4 @@
-"""A run of the bench: measures the lines that are asked for, one after the other."""
+"""Run of the bench, which measures the requested lines one after the other."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ from kvstore.tools.bench.vllm import measure_vllm
 from kvstore.tools.bench.workbench import Workbench
 from kvstore.tools.interrupts import Interruption
 
-MAX_BATCH_CHUNKS = 64  # the disk tier keeps as many files for reuse
+MAX_BATCH_CHUNKS = 64  # the disk tier keeps this many files for reuse
 MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure.
+    """Options of a run.
 
     Attributes:
-        geometry: whose KV.
-        batch_bytes: moved by one call, rounded down to whole chunks. The bench takes about eight times as much memory.
+        geometry: geometry of the KV.
+        batch_bytes: bytes moved by one call, rounded down to whole chunks. The bench needs about eight times as much
+            memory.
         rounds: samples of each line, warm-up excluded.
-        folder: where to make a folder for the disk lines; None leaves them out.
-        redis_server: the program to start for the redis lines; None leaves them out.
+        folder: parent folder of the disk lines' folder; None skips them.
+        redis_server: program to start for the Redis lines; None skips them.
         start: also measure importing the library and opening an engine.
         cache_server: also measure the cache server.
         handover: also measure hand-overs to another process.
@@ -80,17 +81,17 @@ class BenchOptions:
 
     @property
     def total_ticks(self) -> int:
-        """How often ``run_bench`` calls ``tick`` if everything can be measured."""
+        """Number of calls of ``tick`` by ``run_bench`` if everything can be measured."""
         kinds = 1 + 2 * bool(self.folder) + bool(self.redis_server) + self.cache_server + self.proxy + self.gpu
         kinds += 2 * self.handover
         return (self.rounds + WARM_UP_ROUNDS) * kinds + 3 + self.rounds * self.start + self.vllm
 
 
 def run_bench(options: BenchOptions, tick: Tick = lambda _: None) -> BenchReport:
-    """Measure all lines asked for. Of an interrupted run there are the lines that were measured.
+    """Measure all requested lines; an interrupted run returns the lines measured until then.
 
     Raises:
-        BenchError: a path did not move what it should have.
+        BenchError: a path did not move the expected bytes.
         ConfigError: there is too little memory.
     """
     # In the order of use: caches of two batches, data, copy, random base, pool of two batches, raw disk buffers.
@@ -119,7 +120,7 @@ Section = tuple[str, Callable[[], list[Line]] | None]
 
 
 def _sections(workbench: Workbench, options: BenchOptions, tick: Tick) -> Iterator[Section]:
-    """What can be measured; None for what is not asked for."""
+    """Yield each section's name with its measurement, or None if it was not requested."""
     rounds = options.rounds
     yield "CPU", lambda: measure_cpu(workbench, rounds, tick)
     yield "disk", (lambda: _in_folder(workbench, options, tick)) if options.folder else None

@@ -21,13 +21,13 @@ LOOKUP_CHUNKS = 128
 WARM_UP_ROUNDS = 3  # the second batch fills the pool, the third is the first to recycle
 
 Tick = Callable[[str], None]
-"""Called before each round with the name of what it measures."""
+"""Callback before each round, with the name of the measurement."""
 Limit = Callable[[], object]
-"""Does what a path is held against."""
+"""Call that does the work a path is compared with."""
 
 
 class BenchError(KVStoreError):
-    """A path lost or changed bytes: its times mean nothing."""
+    """A path lost or changed bytes, so its times are meaningless."""
 
 
 class Pair(NamedTuple):
@@ -38,26 +38,26 @@ class Pair(NamedTuple):
 
 
 def require(kept: bool, broken: str) -> None:
-    """End the run if a path did not do what it was timed for.
+    """End the run if a path did not do the work it was timed for.
 
     Raises:
-        BenchError: says ``broken``, unless ``kept``.
+        BenchError: ``kept`` is false; the message is ``broken``.
     """
     if not kept:
         raise BenchError(broken)
 
 
 def timed(call: Callable[[], T]) -> tuple[float, T]:
-    """The seconds that a call took, and what it returned."""
+    """Return the seconds of a call, and its result."""
     begin_s = time.perf_counter()
     result = call()
     return time.perf_counter() - begin_s, result
 
 
 def alternating(name: str, rounds: int, tick: Tick) -> Iterator[bool]:
-    """Announce each round, warm-up included; yields whether the limit goes first, which alternates.
+    """Announce each round, warm-up included, and yield True in every other round, in which the limit runs first.
 
-    So neither the path nor its limit always finds what the other left in caches and queues.
+    Alternating the order keeps caches and queues left by one side from always favouring the other.
     """
     for number in range(WARM_UP_ROUNDS + rounds):
         tick(name)
@@ -65,7 +65,7 @@ def alternating(name: str, rounds: int, tick: Tick) -> Iterator[bool]:
 
 
 def paired(limit: Limit, path: Callable[[], T], *, limit_first: bool) -> tuple[Pair, T]:
-    """Time a path and its limit, one right after the other; the times, and what the path returned."""
+    """Time a path and its limit, one right after the other; return the times, and the path's result."""
     limit_s = timed(limit)[0] if limit_first else 0.0
     path_s, result = timed(path)
     if not limit_first:
@@ -75,7 +75,7 @@ def paired(limit: Limit, path: Callable[[], T], *, limit_first: bool) -> tuple[P
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Keep torch to one thread: its idle OpenMP threads, after filling and checking, would spin into the timed part."""
+    """Limit torch to one thread, as its OpenMP threads, idle after filling and checking, spin in the timed part."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

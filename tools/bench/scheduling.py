@@ -1,4 +1,4 @@
-"""The lines of what delays vLLM's scheduler, or a request: events, lookups, keys, loads. Their limits are targets."""
+"""Bench lines of work that delays vLLM's scheduler or a request: events, lookups, keys, loads. Limits are targets."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ WAITING_TOKENS = 32_768
 _TIMEOUT_S = 0.5  # the default of lookup_timeout_ms
 _STEP_S = 0.02  # between two passes, while other requests decode
 _POLL_S = 0.0005
-_BLOCKS = 16  # of a chunk
+_BLOCKS = 16  # blocks of a chunk
 _TINY = Geometry("tiny", layers=1, kv_heads=1, head_size=8)
 EVENT = Subject(
     "KV event, 50,000 chunks of one prefix",
@@ -82,7 +82,7 @@ KEYS = Subject("keys of 131,072 tokens, 1,024 images", "100 ms", "the keys of a 
 
 @dataclass
 class _Prompt:
-    """The parts of a request that events are made of."""
+    """Request fields that events need."""
 
     block_hashes: list[bytes]
     all_token_ids: list[int]
@@ -91,7 +91,7 @@ class _Prompt:
 
 @dataclass
 class _Waiting(_Prompt):
-    """The parts of a request that lookups use, too."""
+    """Request fields that lookups need in addition."""
 
     request_id: str = ""
     num_computed_tokens: int = 0
@@ -102,7 +102,7 @@ class _Waiting(_Prompt):
 
 
 class _Far(TierWrapper):
-    """Has every chunk, but answers late."""
+    """Tier that has every chunk, and answers after ``LOOKUP_LATENCY_S``."""
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         time.sleep(LOOKUP_LATENCY_S)
@@ -110,7 +110,7 @@ class _Far(TierWrapper):
 
 
 class _Hanging(TierWrapper):
-    """Answers no read before it may."""
+    """Tier whose reads hang until ``may_answer`` is set, and then fail."""
 
     def __init__(self, tier: Tier) -> None:
         super().__init__(tier)
@@ -122,10 +122,10 @@ class _Hanging(TierWrapper):
 
 
 def measure_scheduling() -> list[Line]:
-    """Measure what the scheduler's thread does for events, lookups and keys.
+    """Measure the scheduler's work for events, lookups, waiting requests and keys, and loads during a hanging read.
 
     Raises:
-        BenchError: an event was lost, or a lookup timed out.
+        BenchError: an event was lost, a lookup timed out, or a load did not end.
     """
     return [
         EVENT.line(_TINY, [Pair(50e-6, seconds) for seconds in _events()]),
@@ -137,7 +137,7 @@ def measure_scheduling() -> list[Line]:
 
 
 def _events() -> list[float]:
-    """The time of each of some events, after many chunks with the same first blocks have been announced."""
+    """Return the seconds of each of the last events, after many chunks with the same first blocks were announced."""
     announcer, index = Announcer(block_tokens=1), ChunkIndex(EVENT_CHUNKS + EVENT_ROUNDS, tracks_changes=True)
     system = [b"system %d" % number for number in range(_BLOCKS // 4)]
     seconds = []
@@ -153,7 +153,7 @@ def _events() -> list[float]:
 
 
 def _longest_pass() -> float:
-    """How long the scheduler was held up at most until all of a burst of requests know what is there."""
+    """Return the seconds of the scheduler's longest pass until a burst of requests is answered completely."""
     layout = KVLayout(page_bytes=(64,), planes=1, block_tokens=16, chunk_tokens=256)
     waiting = {f"{number}": [ChunkRef(os.urandom(16), 16) for _ in range(8)] for number in range(LOOKUP_REQUESTS)}
     longest_s = 0.0
@@ -171,7 +171,7 @@ def _longest_pass() -> float:
 
 
 def _steps_of_waiting() -> list[float]:
-    """The time in which all requests that wait are asked about once, for each of some steps."""
+    """Return, for each step, the seconds that the scheduler takes to ask about every waiting request once."""
     layout = KVLayout(page_bytes=(64,), planes=1, block_tokens=16, chunk_tokens=256)
     tokens = list(range(WAITING_TOKENS))
     hasher = PrefixHasher(256, 16)
@@ -197,13 +197,13 @@ def _steps_of_waiting() -> list[float]:
         for number in range(ROUNDS + 1):
             took_s, answers = timed(lambda: [scheduler.num_new_matched_tokens(request, 0) for request in others])
             require(answers == [None] * len(others), "some request does not wait")
-            if number:  # the first step looks each of them up
+            if number:  # the first step looks each request up
                 seconds.append(took_s)
     return seconds
 
 
 def _loads_beside_a_hanging_disk() -> list[float]:
-    """The times of some loads from memory while a read hangs."""
+    """Return the seconds of loads from memory while a read from disk hangs."""
     bench = Workbench(_TINY, LOAD_CHUNKS)
     pool = LabelledPool(SlabPool(LOAD_CHUNKS + 1, bench.paged.layout.slot_bytes, torch.device("cpu")))
     refs = [ChunkRef(os.urandom(16), _BLOCKS) for _ in range(LOAD_CHUNKS + 1)]
@@ -225,7 +225,7 @@ def _loads_beside_a_hanging_disk() -> list[float]:
 
 
 def _load(background: Background, fetch: Fetch) -> None:
-    """Load, and wait for it."""
+    """Start a load and wait for its end."""
     background.fetch(fetch)
     deadline_s = time.perf_counter() + _TIMEOUT_S
     while fetch.number not in {fetched.fetch.number for fetched in background.take_fetched()}:
@@ -234,7 +234,7 @@ def _load(background: Background, fetch: Fetch) -> None:
 
 
 def _keys() -> list[float]:
-    """The time to compute the keys of a prompt full of images."""
+    """Return the seconds to compute the keys of a prompt full of images, for each round."""
     step = KEY_TOKENS // KEY_IMAGES
     features = tuple(Feature(f"image {number:032x}", number * step, step // 2) for number in range(KEY_IMAGES))
     tokens = [number * 7_919 % 100_003 for number in range(KEY_TOKENS)]

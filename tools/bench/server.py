@@ -1,9 +1,9 @@
-"""The cache server's lines: a server of the bench's own, the server tier, and its limits.
+"""Bench lines of the cache server: a private server, the server tier, and its limits.
 
 On one host the limit is a memcpy of the same chunks, one after the other. (A memcpy of all chunks at once can be faster
-by bypassing the processor's caches; a chunk is too short for that.) Over TCP the limit is plain pyzmq: it sends as many
-frames of the same size to another process, or gets them from there, and leaves them in ZeroMQ's own memory, without
-checksums and without a copy to their destination. The limit of a lookup is bare round trips of one small frame.
+by bypassing the processor's caches; a chunk is too short for that.) Over TCP the limit is plain pyzmq, which sends as
+many frames of the same size to another process, or receives them, and leaves them in ZeroMQ's memory, without checksums
+and without a copy to their destination. The limit of a lookup is bare round trips of one small frame.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ LOOKUP = Subject("server lookup, 128 known keys", "3 round trips", "the tier's c
 
 @contextmanager
 def private_server(folder: Path, pool_bytes: int) -> Iterator[tuple[str, str]]:
-    """A cache server of our own; yields its URLs on this host, and over TCP.
+    """Run a private cache server, and yield its URLs over ipc and over TCP.
 
     Raises:
-        ConfigError: it does not start.
+        ConfigError: the server does not start.
     """
     config = folder / "cache.yaml"
     url = f"kvs+ipc://{folder / 'run'}"
@@ -62,7 +62,7 @@ def private_server(folder: Path, pool_bytes: int) -> Iterator[tuple[str, str]]:
 
 
 def measure_server(workbench: Workbench, rounds: int, tick: Tick) -> list[Line]:
-    """Store, retrieve and look up, in alternation with the limits, on a server of our own.
+    """Store, retrieve and look up on a private server, in alternation with the limits.
 
     Raises:
         BenchError: the tier lost or changed a byte.

@@ -1,4 +1,4 @@
-"""The lines of a start: importing the library, and opening an engine over a large pool. Their limits are targets."""
+"""Bench lines of startup: importing the library, and opening an engine over a large pool. The limits are targets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ print(time.perf_counter() - begin_s)
 
 
 def measure_start(rounds: int, tick: Tick) -> list[Line]:
-    """Import and open, again and again.
+    """Import the library and open an engine, once per round.
 
     Raises:
         BenchError: the import failed.

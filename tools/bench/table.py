@@ -1,4 +1,4 @@
-"""The tables that ``kvstore bench`` prints."""
+"""Tables that ``kvstore bench`` prints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STYLES = {"ok": "green", "below goal": "yellow"}
 
 
 def bench_table(report: BenchReport) -> Table:
-    """Speed, fraction of the limit and p99 of every path."""
+    """Return a table of the speed, fraction of the limit and p99 of every path."""
     chunks = report.batch_bytes // report.geometry.chunk_bytes
     figures = numbers("path's speed", "limit's speed", "fraction", "goal", "floor", "p99 of a call")
     title = (
@@ -39,7 +39,7 @@ def bench_table(report: BenchReport) -> Table:
 
 
 def timed_table(report: BenchReport) -> Table:
-    """What the timed part of every path includes."""
+    """Return a table of the steps in the timed part of every path."""
     table = Table(title="what is timed; every byte moved is compared outside of it", show_header=False)
     for line in report.lines:
         table.add_row(line.subject.name, line.subject.includes)
@@ -47,7 +47,7 @@ def timed_table(report: BenchReport) -> Table:
 
 
 def change_table(changes: list[Change], old_name: str) -> Table:
-    """Fractions of an older run and of this one."""
+    """Return a table of the fractions of an older run and of this one."""
     table = Table("path", *numbers("then", "now", "change"), title=f"fractions, compared with {old_name}")
     for change in changes:
         style = "red" if change.is_loss else "green" if change.is_gain else "dim"
@@ -61,12 +61,12 @@ def change_table(changes: list[Change], old_name: str) -> Table:
 
 
 def failure_style(report: BenchReport) -> str:
-    """How a line below its floor is shown; it may not be ours to mend where others kept the machine busy."""
+    """Return the style of a line below its floor, which is milder if other processes kept the machine busy."""
     return "yellow" if report.load.is_busy else "red"
 
 
 def failure(line: Line) -> str:
-    """A message about a line below its floor."""
+    """Return a message about a line below its floor."""
     return (
         f"{line.subject.name}: {line.fraction:.2f} of {line.subject.limit_name} is below the floor of "
         f"{line.bound.floor:.2f}"

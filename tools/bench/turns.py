@@ -1,9 +1,10 @@
-"""Conversations over real vLLM: ``kvstore bench --turns``.
+"""Conversations over real vLLM, for ``kvstore bench --turns``.
 
-A conversation is asked turn by turn, each prompt being the last one and a few hundred tokens more: *cold*. Then vLLM's
-own prefix cache is emptied, as other requests would do, and the same conversation is asked again: *warm*. Each
-connector runs next to two vLLMs without a connector. All three are alive at the same time and asked in turn; comparing
-the two plain ones shows the noise. TTFT is the time to the first token, throughput that of several last turns at once.
+In the *cold* pass, a conversation is asked turn by turn, each prompt being the last one and a few hundred tokens more.
+Then vLLM's prefix cache is emptied, as other requests would do, and the *warm* pass asks the same conversation again.
+Each connector runs next to two vLLMs without a connector. All three are alive at the same time and asked in turn;
+comparing the two plain ones shows the noise. TTFT is the time to the first token. Throughput is measured over several
+last turns at once.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ Ask = Callable[[dict[str, Any]], dict[str, Any]]
 
 @dataclass
 class Samples:
-    """Of one vLLM: seconds to the first token of each turn, and tokens per second of several last turns at once."""
+    """Samples of one vLLM: seconds to each turn's first token, and tokens per second of several last turns at once."""
 
     cold_ttft_s: list[float] = field(default_factory=list)
     warm_ttft_s: list[float] = field(default_factory=list)
@@ -60,7 +61,7 @@ class Samples:
 
 
 def parse_connectors(text: str) -> list[str]:
-    """Names of ``CONNECTORS``, separated by commas; ``all`` for all of them.
+    """Parse names of ``CONNECTORS``, separated by commas; ``all`` means all of them.
 
     Raises:
         ConfigError: there is no such connector.
@@ -75,7 +76,7 @@ def parse_connectors(text: str) -> list[str]:
 def measure_turns(
     connectors: list[str], rounds: int, folder: Path, redis_server: Path | None
 ) -> dict[str, dict[str, Samples]]:
-    """Samples by connector, each with those of the two plain vLLMs next to it; if interrupted, of those before.
+    """Return samples by connector, each with those of its two plain vLLMs; if interrupted, of the connectors before.
 
     Raises:
         ConfigError: vLLM is not installed, or a server does not start.
@@ -106,7 +107,7 @@ def _measure(connector: str, model: Path, rounds: int, folder: Path, redis_serve
 
 
 def turns_table(found: dict[str, dict[str, Samples]]) -> Table:
-    """A table of medians."""
+    """Return a table of medians."""
     figures = numbers("TTFT cold", "TTFT warm", "tokens/s cold", "tokens/s warm", "found again")
     title = f"conversations of {TURNS} turns, {TURN_TOKENS} tokens each: TTFT of a turn, tokens a second"
     table = Table("connector", "vLLM", *figures, title=title)
@@ -126,9 +127,9 @@ def turns_table(found: dict[str, dict[str, Samples]]) -> Table:
 
 
 def _converse(engines: dict[str, Ask], rounds: int) -> dict[str, Samples]:
-    """Ask every conversation of every vLLM before the next one; which vLLM is first alternates.
+    """Send each round's conversations to every vLLM before the next round; the first vLLM alternates.
 
-    One gives a sample of the TTFT for each turn, so that a few are enough for ``rounds`` of them.
+    A conversation yields a TTFT sample per turn, so ``rounds / TURNS`` conversations give ``rounds`` samples.
     """
     chooser = random.Random(0)  # noqa: S311 - the same prompts in every run
     samples = {name: Samples() for name in engines}
@@ -163,14 +164,14 @@ def _ask_all(ask: Ask, conversations: list[list[list[int]]]) -> Samples:
 
 
 def _conversation(chooser: random.Random) -> list[list[int]]:
-    """The prompts of its turns; each begins with the one before."""
+    """Return the prompts of a conversation's turns; each begins with the one before."""
     tokens = [chooser.randrange(5, VOCABULARY) for _ in range(TURNS * TURN_TOKENS)]
     return [tokens[: (turn + 1) * TURN_TOKENS] for turn in range(TURNS)]
 
 
 @contextmanager
 def _transfer(connector: str, folder: Path, redis_server: Path | None) -> Iterator[Transfer]:
-    """The KV transfer configuration of a connector, with the server that it needs."""
+    """Yield the KV transfer configuration of a connector, while the server that it needs runs."""
     if connector == "example":
         yield {
             "kv_connector": "ExampleConnector",
@@ -198,7 +199,7 @@ def _transfer(connector: str, folder: Path, redis_server: Path | None) -> Iterat
 
 @contextmanager
 def _engine(model: Path, transfer: Transfer) -> Iterator[Ask]:
-    """A vLLM in a process of its own, ready to be asked."""
+    """Run vLLM in a separate process, and yield a function that sends it a task."""
     command = [sys.executable, "-m", MODULE, str(model), json.dumps(transfer)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with tempfile.TemporaryFile() as log, running(command, **pipes, stderr=log, env=environment()) as process:

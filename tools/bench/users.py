@@ -1,10 +1,10 @@
-"""Many users behind one system prompt: ``kvstore bench --users``.
+"""Many users with one system prompt, for ``kvstore bench --users``.
 
-Counts the tokens that are computed, and moves no byte. Every user's tool prompt is that of an earlier user up to a
-random place; then come the user's own tokens, turn by turn, the users in random order. A turn's prompt is the one
-before and some tokens more; no answers are generated. Each prompt is stored before the next one comes. Three caches of
-the same bytes start empty: kvstore's memory, found by whole chunks and tails only, as it was before hits could end with
-any block; kvstore's memory as it is; vLLM's own prefix cache, by its own code.
+Counts the tokens that are computed, and moves no byte. Every user's tool prompt matches that of an earlier user up to a
+random position, followed by the user's tokens, turn by turn, with the users in random order. A turn's prompt is the one
+before and some tokens more; no answers are generated. Each prompt is stored before the next one arrives. Three caches
+of the same bytes start empty: kvstore's memory with hits on whole chunks and tails only, as before hits could end at
+any block; kvstore's memory as it is; and vLLM's prefix cache, with vLLM's code.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _VOCABULARY: Final = 100_000
 _GIB: Final = 1 << 30
 
 Ask = Callable[[Sequence[int]], int]
-"""Looks a prompt up, stores it, and returns how many of its tokens were found."""
+"""Call that looks a prompt up, stores it, and returns the number of its tokens that were found."""
 
 
 @dataclass(frozen=True)
 class Count:
-    """What one cache of one size spared.
+    """Tokens computed with one cache of one size.
 
     Attributes:
-        cache: whose.
-        share: its size, as a share of what kvstore takes where nothing is evicted.
-        size_bytes: the same in bytes.
-        computed_tokens, prompt_tokens: of all requests together.
+        cache: name of the cache.
+        share: size of the cache, as a share of the size that kvstore needs without eviction.
+        size_bytes: size of the cache in bytes.
+        computed_tokens, prompt_tokens: totals of all requests.
     """
 
     cache: str
@@ -56,16 +56,16 @@ class Count:
 
 
 def parse_shares(text: str) -> list[float]:
-    """Sizes of caches, separated by commas.
+    """Parse sizes of caches, separated by commas.
 
     Raises:
-        ConfigError: one of them is no number greater than 0.
+        ConfigError: a size is not a number greater than 0.
     """
     return parse_numbers(text, "--users", "shares of all KV separated by commas, such as 1,0.33")
 
 
 def make_prompts(seed: int = 0) -> list[list[int]]:
-    """The prompts of all users' turns, in the order in which they are asked; the same for the same seed."""
+    """Return the prompts of all users' turns, in the order of the requests; the same seed gives the same prompts."""
     chooser = random.Random(seed)  # noqa: S311 - the same prompts in every run
 
     def words(count: int) -> list[int]:
@@ -86,7 +86,7 @@ def make_prompts(seed: int = 0) -> list[list[int]]:
 
 
 def count_computed(shares: Sequence[float], geometry: Geometry) -> list[Count]:
-    """What every cache of every size spares; without vLLM its own is left out.
+    """Count the tokens computed with every cache of every size; vLLM's is skipped if vLLM is not installed.
 
     Raises:
         ConfigError: a cache would not hold the longest prompt.
@@ -108,7 +108,7 @@ def count_computed(shares: Sequence[float], geometry: Geometry) -> list[Count]:
 
 
 def users_table(counts: Sequence[Count], geometry: Geometry) -> Table:
-    """Tokens computed, by cache and size."""
+    """Return a table of the tokens computed, by cache and size."""
     title = f"{USERS} users, {TURNS} turns each: {counts[0].prompt_tokens:,} tokens asked, KV of {geometry.name}"
     table = Table("size of the cache", "cache", *numbers("tokens computed", "of those asked"), title=title)
     for before, count in zip([None, *counts], counts, strict=False):
@@ -127,7 +127,7 @@ def users_table(counts: Sequence[Count], geometry: Geometry) -> Table:
 
 
 def _slots_for_all(prompts: Sequence[Sequence[int]], geometry: Geometry) -> int:
-    """The slots that kvstore takes where nothing is evicted."""
+    """Return the slots that kvstore needs without eviction."""
     enough = sum(-(-len(prompt) // geometry.chunk_tokens) for prompt in prompts)
     replays = [Replay(ChunkIndex(enough), block_ends=block_ends) for block_ends in (False, True)]
     for replay in replays:
@@ -146,7 +146,7 @@ def _caches(slots: int, longest_tokens: int, geometry: Geometry) -> dict[str, As
 
 
 def _store(slots: int, geometry: Geometry, *, block_ends: bool) -> Ask:
-    """What kvstore's memory finds; of a prompt found whole the last token is computed all the same."""
+    """Return an ``Ask`` over kvstore's memory; a prompt's last token never counts, because vLLM always computes it."""
     replay = Replay(ChunkIndex(slots), block_ends=block_ends)
     return lambda prompt: min(replay.ask(_hasher(prompt, geometry)).num_tokens, len(prompt) - 1)
 

@@ -1,4 +1,4 @@
-"""The vLLM lines of the bench: real vLLM on the CPU, with a random model, in a process of its own."""
+"""Bench lines of real vLLM on the CPU, with a random model, in a separate process."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _SETTINGS: Final = {
 }
 
 
-# The limits: a hit in vLLM's own prefix cache; 1.3 times that, and a block computed; a hundredth of the steps' time;
-# vLLM without the connector; its start, and a second; a fifth of the time of a prefill.
+# The limits, in order: a hit in vLLM's prefix cache; 1.3 times that, plus a block computed; a hundredth of the steps'
+# time; vLLM without the connector; the same; its start, plus a second; a fifth of the time of a prefill.
 SUBJECTS: Final = {
     "one_token_left": Subject(
         "vLLM: hit in memory, one token left", "vLLM's prefix cache", "a prompt of 2,049 tokens, to its first token"
@@ -54,7 +54,7 @@ SUBJECTS: Final = {
 
 
 def measure_vllm(geometry: Geometry, folder: Path, rounds: int) -> list[Line]:
-    """Run vLLM with a model in ``folder``.
+    """Run vLLM with a random model in ``folder``, and return the lines.
 
     Raises:
         ConfigError: vLLM is not installed.
@@ -69,7 +69,7 @@ def measure_vllm(geometry: Geometry, folder: Path, rounds: int) -> list[Line]:
 
 
 def require_vllm() -> None:
-    """Fail before a model is built.
+    """Check for vLLM before a model is built.
 
     Raises:
         ConfigError: vLLM is not installed.
@@ -79,17 +79,17 @@ def require_vllm() -> None:
 
 
 def has_vllm() -> bool:
-    """Whether vLLM is installed."""
+    """Tell if vLLM is installed."""
     return importlib.util.find_spec("vllm") is not None
 
 
 def environment() -> dict[str, str]:
-    """The environment of a process with vLLM: small, quiet, and without a network."""
+    """Return the environment of a vLLM process, with a small KV cache, few log messages, and no network."""
     return {**os.environ, **_SETTINGS}
 
 
 def _run(module: str, model: Path, rounds: int, *more: str) -> dict[str, list[tuple[float, float]]]:
-    """The samples of each line that a module measures.
+    """Run a measuring module, and return the samples of each of its lines.
 
     Raises:
         BenchError: the run failed.

@@ -1,7 +1,7 @@
-"""The bench's own model: a paged KV cache, and the prompt that is being moved.
+"""Workbench of the bench: a paged KV cache, and the prompt to move.
 
-Data is made and checked without the library's copies: torch's indexing fills and compares blocks, so the paths that
-are measured cannot vouch for themselves.
+Data is made and checked without the library's copies. Torch's indexing fills and compares blocks, so the measured paths
+are not verified by their own code.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Workbench:
     """A paged KV cache of two batches, the data of the current batch, and memcpy of as many bytes.
 
     Args:
-        geometry: whose KV. Caches are logical ``[B, H, N, C]`` tensors in NHD order, as vLLM registers them, or
-            ``[B, N, C]`` for a latent.
+        geometry: geometry of the KV. Caches are logical ``[B, H, N, C]`` tensors in NHD order, as vLLM registers them,
+            or ``[B, N, C]`` for a latent.
         num_chunks: whole chunks of a *batch*, which is one prompt.
-        device: of the caches.
-        split: K and V lie apart, as ``[2, B, N, H, C]``.
+        device: device of the caches.
+        split: K and V are separate, as ``[2, B, N, H, C]``.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Workbench:
             chunk_tokens=geometry.chunk_tokens,
             has_channels=not geometry.latent,
         )
-        self.pool_bytes = num_chunks * self.paged.layout.slot_bytes  # of a pool that holds one batch
+        self.pool_bytes = num_chunks * self.paged.layout.slot_bytes  # bytes of a pool that holds one batch
         self._base = self._random.integers(1 << 63, size=self.batch_bytes // 8, dtype=np.uint64)
         self._data = prefaulted(self.batch_bytes)
         self._copy = prefaulted(self.batch_bytes)
@@ -62,15 +62,15 @@ class Workbench:
         )
 
     def memcpy(self) -> None:
-        """The limit: one thread copies the batch in contiguous pieces."""
+        """Copy the batch in contiguous pieces on one thread, as the limit of most paths."""
         limits.memcpy(self._copy, self._data)
 
     def memcpy_and_sum(self) -> None:
-        """The limit of paths that verify checksums."""
+        """Copy the batch and hash the copy, as the limit of paths that verify checksums."""
         limits.memcpy_and_sum(self._copy, self._data)
 
     def new_batch(self) -> torch.Tensor:
-        """Put a new prompt with random KV in random blocks; returns its slot mapping."""
+        """Put a new prompt with random KV into random blocks, and return its slot mapping."""
         np.multiply(
             self._base, self._random.integers(1 << 63, dtype=np.uint64) | np.uint64(1), out=self._data.view("u8")
         )
@@ -81,10 +81,10 @@ class Workbench:
         return self._slot_mapping(block_ids)
 
     def destination(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Overwrite the whole cache, and choose random blocks for the batch to return to.
+        """Overwrite the whole cache, and choose random blocks to load the batch into.
 
         Returns:
-            Their ids, for ``check``, and their slot mapping.
+            The ids of the blocks, for ``check``, and their slot mapping.
         """
         for cache in self._caches:
             cache.fill_(_POISON)
@@ -92,7 +92,7 @@ class Workbench:
         return block_ids, self._slot_mapping(block_ids)
 
     def other_blocks(self, block_ids: torch.Tensor) -> torch.Tensor:
-        """Overwrite all blocks but these, and return them in random order."""
+        """Overwrite all blocks but these, and return the ids of the overwritten blocks in random order."""
         others = torch.ones(2 * self._batch_blocks, dtype=torch.bool)
         others[block_ids] = False
         for cache in self._caches:
@@ -101,7 +101,7 @@ class Workbench:
         return torch.from_numpy(self._random.permutation(found))
 
     def check(self, *holding: torch.Tensor) -> None:
-        """Compare every byte of the cache: the batch in each of these sets of blocks, and poison everywhere else.
+        """Check every byte of the cache: each of these sets of blocks holds the batch, all other blocks hold poison.
 
         Raises:
             BenchError: something differs.
@@ -123,7 +123,7 @@ class Workbench:
 
 
 def _registered(cache: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """A cache as vLLM registers it."""
+    """Return a view of a cache as vLLM registers it."""
     if geometry.latent:
         return cache[:, :, 0]
     return cache if cache.dim() == 5 else cache.permute(0, 2, 1, 3)

@@ -1,1 +1,1 @@
-"""The subcommands for operators, one family a file; each is registered in ``kvstore/tools/cli.py``."""
+"""Subcommands for operators, one family per file, registered in ``kvstore/tools/cli.py``."""

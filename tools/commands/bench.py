@@ -1,4 +1,4 @@
-"""``kvstore bench``."""
+"""Command ``kvstore bench``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BENCH_FOLDER = Path("/var/tmp")  # noqa: S108 - on a disk where /tmp may be memo
 
 @dataclass(frozen=True)
 class Parts:
-    """What to measure besides memory."""
+    """Parts to measure in addition to memory."""
 
     disk: Annotated[bool, typer.Option(help="Measure the disk.")] = True
     start: Annotated[bool, typer.Option(help="Measure importing the library and opening an engine.")] = True

@@ -1,4 +1,4 @@
-"""``kvstore ping``, ``stats``, ``lookup``, ``explain``, ``pin``, ``pins``, ``unpin``, ``clear``: ask a cache server."""
+"""Commands to a cache server: ``ping``, ``stats``, ``lookup``, ``explain``, ``pin``, ``pins``, ``unpin``, ``clear``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Server:
-    """A cache server, and the keys to connect with."""
+    """Options of a cache server, and of the keys to connect with."""
 
     url: Annotated[
         str, typer.Option(help="URL of the server: kvs+ipc:///folder or kvs://host:port.", envvar="KVSTORE_REMOTE_URL")
@@ -49,11 +49,11 @@ class Server:
 
     @contextmanager
     def operator(self, timeout_s: float = 5.0) -> Iterator[Operator]:
-        """A connection. What goes wrong with it ends the command: with 1 if the server does not answer."""
+        """Yield a connection, whose errors end the command, with exit code 1 if the server does not answer."""
         from kvstore.tiers import load_tier  # noqa: PLC0415
 
         try:
-            load_tier("server")  # says what to install, if need be
+            load_tier("server")  # its error names the package to install
             from kvstore.tiers.server.operator import Operator  # noqa: PLC0415 - an extra
             from kvstore.tiers.server.url import parse_server  # noqa: PLC0415
 
@@ -66,7 +66,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, and whose KV of it is meant."""
+    """Options of a prompt, and of the namespaces to look into."""
 
     tokens: Annotated[
         Path | None, typer.Option(help="File with the prompt's token ids, as a JSON list.", exists=True)
@@ -81,10 +81,10 @@ class Prompt:
     ] = ""
 
     def find(self, operator: Operator) -> tuple[int, list[Found]]:
-        """The prompt's length in tokens, and what each namespace of the server has of it.
+        """Return the prompt's length in tokens, and the part of it that each namespace of the server holds.
 
         Raises:
-            ConfigError: the options are no prompt.
+            ConfigError: the options do not give a prompt.
             TierError: the server does not answer.
         """
         from kvstore.keys import KeyExtras  # noqa: PLC0415
@@ -229,7 +229,7 @@ def _changed(done: str, changed: int) -> Answer:
 
 
 def _why_none(prompt: Prompt) -> str:
-    """Why there is no namespace to look into."""
+    """Return the reason why there is no namespace to look into."""
     if prompt.model:
         return f"there is no namespace with {prompt.model!r} in its id or model: kvstore stats lists them"
     return "the server is empty: it holds no chunks, and no engine is connected to it"
@@ -240,12 +240,12 @@ def _model(each: Found) -> str:
 
 
 def _is_known(namespace: str, tree: dict[str, Any]) -> bool:
-    """Whether a namespace is at the server, as far as its report tells."""
+    """Tell if a namespace is on the server, or may be among those that its report leaves out."""
     return bool(tree["namespaces_left_out"]) or namespace in {space["id"] for space in tree["namespaces"]}
 
 
 def _reason(each: Found, others: list[Found]) -> str:
-    """Why a prompt ends where it does in a namespace, in words."""
+    """Explain why a prompt's match ends in a namespace, and name a namespace with a longer match."""
     longest = max(others, key=lambda other: other.num_tokens)
     last = each.chunks[-1] if each.chunks else ""
     if not each.chunks:
@@ -262,7 +262,7 @@ def _reason(each: Found, others: list[Found]) -> str:
 
 
 def _tables(tree: dict[str, Any]) -> Group:
-    """The state of a server as tables of at most 80 columns."""
+    """Return the state of a server as tables of at most 80 columns."""
     title = f"kvstore {tree['version']}, {tree['status']}"
     if "tiers" in tree:
         title += f", up {tree['uptime_s']:.0f} s, {tree['clients']} clients"
@@ -271,7 +271,7 @@ def _tables(tree: dict[str, Any]) -> Group:
         tiers.add_row(name, _mib(tier["used_bytes"]), _mib(tier["capacity_bytes"]), f"{tier['chunks']:,}")
     if "tiers" not in tree:
         tiers.caption = "this client may see no more: that needs the right operate, without a tenant"
-    model = Column("model", overflow="ellipsis")  # alone gives way where the terminal is narrow
+    model = Column("model", overflow="ellipsis")  # the only column that shrinks on a narrow terminal
     ids = [Column("namespace", no_wrap=True) for _ in range(2)]
     held = Table(ids[0], model, *_figures("clients", "chunks", "MiB", "quota MiB"))
     done = Table(ids[1], *_figures(*_COUNTED), caption="chunks; found and missing: of those looked up")
@@ -290,7 +290,7 @@ def _figures(*titles: str) -> list[Column]:
 
 
 def _count(number: int) -> str:
-    """At most 7 characters."""
+    """Format a number in at most 8 characters."""
     for unit in ("", " k", " M", " G"):
         if number < 100_000:
             return f"{number:,}{unit}"

@@ -1,4 +1,4 @@
-"""``kvstore config``: check, show and convert configurations."""
+"""Commands ``kvstore config``, which check, show and convert configurations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from kvstore.config import LoadedConfig
 
-FILE_MODE = 0o600  # a password may stand in it
+FILE_MODE = 0o600  # the file may contain a password
 
 
 def check(
@@ -107,7 +107,7 @@ def _write(path: Path, text: str, *, force: bool) -> None:
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if force else os.O_EXCL), FILE_MODE)
         with os.fdopen(fd, "w", encoding="utf-8") as file:
-            os.fchmod(fd, FILE_MODE)  # of one that was there, too
+            os.fchmod(fd, FILE_MODE)  # also if the file existed
             file.write(text)
     except FileExistsError as error:
         raise ConfigError(f"{path} exists: name another file, or add --force") from error

@@ -1,4 +1,4 @@
-"""``kvstore demo``: a prompt survives a restart of vLLM."""
+"""Command ``kvstore demo``, which shows that a prompt's KV survives a restart of vLLM."""
 
 from __future__ import annotations
 

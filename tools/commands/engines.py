@@ -1,4 +1,4 @@
-"""``kvstore engine``: what clients of a running engine keep from eviction, through its admin endpoint."""
+"""Commands ``kvstore engine``, which show and end the pins of an engine's clients through its admin endpoint."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def unpin(*, admin: Admin = _ADMIN) -> Answer:
 
 
 def _ask(admin: str, path: str, method: str) -> dict[str, Any]:
-    """What the endpoint answers.
+    """Return the answer of the endpoint.
 
     Raises:
-        ConfigError: the address is none of an admin endpoint.
+        ConfigError: the address is not one of an admin endpoint.
         TierError: no admin endpoint answers there.
     """
     if not admin.startswith("http://"):

@@ -1,4 +1,4 @@
-"""``kvstore flags``: what vLLM is started with."""
+"""Command ``kvstore flags``, which prints the flag to start vLLM with."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ def flags(
     }
     given = {key: value for key, value in named.items() if value is not None}
     made = make_flags(file, {**parse_settings(settings or ()), **given}, role, os.environ)
-    for note in made.notes:  # also beside --json, which a shell puts into a command
+    for note in made.notes:  # also with --json, whose output a shell puts into a command
         errors().print(note)
     return Answer(made.transfer, [as_shell(made.transfer)])

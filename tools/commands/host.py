@@ -1,4 +1,4 @@
-"""``kvstore doctor``, ``calc`` and ``version``: this machine, the sizes of KV, what is installed."""
+"""Commands ``kvstore doctor``, ``calc`` and ``version``: machine checks, KV sizes, installed versions."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def doctor(
 
 
 def _serve_flags(arguments: list[str], workers: int | None) -> ServeFlags | None:
-    """The flags behind ``--``; None without any.
+    """Parse the flags after ``--``; None if there are none.
 
     Raises:
-        ConfigError: they are none of vLLM's, or say how many workers there are, which an option says, too.
+        ConfigError: the first word is a YAML file, ``--workers`` is given too, or vLLM's ``--config`` is unreadable.
     """
     from kvstore.tools.vllmflags import parse_serve  # noqa: PLC0415
 
@@ -92,7 +92,7 @@ def _serve_flags(arguments: list[str], workers: int | None) -> ServeFlags | None
 
 
 def _bytes_per_token(model: Path | None, flags: ServeFlags | None, workers: Workers) -> int:
-    """Of KV, for each worker: the model's, or a usual one's."""
+    """Return the KV bytes of a token for each worker, of the model or, without one, of Llama-8B."""
     from kvstore.tools.calc import calculate  # noqa: PLC0415
     from kvstore.tools.modelconfig import model_of  # noqa: PLC0415
 
@@ -104,7 +104,7 @@ def _bytes_per_token(model: Path | None, flags: ServeFlags | None, workers: Work
 
 
 def _diagnosis(findings: list[Finding], exit_code: int) -> Answer:
-    """What is worst comes last, where a terminal ends."""
+    """Make the answer, with the worst findings last, where a terminal shows them."""
     from kvstore.tools.doctor.findings import STATES  # noqa: PLC0415
 
     findings = sorted(findings, key=lambda finding: STATES.index(finding.state))
@@ -169,7 +169,7 @@ def version() -> Answer:
 
 
 def _kv_lines(sizes: Sizes) -> Iterator[str]:
-    """Of all models."""
+    """Yield the lines for all models."""
     from kvstore.tools.calc import kept  # noqa: PLC0415
 
     of, workers = sizes.geometry, sizes.tp_size
@@ -182,7 +182,7 @@ def _kv_lines(sizes: Sizes) -> Iterator[str]:
 
 
 def _checkpoint_lines(sizes: Sizes, chunk_size: int) -> Iterator[str]:
-    """Of models with windows or states."""
+    """Yield the lines for models with windows or states."""
     checkpoint, prompt = sizes.checkpoint, sizes.prompt
     if checkpoint is None:
         return

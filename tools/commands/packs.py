@@ -1,4 +1,4 @@
-"""``kvstore pack export`` and ``kvstore pack import``."""
+"""Commands ``kvstore pack export`` and ``kvstore pack import``."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _one_folder(config: Path | None, folder: Path | None) -> Path:
 def _refs(
     source: Source, prompts: Iterable[Prompt | Rejected], model: str | None, sharing: Sharing
 ) -> tuple[list[ChunkRef], dict[ChunkRef, bytes], list[Rejected]]:
-    """The chunks of prompts, the trails of those that end one, and the prompts that were skipped."""
+    """Return the chunks of prompts, the trails of the last chunk of each prompt, and the skipped prompts."""
     from kvstore.tools.warm.prompts import Rejected, load_tokenizer  # noqa: PLC0415
     from kvstore.tools.warm.wanted import wanted  # noqa: PLC0415
 
@@ -138,7 +138,7 @@ def _refs(
 def _target(
     config: Path | None, folder: Path | None, redis: str | None, password: str | None, codec: str | None
 ) -> tuple[Target, str | None]:
-    """Where a pack goes, and the identity of the model that will use it, if the configuration names one."""
+    """Return the target of an import, and the identity of the model, if the configuration sets ``model_id``."""
     from kvstore.config import load_config  # noqa: PLC0415
     from kvstore.tools.pack import Target  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""``kvstore probe``: does a running vLLM find again what it has stored?"""
+"""Command ``kvstore probe``, which checks that a running vLLM finds chunks it has stored."""
 
 from __future__ import annotations
 

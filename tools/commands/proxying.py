@@ -1,4 +1,4 @@
-"""``kvstore proxy``: one address in front of prefill and decode engines."""
+"""Command ``kvstore proxy``, which serves one address in front of prefill and decode engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvstore.tools.proxy.options import Choice, Limits, ProxyOptions, read_key, 
 
 @dataclass(frozen=True)
 class Engines:
-    """The engines behind the proxy."""
+    """Options of the engines behind the proxy."""
 
     prefill: Annotated[
         list[str] | None, typer.Option(help="Address of an engine that computes prompts; repeatable.")
@@ -49,7 +49,7 @@ class Engines:
 
 @dataclass(frozen=True)
 class Entrance:
-    """Where clients come in, and with which keys."""
+    """Options of the proxy's address, and of the keys of clients and engines."""
 
     host: Annotated[str, typer.Option(help="Where to listen; beyond loopback only with --api-key-file.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free port.")] = 8080
@@ -61,7 +61,7 @@ class Entrance:
 
 @dataclass(frozen=True)
 class Tls:
-    """Certificates."""
+    """Options of certificates."""
 
     tls_cert: Annotated[Path | None, typer.Option(help="PEM file with the certificate that clients see.")] = None
     tls_key: Annotated[Path | None, typer.Option(help="PEM file with its key.")] = None

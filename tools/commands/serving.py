@@ -1,4 +1,4 @@
-"""``kvstore serve`` and ``kvstore keygen``: the cache server and its keys."""
+"""Commands ``kvstore serve`` and ``kvstore keygen``, for the cache server and its keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kvstore simulate``: eviction policies, replayed over recorded traces."""
+"""Command ``kvstore simulate``, which replays recorded traces through eviction policies."""
 
 from __future__ import annotations
 

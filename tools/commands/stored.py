@@ -1,4 +1,4 @@
-"""``kvstore inspect`` and ``kvstore verify``: what is stored, and whether it is sound."""
+"""Commands ``kvstore inspect`` and ``kvstore verify``, which show and check stored chunks."""
 
 from __future__ import annotations
 

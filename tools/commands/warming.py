@@ -1,4 +1,4 @@
-"""``kvstore warm`` and ``kvstore prefetch``: the KV of known prompts, computed or loaded before users ask."""
+"""Commands ``kvstore warm`` and ``kvstore prefetch``, which compute or load the KV of known prompts in advance."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _exit_code(report: WarmReport | PrefetchReport) -> int:
 
 
 def _require_free(config: Path | None, arguments: list[str]) -> None:
-    """Refuse, before vLLM is imported, folders that another engine uses.
+    """Refuse folders that another engine uses, before vLLM is imported.
 
     Raises:
         ConfigError: the configuration cannot be used.
@@ -132,13 +132,13 @@ def _require_free(config: Path | None, arguments: list[str]) -> None:
     from kvstore.tools.vllmflags import parse_serve  # noqa: PLC0415
 
     workers = parse_serve(arguments).workers
-    left_out: dict[str, object] = {"kvstore.enable_pd": False, "kvstore.peers": []}  # as the run leaves them out
+    left_out: dict[str, object] = {"kvstore.enable_pd": False, "kvstore.peers": []}  # the run leaves them out as well
     for folder in load_config(left_out, path=config, log_warnings=False).config.local_disk_folders:
         require_free(workers.folders(Path(folder)))
 
 
 def _engine_args(arguments: list[str]) -> dict[str, object]:
-    """The flags of vLLM behind ``--``.
+    """Parse the flags of vLLM after ``--``.
 
     Raises:
         ConfigError: vLLM is not installed, or has no such flag.
@@ -152,7 +152,7 @@ def _engine_args(arguments: list[str]) -> dict[str, object]:
 
 @contextmanager
 def _stdout_aside() -> Iterator[None]:
-    """Send what vLLM and its libraries print to standard error, so that standard output has only the result."""
+    """Redirect the output of vLLM and its libraries to standard error, so that standard output has only the result."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

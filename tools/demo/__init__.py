@@ -1,1 +1,1 @@
-"""The demonstration: a restarted vLLM answers a long prompt from disk instead of computing it."""
+"""Demonstration of a restarted vLLM that loads a long prompt's KV from disk instead of computing it."""

@@ -1,4 +1,4 @@
-"""What the demonstration asks a running vLLM for: a streamed completion, and counters."""
+"""Client of a running vLLM for the demonstration: streamed completions, and counters."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from kvstore.tools.processes import wait_until
 REQUEST_TIMEOUT_S = 300.0
 COUNT_TIMEOUT_S = 30.0
 TOKENS_LOADED = "vllm:external_prefix_cache_hits_total"
-"""vLLM's own count of the prompt tokens that a connector loaded."""
+"""vLLM's counter of the prompt tokens that a connector loaded."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """The answer to one prompt, and how long its first token took."""
+    """Answer to one prompt, and the seconds to its first token."""
 
     text: str
     ttft_s: float
 
 
 def stream(url: str, request: Mapping[str, object]) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Ask for a greedy completion as a stream; yields each event, and the seconds until it came.
+    """Request a greedy completion as a stream, and yield the seconds until each event, and the event.
 
     Raises:
         httpx.HTTPError: the server did not answer, or refused the request.
@@ -40,7 +40,7 @@ def stream(url: str, request: Mapping[str, object]) -> Iterator[tuple[float, dic
 def events(
     client: httpx.Client, request: Mapping[str, object], headers: Mapping[str, str] | None = None
 ) -> Iterator[tuple[float, dict[str, Any]]]:
-    """The same through a client of the caller's.
+    """Do the same as ``stream`` with the caller's client.
 
     Raises:
         httpx.HTTPError: the server did not answer, or refused the request.
@@ -49,14 +49,14 @@ def events(
     begin_s = time.perf_counter()
     with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
         if response.is_error:
-            response.read()  # so that callers can show what it says
+            response.read()  # so that callers can show the error's text
         for line in response.raise_for_status().iter_lines():
             if line.startswith("data: {"):
                 yield time.perf_counter() - begin_s, json.loads(line.removeprefix("data: "))
 
 
 def complete(url: str, model: str, prompt: str, *, output_tokens: int) -> Completion:
-    """Send a prompt, greedily, and measure the time to the first token.
+    """Request a greedy completion of a prompt, and measure the time to its first token.
 
     Raises:
         httpx.HTTPError: the server did not answer, or refused the request.
@@ -74,7 +74,7 @@ def complete(url: str, model: str, prompt: str, *, output_tokens: int) -> Comple
 
 
 def read_counter(url: str, name: str, labels: Mapping[str, str] | None = None) -> int:
-    """The sum of a Prometheus counter over all its labels, or only where they match; 0 if there is no such counter."""
+    """Return the sum of a Prometheus counter over all samples, or those with ``labels``; 0 if there are none."""
     wanted = (labels or {}).items()
     with httpx.Client(trust_env=False, timeout=10.0) as client:
         text = client.get(f"{url}/metrics").raise_for_status().text
@@ -83,17 +83,17 @@ def read_counter(url: str, name: str, labels: Mapping[str, str] | None = None) -
 
 
 class Work:
-    """What a vLLM computes of prompts, from now on; for callers whose requests are the only ones."""
+    """Counter of the prompt tokens that a vLLM computes, for callers that send all of its requests."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._asked_tokens, self._cached_tokens = self._read()
 
     def of(self, *prompts: Sequence[int]) -> int:
-        """The tokens computed of prompts that have just been answered; vLLM counts a little later.
+        """Return the computed tokens of prompts that have just been answered, after waiting for vLLM's counters.
 
         Raises:
-            TimeoutError: it was asked for more, or for less.
+            TimeoutError: vLLM counted more or fewer prompt tokens.
         """
         prompt_tokens = sum(map(len, prompts))
         asked_tokens, cached_tokens = self._asked_tokens + prompt_tokens, self._cached_tokens
@@ -103,6 +103,6 @@ class Work:
         return prompt_tokens - (self._cached_tokens - cached_tokens)
 
     def _read(self) -> tuple[int, int]:
-        """The tokens of prompts so far, and those of them that were not computed."""
+        """Return the prompt tokens so far, and how many of them were cached."""
         asked, cached = (read_counter(self._url, f"vllm:prompt_tokens{name}_total") for name in ("", "_cached"))
         return asked, cached

@@ -1,4 +1,4 @@
-"""A prefill engine, a decode engine and the proxy in front of them, as processes of this machine."""
+"""Processes of a prefill engine, a decode engine and the proxy in front of them, on this machine."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvstore.tools.processes import free_port
 
 
 class ProxyServer:
-    """``kvstore proxy``, from ``start`` to ``kill``.
+    """Process of ``kvstore proxy``, from ``start`` to ``kill``.
 
     Args:
-        prefill: where prefill engines answer.
-        decode: where decode engines do.
-        log: the file for its standard error.
-        options: more of its command line.
-        scheme: ``https`` if these have a certificate.
+        prefill: URLs of the prefill engines.
+        decode: URLs of the decode engines.
+        log: file for its standard error.
+        options: further options of its command line.
+        scheme: ``https`` if the options include a certificate.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class ProxyServer:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> Self:
-        """Returns when it says that it answers.
+        """Start the proxy, and return when it reports that it is ready.
 
         Raises:
-            DemoError: it ended.
+            DemoError: the proxy ended.
         """
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own command
@@ -64,7 +64,7 @@ class ProxyServer:
         return self
 
     def kill(self) -> None:
-        """End it at once, if it runs."""
+        """Kill the proxy, if it runs."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -73,12 +73,12 @@ class ProxyServer:
 
 @dataclass
 class EngineServer(VllmServer):
-    """``vllm serve`` on one core of its own, so that two of them do not take each other's time.
+    """Process of ``vllm serve`` pinned to a core, so that two engines do not slow each other down.
 
     Attributes:
-        cores: which; with several ranks that of each, with ``|`` between them.
-        arguments: more of vLLM's command line.
-        environment: more variables.
+        cores: number of the core; with several ranks one for each, separated by ``|``.
+        arguments: further arguments of vLLM's command line.
+        environment: further environment variables.
     """
 
     cores: str = "0"
@@ -86,33 +86,33 @@ class EngineServer(VllmServer):
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def command(self) -> list[str]:
-        """The command line."""
+        """Return the command line."""
         variables = {"VLLM_CPU_OMP_THREADS_BIND": self.cores, **self.environment}
         bound = ["env", *(f"{name}={value}" for name, value in variables.items())]
         bound += ["taskset", "-c", self.cores.replace("|", ",")]
         return [*bound, *super().command(), *self.arguments]
 
     def start(self) -> None:
-        """Start it again, after ``kill``."""
+        """Start the engine again, after ``kill``."""
         self.__enter__()
 
     def kill(self) -> None:
-        """End all of its processes at once."""
+        """Kill all processes of the engine."""
         assert self._process is not None
         self._kill_group(self._process)
 
 
 class Disaggregation:
-    """A prefill engine, a decode engine, and the proxy in front of them. A context manager.
+    """Context manager that runs a prefill engine, a decode engine, and the proxy in front of them.
 
     Args:
         model: folder of the model.
-        folder: for configurations and logs.
-        prefill: the YAML of the prefill engine's connector.
-        decode: that of the decode engine's.
-        arguments: more of vLLM's command line, for both.
-        options: more of the proxy's.
-        environment: more variables for both engines.
+        folder: folder for configurations and logs.
+        prefill: YAML of the prefill engine's connector.
+        decode: YAML of the decode engine's connector.
+        arguments: further arguments of vLLM's command line, for both engines.
+        options: further options of the proxy's command line.
+        environment: further environment variables for both engines.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Disaggregation:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             for engine in (self.prefill, self.decode):
-                stack.push(engine)  # ended also if the other one did not start
+                stack.push(engine)  # also ended if the other engine did not start
             with ThreadPoolExecutor(2, "kvstore-start") as pool:
                 list(pool.map(VllmServer.__enter__, (self.prefill, self.decode)))
             stack.callback(self.proxy.kill)

@@ -1,4 +1,4 @@
-"""What the demonstration prints: a progress bar on a terminal, plain lines elsewhere, and a table at the end."""
+"""Output of the demonstration: a progress bar on a terminal, plain lines elsewhere, and a table at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
 
 @contextlib.contextmanager
 def stage_progress(console: Console, stages: int) -> Iterator[Callable[[str], None]]:
-    """Yields a function to call with the text of each stage when it begins."""
+    """Yield a function to call with the text of each stage when it begins."""
     begin = time.monotonic()
     if not console.is_terminal:
         yield lambda text: console.print(f"[{time.monotonic() - begin:6.1f} s] {text}", markup=False, highlight=False)
@@ -37,7 +37,7 @@ def stage_progress(console: Console, stages: int) -> Iterator[Callable[[str], No
 
 
 def result_table(result: DemoResult) -> Table:
-    """The measurements, one per row."""
+    """Return a table of the measurements, one per row."""
     columns = Column(style="bold"), Column(justify="right")
     table = Table(*columns, title="One prompt, before and after a restart", show_header=False)
     table.add_row("prompt tokens", f"{result.prompt_tokens:,}")
@@ -51,7 +51,7 @@ def result_table(result: DemoResult) -> Table:
 
 
 def log_excerpt(log: Path, lines: int = 20) -> str:
-    """The end of a server's log, after the errors further up: vLLM reports a cause first, its effects last."""
+    """Return the end of a server's log, with earlier errors above it, because vLLM logs a cause before its effects."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     above, end = text.splitlines()[:-lines], text.splitlines()[-lines:]
     causes = [line for line in above if _ERROR.search(line) and " WARNING " not in line][:5]

@@ -1,4 +1,4 @@
-"""The steps of the demonstration; prints nothing."""
+"""Steps of the demonstration, without output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvstore.tools.processes import handled
 
 CHUNK_TOKENS = 256
 PROMPT_TOKENS = 3000
-WARMUP_TOKENS = 24  # with its output less than one block: nothing is stored
+WARMUP_TOKENS = 24  # with its output less than one block, so nothing is stored
 OUTPUT_TOKENS = 16
 STAGES = 7
 
@@ -36,7 +36,7 @@ max_local_disk_size: 4
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What was measured."""
+    """Measurements of the demonstration."""
 
     prompt_tokens: int
     output_tokens: int
@@ -48,16 +48,16 @@ class DemoResult:
 
     @property
     def ratio(self) -> float:
-        """The warm time to first token, as a fraction of the cold one."""
+        """Warm time to the first token, as a fraction of the cold one."""
         return self.warm_ttft_s / self.cold_ttft_s
 
     @property
     def expected_tokens(self) -> int:
-        """The fewest loaded tokens of a success: every whole chunk before the last token, which is always computed."""
+        """Minimum loaded tokens of a success: every whole chunk before the last token, which is always computed."""
         return (self.prompt_tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS
 
     def problems(self) -> list[str]:
-        """Why the demonstration failed; empty if it succeeded."""
+        """Return the reasons why the demonstration failed; empty if it succeeded."""
         found = []
         if not self.outputs_identical:
             found.append("the outputs before and after the restart differ")
@@ -84,7 +84,7 @@ def run_demo(folder: Path, *, prompt_tokens: int = PROMPT_TOKENS, report: Callab
     folder.mkdir(parents=True, exist_ok=True)
     cache = folder / "cache"
     if cache.exists():
-        shutil.rmtree(cache)  # else the cold run would not be cold
+        shutil.rmtree(cache)  # otherwise the cold run would find chunks
     cache.mkdir()
     report("building a random Llama, 520 MB" if not (folder / "model").exists() else "looking at the model")
     model = build_llama(folder / "model", DEMO)
@@ -92,7 +92,7 @@ def run_demo(folder: Path, *, prompt_tokens: int = PROMPT_TOKENS, report: Callab
     config.write_text(_CONFIG.format(chunk_size=CHUNK_TOKENS, local_disk=json.dumps(str(cache))), encoding="utf-8")
     prompt = as_text(random_tokens(prompt_tokens, vocab=DEMO.vocab, seed=1))
 
-    # The stack unwinds, so that the servers end with this process.
+    # SystemExit unwinds the stack, so that the servers end with this process.
     with handled((signal.SIGTERM, signal.SIGHUP), lambda caught, _frame: sys.exit(128 + caught)):
         report("starting vLLM with an empty cache")
         cold, _ = _ask(VllmServer(model, config, folder / "cold.log"), prompt, "computing the prompt", report)
@@ -114,7 +114,7 @@ def run_demo(folder: Path, *, prompt_tokens: int = PROMPT_TOKENS, report: Callab
 
 
 def drop_page_cache(folder: Path) -> None:
-    """Make the next read of every file below ``folder`` go to the device. Needs no privileges."""
+    """Drop the cached pages of every file below ``folder``, so that the next read reaches the device, without root."""
     for file in _files(folder):
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -125,7 +125,7 @@ def drop_page_cache(folder: Path) -> None:
 
 
 def _ask(server: VllmServer, prompt: str, stage: str, report: Callable[[str], None]) -> tuple[Completion, int]:
-    """Start a server, ask it for ``prompt``, and stop it; the answer, and how many tokens the server loaded for it."""
+    """Start a server, send it ``prompt``, and stop it; return the answer, and the tokens that the server loaded."""
     warmup = as_text(random_tokens(WARMUP_TOKENS, vocab=DEMO.vocab, seed=0))
     with server:
         try:

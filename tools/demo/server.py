@@ -1,4 +1,4 @@
-"""A ``vllm serve`` process with the connector, started as the README shows, and always ended."""
+"""Process of ``vllm serve`` with the connector, started as the README shows, and always ended."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ STRAGGLERS_TIMEOUT_S = 10.0
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; ignored on a GPU, as is the next one
-    # vLLM would reserve one core for its HTTP front end: with two cores, that doubles the time of computing.
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; ignored on a GPU, as is the next variable
+    # vLLM would reserve one core for its HTTP front end, which doubles the compute time on two cores.
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
 }
 
 
 class DemoError(Exception):
-    """The demonstration could not be carried out. ``log`` is the server's log, if there is one."""
+    """The demonstration could not run; ``log`` is the server's log, if there is one."""
 
     def __init__(self, message: str, log: Path | None = None) -> None:
         super().__init__(message)
@@ -43,10 +43,10 @@ class DemoError(Exception):
 
 
 def find_vllm() -> Path:
-    """The ``vllm`` command of this environment.
+    """Return the ``vllm`` command of this environment.
 
     Raises:
-        DemoError: it is not installed.
+        DemoError: vLLM is not installed.
     """
     beside = Path(sys.executable).with_name("vllm")
     found = str(beside) if beside.is_file() else shutil.which("vllm")
@@ -59,15 +59,15 @@ def find_vllm() -> Path:
 
 @dataclass
 class VllmServer:
-    """A context manager: starts vLLM and waits until it answers; at the end, none of its processes is left.
+    """Context manager that starts vLLM, waits until it answers, and at the end leaves none of its processes.
 
     Attributes:
         model: folder of the model.
-        config: the YAML file of the connector.
-        log: the file for vLLM's output.
+        config: YAML file of the connector.
+        log: file for vLLM's output.
         drains: end vLLM with SIGTERM, so that all writes to disk finish; otherwise kill it.
         role: ``kv_both``, ``kv_producer`` or ``kv_consumer``.
-        port: where the server listens.
+        port: port of the server.
     """
 
     model: Path
@@ -80,26 +80,26 @@ class VllmServer:
 
     @property
     def url(self) -> str:
-        """Where the server listens."""
+        """URL of the server."""
         return f"http://127.0.0.1:{self.port}"
 
     def command(self) -> list[str]:
-        """The command line."""
+        """Return the command line."""
         return [
             *(str(find_vllm()), "serve", str(self.model)),
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *("--dtype", "float32", "--block-size", str(BLOCK_TOKENS), "--max-model-len", str(MAX_MODEL_TOKENS)),
             *("--shutdown-timeout", str(DRAIN_TIMEOUT_S)),
-            "--enforce-eager",  # compiling would take longer than everything the demonstration asks
+            "--enforce-eager",  # compilation would take longer than the demonstration's requests
             *("--kv-transfer-config", json.dumps({**KV_TRANSFER_CONFIG, "kv_role": self.role})),
         ]
 
     def __enter__(self) -> Self:
-        # Only the YAML file counts: settings of the caller's shell would take precedence.
+        # Remove the caller's settings, because they would override the YAML file.
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("KVSTORE_", "LMCACHE_"))}
         environment = {**inherited, **_ENVIRONMENT, "KVSTORE_CONFIG_FILE": str(self.config)}
         with self.log.open("wb") as output:
-            # A session of its own, and so a process group: vLLM's engine and worker processes can be killed with it.
+            # A new session is a process group, so vLLM's engine and worker processes can be killed with it.
             self._process = subprocess.Popen(  # noqa: S603 - the command is ours
                 self.command(), stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
@@ -121,7 +121,7 @@ class VllmServer:
         """Stop vLLM with SIGTERM, and wait until it has ended.
 
         Raises:
-            DemoError: it did not end in time, and was killed.
+            DemoError: vLLM did not end in time, and was killed.
         """
         process = self._process
         if process is None or process.poll() is not None:
@@ -140,7 +140,7 @@ class VllmServer:
                 raise DemoError(f"vLLM ended while starting, with exit code {process.returncode}", self.log)
             try:
                 return client.get(f"{self.url}/health").is_success
-            except httpx.TransportError:  # it does not listen yet
+            except httpx.TransportError:  # not listening yet
                 return False
 
         with httpx.Client(trust_env=False, timeout=5.0) as client:
@@ -154,7 +154,7 @@ class VllmServer:
 
 
 def _group_alive(group: int) -> bool:
-    """Whether a process of the group still runs; a zombie does not."""
+    """Tell if a process of the group still runs; zombies do not count."""
     for process in psutil.process_iter(["status"]):
         try:
             if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:

@@ -1,4 +1,4 @@
-"""The command lines of the development tools."""
+"""Command lines of the development tools."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 
 def parser_of(name: str, described: str | None, examples: str) -> argparse.ArgumentParser:
-    """For ``python -m kvstore.tools.dev.<name>``, with a description and examples as they stand."""
+    """Return the parser of ``python -m kvstore.tools.dev.<name>``, with description and examples unwrapped."""
     return argparse.ArgumentParser(
         prog=f"python -m kvstore.tools.dev.{name}",
         description=described,

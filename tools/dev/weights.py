@@ -1,6 +1,6 @@
 """Random weights for models of any architecture that transformers can build.
 
-Drawn such that greedy outputs depend on the whole prompt: equal outputs then mean equal KV and equal states.
+They are drawn such that greedy outputs depend on the whole prompt, so equal outputs imply equal KV and states.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from kvstore.tools.models import write_tokenizer
 
 
 class Normal(NamedTuple):
-    """A distribution to draw weights from."""
+    """Normal distribution to draw weights from."""
 
     mean: float
     std: float
 
 
 class Savable(Protocol):
-    """A model of transformers."""
+    """Model of transformers that can be saved."""
 
     def save_pretrained(self, folder: Path, /) -> object:
-        """Write its weights and its configuration."""
+        """Write the weights and the configuration."""
 
 
 ONES: Final = Normal(1.0, 0.0)
 _BY_NAME: Final = {
-    "A_log": Normal(-2.0, 1.0),  # with the next, a state decays slowly enough to carry the whole prompt
+    "A_log": Normal(-2.0, 1.0),  # with the next line, a state decays slowly enough to carry the whole prompt
     "dt_bias": Normal(-2.5, 0.8),
     "dt_proj.bias": Normal(-2.5, 0.8),
     "conv.weight": Normal(0.0, 0.7),
@@ -43,7 +43,7 @@ _GAIN: Final = 2.0
 
 
 def randomize(model: torch.nn.Module, by_name: Mapping[str, Normal] | None = None) -> None:
-    """Draw all weights, always the same ones. ``by_name`` says how those are drawn whose name contains a key of it."""
+    """Draw all weights with a fixed seed; ``by_name`` gives the distribution of weights whose name contains a key."""
     rules = {**(by_name or {}), **{key: rule for key, rule in _BY_NAME.items() if key not in (by_name or {})}}
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -53,7 +53,7 @@ def randomize(model: torch.nn.Module, by_name: Mapping[str, Normal] | None = Non
 
 
 def save(model: Savable, folder: Path, *, vocab: int, max_position: int) -> Path:
-    """Write a model, and a tokenizer, as vLLM reads them; returns ``folder``."""
+    """Write a model and a tokenizer in the format of vLLM, and return ``folder``."""
     model.save_pretrained(folder)
     write_tokenizer(folder, vocab, max_position)
     return folder
@@ -64,5 +64,5 @@ def _default(name: str, weight: torch.Tensor) -> Normal:
         return ONES
     if weight.dim() < 2 or name.endswith("bias"):
         return Normal(0.0, 0.1)
-    fan_in = weight.shape[-1] if weight.dim() == 2 else max(weight.shape[-2:])  # experts stand either way round
+    fan_in = weight.shape[-1] if weight.dim() == 2 else max(weight.shape[-2:])  # experts have either order
     return Normal(0.0, _GAIN / fan_in**0.5)

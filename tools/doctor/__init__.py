@@ -1,1 +1,1 @@
-"""``kvstore doctor``: whether this machine can do what a configuration asks."""
+"""Checks of ``kvstore doctor`` that this machine and vLLM's flags support a configuration."""

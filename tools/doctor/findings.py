@@ -1,4 +1,4 @@
-"""What ``kvstore doctor`` found."""
+"""Findings of ``kvstore doctor``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Final, Literal, get_args
 
 State = Literal["ok", "warning", "error"]
 STATES: Final[tuple[State, ...]] = get_args(State)
-"""From good to bad."""
+"""States of a finding, from good to bad."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was checked, what was found, and what to do about it."""
+    """Result of one check: its topic, its state, the finding in words, and a remedy."""
 
     topic: str
     state: State

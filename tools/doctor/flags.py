@@ -1,4 +1,4 @@
-"""Checks the flags of ``vllm serve`` by themselves: whether kvstore is used at all, and as what."""
+"""Checks of the flags of ``vllm serve`` alone: the use of kvstore, its role and its failure policy."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ FIELDS: Final = (
     "kv_parallel_size",
     "kv_ip",
 )
-"""What vLLM's ``KVTransferConfig`` takes, in any of the versions that we know."""
+"""Fields of vLLM's ``KVTransferConfig``, in any known version."""
 
-_MIN_LIKENESS: Final = 0.85  # other connectors' names end alike
+_MIN_LIKENESS: Final = 0.85  # high, because the names of other connectors have the same end
 _EXTRA: Final = "kv_connector_extra_config"
 _SEVERAL: Final = "MultiConnector"
 _PRINTS: Final = "kvstore flags prints what to pass"
 
 
 def check_flags(flags: ServeFlags) -> Iterator[Finding]:
-    """Whether vLLM would load the connector, and may with this role and policy."""
+    """Check that vLLM would load the connector, with a valid role and failure policy."""
     for problem in flags.problems:
         yield Finding("flags", "error", problem, f"correct it; {_PRINTS}")
     if "--kv-offloading-size" in flags.given:
@@ -59,14 +59,14 @@ def check_flags(flags: ServeFlags) -> Iterator[Finding]:
 
 
 def our_part(transfer: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The settings of our connector, alone or among several, misspelt or not; None if there are none."""
+    """Return the settings of our connector, alone or in a MultiConnector, even if misspelt; None if there are none."""
     if transfer.get("kv_connector") != _SEVERAL:
         return transfer if _is_meant(transfer) else None
     return next(filter(_is_meant, _parts(transfer)), None)
 
 
 def extra_config(transfer: Mapping[str, Any] | None) -> Mapping[str, object]:
-    """The keys of ours that flags hold."""
+    """Return kvstore's keys in the flags."""
     extra = ((transfer and our_part(transfer)) or {}).get(_EXTRA)
     return extra if isinstance(extra, dict) else {}
 

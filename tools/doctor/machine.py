@@ -1,4 +1,4 @@
-"""Checks whether this machine can do what a configuration asks. Each warning and error has a remedy."""
+"""Checks that this machine supports a configuration. Each warning and error has a remedy."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def diagnose(
 
     Args:
         config: the configuration to check.
-        workers: those of the engine, one per GPU; each has a pool and a folder.
-        bytes_per_token: KV of a token, for each worker.
-        prefill_tokens_per_s: how fast the model computes; loading must be faster.
-        starts: the engine is about to start, so that a folder in use is an error.
+        workers: workers of the engine, one per GPU; each has a pool and a folder.
+        bytes_per_token: KV bytes of a token, for each worker.
+        prefill_tokens_per_s: prefill speed of the model; loading must be faster.
+        starts: the engine is about to start, so a folder in use is an error.
     """
     yield from _software(config)
     yield _memory(config, workers.count)
@@ -157,7 +157,7 @@ def _speed(topic: str, folder: Path, needed_bytes_per_s: float, *, is_direct: bo
 
 
 def measure_disk(folder: Path, *, is_direct: bool, probe_bytes: int = _PROBE_BYTES) -> tuple[float, float]:
-    """Write and read a file a few times, in one thread. Returns the median speeds in bytes per second.
+    """Write and read a file a few times on one thread, and return the median speeds in bytes per second.
 
     Raises:
         OSError: there is no room, or the disk fails.

@@ -1,4 +1,4 @@
-"""Checks what a configuration needs beyond this machine: the remote tier, peers, and the packages to reach them."""
+"""Checks of the remote tier and peers of a configuration, and of the packages to reach them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ANY_LAYOUT = KVLayout(
 
 
 def needed_packages(config: StoreConfig) -> Iterator[Finding]:
-    """The packages that the configuration needs and pip installs only as extras: for codecs and for servers."""
+    """Check the packages of extras that the configuration needs, for codecs and for servers."""
     for key, codec in (("local_disk_serde", config.local_disk_serde), ("remote_serde", config.remote_codec)):
         if codec == "none":
             continue
@@ -58,7 +58,7 @@ def needed_packages(config: StoreConfig) -> Iterator[Finding]:
 
 
 def elsewhere(config: StoreConfig) -> Iterator[Finding]:
-    """The shared tier, and the other engines that are read."""
+    """Check the shared tier, and the peers."""
     if config.remote_url is not None and config.shared_url is None:
         found = "remote_url names a tier that only LMCache has"
         yield Finding("remote tier", "warning", found, "use redis://, see docs/redis.md")
@@ -106,7 +106,7 @@ def _pack(url: str) -> Finding:
 
 
 def _cache_server(topic: str, url: str, config: StoreConfig, *, is_required: bool) -> Finding:
-    """Ask a cache server whether it is serving."""
+    """Check that a cache server answers this engine."""
     try:
         load_tier("server")
     except ConfigError as error:
@@ -121,7 +121,7 @@ def _cache_server(topic: str, url: str, config: StoreConfig, *, is_required: boo
     try:
         with closing(Operator(parse_server(url, {"timeout_s": timeout_s, **keys}))) as operator:
             status = operator.ping()
-    except ConfigError as error:  # also a TierSetupError: it answers, but not to this
+    except ConfigError as error:  # includes TierSetupError, if the server rejects this request
         return Finding(topic, "error", str(error), "correct its URL, or the key files")
     except KVStoreError as error:
         if _listens(url):
@@ -135,7 +135,7 @@ def _cache_server(topic: str, url: str, config: StoreConfig, *, is_required: boo
 
 
 def _listens(url: str) -> bool:
-    """Whether a process accepts connections where a server on the network should be."""
+    """Tell if a process accepts connections at the host and port of a server's URL."""
     parts = urlsplit(url)
     if parts.hostname is None or parts.port is None:
         return False
@@ -170,7 +170,7 @@ def _redis(config: StoreConfig) -> Iterator[Finding]:
 
 
 def _redis_server(topic: str, info: object) -> Iterator[Finding]:
-    """What a server says about itself."""
+    """Check the version, memory limit and eviction policy of a Redis server."""
     if not isinstance(info, bytes):
         yield Finding(topic, "warning", "does not show its settings", "grant the user +info to have them checked")
         return

@@ -1,4 +1,4 @@
-"""Checks the flags of ``vllm serve`` against the configuration."""
+"""Checks of the flags of ``vllm serve`` against the configuration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LAST_PORT: Final = 65_535
 
 
 def check_sources(loaded: LoadedConfig) -> Iterator[Finding]:
-    """Where the configuration comes from, and what in it is ignored."""
+    """Report the sources of the configuration, and its ignored settings."""
     places = Counter(map(_source, (origin for origin in loaded.origins.values() if origin != _DEFAULT)))
     if places:
         yield Finding("configuration", "ok", ", ".join(f"{count} keys from {place}" for place, count in places.items()))
@@ -42,7 +42,7 @@ def _source(origin: str) -> str:
 
 
 def check_together(flags: ServeFlags, config: StoreConfig) -> Iterator[Finding]:
-    """Whether vLLM, as it is started, can do what the configuration asks."""
+    """Check that vLLM, started with these flags, supports the configuration."""
     yield _workers(flags)
     yield from _blocks(flags, config)
     yield from _end(flags, config)
@@ -111,7 +111,7 @@ def _handover(flags: ServeFlags, config: StoreConfig) -> Iterator[Finding]:
 
 
 def _listening(flags: ServeFlags, config: StoreConfig) -> Iterator[Finding]:
-    """The servers that workers open: their keys, and their ports."""
+    """Check the ports and keys of the servers that workers open."""
     ports = config.pd_peer_init_port
     if not config.listens or ports is None:
         return

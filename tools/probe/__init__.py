@@ -1,1 +1,1 @@
-"""Whether a running vLLM finds again what the store keeps."""
+"""Probe of a running vLLM, which checks that it finds stored chunks of a repeated prompt."""

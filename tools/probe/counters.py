@@ -1,4 +1,4 @@
-"""What a vLLM's ``/metrics`` says around two requests."""
+"""Readings of a vLLM's ``/metrics`` before and after two requests."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ PREFIX = "vllm:kvstore_"
 
 @dataclass(frozen=True)
 class Counters:
-    """The samples of one reading, by name and labels, of all engines together.
+    """Samples of one reading, summed over all engines.
 
     Attributes:
-        values: sums by name, and by name and the label that kvstore's metrics are divided by.
-        num_engines: how many engines have a share in them.
+        values: sums by name and by the value of the label ``tier`` or ``reason``, empty without such a label.
+        num_engines: number of engines with kvstore's metrics.
     """
 
     values: Mapping[tuple[str, str], float]
@@ -27,34 +27,34 @@ class Counters:
 
     @property
     def has_any(self) -> bool:
-        """Whether vLLM shows its own counters."""
+        """True if vLLM exports its own counters."""
         return any(name.startswith("vllm:prompt_tokens") for name, _ in self.values)
 
     @property
     def has_store(self) -> bool:
-        """Whether vLLM runs with kvstore."""
+        """True if vLLM runs with kvstore."""
         return any(name.startswith(PREFIX) for name, _ in self.values)
 
     def __getitem__(self, name: str) -> float:
-        """The sum of one of kvstore's metrics over all its labels."""
+        """Return the sum of one of kvstore's metrics over all its labels."""
         return sum(value for (found, _), value in self.values.items() if found == PREFIX + name)
 
     def by_label(self, name: str) -> dict[str, float]:
-        """One of kvstore's metrics by the value of its label."""
+        """Return one of kvstore's metrics by the value of its label."""
         return {label: value for (found, label), value in self.values.items() if found == PREFIX + name}
 
     @property
     def settled_chunks(self) -> float:
-        """Chunks of which it is known whether they were stored."""
+        """Chunks with a known outcome: stored, refused or failed."""
         return sum(self[f"{name}_total"] for name in ("stored_chunks", "refused_chunks", "failed_stores"))
 
 
 def read_counters(client: httpx.Client) -> Counters | None:
-    """Read them; None if the server has no ``/metrics``.
+    """Read the counters; return None if the server has no ``/metrics``.
 
     Raises:
-        httpx.HTTPError: it does not answer.
-        ValueError: what it answers are no metrics.
+        httpx.HTTPError: the server does not answer.
+        ValueError: the answer is not in the format of metrics.
     """
     answer = client.get("/metrics")
     if answer.status_code == httpx.codes.NOT_FOUND:
@@ -80,26 +80,26 @@ class Seen:
 
     @classmethod
     def of(cls, *readings: Counters | None) -> Self | None:
-        """The three readings; None if the server shows no metrics."""
+        """Return the three readings; None if the server exports no metrics."""
         found = [reading for reading in readings if reading is not None]
         return cls(*found) if len(found) == len(readings) else None
 
     @property
     def tiers(self) -> dict[str, int]:
-        """The tokens that the second request was given, by tier, without tiers that gave nothing."""
+        """Tokens found for the second request, by tier, without tiers that found none."""
         return _grown(self.between.by_label("hit_tokens_total"), self.after.by_label("hit_tokens_total"))
 
     @property
     def reasons(self) -> dict[str, int]:
-        """Why the second request did not get all; several if there were others."""
+        """Reasons why the second request's match ended, with their counts; several if there were other requests."""
         return _grown(self.between.by_label("misses_total"), self.after.by_label("misses_total"))
 
     def grown(self, name: str) -> float:
-        """By how much a counter of kvstore's grew from the first reading to the last."""
+        """Return the growth of one of kvstore's counters from the first reading to the last."""
         return self.after[name] - self.before[name]
 
     def others(self, own: int) -> bool:
-        """Whether more than ``own`` requests were looked up between the last two readings."""
+        """Tell if more than ``own`` requests were looked up between the last two readings."""
         return self.after["lookups_total"] - self.between["lookups_total"] > own
 
 

@@ -1,4 +1,4 @@
-"""Why a prompt that was sent twice was not found the second time, and what to do."""
+"""Reasons why a prompt that was sent twice was not found the second time, with remedies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvstore.tools.probe.counters import Counters, Seen
 
 
 class Reason(NamedTuple):
-    """Why nothing was found, and what to do about it."""
+    """Reason of a miss, and its remedy."""
 
     why: str
     remedy: str
@@ -89,7 +89,7 @@ _BY_REASON: Final = {
 
 
 def why_not(seen: Seen) -> Reason:
-    """Why the second request found nothing."""
+    """Return the reason why the second request found nothing."""
     if missing := why_never(seen.after):
         return missing
     if not seen.grown("lookups_total"):
@@ -106,7 +106,7 @@ def why_not(seen: Seen) -> Reason:
 
 
 def why_never(counters: Counters) -> Reason | None:
-    """Why no prompt can be found; None if some may."""
+    """Return the reason why no prompt can be found; None if there is none."""
     if not counters.has_any:
         return NO_METRICS
     if not counters.has_store:

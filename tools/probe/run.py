@@ -1,9 +1,9 @@
-"""``kvstore probe``: sends a made-up prompt twice to a running vLLM and says what the store supplied the second time.
+"""Implementation of ``kvstore probe``, which sends a random prompt twice to a running vLLM and reports the hits.
 
-vLLM's own prefix cache, which answers a repeated prompt before the store is asked, goes by the request's
-``cache_salt``. The two requests have different salts, and one ``kvstore.probe``, which stands for the salt in the keys
-of the store: so the first is computed, and the second finds in the store what the first has left there. Nothing of
-anybody else's is emptied or touched.
+vLLM's prefix cache, which answers a repeated prompt before the store is asked, includes the request's ``cache_salt`` in
+its keys. The two requests have different salts but the same ``kvstore.probe``, which replaces the salt in the store's
+keys. So the first request is computed, and the second one finds the first one's chunks in the store. The probe changes
+nothing for other requests.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from kvstore.tools.probe.counters import Counters, Seen, read_counters
 from kvstore.tools.probe.reasons import NO_METRICS, NOT_ALONE, why_never, why_not
 
 LOWEST_TOKEN_ID: Final = 256
-"""Tokenizers tend to have single bytes and special tokens below."""
+"""Lowest token id to use, because tokenizers tend to have single bytes and special tokens below it."""
 END_TOKEN_ID: Final = 1000
-"""Models with fewer tokens are toys."""
+"""End of the token ids to use, which real models exceed."""
 _MAX_NUDGES: Final = 20
 _NUDGE_PAUSE_S: Final = 0.05
 _MAX_SETTLE_S: Final = 10.0
-_RESERVED_TOKENS: Final = 8  # of the model's length, for the answer and for what a server adds
+_RESERVED_TOKENS: Final = 8  # of the model's length, for the answer and for tokens that a server adds
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What to ask.
+    """Options of a probe.
 
     Attributes:
         url: the server's address, such as ``http://127.0.0.1:8000``.
-        tokens: length of the prompt; less if the model takes less.
-        model: the server's name for it; None for the first it names.
-        api_key: if the server needs one.
-        timeout_s: how long each answer may take.
+        tokens: length of the prompt, which is reduced to the model's limit.
+        model: the server's name of the model; None for the first one.
+        api_key: the server's API key; None if it needs none.
+        timeout_s: timeout of each answer.
     """
 
     url: str
@@ -56,18 +56,18 @@ class Probe:
 
 @dataclass
 class ProbeReport:
-    """What was seen.
+    """Result of a probe.
 
     Attributes:
-        model: who was asked.
+        model: name of the probed model.
         prompt_tokens: length of the prompt.
-        cold_ttft_s: time to the first token when the prompt was new; None if it was not sent.
-        warm_ttft_s: the same, when it was sent again.
-        found_tokens: how many tokens the store supplied then.
-        tiers: these by the tier they came from, where that is known.
-        reason: why nothing was found; empty if something was.
-        remedy: what to do about it.
-        notes: what limits the meaning of these numbers.
+        cold_ttft_s: seconds to the first token of the first request; None if it was not sent.
+        warm_ttft_s: seconds to the first token of the second request; None if it was not sent.
+        found_tokens: tokens that the store supplied to the second request.
+        tiers: found tokens by tier, if known.
+        reason: why nothing was found; empty if tokens were found.
+        remedy: remedy of the reason.
+        notes: caveats about these numbers.
     """
 
     model: str
@@ -82,11 +82,11 @@ class ProbeReport:
 
 
 def probe(wanted: Probe) -> ProbeReport:
-    """Send a made-up prompt twice and see where the second answer comes from.
+    """Send a random prompt twice, and report the tokens that the store supplied to the second request.
 
     Raises:
-        ConfigError: the URL is wrong; or the server refuses: the key, the model, the prompt.
-        TierError: no vLLM answers there.
+        ConfigError: the URL is wrong, or the server refuses the key, the model or the prompt.
+        TierError: no vLLM answers at the URL.
     """
     if wanted.tokens < 1:
         raise ConfigError(f"--tokens is {wanted.tokens}: it must be at least 1")
@@ -107,10 +107,10 @@ def probe(wanted: Probe) -> ProbeReport:
 
 
 def _begin(client: httpx.Client, wanted: Probe) -> ProbeReport:
-    """Choose the model, and the length that it takes.
+    """Choose the model and the length of the prompt, and return a new report.
 
     Raises:
-        ConfigError: it is not served.
+        ConfigError: the model is not served.
     """
     models = {entry["id"]: entry for entry in client.get("/v1/models").raise_for_status().json()["data"]}
     if not models:
@@ -157,7 +157,7 @@ def _ask_twice(client: httpx.Client, report: ProbeReport, before: Counters | Non
 
 
 def made_up(num_tokens: int) -> list[int]:
-    """A prompt that nobody has sent before, as token ids."""
+    """Return a new random prompt, as token ids."""
     span = END_TOKEN_ID - LOWEST_TOKEN_ID
     return [LOWEST_TOKEN_ID + secrets.randbelow(span) for _ in range(num_tokens)]
 
@@ -169,7 +169,7 @@ class _Sent:
 
 
 def _send(client: httpx.Client, model: str, prompt: list[int], name: str, engine: Mapping[str, str]) -> _Sent:
-    """Ask for one token, under a salt of its own."""
+    """Request one token, with a new random salt."""
     request = {
         "model": model,
         "prompt": prompt,
@@ -189,14 +189,14 @@ def _send(client: httpx.Client, model: str, prompt: list[int], name: str, engine
 
 
 def _nudge(client: httpx.Client, model: str, engine: Mapping[str, str]) -> None:
-    """Have vLLM make a few steps: without any it neither learns nor tells what its workers have done."""
+    """Make vLLM run a few steps, because it collects and reports its workers' results only in steps."""
     request = {"model": model, "prompt": made_up(1), "max_tokens": 2, "cache_salt": secrets.token_hex(16)}
     for _ in events(client, request, engine):
         pass
 
 
 def _let_it_store(client: httpx.Client, model: str, engine: Mapping[str, str]) -> Counters | None:
-    """Wait until no more chunks are stored or wait to be written, within bounds; returns the last reading."""
+    """Wait until no chunk is being stored or queued for writing, up to a limit, and return the last reading."""
     last, deadline_s = -1.0, time.monotonic() + _MAX_SETTLE_S
     for _ in range(_MAX_NUDGES):
         _nudge(client, model, engine)
@@ -212,11 +212,11 @@ def _let_it_store(client: httpx.Client, model: str, engine: Mapping[str, str]) -
 
 @contextmanager
 def _said_plainly(wanted: Probe) -> Iterator[None]:
-    """Turn what goes wrong between here and the server into errors that say what to do.
+    """Convert errors of requests to errors with a remedy.
 
     Raises:
-        ConfigError: it refuses.
-        TierError: it does not answer, or not as vLLM does.
+        ConfigError: the URL is wrong, or the server refuses a request.
+        TierError: the server does not answer, or not as vLLM does.
     """
     try:
         yield

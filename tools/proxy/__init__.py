@@ -1,1 +1,1 @@
-"""``kvstore proxy``: one address in front of prefill and decode engines."""
+"""Implementation of ``kvstore proxy``, which serves one address in front of prefill and decode engines."""

@@ -1,7 +1,7 @@
-"""A client's request, and the requests to the two engines that follow from it. Pure: bytes in, parts of bytes out.
+"""Conversion of a client's request to the requests for the two engines, without I/O.
 
-docs/disaggregation.md describes the ``kv_transfer_params`` of each request. Addresses that an engine sends KV to come
-from the operator, never from a client.
+docs/disaggregation.md describes the ``kv_transfer_params`` of each request. Addresses that an engine sends KV to are
+set by the operator, never by a client.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _OF_ONE: Final = frozenset({"num_transferred_tokens", "num_coming_tokens", "send
 _OURS: Final = frozenset({_SPEC, "ret_first_tok"})  # only the proxy may set these
 _WISHES: Final = ("kvstore.", "lmcache.")
 _PROMPT: Final = "prompt_token_ids"  # vLLM's own: a prompt in kv_transfer_params
-_KINDS: Final = ("model", "cache_salt")  # what else decides KV, as far as requests to one engine differ
-_NOT_FOR_PREFILL: Final = frozenset({"stream_options", "min_tokens"})  # without meaning for one token, or refused
+_KINDS: Final = ("model", "cache_salt")  # other members that KV depends on, and that differ between requests
+_NOT_FOR_PREFILL: Final = frozenset({"stream_options", "min_tokens"})  # meaningless for one token, or refused
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A request for a completion or a chat.
+    """Request for a completion or a chat.
 
     Attributes:
-        body: the members of what the client sent, without ``kv_transfer_params``.
-        params: the members of these.
+        body: members of the client's body, without ``kv_transfer_params``.
+        params: members of ``kv_transfer_params``, without those that only the proxy may set.
     """
 
     body: Mapping[str, Raw]
@@ -46,7 +46,7 @@ class Ask:
         """Parse a body.
 
         Raises:
-            InvalidCallError: it is malformed. The message shows nothing of it.
+            InvalidCallError: the body is malformed. The message quotes nothing of it.
         """
         body = members_of(content)
         given = body.pop(_PARAMS, None)
@@ -57,18 +57,19 @@ class Ask:
         return cls(body, {name: value for name, value in params.items() if name not in _OURS})
 
     def beginnings(self) -> list[Beginning]:
-        """By which to choose engines that have its KV."""
+        """Return the request's beginnings, by which to choose engines that have its KV."""
         prompt = self.params.get(_PROMPT) or self.body.get("prompt") or self.body.get("messages") or Raw(b"")
         return beginnings_of([self.body.get(name, Raw(b"")) for name in _KINDS], prompt)
 
     def may_begin(self, path: str) -> bool:
-        """Whether the stream may begin with the prefill engine's token; see ``firsts``."""
+        """Tell if the stream may begin with the prefill engine's token; see ``firsts``."""
         return _PROMPT not in self.params and may_begin(path, self.body)
 
     def for_prefill(self, receiver: Receiver | None, transfer_id: str, *, wants_first: bool = False) -> Parts:
-        """The same prompt for one token. Its KV goes to ``receiver``, if there is one, under ``transfer_id``.
+        """Return the request for the prefill engine: the same prompt for one token.
 
-        With ``wants_first`` the answer shall name that token.
+        The engine sends the KV to ``receiver``, if there is one, under ``transfer_id``. With ``wants_first`` it is
+        asked to return the token's id.
         """
         body: dict[str, Any] = {name: value for name, value in self.body.items() if name not in _NOT_FOR_PREFILL}
         for name in ("max_completion_tokens", "n"):
@@ -91,12 +92,12 @@ class Ask:
         return _with_params(body, params)
 
     def for_decode(self, spec: Mapping[str, Raw] | None, *, counted: bool, first: First | None = None) -> Parts:
-        """The client's request, with what the prefill engine said about the KV that it sent.
+        """Return the client's request, with the prefill engine's description of the KV that it sent.
 
         Args:
-            spec: what ``sent_kv`` returned; None if the decode engine must find or compute the KV itself.
-            counted: ask for the usage of a stream, too.
-            first: the token that the client has, to go on behind.
+            spec: result of ``sent_kv``; None if the decode engine must find or compute the KV itself.
+            counted: also ask for the usage of a stream.
+            first: first token, which the client already has; decode continues after it.
         """
         body: dict[str, Any] = dict(self.body)
         if first is not None:
@@ -108,32 +109,32 @@ class Ask:
             name: value for name, value in self.params.items() if name.startswith(_WISHES) or name == _PROMPT
         }
         if spec is not None:
-            # For a batch, vLLM says what was sent of the first prompt.
+            # For a batch, vLLM describes only the KV of the first prompt.
             params[_SPEC] = {name: value for name, value in spec.items() if not self.is_batch or name not in _OF_ONE}
         return _with_params(body, params)
 
     @property
     def is_batch(self) -> bool:
-        """Whether there are several prompts."""
+        """True if there are several prompts."""
         return is_list_of_several(self.body.get("prompt"))
 
     @property
     def is_one_stream(self) -> bool:
-        """Whether the answer is a stream of one sequence, so that its usage tells the sequence's length."""
+        """True if the answer is a stream of one sequence, whose usage gives the sequence's length."""
         number = self.body.get("n")
         is_one = says(number, b"null") or says(number, b"1")
         return says(self.body.get("stream"), b"true") and is_one and not self.is_batch
 
     @property
     def shows_usage(self) -> bool:
-        """Whether the client wants a stream's usage."""
+        """True if the client wants a stream's usage."""
         return says(self._stream_options().get("include_usage"), b"true")
 
     def _stream_options(self) -> Mapping[str, Raw]:
         options = self.body.get("stream_options")
         try:
             return {} if options is None else members_of(options)
-        except InvalidCallError:  # the engine will refuse it
+        except InvalidCallError:  # the engine will refuse the request
             return {}
 
 
@@ -149,7 +150,7 @@ _ANSWER: Final = msgspec.json.Decoder(_Answer)
 
 
 def sent_kv(answer: bytes) -> Mapping[str, Raw] | None:
-    """What a prefill engine says about the KV that it sent; None if it sent none."""
+    """Return a prefill engine's description of the KV that it sent; None if it sent none."""
     try:
         return _ANSWER.decode(answer).kv_transfer_params.disagg_spec
     except (msgspec.DecodeError, RecursionError):

@@ -1,8 +1,8 @@
-"""Which engine answers a request. Pure: no I/O, no clock.
+"""Choice of the engine that answers a request, without I/O or clock.
 
-The least loaded one, except that requests which begin alike go to the same engine as long as that has not many more
-requests than the others: it has the KV of that beginning. Among equals engines take turns, as often as their weights
-say.
+The least loaded engine is chosen. As an exception, requests with the same beginning are sent to the same engine, which
+has the KV of that beginning, as long as it does not have many more requests than the others. Engines with equal load
+take turns in proportion to their weights.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from msgspec import Raw
 
 Buffer = bytes | bytearray | Raw
 
-_FIRST_BYTES: Final = 512  # less is computed faster than another engine's queue ends
+_FIRST_BYTES: Final = 512  # computing less is faster than waiting in another engine's queue
 _MOST_BYTES: Final = 64 << 10
 _MAX_BEGINNINGS: Final = 1 << 16
-_MORE_REQUESTS: Final = 4.0  # that an engine may have which knows all of a prompt
-_SEED: Final = secrets.randbits(64)  # so that no client finds another beginning with the same key
+_MORE_REQUESTS: Final = 4.0  # requests more than the least loaded engine that one with the whole prompt may have
+_SEED: Final = secrets.randbits(64)  # random, so that clients cannot construct beginnings with the same key
 
 
 class Beginning(NamedTuple):
-    """A leading part of a request.
+    """Leading part of a request.
 
     Attributes:
-        key: its name.
-        share: how much of the request it is, from 0 to 1; of its first 64 KiB, if it is longer.
+        key: hash of the part.
+        share: size relative to the request, from 0 to 1; relative to its first 64 KiB, if it is longer.
     """
 
     key: int
@@ -37,13 +37,13 @@ class Beginning(NamedTuple):
 
 
 class Choosable(Protocol):
-    """An engine, as far as it is chosen.
+    """Engine that a ``Rota`` can choose.
 
     Attributes:
-        weight: how much it can do, compared with others; above 0.
+        weight: capacity relative to other engines; above 0.
         load: requests that it has now.
-        is_well: whether it answers.
-        credit: its claim to the next turn; for ``Rota``.
+        is_well: whether it is healthy.
+        credit: claim to the next turn, which ``Rota`` maintains.
     """
 
     weight: float
@@ -56,11 +56,11 @@ E = TypeVar("E", bound=Choosable)
 
 
 def beginnings_of(kind: Iterable[Buffer], prompt: Buffer) -> list[Beginning]:
-    """The beginnings of a request by which an engine is remembered, the longest first.
+    """Return the beginnings of a request by which engines are remembered, the longest first.
 
     Args:
-        kind: what else must be equal, such as the model.
-        prompt: as the client wrote it.
+        kind: other members that must be equal, such as the model.
+        prompt: the prompt as JSON from the client.
     """
     view = memoryview(prompt)[:_MOST_BYTES]
     if len(view) < _FIRST_BYTES:
@@ -80,14 +80,14 @@ def beginnings_of(kind: Iterable[Buffer], prompt: Buffer) -> list[Beginning]:
 
 
 class Rota(Generic[E]):
-    """The engines of one role. Belongs to one event loop."""
+    """Engines of one role, for use on one event loop."""
 
     def __init__(self, engines: Iterable[E]) -> None:
         self.engines = tuple(engines)
-        self._known: OrderedDict[int, E] = OrderedDict()  # which engine had a beginning last; the oldest first
+        self._known: OrderedDict[int, E] = OrderedDict()  # last engine of each beginning; the oldest first
 
     def replace(self, engines: Iterable[E]) -> None:
-        """Choose among these from now on."""
+        """Choose among these engines from now on."""
         self.engines = tuple(engines)
         gone = {key for key, engine in self._known.items() if engine not in self.engines}
         for key in gone:
@@ -95,11 +95,11 @@ class Rota(Generic[E]):
 
     @property
     def num_well(self) -> int:
-        """How many of them are healthy."""
+        """Number of healthy engines."""
         return sum(engine.is_well for engine in self.engines)
 
     def candidates(self, beginnings: Sequence[Beginning] = ()) -> list[E]:
-        """The healthy engines, in the order to try them; the first one is remembered as having these beginnings."""
+        """Return the healthy engines in the order to try them, and remember the first one for these beginnings."""
         well = [engine for engine in self.engines if engine.is_well]
         if not well:
             return well
@@ -116,7 +116,7 @@ class Rota(Generic[E]):
         return well
 
     def _knowing(self, beginnings: Sequence[Beginning], least: float) -> E | None:
-        """The engine that had the longest beginning, unless it has too many more requests than the least loaded."""
+        """Return the engine that had the longest beginning, unless it has many more requests than the least loaded."""
         for beginning in beginnings:
             engine = self._known.get(beginning.key)
             if engine is not None and engine.is_well:
@@ -130,7 +130,7 @@ def _relative_load(engine: Choosable) -> float:
 
 
 def _next_in_turn(well: Sequence[E]) -> E:
-    """Of the least loaded, which come first, the one whose turn it is: smooth weighted turns."""
+    """Return the next of the least loaded engines, which come first, by smooth weighted round-robin."""
     if len(well) == 1:
         return well[0]
     equal = [engine for engine in well if _relative_load(engine) == _relative_load(well[0])]

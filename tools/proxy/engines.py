@@ -1,4 +1,4 @@
-"""The engines behind a proxy: whether they are healthy, how much they do, and how to talk to them."""
+"""Engines behind a proxy: their health, their load, and requests to them."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _HEALTH_TIMEOUT_S: Final = 10.0
 
 
 class EngineError(AnswerError):
-    """An engine did not answer as it should."""
+    """An engine gave no valid answer."""
 
 
 class EngineUnreachableError(EngineError):
-    """No connection: the engine has seen nothing of the request."""
+    """No connection to the engine, so it has received nothing of the request."""
 
 
 class EngineSilentError(EngineError):
-    """The engine said nothing for too long."""
+    """The engine sent nothing for too long."""
 
 
 class Engine:
-    """One vLLM. Belongs to one event loop.
+    """One vLLM engine, for use on one event loop.
 
     Attributes:
         role: ``prefill`` or ``decode``.
-        url: where it answers.
-        receiver: where it receives KV.
-        weight: how many requests it gets, compared with others.
-        load: requests that it has from this proxy; of a decode engine also those whose prompt is being computed.
-        is_well: whether it answered the last time.
+        url: address of the engine.
+        receiver: address at which it receives KV; None if it receives none.
+        weight: share of requests, relative to other engines.
+        load: requests that it has from this proxy; for decode engines also those that are still in prefill.
+        is_well: whether its last health check or connection succeeded.
         credit: see ``Rota``.
     """
 
@@ -55,18 +55,18 @@ class Engine:
         self._pool = pool
 
     def note(self, *, is_well: bool, why: str = "") -> None:
-        """Remember its health, and log it when it is new."""
+        """Store its health, and log a change."""
         if is_well != self._noted:
             log = logger.info if is_well else logger.warning
             log("%s engine %s %s", self.role, self.url, "answers" if is_well else f"is left out: {why}")
         self.is_well = self._noted = is_well
 
     def taken(self) -> _Taken:
-        """Count a request as its load, until the end of the block."""
+        """Count a request in its load until the end of the block."""
         return _Taken(self)
 
     def asked(self, method: str, path: str, headers: Mapping[str, str], content: Parts) -> Asked:
-        """A request, to be entered for its answer."""
+        """Return a request as an async context manager that yields the answer."""
         return Asked(self, self._pool.asked(method, path, headers, content))
 
     async def check(self) -> None:
@@ -82,12 +82,12 @@ class Engine:
             self.note(is_well=200 <= status < 300, why=f"/health says {status}")
 
     def close(self) -> None:
-        """Close its connections, each when its request has ended."""
+        """Close its connections, each after its request has ended."""
         self._pool.close()
 
 
 class _Taken:
-    """A request that an engine has. A class, as this takes a third of the time of a generator."""
+    """Request that an engine has. It is a class because that takes a third of a generator's time."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -100,9 +100,9 @@ class _Taken:
 
 
 class Asked:
-    """An exchange with an engine, whose errors are told as clients and metrics need them.
+    """Exchange with an engine, whose errors are converted for clients and metrics.
 
-    Entering it, and reading the answer within, raise ``EngineError``.
+    Entering it, and reading the answer inside the block, raise ``EngineError``.
     """
 
     def __init__(self, engine: Engine, exchange: Exchange) -> None:

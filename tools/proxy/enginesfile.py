@@ -1,4 +1,4 @@
-"""The file that names a proxy's engines, and may change while it runs."""
+"""Parser of the file that names a proxy's engines, which may change while the proxy runs."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class _File(BaseModel):
 
 
 def read_listing(path: Path) -> Listing:
-    """The engines in a file.
+    """Read the engines in a file.
 
     Raises:
-        ConfigError: says what is wrong, where, and what to do.
+        ConfigError: the file is invalid; the message names the place and a remedy.
     """
     content = _content(path)
     try:
@@ -47,7 +47,7 @@ def read_listing(path: Path) -> Listing:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the whole"
         raise ConfigError(f"the engines' file {path}: {where}: {first['msg']}: {_REMEDY}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none is a ValueError
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # an invalid date is a ValueError
         raise ConfigError(f"the engines' file {path} is no YAML: {_REMEDY}") from error
     listing = Listing(
         tuple(Listed(engine.url.rstrip("/"), None, engine.weight) for engine in found.prefill),

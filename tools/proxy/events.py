@@ -1,4 +1,4 @@
-"""Server-sent events that pass from an engine to a client, byte for byte. Pure: bytes in, bytes out."""
+"""Server-sent events that are passed unchanged from an engine to a client, without I/O."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _LAST: Final = b"data: [DONE]"
 
 
 class EventCutter:
-    """Cuts a stream into whole events, so that nothing is ever inserted in the middle of one."""
+    """Cutter of a stream into whole events, so that the proxy never inserts data inside one."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The events that are complete now, with the empty lines that end them.
+        """Add data, and return the events that are complete now, with the empty lines that end them.
 
         Raises:
             AnswerError: an event is too long.
@@ -41,10 +41,10 @@ class EventCutter:
 
 
 class Handover:
-    """Tells the client of a stream where its KV is, in an additional event before the last one.
+    """Filter that inserts an event with the address of a stream's KV before the last event.
 
-    vLLM sends ``kv_transfer_params`` in whole answers only. The length of the sequence comes from the stream's usage,
-    which is removed again if the client did not ask for it.
+    vLLM sends ``kv_transfer_params`` only in whole answers. The length of the sequence is read from the stream's usage,
+    which is removed if the client did not ask for it.
     """
 
     def __init__(self, receiver: Receiver, *, shows_usage: bool) -> None:
@@ -53,7 +53,7 @@ class Handover:
         self._usage: _UsageChunk | None = None
 
     def pass_on(self, event: bytes) -> bytes:
-        """What the client gets instead of this event."""
+        """Return the bytes to send to the client for this event."""
         if is_last(event):
             return self._said() + event
         chunk = _usage_chunk(event)
@@ -74,7 +74,7 @@ class Handover:
 
 
 def is_last(event: bytes) -> bool:
-    """Whether a stream is complete with this event."""
+    """Tell if this event ends a stream."""
     return event.strip() == _LAST
 
 
@@ -91,7 +91,7 @@ class _UsageChunk(msgspec.Struct):
     model: str | UnsetType = UNSET
 
     def names(self) -> dict[str, Any]:
-        """The members that every chunk of a stream has."""
+        """Return the members that every chunk of a stream has."""
         said = {name: getattr(self, name) for name in ("id", "object", "created", "model")}
         return {name: value for name, value in said.items() if value is not UNSET}
 
@@ -100,7 +100,7 @@ _USAGE_CHUNK: Final = msgspec.json.Decoder(_UsageChunk)
 
 
 def _usage_chunk(event: bytes) -> _UsageChunk | None:
-    """The chunk in an event, if it has nothing but a usage."""
+    """Return the chunk in an event if it has a usage and no choices; otherwise None."""
     if b'"usage"' not in event or not event.startswith(b"data:"):
         return None
     try:

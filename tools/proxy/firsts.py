@@ -1,8 +1,9 @@
-"""The token that a prefill engine computes, as the beginning of a stream: decode goes on behind it. Pure.
+"""First token of a stream from the prefill engine, after which decode continues, without I/O.
 
-Only where the whole stream is then the one that decode alone would give: a completion without whatever depends on more
-than the last tokens, such as a seed, a penalty, stop strings or a grammar. All others begin at the decode engine. What
-an engine adds by itself is not seen: ``max_new_tokens`` or penalties of its generation config, and ``max_model_len``.
+This applies only if the whole stream is then the same as from the decode engine alone: completions without options that
+depend on more than the last tokens, such as a seed, a penalty, stop strings or a grammar. All other streams begin at
+the decode engine. Limits of the engine itself are not visible here: ``max_new_tokens`` or penalties of its generation
+config, and ``max_model_len``.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ _HARMLESS: Final = frozenset(
 )
 _TWO_OR_MORE: Final = re.compile(rb"[2-9]|[1-9][0-9]{1,8}")
 _TOKENS: Final = re.compile(rb"\[\s*[0-9]")
-_UNKNOWN_CHARACTER: Final = "\ufffd"  # a part of a character: the rest comes with the next token
+_UNKNOWN_CHARACTER: Final = "\ufffd"  # an incomplete character, whose rest is in the next token
 
 
 class First(NamedTuple):
-    """A first token.
+    """First token of a stream.
 
     Attributes:
-        event: what the client gets.
-        prompt: what the decode engine gets: the prompt's tokens and this one.
-        max_tokens: how many more to compute.
+        event: event for the client.
+        prompt: prompt for the decode engine: the prompt's tokens and the first token.
+        max_tokens: maximum tokens that remain to compute.
     """
 
     event: bytes
@@ -67,7 +68,7 @@ _ANSWER: Final = msgspec.json.Decoder(_Answer)
 
 
 def may_begin(path: str, body: Mapping[str, Raw]) -> bool:
-    """Whether the stream that this asks for may begin with a prefill engine's token."""
+    """Tell if the requested stream may begin with a prefill engine's token."""
     if path != "/v1/completions" or not says(body.get("stream"), b"true"):
         return False
     if any(name not in _HARMLESS and not says(value, b"null") for name, value in body.items()):
@@ -79,12 +80,12 @@ def may_begin(path: str, body: Mapping[str, Raw]) -> bool:
 
 
 def is_text(body: Mapping[str, Raw]) -> bool:
-    """Whether the prompt is a text, whose tokens the prefill engine must tell."""
+    """Tell if the prompt is a text, whose tokens the prefill engine must return."""
     return bytes(memoryview(body.get("prompt", b""))[:1]) == b'"'
 
 
 def first_of(answer: bytes, body: Mapping[str, Raw]) -> First | None:
-    """The first token in a prefill engine's answer; None if the stream had better begin at the decode engine."""
+    """Return the first token in a prefill engine's answer; None if the stream must begin at the decode engine."""
     try:
         found = _ANSWER.decode(answer)
     except (msgspec.DecodeError, RecursionError):
@@ -104,10 +105,10 @@ def first_of(answer: bytes, body: Mapping[str, Raw]) -> First | None:
 
 
 class Recount:
-    """Counts a first token as a token of the answer, not of the prompt, in the usage at the end of a stream."""
+    """Filter of the usage at the end of a stream, which moves the first token from the prompt to the completion."""
 
     def pass_on(self, event: bytes) -> bytes:
-        """What the client gets instead of this event."""
+        """Return the bytes to send to the client for this event."""
         if b'"usage"' not in event or not event.startswith(b"data:"):
             return event
         try:
@@ -126,12 +127,12 @@ def _counts_at_the_end(body: Mapping[str, Raw]) -> bool:
         return True
     try:
         return members_of(options).keys() <= {"include_usage"}
-    except InvalidCallError:  # the engine will refuse it
+    except InvalidCallError:  # the engine will refuse the request
         return False
 
 
 def _end_of_list(tokens: Raw) -> int:
-    """Where the last token of a list ends."""
+    """Return the offset of the end of a list's last token."""
     view = memoryview(tokens)
     end = len(view) - 1
     while bytes(view[end - 1 : end]).isspace():

@@ -1,4 +1,4 @@
-"""All engines of a proxy. They come and go while it runs, if a file names them."""
+"""Engines of a proxy, which may be added and removed while it runs, if a file names them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _Version = tuple[int, int, int]
 
 
 class Fleet:
-    """The engines of both roles. Belongs to one event loop.
+    """Engines of both roles, for use on one event loop.
 
     Attributes:
-        prefill: those that compute prompts.
-        decode: those that answer.
-        is_outdated: whether the file cannot be used as it is now, so that the engines are those of before.
+        prefill: engines that compute prompts.
+        decode: engines that answer.
+        is_outdated: whether the changed file is invalid, so that the engines of the last valid one stay.
     """
 
     def __init__(self, options: ProxyOptions) -> None:
@@ -40,13 +40,13 @@ class Fleet:
 
     @property
     def engines(self) -> tuple[Engine, ...]:
-        """All of them; and those that the file names no more, until their last request has ended."""
+        """All engines, including those removed from the file whose last request has not ended."""
         self._leaving = [engine for engine in self._leaving if engine.load]
         return (*self._leaving, *self.prefill.engines, *self.decode.engines)
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Check the engines once, then again and again until the end; then close all connections."""
+        """Check the engines once, then periodically until the end of the block; then close all connections."""
         version = self._version()
         await self._take_in()
         follower = asyncio.create_task(self._follow(version))
@@ -61,7 +61,7 @@ class Fleet:
                 engine.close()
 
     async def _follow(self, version: _Version | None) -> None:
-        """Take in the file whenever it has changed."""
+        """Reload the file whenever it has changed."""
         while self._options.engines_file is not None:
             await asyncio.sleep(self._options.health_interval_s)
             now = self._version()
@@ -76,10 +76,10 @@ class Fleet:
                 logger.error("the engines stay as they are: %s", error)  # noqa: TRY400 - the message says it all
 
     async def _take_in(self) -> None:
-        """Have the engines that are named now; new ones are asked for their health before they are asked for more.
+        """Load the listed engines; new ones get a health check before their first request.
 
         Raises:
-            ConfigError: they are not named as they must be.
+            ConfigError: the listing is invalid.
         """
         listing = await asyncio.to_thread(self._options.listing)
         prefill = self._engines("prefill", self.prefill, listing.prefill)
@@ -113,7 +113,7 @@ class Fleet:
             await engine.check()
 
     def _version(self) -> _Version | None:
-        """What changes with the file; None if there is none."""
+        """Return inode, modification time and size of the file; None if there is no file."""
         if self._options.engines_file is None:
             return None
         try:

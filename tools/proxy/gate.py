@@ -1,4 +1,4 @@
-"""Between clients and the routes of a proxy: who may ask, how much, and for how long."""
+"""Gate between clients and the routes of a proxy, which enforces API keys, size limits and timeouts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvstore.tools.proxy.shares import Bound, Taken
 
 HEALTH: Final = "/health"
 
-# Without ___: after it, engines would look for addresses to send KV to.
+# Without ___, because engines would parse the text after it as addresses to send KV to.
 _REQUEST_ID: Final = re.compile(r"(?!.*___)[A-Za-z0-9._:\-]{1,128}")
 _TRACE_PARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _TRACE_STATE: Final = re.compile(r"[\x20-\x7e]{1,512}")
@@ -30,18 +30,18 @@ _BODY_TIMEOUT_S: Final = 60.0
 _MIB: Final = 1 << 20
 
 Headers = Mapping[str, str]
-"""Of a request, by their names in lower case; of several of one name the last."""
+"""Headers of a request by lower-case name; of several with one name the last."""
 
 
 class Call(NamedTuple):
-    """A client's request.
+    """Client's request.
 
     Attributes:
-        method: HTTP's.
-        path: without the query.
-        content: the body.
-        headers: for the engines.
-        request_id: the client's, or a new one.
+        method: HTTP method.
+        path: path without the query.
+        content: body.
+        headers: headers for the engines.
+        request_id: the client's request id, or a new one.
     """
 
     method: str
@@ -55,10 +55,10 @@ Answer = Callable[[Call, Reply], Coroutine[Any, Any, None]]
 
 
 class Doorkeeper:
-    """Turns away who may not ask, and counts all answers. An ASGI middleware.
+    """ASGI middleware that refuses unauthorized clients, and counts all answers.
 
-    If there are keys, everything but ``/health`` needs one. Otherwise only programs on this machine may ask, see
-    ``is_from_here``.
+    If there are keys, every path but ``/health`` needs one. Otherwise only programs on this machine may send requests,
+    see ``is_from_here``.
     """
 
     def __init__(self, app: ASGIApp, api_keys: Iterable[str], paths: frozenset[str], meters: ProxyMeters) -> None:
@@ -98,9 +98,9 @@ class Doorkeeper:
 
 
 class _Running:
-    """A request under way, and what ends it before it is answered. A context manager of the task that enters it.
+    """Context manager of a running request, whose task may be cancelled before the request is answered.
 
-    ``halt``, its client or a timer may end it: its cancellation becomes the reason for it.
+    ``halt``, a hang-up of its client or a timer may end it; its cancellation is converted to the reason.
     """
 
     def __init__(self, reply: Reply, all_: set[_Running]) -> None:
@@ -123,16 +123,16 @@ class _Running:
             raise self.why from None
 
     def end(self, why: ClientGoneError | AnswerError) -> None:
-        """Cancel it, unless it is answered: then only the engine's connection remains to be released."""
+        """Cancel the request, unless it is answered and only the engine's connection remains to be released."""
         if self.why is None and not self._is_over and not self._reply.has_ended:
             self.why = why
             self._task.cancel()
 
 
 class Gate:
-    """Carries out requests within the limits. Belongs to one event loop.
+    """Gate that carries out requests within the limits, for use on one event loop.
 
-    A request ends when it is answered, when its client hangs up, or with ``halt``.
+    A request ends when it is answered, when its client hangs up, or by ``halt``.
     """
 
     def __init__(self, options: ProxyOptions, meters: ProxyMeters) -> None:
@@ -155,7 +155,7 @@ class Gate:
             running.end(_ending())
 
     async def carry_out(self, answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, whatever happens."""
+        """Answer a request, with an error answer for every ``AnswerError``, and count failures."""
         headers = headers_of(scope)
         reply = Reply(send, request_id_of(headers))
         try:
@@ -177,7 +177,7 @@ class Gate:
             if self._is_halted:
                 running.end(_ending())
             content = await self._body(headers, receive, running, bodies)
-            if not requests.take():  # only now: one whose body does not come keeps nobody out
+            if not requests.take():  # only now, so that a request without its body does not block others
                 raise _busy("too many requests are under way, or too many of this key")
             told = self._told(headers, reply.request_id)
             call = Call(scope["method"], scope["path"], content, told, reply.request_id)
@@ -211,11 +211,11 @@ class Gate:
             timer.cancel()
 
     def _told(self, headers: Headers, request_id: str) -> dict[str, str]:
-        """The headers for engines."""
+        """Return the headers for engines."""
         key = self._options.engine_api_key
         authorization = headers.get("authorization", "") if key is None else f"Bearer {key}"
         told = {"content-type": "application/json", "x-request-id": request_id, "accept-encoding": "identity"}
-        if authorization and authorization.isascii():  # no engine's key has characters beyond ASCII
+        if authorization and authorization.isascii():  # engines' keys are ASCII
             told["authorization"] = authorization
         parent, state = headers.get("traceparent", ""), headers.get("tracestate", "")
         if _TRACE_PARENT.fullmatch(parent):
@@ -226,7 +226,7 @@ class Gate:
 
 
 class Endpoint:
-    """An ASGI application that ``answer`` answers for, at these paths."""
+    """ASGI application that answers requests for these paths by ``answer``."""
 
     def __init__(self, gate: Gate, answer: Answer, paths: Container[str]) -> None:
         self._gate = gate
@@ -237,20 +237,20 @@ class Endpoint:
         """Answer a request.
 
         Raises:
-            HTTPException: it is for another path, even if a router took that for one of these.
+            HTTPException: the request is for another path, even if the router matched it.
         """
-        if scope["path"] not in self._paths:  # such as one with a newline behind it, which engines would get
+        if scope["path"] not in self._paths:  # such as a path with a trailing newline, which would be forwarded
             raise HTTPException(HTTPStatus.NOT_FOUND)
         await self._gate.carry_out(self._answer, scope, receive, send)
 
 
 def headers_of(scope: Scope) -> Headers:
-    """The headers of a request."""
+    """Return the headers of a request."""
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
 def request_id_of(headers: Headers) -> str:
-    """The client's id of its request, if that is valid; else a new one."""
+    """Return the client's id of its request, if it is valid; otherwise a new one."""
     given = headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
 

@@ -1,4 +1,4 @@
-"""The engines that a proxy stands before, as they are named."""
+"""Engines of a proxy, as the options or the engines' file list them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _RECEIVER: Final = re.compile(r"kvs://(\[[^\]\s]+\]|[^\s:/?#@\[\],]+):(\d{1,5}(?
 
 
 class Receiver(NamedTuple):
-    """Where a decode engine receives KV.
+    """Address at which a decode engine receives KV.
 
     Attributes:
-        host: its host.
-        port: where the first prefill worker sends.
-        more_ports: where the others do; empty if worker n sends to a port n higher.
+        host: host of the engine.
+        port: port for the first prefill worker.
+        more_ports: ports for the other workers; empty if worker n sends to ``port`` + n.
     """
 
     host: str
@@ -33,7 +33,7 @@ class Receiver(NamedTuple):
         """Parse ``kvs://host:port``, or ``kvs://host:port,port``, given as ``name``.
 
         Raises:
-            ConfigError: it is something else.
+            ConfigError: the URL has another form.
         """
         found = _RECEIVER.fullmatch(url)
         ports = [int(port) for port in found[2].split(",")] if found else []
@@ -43,12 +43,12 @@ class Receiver(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """One engine.
+    """One listed engine.
 
     Attributes:
-        url: where it answers, without a slash at the end.
-        receiver: where it receives KV.
-        weight: how many requests it gets, compared with others.
+        url: address of the engine, without a trailing slash.
+        receiver: address at which it receives KV; None if it receives none.
+        weight: share of requests, relative to other engines.
     """
 
     url: str
@@ -57,16 +57,16 @@ class Listed(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """The engines of both roles."""
+    """Listed engines of both roles."""
 
     prefill: tuple[Listed, ...]
     decode: tuple[Listed, ...]
 
     def check(self, prefill_name: str, decode_name: str) -> None:
-        """Check that each address is one, and none given twice in a role.
+        """Check that each address is valid, and that none is listed twice in a role.
 
         Raises:
-            ConfigError: says which one is not, and what to do.
+            ConfigError: an address is invalid or listed twice; the message names it and a remedy.
         """
         for name, engines in ((prefill_name, self.prefill), (decode_name, self.decode)):
             for engine in engines:

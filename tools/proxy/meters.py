@@ -1,4 +1,4 @@
-"""The metrics of a proxy, for Prometheus."""
+"""Prometheus metrics of a proxy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.
 
 
 class ProxyMeters:
-    """The metrics of one proxy. Belongs to its event loop."""
+    """Metrics of one proxy, for use on its event loop."""
 
     def __init__(self) -> None:
         all_ = self._registry = CollectorRegistry()
@@ -33,9 +33,9 @@ class ProxyMeters:
         self._outdated = gauge("engines_file_outdated", "Whether the engines' file cannot be used as it is now.")
 
     def exposition(self, engines: Iterable[Engine], *, is_outdated: bool) -> bytes:
-        """All metrics in Prometheus's text format."""
+        """Return all metrics in Prometheus's text format."""
         for family in (self._healthy, self._load):
-            family.clear()  # engines come and go
+            family.clear()  # engines may have been removed
         for engine in engines:
             self._healthy.labels(engine.role, engine.url).set(engine.is_well)
             self._load.labels(engine.role, engine.url).set(engine.load)

@@ -1,7 +1,7 @@
-"""JSON objects of which a proxy needs a few members; the others stay the bytes that they are.
+"""JSON objects of which a proxy parses a few members, and keeps the others as bytes.
 
-Bodies have megabytes, and one event loop passes on all streams. So members that the proxy does not need are checked and
-skipped; they are neither turned into Python objects nor written anew.
+Bodies have megabytes, and one event loop relays all streams. So members that the proxy does not need are validated and
+skipped; they are neither converted to Python objects nor encoded again.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from msgspec import DecodeError, Raw
 from kvstore.errors import InvalidCallError
 
 Members = Mapping[str, Any]
-"""What becomes a JSON object; a ``Raw`` in it is written as it is."""
+"""Members of a JSON object to write; a ``Raw`` value is written unchanged."""
 Part = bytes | bytearray | memoryview | Raw
 Parts = Sequence[Part]
-"""Bytes to be sent one after the other."""
-MAX_MEMBERS: Final = 1024  # of an object that is parsed; no request has as many
+"""Pieces of bytes to send one after the other."""
+MAX_MEMBERS: Final = 1024  # of a parsed object; more than any request has
 
 _LARGE_BYTES: Final = 16 << 10
 _OBJECT: Final = msgspec.json.Decoder(dict[str, Raw])
@@ -28,13 +28,13 @@ _OF_TEXTS_OR_LISTS: Final = re.compile(rb"\[\s*[\"\[]")
 
 
 class Spliced(tuple[Part, ...]):
-    """A member made of several pieces of JSON, which are not copied together."""
+    """Member in several pieces of JSON, which are not joined in memory."""
 
     __slots__ = ()
 
 
 class _FirstTwo(msgspec.Struct, array_like=True):
-    """The first two of a list; the rest is skipped."""
+    """First two items of a list; the rest is skipped."""
 
     first: Raw
     second: Raw = Raw(b"")
@@ -44,10 +44,10 @@ _FIRST_TWO: Final = msgspec.json.Decoder(_FirstTwo)
 
 
 def members_of(content: bytes | bytearray | Raw) -> dict[str, Raw]:
-    """The members of an object, in order; of several with the same name, the last one.
+    """Return the members of an object, in order; of several with the same name, the last one.
 
     Raises:
-        InvalidCallError: it is no object, or too large. The message shows nothing of it.
+        InvalidCallError: the content is no object, or has too many members. The message quotes nothing of it.
     """
     try:
         members = _OBJECT.decode(content)
@@ -59,7 +59,7 @@ def members_of(content: bytes | bytearray | Raw) -> dict[str, Raw]:
 
 
 def written(members: Members) -> Parts:
-    """The object with these members; one with large members in parts, so that these are not copied."""
+    """Return the JSON object of these members; large members become separate parts, so that they are not copied."""
     if not any(map(_is_large, members.values())):
         return [msgspec.json.encode(members)]
     parts: list[Part] = []
@@ -73,19 +73,19 @@ def written(members: Members) -> Parts:
 
 
 def _is_large(value: object) -> bool:
-    """Whether it is written as it is, and not copied."""
+    """Tell if a member is large enough to be written without a copy."""
     return isinstance(value, Spliced) or (isinstance(value, Raw) and len(value) > _LARGE_BYTES)
 
 
 def says(value: Raw | None, literal: bytes) -> bool:
-    """Whether a member is this number or word; a missing one counts as ``null``."""
+    """Tell if a member is this number or word; a missing one counts as ``null``."""
     if value is None:
         return literal == b"null"
     return len(value) == len(literal) and bytes(value) == literal
 
 
 def is_list_of_several(value: Raw | None) -> bool:
-    """Whether a member is a list of two or more texts or lists; a list of numbers is not."""
+    """Tell if a member is a list of two or more texts or lists; a list of numbers is not."""
     if value is None or _OF_TEXTS_OR_LISTS.match(value) is None:
         return False
     return len(_FIRST_TWO.decode(value).second) > 0

@@ -1,4 +1,4 @@
-"""The options of ``kvstore proxy``: engines, limits, keys, TLS. They are checked before anything starts."""
+"""Options of ``kvstore proxy``: engines, limits, keys, TLS. They are checked before the proxy starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_FILE_BYTES: Final = 16 << 10
 
 
 class Choice(StrEnum):
-    """By what the engine of a request is chosen."""
+    """Criterion by which the engine of a request is chosen."""
 
     PREFIX = "prefix"
     LOAD = "load"
@@ -29,7 +29,7 @@ class Choice(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How much, and how long: each is an option of the command. A client may leave a piece unread for ``timeout_s``."""
+    """Size limits and timeouts, each an option of the command; a client may leave a piece unread for ``timeout_s``."""
 
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest body of a request, in MiB.")] = 32.0
     max_bodies_mb: Annotated[
@@ -51,23 +51,23 @@ class Limits:
 
 @dataclass(frozen=True)
 class ProxyOptions(Limits):
-    """The options of a proxy.
+    """Options of a proxy.
 
     Attributes:
         prefill: addresses of the engines that compute prompts.
         decode: addresses of the engines that answer.
-        receivers: where each of ``decode`` receives KV, in the same order; empty if engines only share a store.
-        engines_file: a file that names the engines instead, and may change.
-        choice: by what the engine of a request is chosen.
-        bidirectional: tell clients of streams where the KV of an answer is.
-        first_token: begin streams with the token that the prefill engine computed, where that is the same.
-        host: where to listen; beyond loopback only with ``api_keys``.
-        port: 0 for any free one.
-        api_keys: of which clients must present one; with several, none may take more than ``key_share``.
-        engine_api_key: what the proxy presents to engines; None passes on the client's.
-        tls_cert: file of the certificates that clients see; None for plain HTTP.
-        tls_key: file of its key.
-        engine_ca: file of the authorities that sign the certificates of engines; None for the system's.
+        receivers: addresses at which ``decode`` receive KV, in the same order; empty if engines only share a store.
+        engines_file: file that names the engines instead, and may change.
+        choice: criterion by which the engine of a request is chosen.
+        bidirectional: tell clients of streams the address of an answer's KV.
+        first_token: begin streams with the prefill engine's token, if the stream is the same.
+        host: address to listen on; beyond loopback only with ``api_keys``.
+        port: port to listen on; 0 for any free one.
+        api_keys: keys of which clients must present one; with several, none may take more than ``key_share``.
+        engine_api_key: key that the proxy presents to engines; None forwards the client's.
+        tls_cert: file of the certificates for clients; None for plain HTTP.
+        tls_key: file of the certificate's key.
+        engine_ca: file of the authorities that sign the engines' certificates; None for the system's.
     """
 
     prefill: tuple[str, ...] = ()
@@ -86,10 +86,10 @@ class ProxyOptions(Limits):
     engine_ca: Path | None = None
 
     def check(self) -> None:
-        """Check the options, each and together.
+        """Check each option, and their combinations.
 
         Raises:
-            ConfigError: says what is wrong, and what to do.
+            ConfigError: an option is invalid; the message gives the reason and a remedy.
         """
         if self.engines_file is not None and (self.prefill or self.decode or self.receivers):
             raise ConfigError("--engines names all engines: give either it, or --prefill, --decode and --decode-kv")
@@ -125,10 +125,10 @@ class ProxyOptions(Limits):
         self.engine_context()
 
     def listing(self) -> Listing:
-        """The engines as they are named now.
+        """Return the engines that are listed now.
 
         Raises:
-            ConfigError: not as they must be.
+            ConfigError: the listing is invalid.
         """
         if self.engines_file is not None:
             from kvstore.tools.proxy.enginesfile import read_listing  # noqa: PLC0415 - costs what a command costs
@@ -143,7 +143,7 @@ class ProxyOptions(Limits):
         return listing
 
     def server_context(self) -> ssl.SSLContext | None:
-        """TLS towards clients; None for plain HTTP.
+        """Return the TLS context for clients; None for plain HTTP.
 
         Raises:
             ConfigError: the files cannot be used.
@@ -153,8 +153,8 @@ class ProxyOptions(Limits):
         _require_private(self.tls_key)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            context.load_cert_chain(self.tls_cert, self.tls_key, password="")  # never asks at a terminal
-        except OSError as error:  # an SSLError is one, too
+            context.load_cert_chain(self.tls_cert, self.tls_key, password="")  # prevents a prompt on the terminal
+        except OSError as error:  # includes SSLError
             raise ConfigError(
                 f"--tls-cert {self.tls_cert} and --tls-key {self.tls_key} cannot be used together "
                 f"({error.strerror}): give PEM files of a certificate and of its key, without a password"
@@ -162,7 +162,7 @@ class ProxyOptions(Limits):
         return context
 
     def engine_context(self) -> ssl.SSLContext:
-        """TLS towards engines.
+        """Return the TLS context for engines.
 
         Raises:
             ConfigError: the file cannot be used.
@@ -176,10 +176,10 @@ class ProxyOptions(Limits):
 
 
 def read_key(path: Path) -> str:
-    """The API key in a file, on its only line.
+    """Read the API key in a file, on its only line.
 
     Raises:
-        ConfigError: there is none, or several, or other users can read the file.
+        ConfigError: there is no key, or several, or other users can read the file.
     """
     keys = read_keys(path)
     if len(keys) > 1:
@@ -188,10 +188,10 @@ def read_key(path: Path) -> str:
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """The API keys in a file, one a line.
+    """Read the API keys in a file, one per line.
 
     Raises:
-        ConfigError: there is none, or something else, or other users can read the file.
+        ConfigError: there is no key, a line is not a key, or other users can read the file.
     """
     _require_private(path)
     try:

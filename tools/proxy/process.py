@@ -1,14 +1,14 @@
-"""``kvstore proxy``: one address in front of prefill and decode engines, as a process.
+"""Process of ``kvstore proxy``, which serves one address in front of prefill and decode engines.
 
-process ── routes ── asks      what each engine is told
+process ── routes ── asks      requests to the engines
 │          │         └─ objects   bodies of megabytes, of which a few members are parsed
-│          ├──────── fleet     the engines, which come and go
-│          │         ├─ choice    whose turn it is
-│          │         └─ engines   which are healthy
-│          │            └─ upstream   connections to them
+│          ├──────── fleet     engines, which may change
+│          │         ├─ choice    choice of an engine
+│          │         └─ engines   health and load
+│          │            └─ upstream   connections to engines
 │          └──────── events    streams
-├─ gate ──────────── reply     who may ask, and how an answer ends
-│  └─ shares                   how much they may take
+├─ gate ──────────── reply     authorization, and ends of answers
+│  └─ shares                   bounds per API key
 └─ entrance                    connections of clients
 """
 
@@ -58,15 +58,15 @@ _GENERATING: Final = ("/v1/completions", "/v1/chat/completions")
 _FORWARDED: Final = {"/v1/models": "GET", "/version": "GET", "/tokenize": "POST"}
 _METRICS: Final = "/metrics"
 _KEEP_ALIVE_S: Final = 5
-_GARBAGE: Final = (20_000, 20, 50)  # requests leave hardly any cycles; looking for them took a tenth of the time
+_GARBAGE: Final = (20_000, 20, 50)  # requests leave hardly any cycles; default thresholds took a tenth of the time
 _END_WAIT_S: Final = 2.0
 
 
 class Proxy:
-    """The routes and the engines behind them. Belongs to one event loop.
+    """Routes and the engines behind them, for use on one event loop.
 
     Args:
-        options: checked.
+        options: checked options.
     """
 
     def __init__(self, options: ProxyOptions) -> None:
@@ -91,7 +91,7 @@ class Proxy:
         forwarded = [Route(path, forward, methods=[method]) for path, method in _FORWARDED.items()]
         for route in forwarded:
             assert route.methods is not None
-            route.methods.discard("HEAD")  # comes with GET; an engine's answer to it would be awaited with its body
+            route.methods.discard("HEAD")  # added by GET; the proxy would wait for the body of an engine's answer
         return [
             *(Route(path, generate, methods=["POST"]) for path in _GENERATING),
             *forwarded,
@@ -116,7 +116,7 @@ class Proxy:
 
 
 class _Shortcut:
-    """Takes requests for the paths that are asked most past the router, whose time they would take."""
+    """ASGI application that bypasses the router for the most frequent paths, to save the router's time."""
 
     def __init__(self, direct: Mapping[tuple[str, str], ASGIApp], others: ASGIApp) -> None:
         self._direct = direct
@@ -128,19 +128,19 @@ class _Shortcut:
 
 
 def run_proxy(options: ProxyOptions, report: Callable[[int], None]) -> bool:
-    """Serve until SIGTERM or SIGINT; a second one ends it at once.
+    """Serve until SIGTERM or SIGINT; a second signal ends the proxy at once.
 
     Args:
-        options: checked.
+        options: checked options.
         report: called with the port as soon as the proxy answers.
 
     Returns:
-        Whether every request was answered to its end.
+        True if every request was answered completely.
 
     Raises:
-        ConfigError: it cannot listen.
+        ConfigError: the proxy cannot listen.
     """
-    gc.freeze()  # what was imported stays
+    gc.freeze()  # imported modules stay in memory
     gc.set_threshold(*_GARBAGE)
     listener = listen(options.host, options.port, "the proxy", "choose another --port")
     return uvloop.run(_serve(options, listener, report))
@@ -170,7 +170,7 @@ async def _serve(options: ProxyOptions, listener: socket.socket, report: Callabl
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn without its signal handlers, which end the process by the signal that it got."""
+    """Uvicorn server without its signal handlers, which raise the received signal again."""
 
     def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
         super().__init__(config)
@@ -178,11 +178,11 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Do not touch them."""
+        """Install no signal handlers."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and report it."""
+        """Start listening, and report it."""
         await super().startup(sockets)
         self._announce()
 
@@ -198,7 +198,7 @@ def _uvicorn_config(proxy: Proxy, options: ProxyOptions, context: ssl.SSLContext
         access_log=False,
         lifespan="on",
         timeout_keep_alive=_KEEP_ALIVE_S,
-        # The gate ends requests before that, each with an error that its client can read.
+        # The gate ends requests before this timeout, each with an error that its client can read.
         timeout_graceful_shutdown=math.ceil(options.drain_s + _END_WAIT_S),
         server_header=False,
         proxy_headers=False,
@@ -209,7 +209,7 @@ def _uvicorn_config(proxy: Proxy, options: ProxyOptions, context: ssl.SSLContext
 
 
 async def _renew(options: ProxyOptions, context: ssl.SSLContext | None) -> None:
-    """Show new connections the certificate that is in the file now."""
+    """Reload the certificate for new connections when its file changes."""
     shown = _written(options)
     while context is not None and options.tls_cert is not None:
         await asyncio.sleep(options.health_interval_s)
@@ -218,7 +218,7 @@ async def _renew(options: ProxyOptions, context: ssl.SSLContext | None) -> None:
             continue
         shown = now
         try:
-            options.server_context()  # looks whether the files can be used
+            options.server_context()  # checks the files
             context.load_cert_chain(options.tls_cert, options.tls_key, password="")
         except (ConfigError, OSError) as error:
             logger.error("the certificate stays as it is: %s", error)  # noqa: TRY400 - the message says it all
@@ -227,7 +227,7 @@ async def _renew(options: ProxyOptions, context: ssl.SSLContext | None) -> None:
 
 
 def _written(options: ProxyOptions) -> list[int]:
-    """When the certificate and its key were written; 0 for a file that is not there."""
+    """Return the modification times of the certificate and its key; 0 for a missing file."""
     files = (options.tls_cert, options.tls_key)
     return [file.stat().st_mtime_ns if file is not None and file.exists() else 0 for file in files]
 

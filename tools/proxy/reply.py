@@ -1,4 +1,4 @@
-"""An answer to a client, whole or as a stream. The client can always tell how it ended."""
+"""Answer to a client, whole or as a stream, with an end that the client can always recognize."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvstore.errors import KVStoreError
 
 
 class Reason(Enum):
-    """Why the proxy ends a request with an error.
+    """Reason why the proxy ends a request with an error.
 
     Attributes:
-        label: in metrics.
-        status: for the client.
+        label: label in metrics.
+        status: HTTP status for the client.
     """
 
     MALFORMED = "malformed", HTTPStatus.BAD_REQUEST
@@ -39,12 +39,12 @@ class Reason(Enum):
 
 
 class AnswerError(KVStoreError):
-    """A request that the proxy ends with an error.
+    """The proxy ends a request with an error.
 
     Args:
-        reason: why.
-        message: for the client; it names no address.
-        headers: for the client.
+        reason: reason of the error.
+        message: message for the client; it names no address.
+        headers: headers for the client.
     """
 
     def __init__(self, reason: Reason, message: str, headers: Mapping[str, str] | None = None) -> None:
@@ -58,22 +58,22 @@ class ClientGoneError(Exception):
 
 
 def error_tree(status: int, message: str) -> dict[str, Any]:
-    """An error in the form of OpenAI's API."""
+    """Return an error in the format of OpenAI's API."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
 def event_of(tree: dict[str, Any]) -> bytes:
-    """A server-sent event with this content."""
+    """Return a server-sent event with this content."""
     return b"data: " + json.dumps(tree).encode() + b"\n\n"
 
 
 class Reply:
-    """One answer. Its pieces are sent in order, by one task at a time.
+    """Answer to one request, whose pieces are sent in order, by one task at a time.
 
     Args:
-        send: ASGI's.
-        request_id: for the header ``X-Request-Id``.
+        send: ASGI's ``send``.
+        request_id: id for the header ``X-Request-Id``.
     """
 
     def __init__(self, send: Send, request_id: str) -> None:
@@ -104,7 +104,7 @@ class Reply:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def error(self, error: AnswerError) -> None:
-        """End with an error: with its status, or, in a stream that has begun, as the last event."""
+        """End the answer with an error: by its status or, in a stream that has begun, as the last event."""
         if self.has_ended:
             return
         self.failure = error.reason.label

@@ -1,4 +1,4 @@
-"""How a proxy answers a request: prefill on one engine, decode on another."""
+"""Router of a proxy, which answers a request by prefill on one engine and decode on another."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _EVENTS: Final = "text/event-stream"
 
 
 class Filter(Protocol):
-    """Changes a stream on its way."""
+    """Filter of a stream's events."""
 
     def pass_on(self, event: bytes) -> bytes:
-        """What the client gets instead of this event."""
+        """Return the bytes to send to the client for this event."""
 
 
 class Whole(NamedTuple):
-    """An answer that was read to its end."""
+    """Answer that was read to its end."""
 
     status: int
     headers: Mapping[str, str]
@@ -51,12 +51,12 @@ class Whole(NamedTuple):
 
 
 class Prefilled(NamedTuple):
-    """The result of a prefill.
+    """Result of a prefill.
 
     Attributes:
-        spec: what the engine says about the KV that it sent.
-        first: its token, if the stream may begin with it.
-        refusal: its answer, if it refused the request.
+        spec: the engine's description of the KV that it sent.
+        first: first token, if the stream may begin with it.
+        refusal: the engine's answer, if it refused the request.
     """
 
     spec: Mapping[str, Raw] | None = None
@@ -65,7 +65,7 @@ class Prefilled(NamedTuple):
 
 
 class Router:
-    """Answers requests through engines. Belongs to one event loop."""
+    """Router that answers requests through engines, for use on one event loop."""
 
     def __init__(self, options: ProxyOptions, fleet: Fleet, meters: ProxyMeters) -> None:
         self._bidirectional = options.bidirectional
@@ -79,7 +79,7 @@ class Router:
         """Answer a request for a completion or a chat.
 
         Raises:
-            AnswerError: what to tell the client, even if its answer has begun.
+            AnswerError: error for the client, even if its answer has begun.
             ClientGoneError: the client hung up.
         """
         try:
@@ -102,7 +102,7 @@ class Router:
 
         Raises:
             AnswerError: see ``generate``.
-            ClientGoneError: the same.
+            ClientGoneError: see ``generate``.
         """
         for engine in self._fleet.decode.candidates():
             try:
@@ -116,7 +116,7 @@ class Router:
     async def _prefill(
         self, ask: Ask, beginnings: Sequence[Beginning], call: Call, receiver: Receiver | None
     ) -> Prefilled:
-        # A name of our own: two clients may use the same request id, and their KV must not get mixed up.
+        # A unique id, because two clients may use the same request id, and their KV must not be mixed up.
         transfer_id = f"{call.request_id}-{secrets.token_hex(8)}"
         wants_first = self._first_token and receiver is not None and ask.may_begin(call.path)
         content = ask.for_prefill(receiver, transfer_id, wants_first=wants_first)
@@ -169,7 +169,7 @@ class Router:
                         await _relay(engine, answer, filters, reply)
             except EngineUnreachableError:
                 self._meters.fallbacks.labels("decode_unreachable").inc()
-                spec = None  # that engine has the KV; the next one computes
+                spec = None  # that engine has the KV; the next one computes it
                 continue
             return
         raise AnswerError(Reason.NO_DECODE_ENGINE, "no decode engine can be reached: try again later")
@@ -181,7 +181,7 @@ async def _whole(engine: Engine, call: Call, content: Parts) -> Whole:
 
 
 async def _relay(engine: Engine, answer: UpstreamAnswer, filters: Sequence[Filter], reply: Reply) -> None:
-    """Pass on an answer as it arrives; a stream in whole events.
+    """Forward an answer as it arrives; a stream in whole events.
 
     Raises:
         EngineError: the answer stopped before its end.

@@ -1,4 +1,4 @@
-"""Bounds on what the requests of a proxy take: for all clients together, and for each API key a share of it."""
+"""Bounds on resources of a proxy's requests, for all clients together and for each API key."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Self
 
 
 class Bound:
-    """An amount that may be taken in all, and by each key. Belongs to one event loop.
+    """Limit on an amount, in total and for each key, for use on one event loop.
 
     Args:
-        most: by all keys together.
-        most_of_key: by one of them.
+        most: limit for all keys together.
+        most_of_key: limit for one key.
 
     Attributes:
-        taken: by all keys now.
+        taken: amount that all keys have taken now.
     """
 
     def __init__(self, most: int, most_of_key: int) -> None:
@@ -24,7 +24,7 @@ class Bound:
         self._by_key = Counter[str]()
 
     def take(self, key: str, amount: int) -> bool:
-        """Take an amount; False, and nothing is taken, if that were too much."""
+        """Take an amount; return False and take nothing if it would exceed a limit."""
         if self.taken + amount > self._most or self._by_key[key] + amount > self._most_of_key:
             return False
         self.taken += amount
@@ -38,7 +38,7 @@ class Bound:
 
 
 class Taken:
-    """The part of a bound that one request has. A context manager that gives it back."""
+    """Context manager of the amount that one request has taken, which gives it back at the end."""
 
     def __init__(self, bound: Bound, key: str) -> None:
         self._bound = bound
@@ -46,7 +46,7 @@ class Taken:
         self._amount = 0
 
     def take(self, amount: int = 1) -> bool:
-        """Take more; False, and nothing more is taken, if that were too much."""
+        """Take more; return False and take nothing more if it would exceed a limit."""
         is_taken = self._bound.take(self._key, amount)
         self._amount += amount if is_taken else 0
         return is_taken

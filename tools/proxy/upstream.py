@@ -1,8 +1,8 @@
 """Connections to engines: HTTP/1.1 over asyncio, parsed by httptools.
 
-A proxy makes two requests for each of its clients'. General HTTP clients take several times the processor time of all
-else that a proxy does (``kvstore bench`` says how much there is), so this one knows only what engines need: a request
-with a body of known length, an answer of any length, and connections that are used again.
+A proxy makes two requests for each client request. General HTTP clients take several times the processor time of the
+rest of a proxy (``kvstore bench`` measures it), so this client supports only what engines need: a request with a body
+of known length, an answer of any length, and connections that are reused.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ _SHOWN_HEADERS: Final = frozenset({b"content-type", b"retry-after", b"www-authen
 
 
 class UpstreamError(KVStoreError):
-    """An engine did not answer as it should."""
+    """An engine gave no valid answer."""
 
 
 class NoConnectionError(UpstreamError):
-    """The engine has seen nothing of the request."""
+    """The engine has received nothing of the request."""
 
 
 class SilenceError(UpstreamError):
-    """The engine said nothing, or read nothing, for too long."""
+    """The engine sent nothing, or read nothing, for too long."""
 
 
 class Times(NamedTuple):
-    """How long to wait for a connection, and for the next byte."""
+    """Timeouts of a connection attempt, and of the next byte."""
 
     connect_s: float
     silent_s: float
 
 
 class Pool:
-    """The connections to one engine. Belongs to one event loop.
+    """Connections to one engine, for use on one event loop.
 
     Args:
         url: ``http://host:port``, or ``https``.
-        times: how long to wait.
-        context: for https.
+        times: timeouts.
+        context: TLS context for https.
     """
 
     def __init__(self, url: str, times: Times, context: ssl.SSLContext | None) -> None:
@@ -68,30 +68,30 @@ class Pool:
         self._is_closed = False
 
     def close(self) -> None:
-        """Close what nobody uses, and all else after its use."""
+        """Close idle connections now, and the others after their requests."""
         self._is_closed = True
         while self._idle:
             self._idle.pop().end()
 
     def sweep(self) -> None:
-        """Close what nobody has used for a while."""
+        """Close connections that have been idle for too long."""
         oldest_s = asyncio.get_running_loop().time() - _KEPT_S
         while self._idle and self._idle[0].idle_since_s < oldest_s:
             self._idle.popleft().end()
 
     def asked(self, method: str, path: str, headers: Mapping[str, str], content: Parts) -> Exchange:
-        """A request, to be entered for its answer.
+        """Return a request as an async context manager that yields the answer.
 
         Args:
-            method: HTTP's.
-            path: without characters that need escapes.
-            headers: besides ``Host`` and ``Content-Length``; ASCII.
-            content: the body, in parts.
+            method: HTTP method.
+            path: path without characters that need escapes.
+            headers: ASCII headers other than ``Host`` and ``Content-Length``.
+            content: body, in parts.
         """
         return Exchange(self, self._head(method, path, headers, content), content)
 
     async def take(self) -> _Connection:
-        """A connection for one request.
+        """Return a connection for one request.
 
         Raises:
             NoConnectionError: the engine cannot be reached.
@@ -99,7 +99,7 @@ class Pool:
         return self._kept() or await self._connected()
 
     def give_back(self, connection: _Connection) -> None:
-        """Keep a connection for the next request, unless it cannot be used again."""
+        """Keep a connection for the next request, or close it if it cannot be reused."""
         if connection.is_reusable and not self._is_closed and len(self._idle) < _KEPT_CONNECTIONS:
             connection.rest()
             self._idle.append(connection)
@@ -114,7 +114,7 @@ class Pool:
         return "\r\n".join([*lines, "\r\n"]).encode("ascii")
 
     def _kept(self) -> _Connection | None:
-        """The connection that was used last, if that was not long ago."""
+        """Return the idle connection that was used last, if it is still fresh; None if there is none."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_fresh:
@@ -129,16 +129,16 @@ class Pool:
                 _, connection = await loop.create_connection(
                     lambda: _Connection(loop, self._times.silent_s), self._host, self._port, ssl=self._context
                 )
-        except (OSError, UnicodeError) as error:  # a TimeoutError is one, and so is a certificate that is not trusted
+        except (OSError, UnicodeError) as error:  # includes TimeoutError and untrusted certificates
             why = getattr(error, "verify_message", "") or getattr(error, "strerror", "")
             raise NoConnectionError(f"{type(error).__name__}{f': {why}' if why else ''}") from error
         return connection
 
 
 class Exchange:
-    """A request and its answer, of any status, with its body unread. Whoever leaves early ends it for the engine, too.
+    """Request and its answer, of any status, with an unread body; leaving early also ends the request on the engine.
 
-    A class, as this takes half the time of a generator; entering it raises ``UpstreamError``.
+    It is a class because that takes half a generator's time; entering it raises ``UpstreamError``.
     """
 
     def __init__(self, pool: Pool, head: bytes, content: Parts) -> None:
@@ -162,7 +162,7 @@ class Exchange:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection; one request at a time."""
+    """Connection that carries one request at a time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, silent_s: float) -> None:
         self.idle_since_s = 0.0
@@ -184,7 +184,7 @@ class _Connection(asyncio.Protocol):
         self._buffered_bytes = 0
         self._has_head = self._has_length = self._is_complete = self._is_kept = False
 
-    # What asyncio calls.
+    # Callbacks of asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -192,7 +192,7 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_lost = True
         if exc is None and self._has_head and not self._has_length and not self._is_broken:
-            self._is_complete = True  # the end of the connection is that of the answer
+            self._is_complete = True  # the end of the connection ends the answer
         self._wake()
 
     def pause_writing(self) -> None:
@@ -214,11 +214,11 @@ class _Connection(asyncio.Protocol):
             self.end()
         self._wake()
 
-    # What the parser calls.
+    # Callbacks of the parser.
 
     def on_message_begin(self) -> None:
         if self._is_complete:
-            raise UpstreamError("more than the answer")  # the parser stops, and says so
+            raise UpstreamError("more than the answer")  # stops the parser, which raises an error
 
     def on_header(self, name: bytes, value: bytes) -> None:
         shown = name.lower()
@@ -230,11 +230,11 @@ class _Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         self._status = self._parser.get_status_code()
         if self._status not in _STATUSES:
-            raise UpstreamError("no status of HTTP's")  # the parser stops, and says so
+            raise UpstreamError("no status of HTTP's")  # stops the parser, which raises an error
         self._has_head = True
 
     def on_body(self, body: bytes) -> None:
-        self._head_bytes = 0  # what follows the body's last piece counts again: a trailer is of the head
+        self._head_bytes = 0  # bytes after the body's last piece count again, because trailers are headers
         self._pieces.append(body)
         self._buffered_bytes += len(body)
         if self._buffered_bytes > _BUFFER_BYTES and not self._is_paused and self._transport is not None:
@@ -242,37 +242,37 @@ class _Connection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def on_message_complete(self) -> None:
-        if self._status < 200:  # it goes on: the answer is still to come
+        if self._status < 200:  # an interim response: the answer follows
             self._has_head = self._has_length = False
         else:
             self._is_complete = True
             self._is_kept = self._parser.should_keep_alive()
 
-    # What the pool and the answer call.
+    # Methods for the pool and the answer.
 
     @property
     def is_fresh(self) -> bool:
-        """Whether an engine may be expected to read what is sent now."""
+        """True if the engine is expected to read a request that is sent now."""
         return not (self._is_lost or self._is_broken) and self._loop.time() - self.idle_since_s < _KEPT_S
 
     @property
     def is_reusable(self) -> bool:
-        """Whether the answer has come, and the engine keeps the connection."""
+        """True if the answer is complete, and the engine keeps the connection open."""
         return self._is_kept and not (self._is_lost or self._is_broken or self._is_full)
 
     def rest(self) -> None:
-        """Forget the answer, and wait for the next request."""
+        """Mark the connection as idle, and resume reading."""
         self.idle_since_s = self._loop.time()
         self._go_on_reading()
 
     def end(self) -> None:
-        """Close it at once: an engine that has not answered yet ends the request."""
+        """Close the connection at once, so that an engine that has not answered yet ends the request."""
         self._stop_timer()
         if self._transport is not None:
             self._transport.abort()
 
     async def send(self, head: bytes, content: Parts) -> None:
-        """Send a request. A large body goes in pieces, so that other requests proceed between them."""
+        """Send a request; a large body is sent in pieces, so that other requests proceed between them."""
         self._begin()
         if sum(map(len, content)) < _PIECE_BYTES:
             await self._write(b"".join((head, *content)))
@@ -290,13 +290,13 @@ class _Connection(asyncio.Protocol):
             await self._write(bytes(piece))
 
     async def answer(self) -> UpstreamAnswer:
-        """The head of the answer."""
+        """Return the answer as soon as its head has arrived."""
         while not self._has_head:
             await self._wait()
         return UpstreamAnswer(self._status, self._headers, self)
 
     async def next_piece(self) -> bytes:
-        """What has come of the body; empty at its end."""
+        """Return the bytes of the body that have arrived; empty at its end."""
         while not self._pieces:
             if self._is_complete:
                 return b""
@@ -320,11 +320,11 @@ class _Connection(asyncio.Protocol):
             await self._wait()
 
     async def _wait(self) -> None:
-        """Until something happens.
+        """Wait until data arrives, or the connection's state changes.
 
         Raises:
             UpstreamError: the connection ended.
-            SilenceError: nothing happened.
+            SilenceError: nothing happened within the timeout.
         """
         if self._is_lost or self._is_broken:
             raise UpstreamError("what came is no answer" if self._is_broken else "the connection was closed")
@@ -338,7 +338,7 @@ class _Connection(asyncio.Protocol):
             self._waiter = None
 
     def _look_at_clock(self) -> None:
-        """One timer for a whole request, whose deadline moves with each byte."""
+        """Check the deadline, which moves with each wait, so that one timer serves a whole request."""
         left_s = self._deadline_s - self._loop.time()
         if self._waiter is None or left_s > 0:
             self._timer = self._loop.call_later(max(left_s, self._silent_s / 4), self._look_at_clock)
@@ -357,11 +357,11 @@ class _Connection(asyncio.Protocol):
 
 
 class UpstreamAnswer:
-    """An answer whose body is still to be read.
+    """Answer whose body has not been read.
 
     Attributes:
-        status: HTTP's.
-        headers: those that a client gets, too, in lower case.
+        status: HTTP status.
+        headers: headers to forward to the client, by lower-case name.
     """
 
     def __init__(self, status: int, headers: Mapping[str, str], connection: _Connection) -> None:
@@ -370,19 +370,19 @@ class UpstreamAnswer:
         self._connection = connection
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it comes.
+        """Yield the body as it arrives.
 
         Raises:
-            UpstreamError: it ends too early.
+            UpstreamError: the body ends too early.
         """
         while piece := await self._connection.next_piece():
             yield piece
 
     async def read(self, most_bytes: int) -> bytes:
-        """The whole body.
+        """Return the whole body.
 
         Raises:
-            UpstreamError: it ends too early, or is longer.
+            UpstreamError: the body ends too early, or is longer than ``most_bytes``.
         """
         content = await self._connection.next_piece()
         rest = bytearray()

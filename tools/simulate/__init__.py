@@ -1,1 +1,1 @@
-"""``kvstore simulate``: the hit rate of each policy over a trace."""
+"""Implementation of ``kvstore simulate``, which computes the hit rate of each policy over a trace."""

@@ -1,8 +1,8 @@
-"""``kvstore simulate --block-tokens``: what it brings to find blocks inside chunks.
+"""Gain of hits that end at any block, for ``kvstore simulate --block-tokens``.
 
-An id of the trace is a block here, and several are a chunk. The index itself is asked, once as it is and once with
-chunks found whole or as tails only. Where two prompts part inside an id no trace can tell: real blocks are smaller, and
-real hits up to an id longer.
+An id of the trace is a block here, and several ids are a chunk. The requests are replayed on the index twice: as it is,
+and with hits on whole chunks and tails only. A trace does not show the position inside an id at which two prompts part.
+Real blocks are smaller, so real hits are up to an id longer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TICK = 100  # requests between two progress reports
 
 
 class Chunking(NamedTuple):
-    """What an id stands for, and what is stored as one."""
+    """Tokens of a block, which is an id of the trace, and of a chunk."""
 
     block_tokens: int
     chunk_tokens: int
@@ -37,7 +37,7 @@ class Chunking(NamedTuple):
 
 
 class BlockTrace(NamedTuple):
-    """A trace in memory: the ids of each request, renumbered, and its tokens."""
+    """Trace in memory: the ids of each request, renumbered, and its tokens."""
 
     name: str
     chunking: Chunking
@@ -45,17 +45,17 @@ class BlockTrace(NamedTuple):
     tokens: list[int]
 
     def distinct_size(self, scale: Scale) -> int:
-        """The slots of all different chunks and tails together, in chunks or bytes."""
+        """Return the slots of all distinct chunks and tails, in chunks or bytes."""
         size = self.chunking.blocks_per_chunk
         ends = {end for chain in self.chains for end in (*chain[size - 1 :: size], chain[-1])}
         return len(ends) * _slot_size(scale, self.chunking)
 
 
 def parse_chunking(block_tokens: int | None, chunk_tokens: int | None) -> Chunking | None:
-    """The two options; None without ``--block-tokens``.
+    """Return the chunking of the two options; None without ``--block-tokens``.
 
     Raises:
-        ConfigError: they do not make chunks of at least two blocks.
+        ConfigError: a chunk is not a whole number of blocks, at least two.
     """
     if block_tokens is None:
         if chunk_tokens is not None:
@@ -74,7 +74,7 @@ def load_blocks(path: Path, chunking: Chunking) -> BlockTrace:
     """Read a trace.
 
     Raises:
-        ConfigError: it cannot be read, has no requests, or its ids stand for another number of tokens.
+        ConfigError: the file cannot be read, has no requests, or its ids stand for another number of tokens.
     """
     numbers: dict[bytes, int] = {}
     trace = BlockTrace(str(path), chunking, [], [])
@@ -89,10 +89,10 @@ def load_blocks(path: Path, chunking: Chunking) -> BlockTrace:
 def replay_blocks(
     trace: BlockTrace, policy: str, size: float, *, disk: float | None, scale: Scale, tick: Tick, block_ends: bool
 ) -> Cell:
-    """Ask an index of one size for all requests of a trace.
+    """Replay all requests of a trace on an index of one size.
 
     Raises:
-        ConfigError: the size does not hold a chunk.
+        ConfigError: the size is less than a chunk.
     """
     chunking = trace.chunking
     replay = Replay(_index(policy, size, disk, scale, chunking), block_ends=block_ends)
@@ -127,7 +127,7 @@ def replay_blocks(
 
 
 def _index(policy: str, size: float, disk: float | None, scale: Scale, chunking: Chunking) -> ChunkIndex:
-    """An index whose chunks take a slot each in memory, and on disk the bytes of their blocks."""
+    """Return an index whose chunks take a slot each in memory, and on disk the bytes of their blocks."""
     slots = scale.capacity(size) // _slot_size(scale, chunking)
     if not slots:
         raise ConfigError(
@@ -142,18 +142,18 @@ def _index(policy: str, size: float, disk: float | None, scale: Scale, chunking:
         slots,
         disk_capacity_bytes=0 if disk is None else scale.capacity(disk),
         stored_bytes=None if disk is None else stored_bytes,
-        max_writes=slots,  # all that a request can have in memory
+        max_writes=slots,  # as many as a request can have in memory
         cache_policy=policy,
     )
 
 
 def _slot_size(scale: Scale, chunking: Chunking) -> int:
-    """What a chunk or tail takes in memory, in chunks or bytes."""
+    """Return the memory of a chunk or tail, in chunks or bytes."""
     return 1 if scale.bytes_per_token is None else chunking.chunk_tokens * scale.bytes_per_token
 
 
 def _named(chain: Sequence[int], chunking: Chunking) -> PrefixHasher:
-    """The keys of a chain, of which every id is hashed as if it were a token."""
+    """Return the keys of a chain, whose ids are hashed as if they were tokens."""
     hasher = PrefixHasher(chunking.blocks_per_chunk, 1)
     hasher.update(chain)
     return hasher
@@ -162,7 +162,7 @@ def _named(chain: Sequence[int], chunking: Chunking) -> PrefixHasher:
 def _tiers(
     index: ChunkIndex, tokens: Counter[Place], chunks: Counter[Place], *, has_disk: bool
 ) -> tuple[dict[str, int], ...]:
-    """The counts of memory, and of the disk if there is one, named as those of ``TierCounts``."""
+    """Return the counts of memory, and of the disk if there is one, with the names of ``TierCounts``."""
     counts = index.counters
     memory = {
         "hit_chunks": chunks[Place.MEMORY],

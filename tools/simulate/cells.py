@@ -1,7 +1,7 @@
-"""``kvstore simulate``: the hit rate of each policy over a trace, in tiers of several sizes.
+"""Hit rates of each policy over a trace, in tiers of several sizes, for ``kvstore simulate``.
 
-Runs the index's policies over the requests of a trace, one after the other. ``kvstore/policies/simulation.py`` says
-what the simulation leaves out, and ``docs/policies.md`` explains the results.
+Runs the index's policies over the requests of a trace, one after the other. ``kvstore/policies/simulation.py`` lists
+the simplifications, and ``docs/policies.md`` explains the results.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ _SHARES = (0.01, 0.03, 0.1, 0.3, 1.0)  # default sizes, as fractions of a trace'
 _TICK = 500  # requests between two progress reports
 
 Tick = Callable[[int], None]
-"""Called with the number of requests replayed since the last call."""
+"""Callback with the number of requests replayed since the last call."""
 
 
 class Scale(NamedTuple):
-    """The unit of sizes: bytes, at ``bytes_per_token``, or chunks if that is None."""
+    """Unit of sizes: bytes, at ``bytes_per_token``, or chunks if that is None."""
 
     bytes_per_token: int | None = None
 
     def sizes_of(self, request: Request) -> list[int]:
-        """The size of each chunk of a request."""
+        """Return the size of each chunk of a request."""
         if self.bytes_per_token is None:
             return [1] * len(request.keys)
         return [request.tokens_of(place) * self.bytes_per_token for place in range(len(request.keys))]
 
     def capacity(self, size: float) -> int:
-        """A size in chunks or GiB, as users give it, in chunks or bytes."""
+        """Convert a size that users give in chunks or GiB to chunks or bytes."""
         return round(size) if self.bytes_per_token is None else round(size * GIB)
 
     def label(self, size: float) -> str:
-        """A size for people."""
+        """Format a size for people."""
         return f"{size:,.0f}" if self.bytes_per_token is None else f"{size:g} GiB"
 
 
 class Trace(NamedTuple):
-    """A trace in memory, with the size of every chunk."""
+    """Trace in memory, with the size of every chunk."""
 
     name: str
     chains: list[tuple[bytes, ...]]
@@ -54,11 +54,11 @@ class Trace(NamedTuple):
 
     @property
     def num_chunks(self) -> int:
-        """Chunks in all requests together."""
+        """Number of chunks in all requests together."""
         return sum(map(len, self.chains))
 
     def distinct_size(self, _scale: Scale) -> int:
-        """The sizes of all different chunks together."""
+        """Return the total size of all distinct chunks."""
         found: dict[bytes, int] = {}
         for chain, sizes in zip(self.chains, self.sizes, strict=True):
             found.update(zip(chain, sizes, strict=True))
@@ -67,16 +67,16 @@ class Trace(NamedTuple):
 
 @dataclass(frozen=True)
 class Cell:
-    """The result of one policy for one trace at one size.
+    """Result of one policy for one trace at one size.
 
     Attributes:
-        size, disk: of memory and disk, in chunks or GiB; no disk if None.
+        size, disk: sizes of memory and disk, in chunks or GiB; no disk if None.
         hit_rate: leading chunks found of each request, over all chunks requested.
-        hit_bytes, used_bytes: of the chunks found, and of all chunks; None if sizes are in chunks.
+        hit_bytes, used_bytes: bytes of the chunks found, and of all chunks; None if sizes are in chunks.
         written_rate: chunks written over chunks offered, in memory; None for the best possible.
-        tiers: the counts of each tier, memory first.
-        matching: ``blocks`` or ``chunks``, where both are compared: then the hit rate counts tokens.
-        hit_tokens, used_tokens: found, and asked for; None where chunks are counted.
+        tiers: counts of each tier, memory first.
+        matching: ``blocks`` or ``chunks`` if both are compared, and the hit rate counts tokens; otherwise None.
+        hit_tokens, used_tokens: tokens found and requested; None if chunks are counted.
     """
 
     trace: str
@@ -94,7 +94,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """What distinguishes it from others of the same trace and size."""
+        """Label that distinguishes the cell from others of the same trace and size."""
         return f"{self.policy}, whole chunks and tails" if self.matching == "chunks" else self.policy
 
 
@@ -102,7 +102,7 @@ def load(path: Path, scale: Scale) -> Trace:
     """Read a trace.
 
     Raises:
-        ConfigError: it cannot be read, or has no requests.
+        ConfigError: the file cannot be read, or has no requests.
     """
     requests = list(read_trace(path))
     if not requests:
@@ -139,20 +139,20 @@ def _tier_fields(counts: TierCounts, scale: Scale) -> dict[str, Any]:
 
 
 def best(trace: Trace, size: float, disk: float | None, scale: Scale) -> Cell:
-    """The best possible hit rate at this size; with a disk, in memory and disk together."""
+    """Return the best possible hit rate at this size; with a disk, of memory and disk together."""
     hits = best_hits(trace.chains, trace.sizes, scale.capacity(size) + (scale.capacity(disk) if disk else 0))
     return Cell(trace.name, BEST, size, disk, hits / trace.num_chunks)
 
 
 def default_sizes(total: int, scale: Scale) -> list[float]:
-    """Sizes from a hundredth of all that is distinct in a trace, in chunks or bytes, to all of it."""
+    """Return sizes from a hundredth of ``total``, the distinct size of a trace in chunks or bytes, to all of it."""
     unit = 1 if scale.bytes_per_token is None else GIB
     sizes = (float(f"{share * total / unit:.2g}") if unit == GIB else max(1, round(share * total)) for share in _SHARES)
     return sorted({*sizes})
 
 
 def parse_policies(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The policies of these names, or all policies if there are no names, and warnings.
+    """Return the policies of these names, or all policies if there are no names, and warnings.
 
     Raises:
         ConfigError: there is no such policy.

@@ -1,4 +1,4 @@
-"""What ``kvstore simulate`` shows: a table, the gain of each larger size, a plot."""
+"""Output of ``kvstore simulate``: a table, the gain of each larger size, a plot."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvstore.tools.figures import new_figure, save_figure
 from kvstore.tools.simulate.cells import BEST, Cell, Scale
 
 _PANELS_BESIDE = 2
-_LETTER_WIDTH = 0.017  # of the axis of a panel
-_MANY = 1000  # from here on a size is shown without a fraction
+_LETTER_WIDTH = 0.017  # as a fraction of a panel's axis
+_MANY = 1000  # sizes from this on are shown without a fraction
 
 
 def table(cells: Sequence[Cell], scale: Scale) -> Table:
-    """Hit rates of one trace by policy and size; below each, what was found in and written to each tier."""
+    """Return a table of one trace's hit rates by policy and size, with the shares found in and written to each tier."""
     first = cells[0]
     unit = "chunks" if scale.bytes_per_token is None else "memory"
     below = "" if first.disk is None else f", disk of {scale.label(first.disk)}{_unit(scale)} below"
@@ -44,7 +44,7 @@ def table(cells: Sequence[Cell], scale: Scale) -> Table:
 
 
 def gains(cells: Sequence[Cell], scale: Scale) -> Iterator[str]:
-    """A line for each policy: how much each larger size gains."""
+    """Yield a line for each policy, with the gain of each larger size."""
     for policy in _labels(cells):
         row = [cell for cell in cells if cell.label == policy]
         steps = [
@@ -57,7 +57,7 @@ def gains(cells: Sequence[Cell], scale: Scale) -> Iterator[str]:
 
 
 def block_gains(cells: Sequence[Cell], scale: Scale) -> Iterator[str]:
-    """A line for each policy: how much more is found by blocks than by whole chunks and tails."""
+    """Yield a line for each policy, with the gain of hits on blocks over hits on whole chunks and tails."""
     for policy in dict.fromkeys(cell.policy for cell in cells if cell.matching is not None):
         row = [cell for cell in cells if cell.policy == policy]
         pairs = zip(*([cell for cell in row if cell.matching == way] for way in ("chunks", "blocks")), strict=True)
@@ -91,7 +91,7 @@ def plot(cells: Sequence[Cell], scale: Scale, file: Path) -> None:
 
 
 def _draw_curves(axes: Any, cells: Sequence[Cell], scale: Scale) -> None:  # noqa: ANN401 - matplotlib's
-    """One trace; curves that lie on each other are told apart by their hollow markers."""
+    """Draw the curves of one trace, with hollow markers that keep overlapping curves distinguishable."""
     for policy, marker in zip(_labels(cells), cycle("os^Dv")):
         row = [cell for cell in cells if cell.label == policy]
         style: dict[str, object] = {"color": "black", "linestyle": "--"}
@@ -113,10 +113,10 @@ def _draw_curves(axes: Any, cells: Sequence[Cell], scale: Scale) -> None:  # noq
 
 
 def _ticks(sizes: Sequence[float]) -> tuple[list[float], list[str]]:
-    """The sizes that have a tick on a logarithmic axis, and their labels: none that would touch the one before."""
+    """Return the sizes with a tick on a logarithmic axis, and their labels, without labels that would overlap."""
     low, high = log(min(sizes)), log(max(sizes))
     kept: list[tuple[float, str]] = []
-    end = -inf  # of the last label, where the axis is from 0 to 1
+    end = -inf  # end of the last label, on an axis from 0 to 1
     for size in sorted(sizes):
         place = (log(size) - low) / (high - low) if high > low else 0.5
         label = f"{size:,g}" if size < _MANY else f"{size:,.0f}"
@@ -136,14 +136,14 @@ def _unit(scale: Scale) -> str:
 
 
 def _memory_gain(smaller: Cell, larger: Cell) -> str:
-    """How much of a gain is in memory, if there is a disk below it."""
+    """Format the part of a gain that is in memory; empty without a disk."""
     if len(smaller.tiers) < 2:
         return ""
     return f" ({100 * (_found_in(larger, 0) - _found_in(smaller, 0)):+.1f} in memory)"
 
 
 def _found_in(cell: Cell, place: int) -> float:
-    """The part of a hit rate that one tier contributes."""
+    """Return the part of a hit rate that one tier contributes."""
     unit = "hit_chunks" if cell.matching is None else "hit_tokens"
     hits = sum(tier[unit] for tier in cell.tiers)
     return cell.hit_rate * float(cell.tiers[place][unit]) / hits if hits else 0.0

@@ -1,4 +1,4 @@
-"""Carries out ``kvstore simulate``: parses its options, computes all cells with a progress bar, and prints them."""
+"""Run of ``kvstore simulate``: parses its options, computes all cells with a progress bar, and prints them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _SIZES = "numbers separated by commas, such as 1000,5000"
 
 
 class SimulateOptions:
-    """What to simulate. Without sizes, each trace has its default sizes.
+    """Options of a simulation. Without sizes, each trace gets default sizes.
 
     Raises:
-        ConfigError: an option is wrong, or two of them exclude each other.
+        ConfigError: an option is wrong, or two options exclude each other.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class SimulateOptions:
 def simulate_and_print(
     paths: Sequence[Path], options: SimulateOptions, *, plot_file: Path | None, as_json: bool
 ) -> None:
-    """Simulate all traces, print the results, and plot them if there is a file for that.
+    """Simulate all traces, print the results, and plot them to ``plot_file``, if it is given.
 
     Raises:
         ConfigError: a trace cannot be read, or the plot cannot be drawn.
@@ -105,7 +105,7 @@ def _with_progress(trace: Trace | BlockTrace, options: SimulateOptions) -> list[
 
 
 def simulate(trace: Trace | BlockTrace, sizes: Sequence[float], options: SimulateOptions, tick: Tick) -> list[Cell]:
-    """All cells of one trace: every policy at every size, and the best possible; or with whole chunks and blocks."""
+    """Return all cells of one trace: every policy at every size, with the best possible, or by chunks and by blocks."""
     if isinstance(trace, BlockTrace):
         return [
             replay_blocks(trace, policy, size, disk=options.disk, scale=options.scale, tick=tick, block_ends=block_ends)

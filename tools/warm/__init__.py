@@ -1,4 +1,4 @@
-"""Offline warming: prompts computed and stored before the first user asks."""
+"""Offline warming, which computes and stores the KV of prompts before the first request."""
 
 from __future__ import annotations
 

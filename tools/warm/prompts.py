@@ -1,8 +1,9 @@
-"""Prompts from files and from Python, and their tokens.
+"""Reading of prompts from files and from Python, and their tokens.
 
-A ``*.jsonl`` file has one prompt a line: a string, a list of token ids, or an object with one of ``prompt`` (a string),
-``prompt_token_ids`` and ``messages`` (a chat). The object may also have ``cache_salt`` and, for a chat, ``tools`` and
-``add_generation_prompt``. Any other file is one prompt as a whole, or with the format ``lines`` one prompt a line.
+A ``*.jsonl`` file has one prompt per line: a string, a list of token ids, or an object with one of ``prompt`` (a
+string), ``prompt_token_ids`` and ``messages`` (a chat). The object may also have ``cache_salt`` and, for a chat,
+``tools`` and ``add_generation_prompt``. Any other file is a single prompt, or with the format ``lines`` one prompt per
+line.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ FORMATS: tuple[Format, ...] = ("auto", "jsonl", "lines", "text")
 
 _SUFFIXES = frozenset({".jsonl", ".txt", ".md"})
 _READ_BYTES = 1 << 20
-_MAX_PROMPT_BYTES = 64 << 20  # a token has several bytes: no model takes so many
-_READ_AHEAD = 64  # prompts that were read and not yet taken
+_MAX_PROMPT_BYTES = 64 << 20  # a token has several bytes, so no model accepts such a prompt
+_READ_AHEAD = 64  # prompts that were read ahead
 _WAIT_S = 0.2
 _FIELDS = frozenset({"prompt", "prompt_token_ids", "messages", "cache_salt", "tools", "add_generation_prompt"})
 
 
 def check_format(text: str) -> Format:
-    """A format of prompt files.
+    """Return a format of prompt files by its name.
 
     Raises:
         ConfigError: there is no such format.
@@ -44,7 +45,7 @@ def check_format(text: str) -> Format:
 
 
 class PromptError(KVStoreError, ValueError):
-    """A prompt is malformed. The message says how, without quoting it."""
+    """A prompt is malformed; the message gives the reason without quoting the prompt."""
 
 
 class Chat(NamedTuple):
@@ -57,7 +58,7 @@ class Chat(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt and its origin: ``file, line``, or its number."""
+    """Prompt and its origin: file and line, or its number."""
 
     where: str
     content: str | tuple[int, ...] | Chat
@@ -66,7 +67,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A prompt that was skipped: where it is, and why."""
+    """Skipped prompt: its origin, and the reason."""
 
     where: str
     why: str
@@ -76,20 +77,20 @@ class Rejected:
 
 
 class Tokenizer(Protocol):
-    """The part of a tokenizer of transformers or vLLM that is used here."""
+    """Methods of a tokenizer of transformers or vLLM that are used here."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The tokens of a text."""
+        """Return the tokens of a text."""
 
     def apply_chat_template(self, conversation: Any, **keywords: Any) -> Any:  # noqa: ANN401 - transformers' own
-        """The text of a chat."""
+        """Return the text of a chat."""
 
 
 def parse(value: object, where: str) -> Prompt:
-    """Read a prompt as users give it, in a line of JSON or in Python.
+    """Parse a prompt from a line of JSON or a Python object.
 
     Raises:
-        PromptError: the value is no prompt.
+        PromptError: the value is not a prompt.
     """
     if isinstance(value, Mapping):
         return _parse_fields(value, where)
@@ -99,7 +100,7 @@ def parse(value: object, where: str) -> Prompt:
 
 
 def tokens_of(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
-    """The tokens that vLLM makes of a prompt. A chat goes through the model's template, which adds special tokens.
+    """Return the tokens that vLLM makes of a prompt; the model's template adds the special tokens of a chat.
 
     Raises:
         PromptError: the model has no chat template, or the template refuses the messages.
@@ -124,10 +125,10 @@ def tokens_of(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
 
 
 def load_tokenizer(model: str) -> Tokenizer:
-    """The tokenizer of a model, without vLLM.
+    """Load the tokenizer of a model, without vLLM.
 
     Raises:
-        ConfigError: transformers is not installed, or the model has none.
+        ConfigError: transformers is not installed, or the model has no tokenizer.
     """
     try:
         from transformers import AutoTokenizer  # noqa: PLC0415 - heavy, and otherwise only vLLM needs it
@@ -143,9 +144,9 @@ def load_tokenizer(model: str) -> Tokenizer:
 
 
 def read_prompts(path: Path, *, format_: Format = "auto") -> Iterator[Prompt | Rejected]:
-    """The prompts in a file, or in all ``.jsonl``, ``.txt`` and ``.md`` files below a folder, in order of their names.
+    """Read the prompts in a file, or in all ``.jsonl``, ``.txt`` and ``.md`` files below a folder, sorted by name.
 
-    A thread reads files ahead and ends with the iterator. A malformed prompt, or a file that cannot be read, is a
+    A thread reads files ahead and ends with the iterator. Malformed prompts and unreadable files are returned as
     ``Rejected``.
 
     Raises:
@@ -165,7 +166,7 @@ def read_prompts(path: Path, *, format_: Format = "auto") -> Iterator[Prompt | R
 
 
 def count_prompts(path: Path, *, format_: Format = "auto") -> int:
-    """How many prompts ``read_prompts`` will return, or somewhat more: empty lines are counted."""
+    """Estimate the prompts of ``read_prompts``: empty lines count, a last line without a newline does not."""
     paths = [file for file in path.rglob("*") if file.suffix in _SUFFIXES] if path.is_dir() else [path]
     total = 0
     for file in paths:
@@ -182,7 +183,7 @@ def _read_ahead(paths: Sequence[Path], format_: Format) -> Iterator[Prompt | Rej
     is_stopped = threading.Event()
 
     def give(item: Prompt | Rejected | None) -> bool:
-        """Whether anybody still takes prompts."""
+        """Put an item into the queue; return False if the iterator was closed."""
         while not is_stopped.is_set():
             with suppress(queue.Full):
                 ready.put(item, timeout=_WAIT_S)
@@ -237,7 +238,7 @@ async def _whole_file(path: Path) -> Prompt | Rejected:
 
 
 async def _lines(path: Path) -> AsyncIterator[tuple[int, bytes | None]]:
-    """The lines of a file with their numbers; None in place of a line that is too long."""
+    """Yield the lines of a file with their numbers; None for a line that is too long."""
     import aiofiles  # noqa: PLC0415 - an extra
 
     number, rest, is_too_long = 1, b"", False

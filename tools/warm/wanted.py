@@ -1,4 +1,4 @@
-"""The chunks that prompts consist of, under the keys that vLLM looks up, computed without vLLM."""
+"""Chunks of prompts, under the keys that vLLM looks up, computed without vLLM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvstore.tools.warm.prompts import Prompt, PromptError, Rejected, Tokenizer,
 
 
 class Lora(NamedTuple):
-    """An adapter: its name in requests, and the folder of its files."""
+    """LoRA adapter: its name in requests, and the folder of its files."""
 
     name: str
     folder: Path
@@ -28,7 +28,7 @@ class Lora(NamedTuple):
         """Read ``name=folder``, as in vLLM's ``--lora-modules``.
 
         Raises:
-            ConfigError: the text is something else, or there is no such folder.
+            ConfigError: the text has another form, or there is no such folder.
         """
         if text is None:
             return None
@@ -40,11 +40,11 @@ class Lora(NamedTuple):
 
 @dataclass(frozen=True)
 class Sharing:
-    """What all prompts of a run have in common besides the model.
+    """Inputs to the keys that all prompts of a run share, in addition to the model.
 
     Attributes:
         lora: name of the adapter, and fingerprint of its files.
-        salt: ``cache_salt`` of prompts that have none of their own.
+        salt: ``cache_salt`` of prompts without one.
     """
 
     lora: tuple[str, str] | None = None
@@ -52,7 +52,7 @@ class Sharing:
 
     @classmethod
     def of(cls, lora: Lora | None, salt: str | None) -> Sharing:
-        """For an adapter, whose files are read.
+        """Make the inputs for an adapter, whose files are read, and a salt.
 
         Raises:
             ConfigError: the files cannot be identified.
@@ -60,15 +60,18 @@ class Sharing:
         return cls((lora.name, fingerprint_adapter(lora.folder)) if lora else None, salt or None)
 
     def extras(self, prompt: Prompt) -> KeyExtras:
-        """What decides a prompt's keys besides its tokens."""
+        """Return the inputs to a prompt's keys other than its tokens."""
         return KeyExtras(lora=self.lora, cache_salt=prompt.salt or self.salt)
 
 
 class Wanted(NamedTuple):
-    """A prompt with its tokens and chunks: the whole ones, and the tail.
+    """Prompt with its tokens and chunks: the whole chunks, and the tail.
 
     Attributes:
-        trail: of the last chunk: a longer one may hold it.
+        prompt: the prompt.
+        tokens: its token ids.
+        refs: its chunks, in order.
+        trail: trail of the last chunk, because a longer chunk may hold it.
     """
 
     prompt: Prompt
@@ -78,7 +81,7 @@ class Wanted(NamedTuple):
 
 
 def refs_of(layout: KVLayout, tokens: list[int], extras: KeyExtras, *, with_tail: bool = True) -> list[ChunkRef]:
-    """The chunks of a sequence, in order.
+    """Return the chunks of a sequence, in order.
 
     Raises:
         InvalidCallError: a token id is out of range.
@@ -96,15 +99,15 @@ def wanted(
     vocab_size: int | None = None,
     with_tail: bool = True,
 ) -> Iterator[Wanted | Rejected]:
-    """Each prompt with its chunks; a malformed or too long one as ``Rejected``.
+    """Yield each prompt with its chunks; a malformed or too long one as ``Rejected``.
 
     Args:
-        prompts: what ``read_prompts`` returns.
-        layout: the engine's.
-        sharing: what the prompts have in common.
-        tokenizer: the model's.
-        max_tokens: the longest prompt that the model takes.
-        vocab_size: all token ids are smaller.
+        prompts: result of ``read_prompts``.
+        layout: layout of the engine's chunks.
+        sharing: inputs to the keys that the prompts share.
+        tokenizer: the model's tokenizer.
+        max_tokens: maximum tokens of a prompt; None for no limit.
+        vocab_size: upper limit of token ids; None for no limit.
         with_tail: whether the engine stores tails that fill no chunk.
     """
     for prompt in prompts:

@@ -1,11 +1,11 @@
-"""Offline warming: computes and stores the KV of known prompts before the first user asks.
+"""Offline warming, which computes and stores the KV of known prompts before the first request.
 
     from kvstore.tools.warm import warm
 
     report = warm("meta-llama/Llama-3.1-8B-Instruct", ["You are ..."], config="kvstore.yaml")
 
-What is already stored is not computed. A batch counts only when the tiers hold it, so an interrupted run, whatever
-interrupted it, is simply started again.
+Stored chunks are not computed again. A batch counts as done only when the tiers hold it, so a run that was interrupted
+in any way can simply be started again.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
     from kvstore.adapters.vllm.offline.engine import OfflineEngine
 
 MAX_BATCH_PROMPTS = 32  # vLLM computes them together; after each batch the run waits for the tiers
-_ROUNDS = 3  # how often chunks that found a queue full are offered again
+_ROUNDS = 3  # attempts to store chunks that were refused because a queue was full
 
 Work = tuple["array[int]", str | None]
 
 
 @dataclass
 class WarmReport:
-    """What a run did.
+    """Result of a run.
 
     Attributes:
-        prompts: how many have all their chunks stored now.
-        prompts_present: of those, how many had all their chunks stored before.
-        failed_prompts: how many have a chunk that could not be stored.
+        prompts: prompts whose chunks are all stored now.
+        prompts_present: prompts among these whose chunks were all stored before.
+        failed_prompts: prompts with a chunk that could not be stored.
         skipped: malformed or too long prompts, each with its place and the reason.
-        tokens: of all prompts except the skipped ones.
-        tokens_computed: of those, how many vLLM computed: neither loaded nor shared with another prompt.
-        chunks_stored, chunks_present, chunks_failed: each chunk counted once.
-        bytes_stored: KV without headers, before any codec.
-        seconds: time of the run, without the start of vLLM.
+        tokens: tokens of all prompts except the skipped ones.
+        tokens_computed: tokens among these that vLLM computed, neither loaded nor shared with another prompt.
+        chunks_stored, chunks_present, chunks_failed: numbers of distinct chunks.
+        bytes_stored: bytes of KV without headers, before any codec.
+        seconds: duration of the run, without the start of vLLM.
         interrupted: whether the run was stopped before the last prompt; start it again to complete it.
     """
 
@@ -65,12 +65,12 @@ class WarmReport:
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything asked for is stored."""
+        """True if all chunks of all prompts are stored."""
         return not (self.skipped or self.chunks_failed or self.interrupted)
 
 
 Tick = Callable[[WarmReport], None]
-"""Called after each batch with the report so far."""
+"""Callback after each batch, with the report so far."""
 
 
 def warm(
@@ -88,17 +88,17 @@ def warm(
     """Run vLLM offline over prompts, so that the configured disk and remote tiers hold their KV.
 
     Args:
-        model: as vLLM takes it.
-        prompts: texts, lists of token ids, lists of chat messages, objects as in a ``.jsonl`` file, paths of files or
-            folders, or what ``read_prompts`` returns; any iterable, a generator too.
+        model: model name or folder, as passed to vLLM.
+        prompts: any iterable of texts, lists of token ids, lists of chat messages, objects as in a ``.jsonl`` file,
+            paths of files or folders, or results of ``read_prompts``.
         config: the YAML file that the server will use; None for the one that ``KVSTORE_CONFIG_FILE`` names.
-        lora: an adapter: its name in requests, and its folder.
-        salt: ``cache_salt`` of prompts that have none of their own.
-        engine_args: the fields of vLLM's ``EngineArgs`` that the server will have: ``dtype``, ``block_size``,
-            ``tensor_parallel_size`` and the like decide whether its KV is the same.
+        lora: an adapter's name in requests, and its folder.
+        salt: ``cache_salt`` of prompts without one.
+        engine_args: fields of vLLM's ``EngineArgs`` that the server will have, because ``dtype``, ``block_size``,
+            ``tensor_parallel_size`` and others determine whether its KV is the same.
         progress: show a bar on standard error.
         total: number of prompts, to show the time left; None for the length of ``prompts``, if it has one.
-        should_stop: asked before each batch.
+        should_stop: called before each batch.
 
     Raises:
         ConfigError: the configuration stores nothing or cannot be used, or vLLM does not start with it. Later errors of
@@ -126,7 +126,7 @@ def warm_with(
     tick: Tick = lambda _report: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> WarmReport:
-    """``warm`` with a running engine."""
+    """Do the same as ``warm`` with a running engine."""
     run = _Run(engine, tick)
     found = wanted(
         as_prompts(prompts),
@@ -147,7 +147,7 @@ def warm_with(
 
 
 class _Item(NamedTuple):
-    """A prompt as vLLM takes it, with its chunks."""
+    """Prompt in the form that vLLM takes, with its chunks."""
 
     tokens: array[int]
     salt: str | None
@@ -171,7 +171,7 @@ class _Run:
         self._failed: set[ChunkRef] = set()
 
     def warm(self, batch: Sequence[_Item]) -> None:
-        """Compute what is missing of a batch, and wait until the tiers hold it."""
+        """Compute the missing chunks of a batch, and wait until the tiers hold them."""
         report = self.report
         refs = list(dict.fromkeys(ref for item in batch for ref in item.refs))
         trails = {item.refs[-1]: item.trail for item in batch if item.refs}
@@ -199,7 +199,7 @@ class _Run:
     def _compute(
         self, batch: Sequence[_Item], wanted_refs: list[ChunkRef], trails: Mapping[ChunkRef, bytes]
     ) -> set[ChunkRef]:
-        """Have vLLM compute the prompts that miss a chunk. Returns the chunks that are still missing."""
+        """Have vLLM compute the prompts with missing chunks, and return the chunks that are still missing."""
         missing = set(wanted_refs)
         for _ in range(_ROUNDS):
             work = [item for item in batch if not missing.isdisjoint(item.refs)]
@@ -213,7 +213,7 @@ class _Run:
         return missing
 
     def note(self) -> None:
-        """Bring the report up to date, and tell it."""
+        """Update the report, and pass it to the tick."""
         self.report.chunks_failed = len(self._failed)
         self.report.seconds = time.monotonic() - self._begin_s
         self._tick(self.report)
@@ -221,7 +221,7 @@ class _Run:
 
 @contextmanager
 def _shown(total: int | None) -> Iterator[Tick]:
-    """A bar that counts prompts, with the tokens a second and the time left."""
+    """Show a bar that counts prompts, with tokens per second and the time left, and yield its tick."""
     with console.progress("tokens") as bar:
         task = bar.add_task("warming", total=total, rate="0")
 
@@ -234,7 +234,7 @@ def _shown(total: int | None) -> Iterator[Tick]:
 
 
 def as_prompts(values: Iterable[object]) -> Iterator[Prompt | Rejected]:
-    """The prompts that a caller gives, numbered from 1.
+    """Yield a caller's values as prompts, numbered from 1.
 
     Raises:
         ConfigError: there is no such file.
@@ -254,7 +254,7 @@ def as_prompts(values: Iterable[object]) -> Iterator[Prompt | Rejected]:
 
 
 def _batches(found: Iterable[Wanted | Rejected], max_chunks: int, skipped: list[Rejected]) -> Iterator[list[Wanted]]:
-    """Batches of at most so many chunks, but at least one prompt. Rejected prompts are added to ``skipped``."""
+    """Yield batches of at most ``max_chunks``, but at least one prompt, and add rejected prompts to ``skipped``."""
     batch: list[Wanted] = []
     chunks = 0
     for item in found:

@@ -1,1 +1,1 @@
-"""Where vLLM's types end: only the connector, telemetry and offline import vLLM besides."""
+"""Boundary to vLLM's types: outside this package, only the connector, telemetry and offline import vLLM."""

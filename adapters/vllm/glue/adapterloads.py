@@ -1,4 +1,4 @@
-"""Tells when vLLM loads a LoRA adapter: connectors are not told, and its files may be replaced meanwhile."""
+"""Detects loads of LoRA adapters, which vLLM does not report to connectors, as their files may have been replaced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _watching: Final[WeakSet[AdapterFiles]] = WeakSet()
 
 
 def adapter_files(role: KVConnectorRole) -> AdapterFiles:
-    """The adapters' files, for a connector; the scheduler's is told of loads from now on. For the engine's thread."""
+    """Return the adapters' files for a connector; the scheduler's are notified of loads. For the engine's thread."""
     files = AdapterFiles()
     if role is KVConnectorRole.SCHEDULER:
         if not _watching:

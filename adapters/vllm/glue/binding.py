@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def hold_nothing(kv_caches: Mapping[str, LayerCache]) -> bool:
-    """Whether there is no cache yet, as in a profiling run."""
+    """Tell if there is no cache yet, as in a profiling run."""
     parts = [part for cache in kv_caches.values() for part in ([cache] if isinstance(cache, torch.Tensor) else cache)]
     return not any(part.numel() for part in parts)
 
@@ -34,7 +34,7 @@ def hold_nothing(kv_caches: Mapping[str, LayerCache]) -> bool:
 def paged_kv_of(
     kv_caches: Mapping[str, LayerCache], kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, chunk_size: int
 ) -> PagedKV:
-    """The registered caches as blocks, each layer once.
+    """Return the registered caches as blocks, each layer once.
 
     Raises:
         LayoutError: an unknown layout, or per-token state outside the registered tensors.
@@ -53,7 +53,7 @@ def paged_kv_of(
 
 
 class _How(NamedTuple):
-    """How groups are bound; on a device they share the buffers of the first, which hold any chunk and any part."""
+    """Parameters for binding groups; on a device they share the buffers of the first, which hold any chunk or part."""
 
     num_blocks: int
     chunk_size: int
@@ -63,7 +63,7 @@ class _How(NamedTuple):
 
 
 def _piece_bytes(kv_cache_config: KVCacheConfig, full: Sequence[int], chunk_size: int) -> int:
-    """The most bytes that a chunk or a part of a checkpoint has on this worker."""
+    """Return the largest size of a chunk or a part of a checkpoint on this worker, in bytes."""
     groups = stored_groups(kv_cache_config)
     block_bytes = [sum(_content_bytes(_spec_of(group, name)) for name in group.layer_names) for group in groups]
     blocks = [chunk_size // int(group.kv_cache_spec.block_size) for group in groups]
@@ -74,10 +74,10 @@ def _piece_bytes(kv_cache_config: KVCacheConfig, full: Sequence[int], chunk_size
 def page_heads_of(
     kv_caches: Mapping[str, LayerCache], kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, chunk_size: int
 ) -> HeadedPages:
-    """Where the KV heads lie in the pages of a model of one group.
+    """Locate the KV heads in the pages of a model of one group.
 
     Raises:
-        LayoutError: the shapes do not tell.
+        LayoutError: the shapes do not determine them.
     """
     (group,) = stored_groups(kv_cache_config)
     specs = {name: _spec_of(group, name) for name in group.layer_names}
@@ -92,12 +92,12 @@ def page_heads_of(
 
 
 def groups_of(paged: PagedKV, kv_cache_config: KVCacheConfig) -> Groups | None:
-    """The groups that a worker keeps, with their bytes; None for one that keeps all tokens."""
+    """Return the groups that a worker keeps, with their bytes; None for one group that keeps all tokens."""
     return model_groups(kv_cache_config, paged.block_bytes) if isinstance(paged, GroupedPagedKV) else None
 
 
 def _bind(kv_caches: Mapping[str, LayerCache], group: KVCacheGroupSpec, how: _How) -> PagedKV:
-    """The layers of one group."""
+    """Bind the layers of one group."""
     missing = [name for name in group.layer_names if name not in kv_caches]
     if missing:
         raise LayoutError(f"vLLM registered no KV cache for layer {missing[0]}: not supported")
@@ -134,7 +134,7 @@ def _content_bytes(spec: KVCacheSpec) -> int:
 
 
 def _content(name: str, cache: LayerCache, spec: KVCacheSpec) -> LayerCache:
-    """A layer's cache without the padding behind a state: vLLM makes its pages as long as those of attention."""
+    """Return a layer's cache without the padding behind a state, which vLLM extends to a page of attention."""
     if not isinstance(spec, MambaSpec):
         return cache
     if not isinstance(cache, torch.Tensor):
@@ -143,7 +143,7 @@ def _content(name: str, cache: LayerCache, spec: KVCacheSpec) -> LayerCache:
 
 
 def _packing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """On CPUs, the instruction set decides how a block is packed."""
+    """Return the packing of blocks, which on CPUs depends on the instruction set; empty elsewhere."""
     if not vllm.platforms.current_platform.is_cpu():
         return ""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415 - only there

@@ -1,4 +1,4 @@
-"""What differs between the versions of vLLM that this adapter runs with: found by looking, not by their numbers."""
+"""Differences between the supported versions of vLLM, detected by inspection and not by version number."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ FOUND: Final[Mapping[Capability, bool]] = {
     NAMES_HIT_SOURCES: _CacheHitSource is not None,
     SLEEPS: hasattr(KVConnectorBase_V1, "unregister_kv_caches"),
 }
-"""All of them, and whether the installed vLLM has them."""
+"""All capabilities: True for those that the installed vLLM has."""
 
 
 def kv_replicas(kv_cache_config: KVCacheConfig) -> int:
-    """How many consecutive ranks hold the same KV. Before 0.31 vLLM does not say, and each rank counts for itself."""
+    """Return the number of consecutive ranks with the same KV; 1 before 0.31, where vLLM does not say."""
     return max(1, kv_cache_config.kv_tp_replicas) if FOUND[COUNTS_REPLICAS] else 1
 
 
 def hit_sources(split: HitSplit) -> dict[Any, int]:
-    """A hit by vLLM's names of the tiers that hold it; only called by versions that have names."""
+    """Return a hit's tokens by vLLM's names of the tiers; only called with versions that have names."""
     sources = {
         _CacheHitSource.HOST: split.memory_tokens,
         _CacheHitSource.DISK: split.disk_tokens,
@@ -65,9 +65,9 @@ def hit_sources(split: HitSplit) -> dict[Any, int]:
 
 
 def end_step_at(request: Any, num_tokens: int) -> None:  # noqa: ANN401 - of versions that may lack the attribute
-    """Have vLLM end a step of prefill at a token, and keep the state there.
+    """Make vLLM end a prefill step at a token and keep the state there.
 
-    It does so where prompts part in its own prefix cache; a store knows of more prompts.
+    vLLM does this where prompts diverge in its own prefix cache, but the store knows more prompts.
     """
     known_tokens = getattr(request, "shared_prefix_boundary", None)
     if known_tokens is not None:

@@ -1,4 +1,4 @@
-"""How engines of other tensor-parallel sizes divide the KV heads of a worker here; refused where heads do not tell."""
+"""Division of a worker's KV heads for engines of other tensor-parallel sizes; refused where heads are not separable."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _WHOLE_HEADS: Final = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
-"""Values of ``cache_dtype`` with which a head is its own bytes and no more: no scale of a token, no packing."""
+"""Values of ``cache_dtype`` with which the bytes of a head are self-contained: no scales per token, no packing."""
 
 
 class _Engine(NamedTuple):
-    """This worker's."""
+    """This worker's configuration."""
 
     vllm_config: VllmConfig
     kv_cache_config: KVCacheConfig
@@ -45,7 +45,7 @@ def divisions_of(
     kv_caches: Mapping[str, LayerCache],
     paged: PagedKV,
 ) -> tuple[Division, ...]:
-    """One for each size in ``reshard_from`` but our own; none, and a line in the log, where the layout forbids it."""
+    """Return one for each size in ``reshard_from`` but our own; none, with a warning, if the layout forbids it."""
     own_size = int(vllm_config.parallel_config.tensor_parallel_size)
     sizes = [size for size in config.reshard_from if size != own_size]
     if not sizes:
@@ -61,10 +61,10 @@ def divisions_of(
 
 
 def _require_heads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """How many KV heads the model has, of which tensor parallelism gives each rank some.
+    """Return the model's number of KV heads, which tensor parallelism divides among the ranks.
 
     Raises:
-        LayoutError: something in the KV cache is divided otherwise, or not at all.
+        LayoutError: part of the KV cache is divided differently, or not at all.
     """
     model, dtype = vllm_config.model_config, str(vllm_config.cache_config.cache_dtype)
     if is_grouped(kv_cache_config):
@@ -88,16 +88,16 @@ def _require_heads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> i
 def _divisions(
     sizes: Sequence[int], total: int, engine: _Engine, pages: HeadedPages, paged: PagedKV
 ) -> tuple[Division, ...]:
-    if pages.layout(pages.num_heads) != paged.layout:  # what would be computed for others would be wrong, too
+    if pages.layout(pages.num_heads) != paged.layout:  # the layouts of other sizes would be wrong, too
         raise LayoutError("what is known of its KV heads does not lead to its layout")
     return tuple(_division(size, total, engine, pages) for size in sizes)
 
 
 def _division(size: int, total: int, engine: _Engine, pages: HeadedPages) -> Division:
-    """How an engine of one size divides what this worker holds.
+    """Return the division of this worker's KV for an engine of one size.
 
     Raises:
-        LayoutError: it cannot.
+        LayoutError: the KV cannot be divided.
     """
     vllm_config, kv_cache_config, config = engine
     parallel = vllm_config.parallel_config
@@ -123,7 +123,7 @@ def _division(size: int, total: int, engine: _Engine, pages: HeadedPages) -> Div
 
 
 def _replicas_at(size: int, kv_cache_config: KVCacheConfig) -> int:
-    """How many ranks hold the same in an engine of that size, as vLLM counts them."""
+    """Return the number of ranks with the same KV in an engine of that size, as vLLM counts them."""
     specs = [spec for group in stored_groups(kv_cache_config) for spec in iter_layer_specs(group.kv_cache_spec)]
     limits = [getattr(spec, "max_tp_shards", None) for spec in specs] if FOUND[COUNTS_REPLICAS] else [None]
     known = [limit for limit in limits if limit]

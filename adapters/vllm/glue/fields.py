@@ -1,4 +1,4 @@
-"""Says of each field of vLLM's configuration and KV cache specs where it counts when KV is named.
+"""Table of the place where each field of vLLM's configuration and KV cache specs counts when KV is named.
 
 Two engines share KV if their namespaces and keys are equal, so a field that changes KV must be in one of them. The
 table holds the fields of all supported versions. ``settings.py`` makes the namespace's part from it, and a test

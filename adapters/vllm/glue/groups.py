@@ -27,40 +27,40 @@ if TYPE_CHECKING:
 
 
 def group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
-    """Which of vLLM's groups are stored: the others are scratch space of single requests."""
+    """Return vLLM's numbers of the groups that are stored; the others are scratch space of single requests."""
     return tuple(kv_cache_config.prefix_cacheable_group_ids)
 
 
 def stored_groups(kv_cache_config: KVCacheConfig) -> list[KVCacheGroupSpec]:
-    """These groups. Our numbers of them are their positions here."""
+    """Return the groups that are stored; our numbers of them are their positions here."""
     return [kv_cache_config.kv_cache_groups[number] for number in group_ids(kv_cache_config)]
 
 
 def is_grouped(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether there are several groups, or one without tokens: then blocks are moved as rows."""
+    """Tell if there are several groups, or one that keeps states; blocks are then moved as rows."""
     specs = [spec for group in stored_groups(kv_cache_config) for spec in iter_layer_specs(group.kv_cache_spec)]
     return len(group_ids(kv_cache_config)) > 1 or not all(isinstance(spec, AttentionSpec) for spec in specs)
 
 
 def has_states(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether a group keeps a state: of Mamba, linear attention or a convolution."""
+    """Tell if a group keeps a state of Mamba, linear attention or a convolution."""
     return any(kind_of(group.kv_cache_spec) is Kind.STATE for group in stored_groups(kv_cache_config))
 
 
 def block_tokens_of(kv_cache_config: KVCacheConfig) -> int:
-    """The tokens after which a block of every group ends."""
+    """Return the number of tokens after which a block of every group ends."""
     return math.lcm(*(int(group.kv_cache_spec.block_size) for group in stored_groups(kv_cache_config)))
 
 
 def fitting_chunk_size(kv_cache_config: KVCacheConfig, config: StoreConfig) -> int:
-    """``chunk_size``, rounded up to whole blocks of every group."""
+    """Return ``chunk_size``, rounded up to whole blocks of every group."""
     return round_up(config.chunk_size, block_tokens_of(kv_cache_config))
 
 
 def announced_group(kv_cache_config: KVCacheConfig) -> int | None:
-    """The number in vLLM of the group whose blocks KV events are about: one that keeps all tokens.
+    """Return vLLM's number of the group whose blocks KV events name: one that keeps all tokens.
 
-    None if there is none, or if vLLM names its blocks by other numbers of tokens than those of a block of all groups.
+    None if there is none, or if vLLM's block hashes cover other numbers of tokens than a block of all groups.
     """
     if not is_grouped(kv_cache_config):
         return 0
@@ -72,10 +72,10 @@ def announced_group(kv_cache_config: KVCacheConfig) -> int | None:
 
 
 def kind_of(spec: KVCacheSpec) -> Kind:
-    """What layers with this specification keep.
+    """Return the kind of KV that layers with this specification keep.
 
     Raises:
-        LayoutError: equal prefixes need not have equal KV, or nobody has tried.
+        LayoutError: the layers differ in kind, equal prefixes need not have equal KV, or the kind is unknown.
     """
     kinds = {_kind_of_layer(layer) for layer in iter_layer_specs(spec)}
     if len(kinds) != 1:
@@ -84,7 +84,7 @@ def kind_of(spec: KVCacheSpec) -> Kind:
 
 
 def model_groups(kv_cache_config: KVCacheConfig, block_bytes: Sequence[int]) -> Groups:
-    """All stored groups of a model, given the bytes of a block of each on this rank."""
+    """Return all stored groups of a model, given the bytes of a block of each on this rank."""
     groups = []
     for group, size_bytes in zip(stored_groups(kv_cache_config), block_bytes, strict=True):
         spec = group.kv_cache_spec
@@ -112,7 +112,7 @@ def _kind_of_layer(spec: KVCacheSpec) -> Kind:
 
 
 def _span_tokens(spec: KVCacheSpec) -> int:
-    """Of the layer that attends to the most tokens."""
+    """Return the span of the layer that attends to the most tokens."""
     return max(_span_tokens_of_layer(layer) for layer in iter_layer_specs(spec))
 
 

@@ -1,7 +1,7 @@
-"""What this adapter uses of vLLM. An installed vLLM is examined for all of it, so that a new one need not be refused.
+"""The parts of vLLM that this adapter uses. The installed vLLM is checked for them, so a new one need not be refused.
 
 A class counts as having an attribute if it, or a parent, declares, annotates or defines it, or if its constructor
-mentions it: so nothing has to be made, and no source to be read.
+mentions it, so no instance has to be created and no source to be read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OPTIONAL_HOOKS: Final = {"get_external_cache_hit_sources", "unregister_kv_cache
 
 
 class Use(NamedTuple):
-    """A class or function, and what is used of it: attributes of a class, or arguments given by name."""
+    """A class or function with its parts that are used: attributes of a class, or arguments passed by name."""
 
     module: str
     name: str
@@ -185,7 +185,7 @@ USES: Final = (
 
 
 def require() -> None:
-    """Refuse a vLLM that lacks something, before anything of it is imported by name.
+    """Refuse a vLLM that lacks a part, before any part is imported by name.
 
     Raises:
         ConfigError: names what is missing, and the versions that have it.
@@ -194,7 +194,7 @@ def require() -> None:
 
 
 def require_hooks(connector: type[Any], base: type[Any]) -> None:
-    """Refuse a vLLM that would call the connector otherwise than it expects to be called.
+    """Refuse a vLLM whose hooks do not match the connector's methods.
 
     Raises:
         ConfigError: names the methods.
@@ -203,17 +203,17 @@ def require_hooks(connector: type[Any], base: type[Any]) -> None:
 
 
 def missing(uses: tuple[Use, ...] = USES) -> list[str]:
-    """What the installed vLLM lacks, as ``module.name`` or ``module.name.attribute``."""
+    """Return the parts that the installed vLLM lacks, as ``module.name`` or ``module.name.attribute``."""
     return [name for use in uses for name in _missing_of(use)]
 
 
 def missing_hooks(connector: type[Any], base: type[Any]) -> list[str]:
-    """Methods of a connector that vLLM does not call or calls with other arguments, and those it asks for in vain."""
+    """Return the methods that vLLM does not call or calls with other arguments, and those the connector lacks."""
     return [f"{base.__module__}.{base.__name__}.{name}" for name in _wrong_hooks(connector, base)]
 
 
 def is_tested(version: str) -> bool:
-    """Whether the whole matrix was run with a version such as ``0.32.1+cpu``."""
+    """Tell if the whole matrix of tests was run with a version such as ``0.32.1+cpu``."""
     return any(version == tested or version.startswith(tested + ".") for tested in TESTED)
 
 
@@ -239,7 +239,7 @@ def _missing_of(use: Use) -> Iterator[str]:
 
 
 def _parts_of(found: type[Any]) -> set[str]:
-    """The attributes of a class that can be known without making one."""
+    """Return the attributes of a class that are known without an instance."""
     parts = set(dir(found))
     for parent in found.__mro__:
         parts.update(inspect.get_annotations(parent))
@@ -268,7 +268,7 @@ def _wrong_hooks(connector: type[Any], base: type[Any]) -> Iterator[str]:
 
 
 def _takes(ours: Any, theirs: Any) -> bool:  # noqa: ANN401 - functions, class methods or properties
-    """Whether a method can be called with every argument that another one declares."""
+    """Tell if a method can be called with every argument that another one declares."""
     if isinstance(ours, property) or isinstance(theirs, property):
         return isinstance(ours, property) and isinstance(theirs, property)
     mine, given = (list(inspect.signature(_function(one)).parameters.values()) for one in (ours, theirs))

@@ -1,7 +1,7 @@
-"""Names what the longest context decides of KV.
+"""Namespace fields that depend on the longest context.
 
-For most models it decides nothing: positions are turned by angles that do not depend on it, and engines with different
-``--max-model-len`` share KV. Two kinds of models are built otherwise where it is longer than a bound.
+Most models have none: their rotary angles do not depend on it, so engines with different ``--max-model-len`` share KV.
+Two kinds of models are built differently when it exceeds a bound.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 _LONGROPE: Final = ("longrope", "su")
 _ROPE_TYPES: Final = ("rope_type", "type")
 _ORIGINAL: Final = "original_max_position_embeddings"
-_TUNED_TOKENS: Final = 32768  # from there on vLLM tunes the attention of Llama 4
+_TUNED_TOKENS: Final = 32768  # above this vLLM tunes the attention of Llama 4
 _TUNING: Final = "attn_temperature_tuning"
 
 
 def lengths_of(model: ModelConfig) -> dict[str, str]:
-    """The fields of a namespace that the longest context decides; none for most models.
+    """Return the fields of a namespace that depend on the longest context; none for most models.
 
-    ``rope`` tells with which factors LongRoPE (Phi-3, Phi-4-mini, MiniCPM) turns, ``attention_scale`` whether Llama 4
-    scales queries by their position, which the generation configuration may decide, too.
+    ``rope`` names the factors of LongRoPE (Phi-3, Phi-4-mini, MiniCPM). ``attention_scale`` is True if Llama 4 scales
+    queries by their position, which the generation configuration may override.
     """
     text_type = str(getattr(getattr(model, "hf_text_config", None), "model_type", ""))
     named = {}
@@ -37,14 +37,14 @@ def lengths_of(model: ModelConfig) -> dict[str, str]:
 
 
 def _built_length(model: ModelConfig) -> int:
-    """The longest context with which the layers were built: one that vLLM fits to its memory is lowered later."""
+    """Return the longest context with which the layers were built; vLLM may lower it later to fit its memory."""
     if getattr(model, "original_max_model_len", None) == -1:
         return int(model.get_and_verify_max_len(-1))
     return int(model.max_model_len)
 
 
 def _bounds_of(fields: object, original: object = None) -> Iterator[int]:
-    """The lengths above which the parts of a configuration take LongRoPE's long factors."""
+    """Yield the lengths above which the parts of a configuration use LongRoPE's long factors."""
     if isinstance(fields, Mapping):
         original = fields.get(_ORIGINAL, original)
         if original is not None and any(fields.get(name) in _LONGROPE for name in _ROPE_TYPES):

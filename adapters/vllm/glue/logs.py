@@ -1,4 +1,4 @@
-"""Prints what this library logs among vLLM's own lines, with a mark on each of ours."""
+"""Prints this library's log records among vLLM's own, with a mark on each line."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _THEIRS: Final = logging.getLogger("vllm")
 
 
 def join_vllm() -> None:
-    """Have vLLM's handlers print what the ``kvstore`` logger gets, unless that logger has handlers of its own.
+    """Make vLLM's handlers print the records of the ``kvstore`` logger, unless that logger has handlers.
 
-    vLLM configures its own logger only, so without this nothing below WARNING would be seen.
+    vLLM configures only its own logger, so nothing below WARNING would be printed without this.
     """
     ours = logging.getLogger("kvstore")
     if ours.handlers or not _THEIRS.handlers:
@@ -31,10 +31,10 @@ def join_vllm() -> None:
 
 
 class _AmongTheirs(logging.Handler):
-    """Passes records to vLLM's handlers, with our mark before each line of the message.
+    """Handler that passes records to vLLM's handlers, with our mark before each line of the message.
 
     Args:
-        passes_levels: also print what the handlers' own levels, meant for vLLM's lines, would drop.
+        passes_levels: also print records below the handlers' levels, which are meant for vLLM's records.
     """
 
     def __init__(self, *, passes_levels: bool) -> None:
@@ -42,7 +42,7 @@ class _AmongTheirs(logging.Handler):
         self._passes_levels = passes_levels
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print it."""
+        """Pass a marked copy of a record to vLLM's handlers."""
         ours = copy.copy(record)
         ours.msg, ours.args = _Marked(record), None
         for handler in _THEIRS.handlers:
@@ -51,7 +51,7 @@ class _AmongTheirs(logging.Handler):
 
 
 class _Marked:
-    """A record's message, formatted when a handler asks for it, so that the handler deals with a wrong format."""
+    """A record's message, formatted when a handler asks for it, so that the handler catches errors of the format."""
 
     def __init__(self, record: logging.LogRecord) -> None:
         self._record = record

@@ -1,4 +1,4 @@
-"""Whose KV it is: everything that must be equal for KV to be interchangeable."""
+"""Namespace of a worker's KV: everything that must be equal for KV to be interchangeable."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def namespace_of(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig, paged: PagedKV
 ) -> Namespace:
-    """Everything that must be equal for KV to be interchangeable, for this worker.
+    """Return the namespace of this worker: everything that must be equal for KV to be interchangeable.
 
     Raises:
         ConfigError: the model cannot be identified.
@@ -78,22 +78,22 @@ def _model_identity(vllm_config: VllmConfig, model_id: str | None) -> str:
 
 
 def _commit_of_weights(model: ModelConfig) -> str | None:
-    """The commit of the repository that holds the weights; ``--hf-config-path`` may name another for the rest."""
+    """Return the commit of the repository with the weights; ``--hf-config-path`` may name another for the rest."""
     if getattr(model, "hf_config_path", None) in {None, model.model}:
         return getattr(model.hf_config, "_commit_hash", None)
     revision = getattr(model, "revision", None)
-    commit = str(getattr(revision, "resolved", revision))  # huggingface_hub keeps the commit beside the name
+    commit = str(getattr(revision, "resolved", revision))  # huggingface_hub keeps the commit with the name
     return commit if re.fullmatch(r"[0-9a-f]{40}", commit) else None
 
 
 def _draft_identity(model: str | None) -> str:
-    """The draft model, whose layers are stored with the target's."""
+    """Return the identity of the draft model, whose layers are stored with the target's."""
     folder = Path(model or "")
     return f"files {fingerprint_folder(folder)}" if model and folder.is_dir() else str(model)
 
 
 def _effective_config(hf_config: Any) -> object:  # noqa: ANN401 - transformers' class, whatever its version
-    """The model's configuration after all overrides, less what does not matter for KV."""
+    """Return the model's configuration after all overrides, without the fields that do not affect KV."""
     fields = dict(hf_config.to_dict())
     for irrelevant in ("_name_or_path", "transformers_version", "_commit_hash", "max_model_len"):  # vLLM adds the last
         fields.pop(irrelevant, None)

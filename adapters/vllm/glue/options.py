@@ -1,4 +1,4 @@
-"""From vLLM's configuration and ours: how the scheduler side plans, and how a worker moves and keeps KV."""
+"""Options of the scheduler side and of a worker, derived from vLLM's configuration and ours."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 def fitting_config(config: StoreConfig, kv_cache_config: KVCacheConfig, *, says_so: bool) -> StoreConfig:
-    """The configuration with a ``chunk_size`` of whole blocks."""
+    """Return the configuration with a ``chunk_size`` of whole blocks."""
     chunk_size = fitting_chunk_size(kv_cache_config, config)
     if chunk_size != config.chunk_size and says_so:
         logger.warning(
@@ -55,7 +55,7 @@ def fitting_config(config: StoreConfig, kv_cache_config: KVCacheConfig, *, says_
 
 
 def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> SchedulerOptions:
-    """How the scheduler side looks up and plans."""
+    """Return the scheduler side's options for lookups and plans."""
     transfer = vllm_config.kv_transfer_config
     if config.enable_pd and config.pd_role is not None and PD_ROLES[config.pd_role] != transfer.kv_role:
         logger.warning(
@@ -68,7 +68,7 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
             block_tokens=block_tokens_of(kv_cache_config),
             chunk_tokens=config.chunk_size,
             save_decode=config.save_decode_cache or (config.goes_both_ways and transfer.is_kv_consumer),
-            # A step leaves a state where a prompt ends, and seldom where a chunk does.
+            # A step leaves a state at the end of a prompt, and seldom at the end of a chunk.
             save_tails=config.saves_tails or has_states(kv_cache_config),
             skip_last_tokens=config.skip_last_n_tokens,
             spares_last_token=is_grouped(kv_cache_config),
@@ -113,7 +113,7 @@ def _announces(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
 
 
 def worker_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> WorkerOptions:
-    """How a worker moves KV."""
+    """Return a worker's options for moving KV."""
     return WorkerOptions(
         layer_names=() if is_grouped(kv_cache_config) else tuple(kv_cache_config.kv_cache_groups[0].layer_names),
         names_layers_early=bool(vllm_config.parallel_config.use_ubatching),
@@ -130,10 +130,10 @@ def engine_options(
     config: StoreConfig,
     caches: tuple[Mapping[str, LayerCache], PagedKV] | None = None,
 ) -> EngineOptions:
-    """Where a worker keeps KV; every worker has a folder of its own.
+    """Return a worker's options for keeping KV; every worker has its own folder.
 
-    Of workers that hold the same KV, as all ranks do with MLA, one sends it to a shared tier; each to its own server.
-    ``caches``, as registered and as blocks, tell how engines of other tensor-parallel sizes divide what it holds.
+    Of workers that hold the same KV, as all ranks do with MLA, one sends it to a shared tier, but each to its own
+    server. ``caches``, as registered and as blocks, determine the divisions for other tensor-parallel sizes.
     """
     remote = remote_options(config)
     if remote is not None:
@@ -159,7 +159,7 @@ def engine_options(
 
 
 def _servers(vllm_config: VllmConfig, config: StoreConfig) -> Iterator[str]:
-    """Where the workers of this engine listen, by rank.
+    """Yield the addresses of the workers of this engine, by rank.
 
     Raises:
         ConfigError: no port is configured for one of them.
@@ -170,10 +170,10 @@ def _servers(vllm_config: VllmConfig, config: StoreConfig) -> Iterator[str]:
 
 
 def remote_options(config: StoreConfig) -> RemoteOptions | None:
-    """Where KV of other engines comes from: a tier that they share, or each engine's own; None without any.
+    """Return the options for KV of other engines, in a shared tier or in each engine's server; None without any.
 
-    An engine that listens has its own server in the place of a shared tier, which it reads beside it; each worker names
-    its own.
+    An engine that listens has its own server in place of a shared tier, and reads the shared tier in addition. Each
+    worker names its own server.
     """
     if not config.has_remote:
         return None
@@ -204,7 +204,7 @@ def remote_options(config: StoreConfig) -> RemoteOptions | None:
 
 
 def _handover_options(vllm_config: VllmConfig, config: StoreConfig) -> HandoverOptions:
-    """Which part this engine plays among those that share requests: none without ``enable_pd``.
+    """Return the role of this engine among those that share requests; none without ``enable_pd``.
 
     Raises:
         ConfigError: no port is configured for this replica.
@@ -225,12 +225,12 @@ def _handover_options(vllm_config: VllmConfig, config: StoreConfig) -> HandoverO
 
 
 def sends(vllm_config: VllmConfig, config: StoreConfig) -> bool:
-    """Whether this engine computes prompts for others: each of its workers has a buffer of ``pd_buffer_size``."""
+    """Tell if this engine computes prompts for others; each of its workers then has a buffer of ``pd_buffer_size``."""
     return config.enable_pd and bool(vllm_config.kv_transfer_config.is_kv_producer)
 
 
 def _push_options(vllm_config: VllmConfig, config: StoreConfig) -> PushOptions | None:
-    """How a worker hands KV over; None if this engine computes no prompts for others."""
+    """Return a worker's options for handing KV over; None if this engine computes no prompts for others."""
     if not sends(vllm_config, config):
         return None
     settings = _given({"timeout_s": config.blocking_timeout_secs, **_keys(config)})
@@ -238,9 +238,10 @@ def _push_options(vllm_config: VllmConfig, config: StoreConfig) -> PushOptions |
 
 
 def _goes_layerwise(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> bool:
-    """A draft model's layers come after vLLM has asked what failed, so with one everything goes in bulk.
+    """Tell if KV is moved layer by layer.
 
-    So it does with several groups of layers, which are loaded beside the steps in any case.
+    False with a draft model, whose layers run after vLLM has asked for failed loads, and with several groups of layers,
+    which are always loaded asynchronously.
     """
     is_possible = vllm_config.speculative_config is None and not is_grouped(kv_cache_config)
     return config.use_layerwise and is_possible
@@ -252,7 +253,7 @@ def _async_save(config: StoreConfig) -> bool:
 
 
 def _sources(config: StoreConfig) -> tuple[str, ...]:
-    """The addresses of engines that requests may name, but for those that are read anyway."""
+    """Return the addresses of engines that requests may name, except those of peers, which are read anyway."""
     peers = {(parts.hostname, parts.port) for parts in map(urlsplit, config.peers)}
     return tuple(sorted(server_url(host, port) for host, port in config.sources - peers if port is not None))
 

@@ -1,4 +1,4 @@
-"""Which of an engine's workers this is, and what is its own: its part of the KV, its folder, its ports."""
+"""Identity of a worker within its engine: its rank, its part of the KV, its folder and its port."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class Shard(NamedTuple):
-    """The part of a model's KV that a worker holds, and its number among the workers that hold the same."""
+    """The part of a model's KV that a worker holds, and the worker's number among those with the same part."""
 
     name: str
     replica: int
 
 
 def shard_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Shard:
-    """The part of the KV that this worker holds."""
+    """Return the part of the KV that this worker holds."""
     parallel = vllm_config.parallel_config
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     pp_rank, tp_rank = divmod(rank_of(vllm_config), tp_size)
@@ -33,18 +33,18 @@ def shard_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Shard:
 
 
 def shard_name(pp_rank: int, pp_size: int, shard: int, num_shards: int) -> str:
-    """The name of a shard of those of one pipeline stage."""
+    """Return the name of one of the shards of a pipeline stage."""
     return f"pp {pp_rank}/{pp_size} tp {shard}/{num_shards}"
 
 
 def rank_of(vllm_config: VllmConfig) -> int:
-    """The number of this worker among those of one replica."""
+    """Return the number of this worker among those of one replica."""
     parallel = vllm_config.parallel_config
     return int(parallel.rank % (parallel.tensor_parallel_size * parallel.pipeline_parallel_size))
 
 
 def folder_of(vllm_config: VllmConfig, folder: Path, rank: int | None = None, world_size: int | None = None) -> Path:
-    """The part of a disk's folder that belongs to this worker; or to that of another rank, were there so many."""
+    """Return the part of a disk's folder for this worker, or for a rank of an engine with ``world_size`` workers."""
     parallel = vllm_config.parallel_config
     rank, world_size = (parallel.rank, parallel.world_size) if world_size is None else (rank, world_size)
     if parallel.data_parallel_size > 1:
@@ -55,7 +55,7 @@ def folder_of(vllm_config: VllmConfig, folder: Path, rank: int | None = None, wo
 
 
 def port_of(vllm_config: VllmConfig, config: StoreConfig, rank: int) -> int:
-    """Where the worker of a rank listens: workers are counted over all replicas of a data-parallel engine.
+    """Return the port of a rank's worker; workers are counted over all replicas of a data-parallel engine.
 
     Raises:
         ConfigError: no port is configured for it.

@@ -1,4 +1,4 @@
-"""What listens in an engine's processes: the admin endpoint of the scheduler side, and a worker's cache server."""
+"""Servers in an engine's processes: the admin endpoint of the scheduler side, and a worker's cache server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def admin_server(vllm_config: VllmConfig, config: StoreConfig, scheduler: StoreScheduler) -> AdminServer | None:
-    """The admin endpoint of the scheduler side; None if it is off.
+    """Open the admin endpoint of the scheduler side; None if it is off.
 
     Raises:
         ConfigError: it cannot be opened.
@@ -43,7 +43,7 @@ def admin_server(vllm_config: VllmConfig, config: StoreConfig, scheduler: StoreS
 def embedded_server(
     vllm_config: VllmConfig, namespace: Namespace, layout: KVLayout, config: StoreConfig, remote: RemoteOptions | None
 ) -> EmbeddedServer | None:
-    """The server of this worker, for other engines; None if it does not listen. ``remote`` says whose KV it can use.
+    """Open this worker's server for other engines, whose parts are in ``remote``; None if it does not listen.
 
     Raises:
         ConfigError: it cannot be opened as configured.

@@ -1,4 +1,4 @@
-"""What vLLM's requests say: their keys, their adapters, and what their clients ask for."""
+"""Reads vLLM's requests: their keys, their adapters and their clients' wishes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COUNTED: Final = re.compile(r"(?:^|:)renderer\d+-mm-\d+-")  # from a renderer e
 
 
 def handover_of(request: Request) -> Handover | None:
-    """What the request says about other engines that share it.
+    """Return the request's fields about other engines that share it.
 
     Raises:
         FieldError: a field is wrong.
@@ -31,7 +31,7 @@ def handover_of(request: Request) -> Handover | None:
 
 
 def request_params(request: Request, counted: Collection[str]) -> RequestParams:
-    """What the client asks of the cache, in ``counted`` fields; ``kv_transfer_params`` override other arguments.
+    """Return the client's wishes in ``counted`` fields; ``kv_transfer_params`` override other arguments.
 
     Raises:
         FieldError: a field is wrong.
@@ -43,7 +43,7 @@ def request_params(request: Request, counted: Collection[str]) -> RequestParams:
 
 
 def is_shareable(request: Request) -> bool:
-    """Whether a request's tokens determine its KV.
+    """Tell if a request's tokens determine its KV.
 
     Prompt embeddings appear as zero tokens, pooling may attend both ways, and sessions rewrite their tokens.
     """
@@ -53,7 +53,7 @@ def is_shareable(request: Request) -> bool:
 
 
 def adapter_of(request: Request) -> Adapter | None:
-    """The LoRA adapter that a request names, if any."""
+    """Return the LoRA adapter that a request names, if any."""
     adapter = request.lora_request
     if adapter is None:
         return None
@@ -61,17 +61,17 @@ def adapter_of(request: Request) -> Adapter | None:
 
 
 def needs_of(request: Request, config: VllmConfig) -> tuple[Adapter | None, list[Feature | Unnamed]]:
-    """Name what must be known before a request has keys: its adapter's files, and the content of its images."""
+    """Return the adapter and multimodal items of a request, whose content must be known before it has keys."""
     return adapter_of(request), features_of(request, config)
 
 
 def features_of(request: Request, config: VllmConfig) -> list[Feature | Unnamed]:
-    """The multimodal items of a request, in order of their offset, named where vLLM's identifier tells the content.
+    """Return a request's multimodal items in order of offset, named where vLLM's identifier determines the content.
 
-    vLLM hashes content for caches of its own only. Without its prefix cache and its processor cache it counts requests
+    vLLM hashes content only for its own caches. Without its prefix cache and its processor cache it counts requests
     from 0 in each process, and may hash the count together with the processor's arguments, so that the identifier
-    looks like one of content; then all inputs are here. A client's own identifiers count otherwise, as in vLLM's
-    prefix cache. With a cache, the inputs may be elsewhere, and only their address here.
+    looks like a content hash; all inputs are then in this process. Otherwise a client's identifiers are accepted, as
+    in vLLM's prefix cache. With a cache, the inputs may be in another process, and only their address in this one.
     """
     multimodal = config.model_config.multimodal_config if request.mm_features else None
     counts = (
@@ -91,7 +91,7 @@ def _feature_of(feature: MultiModalFeatureSpec, *, counts: bool) -> Feature | Un
 
 
 def key_extras(request: Request, params: RequestParams = NO_PARAMS, known: Known = NOTHING_KNOWN) -> KeyExtras:
-    """Collect what decides a request's KV in addition to its tokens."""
+    """Collect the inputs of a request's keys other than its tokens."""
     adapter = adapter_of(request)
     return KeyExtras(
         lora=(adapter.name, known.files) if adapter is not None else None,

@@ -1,7 +1,7 @@
-"""Makes the namespace's part that vLLM's settings decide, from the table of fields.
+"""Builds the namespace fields that depend on vLLM's settings, from the table of fields.
 
-A setting that changes nothing is left out, so who does not use it shares KV with those that never heard of it. A field
-that the table does not know, of a newer vLLM, is written if it has another value than its default.
+A setting that changes nothing is left out, so engines that do not use it share KV with versions of vLLM without it. A
+field of a newer vLLM that the table does not know is written if it differs from its default.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STATES_FIELD: Final = "states"
-"""The namespace's field with what the specs of layers say."""
+"""The namespace field for the specs of layers."""
 
 NO_DRAFT_LAYERS: Final = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 """Methods of speculation that add no layer with KV."""
@@ -56,13 +56,13 @@ _MISSING: Final = object()
 
 
 def drafts_of(vllm_config: VllmConfig) -> Any:  # noqa: ANN401 - vLLM's SpeculativeConfig
-    """The configuration of speculation whose draft layers have KV; None without such."""
+    """Return the speculative configuration if its draft layers have KV, else None."""
     speculative = vllm_config.speculative_config
     return None if getattr(speculative, "method", None) in NO_DRAFT_LAYERS else speculative
 
 
 def settings_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, str]:
-    """The fields of a namespace that the table has written.
+    """Return the namespace fields that the table has written.
 
     Raises:
         ConfigError: a value cannot be compared with another engine's.
@@ -82,7 +82,7 @@ def settings_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict
 
 
 def text_of(value: object) -> str:
-    """A text that is equal for equal values in every process.
+    """Return a text that is equal for equal values in every process.
 
     Raises:
         TypeError: there is no such text, as for an object that shows its address.
@@ -91,7 +91,7 @@ def text_of(value: object) -> str:
 
 
 def _states_of(kv_cache_config: KVCacheConfig) -> str:
-    """A digest of what the specs of all stored layers say; "" if the rest of the namespace says it."""
+    """Return a digest of the specs of all stored layers; "" if other namespace fields cover them."""
     groups = []
     for group in stored_groups(kv_cache_config):
         written = _unknown_of(group, "KVCacheGroupSpec")
@@ -101,7 +101,7 @@ def _states_of(kv_cache_config: KVCacheConfig) -> str:
 
 
 def _written_of(section: object, name: str, model_dtype: object = None) -> dict[str, str]:
-    """Write the fields of one section that belong into the namespace."""
+    """Return the fields of one section that belong in the namespace."""
     rules = _rules_of(section, name)
     written = {}
     for field, rule in rules.items():
@@ -114,12 +114,12 @@ def _written_of(section: object, name: str, model_dtype: object = None) -> dict[
 
 
 def _unknown_of(section: object, name: str) -> dict[str, str]:
-    """The fields of a section that the table does not know, unless they have their default."""
+    """Return the fields of a section that the table does not know and that differ from their default."""
     kinds = [kind.__name__ for kind in type(section).__mro__ if kind.__name__ in RULES]
     if not kinds:
         return {}
     rules, written = _rules_of(section, name), {}
-    if type(section).__name__ not in kinds:  # what it adds to the class that is known
+    if type(section).__name__ not in kinds:  # a subclass of a known class
         written[f"{name}.class"] = type(section).__qualname__
     for field, default in _defaults_of(type(section)).items():
         value = getattr(section, field, _MISSING)
@@ -132,15 +132,15 @@ def _unknown_of(section: object, name: str) -> dict[str, str]:
 
 
 def _rules_of(section: object, name: str) -> Mapping[str, Rule]:
-    """The rules for a class and its parents, its own first."""
+    """Return the rules for a class and its parents, its own first."""
     names = dict.fromkeys([*(kind.__name__ for kind in type(section).__mro__), name])
     return ChainMap(*(dict(RULES[one]) for one in names if one in RULES))
 
 
 def _defaults_of(kind: type[Any]) -> dict[str, object]:
-    """The fields of a dataclass with their defaults, or what else the constructor of a class takes.
+    """Return the fields of a dataclass, or the parameters of another class's constructor, with their defaults.
 
-    Quantization methods are no dataclasses. One that is not known has read the model's configuration, which counts.
+    Quantization methods are no dataclasses. An unknown one has read the model's configuration, which counts.
     """
     if not dataclasses.is_dataclass(kind):
         if kind.__name__ not in RULES:
@@ -168,7 +168,7 @@ def _content_of(key: str, path: object) -> str:
 
 
 def _shown(key: str, value: object) -> str:
-    """A value as a field of a namespace: single values as they are, others as a digest.
+    """Return a value as text for a namespace field: single values as they are, others as a digest.
 
     Raises:
         ConfigError: it cannot be compared with another engine's.
@@ -191,7 +191,7 @@ def _digest(value: object) -> str:
 
 
 def _plain(value: object, depth: int) -> object:
-    """A value of lists, texts and numbers only."""
+    """Reduce a value to lists, texts and numbers."""
     if depth == 0:
         raise TypeError("it has too many levels")
     if value is None or isinstance(value, bool):

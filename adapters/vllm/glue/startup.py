@@ -1,4 +1,4 @@
-"""Tells in vLLM's log what was started."""
+"""Start-up report in vLLM's log."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tell_start(
     index: ChunkIndex | None,
     facts: Sequence[WorkerFacts],
 ) -> None:
-    """One block, when the workers have said what they own; a warning if a tier cannot be used."""
+    """Log one block once the workers' facts are known, as a warning if a tier cannot be used."""
     transfer = vllm_config.kv_transfer_config
     around = Surroundings(vllm.__version__, str(transfer.kv_role), transfer.kv_load_failure_policy)
     found = len(index) if index is not None else 0

@@ -1,4 +1,4 @@
-"""Refuses, at start, what cannot be served right: versions, flags, parallelism and models."""
+"""Refuses at start the versions, flags, parallelism and models that cannot be served correctly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONNECTOR_FLAG = (
 
 
 def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> None:
-    """Refuse, at start, what cannot be served right.
+    """Refuse at start what cannot be served correctly.
 
     Raises:
         ConfigError: a version, flag or parallelism that is not supported; the message says what to do.
@@ -41,7 +41,7 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, con
 
 
 def check_flags(vllm_config: VllmConfig, config: StoreConfig) -> None:
-    """The part of ``check_supported`` that can be done before the model is loaded.
+    """Do the part of ``check_supported`` that is possible before the model is loaded.
 
     Raises:
         ConfigError: a version, flag or parallelism that is not supported; the message says what to do.
@@ -59,7 +59,7 @@ def check_flags(vllm_config: VllmConfig, config: StoreConfig) -> None:
 
 
 def tell_limits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Say, in the scheduler's process, what is served but not as one would expect."""
+    """Warn, in the scheduler's process, of limits under which vLLM is served."""
     if not is_tested(vllm.__version__):
         logger.warning("%s. It has everything that kvstore uses, so it is served", _untested())
     if (reason := stores_nothing(vllm_config, kv_cache_config)) is not None:
@@ -78,7 +78,7 @@ def _untested() -> str:
 
 
 def _check_sleep(vllm_config: VllmConfig, config: StoreConfig) -> None:
-    """Where the connector is not told of it, vLLM takes device memory away from under what is on its way."""
+    """Refuse sleep where vLLM does not announce it, because it would free device memory during transfers."""
     model = vllm_config.model_config
     may_sleep = model.enable_sleep_mode or getattr(model, "enable_cumem_allocator", False)
     if not may_sleep or FOUND[SLEEPS]:
@@ -118,7 +118,7 @@ def _check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, confi
 
 
 def stores_nothing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    """Why nothing of this model can be stored as vLLM was started; None if something can."""
+    """Return the reason why nothing of this model can be stored as vLLM was started; None if something can."""
     if has_states(kv_cache_config) and vllm_config.cache_config.mamba_cache_mode == "none":
         return "this model keeps states, and vLLM keeps none for a prefix: start it with --enable-prefix-caching"
     if vllm_config.model_config.use_mla and vllm.platforms.current_platform.is_cpu():
@@ -127,7 +127,7 @@ def stores_nothing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> s
 
 
 def _stores_little(kv_cache_config: KVCacheConfig) -> str | None:
-    """Why few prompts of this model leave a state that can be stored; None if all can."""
+    """Return the reason why few prompts of this model leave a state that can be stored; None if all can."""
     unit_tokens = getattr(kv_cache_config, "hash_block_size", None)  # 0.30 does not say
     block_tokens = block_tokens_of(kv_cache_config)
     if unit_tokens is None or unit_tokens >= block_tokens or not has_states(kv_cache_config):
@@ -139,7 +139,7 @@ def _stores_little(kv_cache_config: KVCacheConfig) -> str | None:
 
 
 def _check_loads(vllm_config: VllmConfig, config: StoreConfig) -> None:
-    """A load that fails must not end its request, or let vLLM deliver what it computed on garbage."""
+    """Refuse settings with which a failed load would end its request, or vLLM deliver tokens computed on garbage."""
     policy = vllm_config.kv_transfer_config.kv_load_failure_policy
     if policy != "recompute":
         raise ConfigError(
@@ -164,7 +164,7 @@ def _check_loads(vllm_config: VllmConfig, config: StoreConfig) -> None:
 
 
 def _check_window(kv_cache_config: KVCacheConfig) -> None:
-    """Of a model that attends to a window, vLLM cannot compute again what a load within a step did not bring."""
+    """Refuse loads within steps for windowed layers: vLLM cannot recompute what such a load failed to bring."""
     if frees_blocks(kv_cache_config):
         raise ConfigError(
             "enable_async_loading is false, and the layers of this model attend to a window: where a load within a "
@@ -181,9 +181,9 @@ def _check_sizes(block_tokens: int, config: StoreConfig) -> None:
 
 
 def frees_blocks(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether vLLM takes blocks from running requests, because they have left their layers' window.
+    """Tell if vLLM takes blocks from running requests once the blocks have left their layers' window.
 
-    It puts the null block in their place, also where it finds a prefix in its own cache, or takes it from a connector.
+    vLLM puts the null block in their place, also when it takes a prefix from its own cache or from a connector.
     """
     if is_grouped(kv_cache_config):
         return True
@@ -192,9 +192,9 @@ def frees_blocks(kv_cache_config: KVCacheConfig) -> bool:
 
 
 def overwrites_early(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
-    """Whether a worker may overwrite blocks of preempted requests before it tells the connector of them.
+    """Tell if a worker may overwrite blocks of preempted requests before it notifies the connector.
 
-    Model runner V2 does when it takes in a step: it zeroes blocks where layers differ in precision, and with several
+    Model runner V2 does when it receives a step: it zeroes blocks where layers differ in precision, and with several
     groups of layers it copies some. Where vLLM does not say, it may do either.
     """
     if not is_tested(vllm.__version__):

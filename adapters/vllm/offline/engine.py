@@ -1,7 +1,7 @@
 """vLLM without a server, with the connector: computes the KV of prompts and lets the tiers keep it.
 
-The scheduler side runs in this process, which therefore knows what the workers own; the workers run where vLLM puts
-them. The tiers themselves, and not what was meant to happen, say whether a chunk is stored.
+The scheduler side runs in this process, which therefore has the workers' facts; the workers run where vLLM puts them.
+A chunk counts as stored only if the tiers themselves report it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from kvstore.layout import KVLayout
 
 _POLL_S = 0.02
-# What a configuration may say for serving, and would leave chunks out or open a port here.
+# Overrides of settings for serving that would leave chunks out or open a port here.
 _NOT_WARMING: Mapping[str, object] = {
     "kvstore.required": True,
     "kvstore.force_skip_save": False,
@@ -65,16 +65,16 @@ Work = tuple["array[int]", str | None]
 
 
 class OfflineEngine:
-    """vLLM, the connector and its tiers. Belongs to one thread.
+    """vLLM with the connector and its tiers. For use by one thread.
 
     Args:
-        model: as vLLM takes it.
-        config: the YAML file; None for the one that the environment names. A disk or a remote tier must be in it.
+        model: the model, as vLLM takes it.
+        config: the YAML file, which must name a disk or a remote tier; None for the one that the environment names.
         lora: name and folder of an adapter that all prompts use.
-        engine_args: further fields of vLLM's ``EngineArgs``: those with which the server will run.
+        engine_args: further fields of vLLM's ``EngineArgs``, as the server will use them.
 
     Raises:
-        ConfigError: the configuration keeps nothing, or cannot be used; vLLM's own errors pass through.
+        ConfigError: the configuration keeps nothing or cannot be used, or vLLM does not start with it.
     """
 
     def __init__(
@@ -109,32 +109,32 @@ class OfflineEngine:
 
     @property
     def layout(self) -> KVLayout:
-        """The geometry of the chunks, of one worker."""
+        """Geometry of one worker's chunks."""
         return self._facts[0].layout
 
     @property
     def tokenizer(self) -> TokenizerLike:
-        """The model's."""
+        """The model's tokenizer."""
         return self._llm.get_tokenizer()
 
     @property
     def max_tokens(self) -> int:
-        """The longest prompt: one token is always generated."""
+        """Tokens of the longest prompt, as one token is always generated."""
         return int(self._llm.llm_engine.model_config.max_model_len) - 1
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below that."""
+        """Size of the vocabulary, above all token ids."""
         return int(self._llm.llm_engine.model_config.get_vocab_size())
 
     @property
     def saves_tails(self) -> bool:
-        """Whether the end of a prompt that fills no chunk is stored."""
+        """True if the end of a prompt that fills no chunk is stored."""
         return self._config.saves_tails
 
     @property
     def max_chunks_at_once(self) -> int:
-        """How many chunks may be on their way to the tiers: beyond that some would be left out."""
+        """Limit of chunks in flight to the tiers, beyond which some would be left out."""
         num_slots = min(facts.num_slots for facts in self._facts)
         limits = [self._config.max_write_queue or num_slots // 2]
         if self._config.shared_url is not None and not self._is_remote_read_only:
@@ -142,13 +142,14 @@ class OfflineEngine:
         return max(1, min(limits))
 
     def chunk_bytes(self, ref: ChunkRef) -> int:
-        """The KV in a chunk, of all workers together."""
+        """Return the bytes of KV in a chunk, of all workers together."""
         return sum(facts.layout.payload_bytes(ref.num_blocks) for facts in self._facts)
 
     def stored(self, refs: Sequence[ChunkRef], trails: Mapping[ChunkRef, bytes] = _NO_TRAILS) -> list[bool]:
-        """For each chunk, whether it is in every tier that outlives this process, of every worker.
+        """Tell for each chunk if every worker has stored it in every tier that outlives this process.
 
-        On disk a longer chunk may hold one that ends a prompt, as the trail tells that is given for it.
+        On disk, a longer chunk may hold the last chunk of a prompt, found by the trail given for it. A chunk in a
+        read-only remote tier need not be on disk.
         """
         if not refs:
             return []
@@ -162,7 +163,7 @@ class OfflineEngine:
         return [self._on_disk(ref, trails) and (has or not self._directory) for ref, has in pairs]
 
     def compute(self, work: Sequence[Work]) -> int:
-        """Compute prompts whose KV is not known, and send it to the tiers. Returns how many tokens were computed."""
+        """Compute the KV of prompts where it is not stored, send it to the tiers, and return the tokens computed."""
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         prompts: list[dict[str, Any]] = []
         for tokens, salt in work:
@@ -171,7 +172,7 @@ class OfflineEngine:
         return sum(len(tokens) for tokens, _ in work) - sum(output.num_cached_tokens or 0 for output in outputs)
 
     def wait(self, refs: Sequence[ChunkRef], trails: Mapping[ChunkRef, bytes] = _NO_TRAILS) -> list[ChunkRef]:
-        """Wait until chunks are stored, for as long as some still arrive; returns those that are not stored."""
+        """Wait until chunks are stored, as long as some still arrive, and return those that are not stored."""
         missing = list(refs)
         last_arrival_s = time.monotonic()
         while missing and time.monotonic() - last_arrival_s < self._config.blocking_timeout_secs:
@@ -184,7 +185,7 @@ class OfflineEngine:
         return missing
 
     def close(self) -> None:
-        """End vLLM, once what is on its way has arrived."""
+        """End vLLM, which first waits for its transfers."""
         if self._directory is not None:
             self._directory.close()
         end_vllm(self._llm)
@@ -196,14 +197,14 @@ class OfflineEngine:
         self.close()
 
     def _on_disk(self, ref: ChunkRef, trails: Mapping[ChunkRef, bytes]) -> bool:
-        """Whether every worker has a chunk on disk, or a longer one that holds it."""
+        """Tell if every worker has a chunk on disk, or a longer one that holds it."""
         if self._has_files(ref):
             return True
         index = self._connector.index
         return index is not None and any(map(self._has_files, index.longer(trails.get(ref, b""))))
 
     def _has_files(self, ref: ChunkRef) -> bool:
-        """Whether every worker has a file of this chunk in one of its folders; under that name it is whole."""
+        """Tell if every worker has a file of this chunk in one of its folders; only complete files have that name."""
         workers = len(self._facts)
         for rank, facts in enumerate(self._facts):
             below = f"rank-{rank}-of-{workers}" if workers > 1 else ""
@@ -214,7 +215,7 @@ class OfflineEngine:
 
 
 def connector_of(llm: LLM) -> KVStoreConnector:
-    """The connector of a vLLM whose engine core is in this process; there is no public way to it."""
+    """Return the connector of a vLLM whose engine core is in this process; vLLM has no public API for it."""
     connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
     assert isinstance(connector, KVStoreConnector)
     return connector
@@ -233,10 +234,10 @@ def _forget_vllm() -> None:
 
 
 def parse_engine_args(arguments: Sequence[str]) -> dict[str, object]:
-    """Flags of ``vllm serve`` that concern the engine, as fields of ``EngineArgs``; only those that were given.
+    """Parse flags of ``vllm serve`` into fields of ``EngineArgs``, but return only those that were given.
 
     Raises:
-        ConfigError: a flag that vLLM does not have.
+        ConfigError: vLLM does not have a flag, or it may not be given here.
     """
     parser = FlexibleArgumentParser(exit_on_error=False, add_help=False)
     EngineArgs.add_cli_args(parser)
@@ -254,10 +255,10 @@ def parse_engine_args(arguments: Sequence[str]) -> dict[str, object]:
 
 @contextmanager
 def _refusals(model: str) -> Iterator[None]:
-    """Turn what vLLM refuses at its start, the model's files or a flag, into an error of the configuration.
+    """Convert vLLM's errors at start, about the model's files or a flag, into a ``ConfigError``.
 
     Raises:
-        ConfigError: says what vLLM said.
+        ConfigError: quotes vLLM's error.
     """
     try:
         yield
@@ -268,7 +269,7 @@ def _refusals(model: str) -> Iterator[None]:
 
 
 def transfer_config(settings: Mapping[str, object]) -> dict[str, Any]:
-    """What vLLM is told of the connector, which gets these settings."""
+    """Return vLLM's KV transfer configuration for the connector with these settings."""
     return {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": KVStoreConnector.__module__,
@@ -280,9 +281,9 @@ def transfer_config(settings: Mapping[str, object]) -> dict[str, Any]:
 
 @contextmanager
 def _environment(config: Path | None) -> Iterator[None]:
-    """Set what vLLM and the connector read from the environment while the engine starts; restored afterwards.
+    """Set the variables that vLLM and the connector read while the engine starts, and restore them afterwards.
 
-    The environment names the configuration file, because vLLM prints what it is passed, passwords included.
+    The environment names the configuration file, because vLLM prints its arguments, passwords included.
     """
     wanted = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if config is not None:

@@ -1,10 +1,10 @@
-"""What real vLLM takes with the connector and without it, on this machine's CPU, for ``kvstore bench``.
+"""Times of real vLLM with the connector and without it, on this machine's CPU, for ``kvstore bench``.
 
     python -m kvstore.adapters.vllm.offline.measuring MODEL VOCABULARY ROUNDS
 
-prints its samples as one line of JSON, a pair of seconds each: first the limit's, then ours. The limit of a hit is
-vLLM's own prefix cache, asked for the same prompt right before; that of the hooks a part of the steps they were called
-in; that of throughput vLLM without the connector, which is also held against itself.
+prints its samples as one line of JSON, a pair of seconds each: first the limit's, then ours. The limit of a hit is a
+hit of the same prompt in vLLM's own prefix cache right before. The limit of the hooks is a share of the time of their
+steps. The limit of throughput is vLLM without the connector, which is also compared with itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HOOK_SHARE: Final = 0.01  # of a step's time
 HIT_COST: Final = 1.3  # times a hit in vLLM's own prefix cache
 _BATCH_PROMPTS: Final = 4
 _BATCH_TOKENS: Final = 384
-_START_S: Final = 1.0  # that the connector may add
+_START_S: Final = 1.0  # may be added by the connector
 _START_POOL_GIB: Final = 4.0
 _MAX_STARTS: Final = 5
 _HOOKS: Final = (
@@ -60,7 +60,7 @@ Sample = tuple[float, float]  # seconds: the limit's, and ours
 
 
 class Samples(NamedTuple):
-    """Pairs of each line."""
+    """Samples of each line of the benchmark."""
 
     one_token_left: list[Sample]
     any_length: list[Sample]
@@ -75,7 +75,7 @@ STORE: Final = transfer_config({"kvstore.max_local_cpu_size": 1.0})
 
 @contextmanager
 def opened(model: str, transfer: dict[str, Any] | None, **more: int | str) -> Iterator[LLM]:
-    """A vLLM in this process, with a connector or without one, and with ``more`` of vLLM's own settings."""
+    """Yield a vLLM in this process, with a connector or without one, and with ``more`` of vLLM's own settings."""
     settings: dict[str, Any] = {
         "dtype": "float32",
         "block_size": BLOCK_TOKENS,
@@ -97,7 +97,7 @@ def opened(model: str, transfer: dict[str, Any] | None, **more: int | str) -> It
 def ask(
     llm: LLM, prompts: Sequence[Sequence[int]], *, max_tokens: int = 1, extra_args: dict[str, Any] | None = None
 ) -> tuple[float, list[int]]:
-    """Seconds until all prompts have been answered, and the tokens of each that were not computed."""
+    """Return the seconds until all prompts have been answered, and the tokens of each that were not computed."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra_args)
     inputs = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
     begin_s = time.perf_counter()
@@ -106,7 +106,7 @@ def ask(
 
 
 class _Asker:
-    """Asks for one token at a time, and takes the time."""
+    """Client that asks for one token at a time and measures the time."""
 
     def __init__(self, llm: LLM, vocabulary: int, seed: int) -> None:
         self.llm = llm
@@ -117,12 +117,12 @@ class _Asker:
         return [self._rng.randrange(5, self._vocabulary) for _ in range(num_tokens)]
 
     def ask(self, *prompts: list[int]) -> tuple[float, int]:
-        """Seconds, and the tokens of the last prompt that were not computed."""
+        """Return the seconds, and the tokens of the last prompt that were not computed."""
         seconds, cached_tokens = ask(self.llm, prompts)
         return seconds, cached_tokens[-1]
 
     def hit_pair(self, prompt: list[int]) -> Sample:
-        """A hit in memory against one in vLLM's own prefix cache, which has the prompt."""
+        """Time a hit in vLLM's own prefix cache, which has the prompt, and then a hit in memory."""
         own_s, own_tokens = self.ask(prompt)
         self.llm.reset_prefix_cache()
         ours_s, our_tokens = self.ask(prompt)
@@ -133,7 +133,7 @@ class _Asker:
 
 def _hits(llm: LLM, vocabulary: int, rounds: int) -> tuple[list[Sample], list[Sample]]:
     asker = _Asker(llm, vocabulary, seed=1)
-    asker.ask(asker.prompt(BLOCK_TOKENS))  # whatever is done only once
+    asker.ask(asker.prompt(BLOCK_TOKENS))  # triggers work that is done only once
     prompt = asker.prompt(HIT_TOKENS + 1)
     asker.ask(prompt)
     one_token_left = [asker.hit_pair(prompt) for _ in range(rounds)]
@@ -149,7 +149,7 @@ def _hits(llm: LLM, vocabulary: int, rounds: int) -> tuple[list[Sample], list[Sa
 
 @contextmanager
 def _hook_clock() -> Iterator[Callable[[], float]]:
-    """Times every hook of the connector; the function tells the sum since it was called last."""
+    """Time every hook of the connector; the function yielded returns the sum since its last call."""
     total_s = [0.0]
 
     def timed(hook: Callable[..., T]) -> Callable[..., T]:
@@ -174,7 +174,7 @@ def _hook_clock() -> Iterator[Callable[[], float]]:
 
 
 def _hooks(llm: LLM, vocabulary: int, rounds: int) -> list[Sample]:
-    """What all hooks together take where nothing is ever found, and everything is stored."""
+    """Time all hooks together where no prompt is a hit and everything is stored."""
     asker = _Asker(llm, vocabulary, seed=2)
     pairs = []
     with _hook_clock() as take:
@@ -186,14 +186,14 @@ def _hooks(llm: LLM, vocabulary: int, rounds: int) -> list[Sample]:
 
 
 def _batches(llm: LLM, vocabulary: int, rounds: int) -> list[float]:
-    """Seconds of each batch of prompts that nobody has asked before."""
+    """Return the seconds of each batch of new prompts."""
     asker = _Asker(llm, vocabulary, seed=3)
     asker.ask(asker.prompt(BLOCK_TOKENS))
     return [asker.ask(*(asker.prompt(_BATCH_TOKENS) for _ in range(_BATCH_PROMPTS)))[0] for _ in range(rounds)]
 
 
 def _starts(model: str, rounds: int) -> list[Sample]:
-    """Until vLLM takes requests, without the connector and with it."""
+    """Time vLLM's start until it accepts requests, without the connector and with it."""
 
     def start_s(transfer: dict[str, Any] | None) -> float:
         begin_s = time.perf_counter()
@@ -205,7 +205,7 @@ def _starts(model: str, rounds: int) -> list[Sample]:
 
 
 def measure(model: str, vocabulary: int, rounds: int) -> Samples:
-    """All lines, from engines one after the other."""
+    """Measure all lines, with one engine after the other."""
     with opened(model, None) as llm:
         plain = _batches(llm, vocabulary, rounds)
     with opened(model, STORE) as llm:

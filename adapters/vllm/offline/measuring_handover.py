@@ -1,4 +1,4 @@
-"""How long after a prompt has been computed its KV is at another engine, for ``kvstore bench``.
+"""Time from the end of a prompt's computation until its KV is at another engine, for ``kvstore bench``.
 
     python -m kvstore.adapters.vllm.offline.measuring_handover MODEL VOCABULARY ROUNDS URL
 
@@ -40,7 +40,7 @@ _WAIT_S: Final = 60.0
 
 
 def _hand_over(llm: LLM, tier: Tier, facts: WorkerFacts, prompt: Sequence[int], receiver: SplitResult) -> Sample:
-    """A part of the seconds that a prompt took, and those from its end until all of it was there."""
+    """Return a share of the seconds that a prompt took, and those from its end until the receiver had its KV."""
     spec = {"req_id": "bench", "receiver_host": receiver.hostname, "receiver_init_port": receiver.port}
     refs = chunk_refs(hash_tokens(facts.layout, prompt, NO_EXTRAS), with_tail=True)
     computing_s, _ = ask(llm, [prompt], extra_args={"kv_transfer_params": {"disagg_spec": spec}})
@@ -53,7 +53,7 @@ def _hand_over(llm: LLM, tier: Tier, facts: WorkerFacts, prompt: Sequence[int], 
 
 
 def measure(model: str, vocabulary: int, rounds: int, url: str) -> list[Sample]:
-    """One sample a round, after one that does not count; ``url`` is the receiver's."""
+    """Return one sample per round, after a warm-up that does not count; ``url`` is the receiver's."""
     rng = random.Random(4)  # noqa: S311 - prompts that are the same in every run
     with opened(model, PRODUCER) as llm:
         (facts,) = connector_of(llm).facts

@@ -1,4 +1,4 @@
-"""The copies of vLLM's own OffloadingConnector, to compare with: its worker, without its scheduler."""
+"""Copies by vLLM's own OffloadingConnector as a baseline: its worker, without its scheduler."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 
 
 class OffloadingCopies:
-    """vLLM's worker between caches on a GPU and host memory that it allocates and pins itself.
+    """vLLM's worker for copies between caches on a GPU and host memory, which it allocates and pins itself.
 
     Args:
         caches: one tensor a layer, blocks in front, each block dense.
-        blocks_per_chunk: blocks of the GPU in one of the host.
-        num_chunks: of the host.
+        blocks_per_chunk: GPU blocks in one chunk of the host.
+        num_chunks: chunks of the host.
     """
 
     def __init__(self, caches: Sequence[torch.Tensor], blocks_per_chunk: int, num_chunks: int) -> None:
@@ -37,7 +37,7 @@ class OffloadingCopies:
         self._wait({self._start_load(block_ids)})
 
     def close(self) -> None:
-        """Release what the transfers use."""
+        """Release the resources of the transfers."""
         self._worker.shutdown()
 
     def _start_store(self, block_ids: Sequence[int]) -> int:
@@ -52,7 +52,7 @@ class OffloadingCopies:
 
     def _wait(self, jobs: set[int]) -> None:
         self._worker.wait(jobs)
-        self._worker.get_finished()  # gives its streams and events back
+        self._worker.get_finished()  # returns its streams and events
 
 
 def _on_device(block_ids: Sequence[int]) -> GPULoadStoreSpec:

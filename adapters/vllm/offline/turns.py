@@ -1,4 +1,4 @@
-"""One vLLM on this machine's CPU that does what it is told, for the conversations of ``kvstore bench --turns``.
+"""One vLLM on this machine's CPU that carries out tasks for the conversations of ``kvstore bench --turns``.
 
     python -m kvstore.adapters.vllm.offline.turns MODEL TRANSFER
 
@@ -23,7 +23,7 @@ _STEP_TOKENS: Final = 8192  # all prompts of a task in one step: vLLM's ExampleC
 def answer(llm: LLM, task: dict[str, Any]) -> dict[str, Any]:
     """Carry out one task: ``{"prompts": [[...]], "max_tokens": 1}``, or ``{"forget": true}``.
 
-    The latter empties vLLM's own prefix cache, as other requests or a restart would; a connector keeps what it has.
+    The latter empties vLLM's own prefix cache, as other requests or a restart would; a connector keeps its KV.
     """
     if task.get("forget"):
         return {"forgot": bool(llm.reset_prefix_cache())}
@@ -32,7 +32,7 @@ def answer(llm: LLM, task: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer until standard input ends."""
+    """Carry out tasks until standard input ends."""
     model, transfer = sys.argv[1], json.loads(sys.argv[2])
     with opened(model, transfer, max_num_batched_tokens=_STEP_TOKENS) as llm:
         print(MARK + "{}", flush=True)  # noqa: T201 - to the process that started this one

@@ -1,1 +1,1 @@
-"""What a request asks for, and what the scheduler side remembers of it."""
+"""Requests: their clients' wishes, and the state that the scheduler side keeps of them."""

@@ -1,4 +1,4 @@
-"""The files of LoRA adapters: read in the background, and read again only when they have changed. No vLLM types."""
+"""Fingerprints of LoRA adapters' files, read in the background and again only after a change. No vLLM types."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Adapter(NamedTuple):
     """An adapter as a request names it.
 
     Attributes:
-        number: under which vLLM holds it.
-        name: that clients use.
-        folder: of its files.
-        in_place: its files take the place of others under the same number.
+        number: vLLM's number of it.
+        name: the name that clients use.
+        folder: the folder of its files.
+        in_place: its files replace others under the same number.
     """
 
     number: int
@@ -50,16 +50,16 @@ class AdapterFiles:
     """Fingerprints of LoRA adapters. ``look`` and ``take`` are for one thread; the files are read on others.
 
     vLLM keeps an adapter in memory under its number, and may load its files again at any time. Once the files of a
-    number have changed, nobody can say which of them a request will use, so the number is never trusted again. The same
+    number have changed, it is unknown which of them a request will use, so the number is never trusted again. The same
     holds where they changed after vLLM loaded them and before the first look.
     """
 
     def __init__(self) -> None:
-        self._loaded_s: dict[int, float] = {}  # when vLLM had a number's files first, at the earliest
+        self._loaded_s: dict[int, float] = {}  # the earliest time at which vLLM had a number's files
         self._known: dict[int, str] = {}
         self._distrusted: set[int] = set()
         self._digests = _Digests()
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards the following
         self._looks: dict[Adapter, _Looks] = {}  # in flight
         self._work: SimpleQueue[Work | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -71,7 +71,7 @@ class AdapterFiles:
         self._loaded_s.setdefault(number, time.time())
 
     def look(self, adapter: Adapter) -> Look:
-        """Begin to look at an adapter's files as they are now, or join a look that has yet to begin."""
+        """Start a look at an adapter's current files, or join a look that has not started."""
         self.note_load(adapter.number)  # with its first request, unless it was loaded before
         if adapter.in_place or adapter.number in self._distrusted:
             return _nothing()
@@ -88,7 +88,7 @@ class AdapterFiles:
             return looks.next
 
     def take(self, adapter: Adapter, look: Look) -> str | None:
-        """The fingerprint for the key, or None if this request must not share KV made with this adapter.
+        """Return the fingerprint for the key, or None if this request must not share KV made with this adapter.
 
         A look that has not ended is given up for this request only.
         """
@@ -128,7 +128,7 @@ class AdapterFiles:
         self._work.put((look, lambda: self._fingerprint(adapter)))
 
     def _go_on(self, adapter: Adapter) -> None:
-        """Begin the look that was asked for while the last one was in flight."""
+        """Start the look that was requested while the last one was in flight."""
         with self._lock:
             following = self._looks.pop(adapter).next
             if following is None:
@@ -158,24 +158,24 @@ class AdapterFiles:
 
 @dataclass
 class _Looks:
-    """Looks at one adapter: the one in flight, and the one that begins when it has ended."""
+    """Looks at one adapter: the one in flight, and the one that starts after it."""
 
     now: Look
     next: Look | None = None
 
 
 class _Digests:
-    """Digests of files, each remembered until its inode, size or times change. Thread-safe."""
+    """Digests of files, each cached until the file's inode, size or times change. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[str, int, int, int, int, int], str] = OrderedDict()
 
     def of(self, path: Path) -> str:
-        """The digest of a file's content.
+        """Return the digest of a file's content.
 
         Raises:
-            OSError: it cannot be read, or changes meanwhile.
+            OSError: it cannot be read, or changes while it is read.
         """
         before = _stamp(path)
         with self._lock:
@@ -207,7 +207,7 @@ def _refuse_younger(paths: Iterable[Path], latest_s: float) -> None:
 
 
 def _links_above(folder: Path) -> Iterator[Path]:
-    """The links on the way to a folder: what they point to is exchanged without a change of its own."""
+    """Return the links above a folder, whose targets can be exchanged without a change to the folder."""
     return (path for path in folder.absolute().parents if path.is_symlink())
 
 

@@ -1,4 +1,4 @@
-"""Requests from their arrival until all is known that their keys need. No vLLM types."""
+"""Requests from their arrival until the inputs of their keys are known. No vLLM types."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvstore.throttle import Throttle
 logger = logging.getLogger(__name__)
 
 PASS_BUDGET_S: Final = 0.001
-"""The time that one pass of the scheduler may wait for looks, for all its requests together: most take less."""
+"""The time that one pass of the scheduler may wait for looks, for all requests together; most looks take less."""
 
 
 class Known(NamedTuple):
-    """Facts that had to be found out for a request's keys.
+    """Inputs of a request's keys that had to be computed.
 
     Attributes:
         files: the fingerprint of its LoRA adapter, if it names one.
@@ -35,7 +35,7 @@ class Known(NamedTuple):
 NOTHING_KNOWN: Final = Known()
 
 Admit = Callable[[Known | None], None]
-"""Admits a request, with what its keys need; None if that cannot be known, so that it must not use the cache."""
+"""Admits a request with the inputs of its keys; None if they are unknown, so that it must not use the cache."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class _Arrival:
     adapter: Adapter | None
     files: Look | None
     features: Sequence[Feature | Unnamed]
-    contents: list[Look]  # of those that are unnamed, in order
+    contents: list[Look]  # of the unnamed features, in order
     deadline_s: float
     admit: Admit
 
@@ -53,11 +53,11 @@ class _Arrival:
 
 
 class Arrivals:
-    """The requests that wait for a look at their adapter's files or their images. For the scheduler's thread.
+    """Requests that wait for a look at their adapter's files or their images. For the scheduler's thread.
 
     Args:
         adapters: looks at files; ``close`` closes it.
-        timeout_s: how long a request waits; then it is served without the cache.
+        timeout_s: the longest that a request waits before it is served without the cache.
     """
 
     def __init__(self, adapters: AdapterFiles, timeout_s: float) -> None:
@@ -71,7 +71,7 @@ class Arrivals:
     def add(
         self, request_id: str, adapter: Adapter | None, features: Sequence[Feature | Unnamed], admit: Admit
     ) -> None:
-        """A request has come.
+        """Add a request that has arrived.
 
         ``admit`` is called once: now if there is nothing to look at, else from ``is_admitted``, when all is known or
         after the deadline.
@@ -85,7 +85,7 @@ class Arrivals:
         self._waiting[request_id] = _Arrival(adapter, files, features, contents, deadline_s, admit)
 
     def is_admitted(self, request_id: str) -> bool:
-        """Whether a request need not wait any longer."""
+        """Tell if a request need not wait any longer, and admit it then."""
         arrival = self._waiting.get(request_id)
         if arrival is None:
             return True
@@ -101,17 +101,17 @@ class Arrivals:
         return True
 
     def end(self, request_id: str) -> None:
-        """A request is gone, or waits no longer."""
+        """Forget a request that has ended or waits no longer."""
         arrival = self._waiting.pop(request_id, None)
         for look in arrival.contents if arrival is not None else ():
-            look.cancel()  # one that has begun ends by itself
+            look.cancel()  # a look that has started ends by itself
 
     def end_pass(self) -> None:
-        """The scheduler has planned a step; the next pass may wait again."""
+        """End a pass once the scheduler has planned a step, so that the next pass may wait again."""
         self._left_s = PASS_BUDGET_S
 
     def close(self) -> None:
-        """End the threads that look."""
+        """End all looks and their threads."""
         for request_id in list(self._waiting):
             self.end(request_id)
         self._contents.close()
@@ -125,7 +125,7 @@ class Arrivals:
         return Known(files, features) if files is not None and features is not None else None
 
     def _named(self, arrival: _Arrival) -> tuple[Feature, ...] | None:
-        """All features by their content, or None if one has no name."""
+        """Return all features named by their content, or None if one has no name."""
         looks, named = iter(arrival.contents), []
         for feature in arrival.features:
             if isinstance(feature, Unnamed):

@@ -9,29 +9,29 @@ from kvstore.paged.base import BlockIds
 from kvstore.transfer.mover import as_block_ids
 
 NULL_BLOCK: Final = 0
-"""Stands in a table where a block has left its layers' window. No request owns it."""
+"""Replaces a block in a table once it has left its layers' window. No request owns it."""
 
 
 def are_whole(block_ids: Sequence[int], begin: int, num_blocks: int) -> bool:
-    """Whether a request has all of ``num_blocks`` blocks from ``begin`` on."""
+    """Tell if a request has all of ``num_blocks`` blocks from ``begin`` on."""
     ids = block_ids[begin : begin + num_blocks]
     return len(ids) == num_blocks and NULL_BLOCK not in ids
 
 
 def whole(block_ids: Sequence[int], begin: int, num_blocks: int) -> BlockIds | None:
-    """These blocks; None if it does not have all of them."""
+    """Return these blocks; None if the request does not have all of them."""
     if not are_whole(block_ids, begin, num_blocks):
         return None
     return as_block_ids(block_ids[begin : begin + num_blocks])
 
 
 def present(block_ids: Iterable[int]) -> list[int]:
-    """Those that are a request's own."""
+    """Return the blocks that are a request's own, and not null."""
     return [block for block in block_ids if block != NULL_BLOCK]
 
 
 def present_run(block_ids: Sequence[int], start: int, stop: int) -> tuple[int, int] | None:
-    """Where, between two positions, a request has blocks: begin and end, or None if there is a gap between them."""
+    """Return the begin and end of a request's blocks between two positions, or None if there is a gap between them."""
     own = [position for position in range(start, stop) if block_ids[position] != NULL_BLOCK]
     if not own:
         return start, start

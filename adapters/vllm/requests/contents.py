@@ -1,4 +1,4 @@
-"""Names of images, sounds and videos after the inputs that the model gets for them. No vLLM types."""
+"""Names of images, sounds and videos, hashed from the inputs that the model receives. No vLLM types."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _PLAIN_KINDS: Final = "biufc"  # of NumPy's dtypes: those whose bytes are their 
 
 
 class Unnamed(NamedTuple):
-    """A multimodal item whose identifier does not tell its content, at the tokens ``[offset, offset + length)``.
+    """A multimodal item whose identifier does not determine its content, at the tokens ``[offset, offset + length)``.
 
     Attributes:
         modality: such as ``image``.
-        inputs: what the model gets for it, by name: tensors, numbers and text, and lists of them. Empty if vLLM has
-            not sent them.
-        offset: of its first token in the prompt.
-        length: in tokens.
+        inputs: the model's inputs for it, by name: tensors, numbers and text, and lists of them. Empty if vLLM has not
+            sent them.
+        offset: position of its first token in the prompt.
+        length: number of its tokens.
     """
 
     modality: str
@@ -39,22 +39,22 @@ class Unnamed(NamedTuple):
 
 
 class Contents:
-    """Hashes multimodal inputs beside the scheduler: a picture of 1,000 tokens takes 5 to 10 ms. Thread-safe."""
+    """Background hashing of multimodal inputs: a picture of 1,000 tokens takes 5 to 10 ms. Thread-safe."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, "kvstore-contents")
 
     def look(self, item: Unnamed) -> Future[str | None]:
-        """Begin to name an item. The future gives None for one that cannot be named."""
+        """Start to name an item. The future returns None for an item that cannot be named."""
         return self._threads.submit(content_name, item.modality, item.inputs)
 
     def close(self) -> None:
-        """End the threads, after at most the hash that each of them computes."""
+        """End the threads, after at most the hash that each is computing."""
         self._threads.shutdown(cancel_futures=True)
 
 
 def content_name(modality: str, inputs: Mapping[str, object]) -> str | None:
-    """The name of an item's content, equal in every process, or None if the content is not here to be hashed."""
+    """Return the name of an item's content, equal in every process, or None if the content cannot be hashed here."""
     if not inputs:
         return None
     running = hashlib.sha256()

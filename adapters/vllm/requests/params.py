@@ -1,8 +1,8 @@
-"""What a request carries for us in addition to its tokens: its client's wishes, and the engines that share it.
+"""Fields of a request for the cache: its client's wishes, and the engines that share it.
 
 Fields of the cache are called ``kvstore.<name>``, or ``lmcache.<name>`` as clients of LMCache write them;
-docs/per-request.md lists them. Those of a hand-over stand in ``kv_transfer_params`` under LMCache's names. All of it
-comes from clients or from a proxy, unchecked, so anything may be in it. No vLLM types.
+docs/per-request.md lists them. Those of a hand-over are in ``kv_transfer_params`` under LMCache's names. All fields
+come unchecked from clients or a proxy, so they may hold anything. No vLLM types.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LMCACHES: Final = "lmcache."
 _TAG: Final = "tag."  # before a tag's own name
 _TAGS: Final = "tag"
 PROBE: Final = "probe"
-"""Always counts: it does no more than a tag, for a prompt that nobody else asks."""
+"""Always counts, because it does no more than a tag, for a prompt that no other client sends."""
 _NAMES: Final = (*(name for name in REQUEST_FIELDS if name != _TAGS), PROBE)
 _Kind = TypeVar("_Kind")
 
@@ -43,7 +43,7 @@ _DECODE_ADDRESS = re.compile(r"___decode_addr_(\[[0-9a-fA-F:.%]+\]|[^:/\s_][^:/\
 
 
 class FieldError(InvalidCallError):
-    """A field of a request is wrong. The message names the field, and shows nothing of what the client wrote.
+    """Error for a wrong field of a request. The message names the field and quotes nothing that the client wrote.
 
     Attributes:
         field: the field, or the one that its name is nearest to: one of ``REQUEST_FIELDS``, ``PROBE``,
@@ -56,7 +56,7 @@ class FieldError(InvalidCallError):
 
 
 def _flag(given: object) -> object:
-    """True or false; vLLM turns those of ``vllm_xargs`` into 1 and 0."""
+    """Convert 1 and 0 to booleans, because vLLM turns those of ``vllm_xargs`` into numbers."""
     return bool(given) if isinstance(given, int | float) and given in (0, 1) else given
 
 
@@ -67,7 +67,7 @@ def _printable(text: str) -> str:
 
 
 def _ports(given: object) -> tuple[int, ...] | None:
-    """Checked here and not one by one: pydantic makes an error of each, and a client's list may have millions."""
+    """Check all ports at once: pydantic would create an error for each, and a client's list may have millions."""
     if given is None:
         return None
     ports = given if isinstance(given, list | tuple) else (given,)
@@ -76,7 +76,7 @@ def _ports(given: object) -> tuple[int, ...] | None:
     return tuple(ports)
 
 
-# What a value may be; the descriptions end the messages about those that are not.
+# Types of valid values; the descriptions end the messages about invalid ones.
 _Flag = Annotated[bool, BeforeValidator(_flag), Field(description="true or false")]
 _FlagOrNone = Annotated[bool | None, BeforeValidator(_flag), Field(description="true or false")]
 _Seconds = Annotated[
@@ -125,13 +125,13 @@ class RequestParams:
 
     Attributes:
         skip_save: store nothing of it.
-        skip_load: compute it, whatever is stored.
-        ttl_s: how long what it stores may be found; None for as long as there is room.
+        skip_load: compute it even if it is stored.
+        ttl_s: the time for which its chunks may be found; None for as long as there is room.
         pin: True keeps its prompt's chunks from eviction, False ends that, None does neither.
-        tags: (name, value) pairs, sorted, that another request must have too to share its KV.
-        probe: a name that stands in its key for its ``cache_salt``. vLLM's own cache goes by the salt, so that a prompt
-            sent again with this name and another salt shows what the store has.
-        ignored: names of fields that it has, and that do not count here.
+        tags: (name, value) pairs, sorted, that another request must have, too, to share its KV.
+        probe: a name that replaces its ``cache_salt`` in its key. vLLM's own cache uses the salt, so a prompt sent
+            again with this name and another salt shows what the store has.
+        ignored: names of its fields that do not count here.
     """
 
     skip_save: _Flag = False
@@ -149,21 +149,21 @@ WITHOUT_CACHE: Final = RequestParams(skip_save=True, skip_load=True)
 
 @dataclass(frozen=True, config=_STRICT)
 class DisaggSpec:
-    """Where the KV of a request goes. The names are LMCache's.
+    """Destination of a request's KV. The names are LMCache's.
 
     Attributes:
-        req_id: how the sender of the request calls it.
-        receiver_host: where the engine that goes on takes KV.
+        req_id: the request's id at its sender.
+        receiver_host: the host at which the receiving engine takes KV.
         receiver_init_port: its port for each rank; if there is only one, rank 0's, and the others follow it.
         receiver_alloc_port: LMCache's second port: kept, and not used, as one port does both.
-        is_last_prefill: whether the prompt is complete with this.
-        num_transferred_tokens: how many leading tokens of the prompt have arrived there.
-        num_coming_tokens: how many have, or were still on their way; None if that is not said.
-        sender: how the engine that hands over calls itself; None if the other one is not told what is on its way.
-        handover: the number by which it is told.
-        kept_host: where what does not arrive can be read; None if nowhere.
+        is_last_prefill: True if the prompt is complete with this.
+        num_transferred_tokens: leading tokens of the prompt that have arrived there.
+        num_coming_tokens: leading tokens that have arrived or were still in transfer; None if unknown.
+        sender: the sending engine's own name; None if it does not announce its transfers.
+        handover: the number of the hand-over in these announcements.
+        kept_host: the host from which chunks that do not arrive can be read; None without one.
         kept_port: rank 0's port there.
-        kept_url: the tier where what does not arrive can be read; None if in none.
+        kept_url: the tier from which chunks that do not arrive can be read; None without one.
     """
 
     req_id: _Text
@@ -181,19 +181,19 @@ class DisaggSpec:
 
     @property
     def kept(self) -> Source | None:
-        """The engine that has what does not arrive."""
+        """The engine that keeps the chunks that do not arrive; None without one."""
         if self.kept_host is None or self.kept_port is None:
             return None
         return Source(self.kept_host, self.kept_port, max(self.num_transferred_tokens, self.num_coming_tokens or 0))
 
     def receiver(self, rank: int) -> Receiver:
-        """Where a rank sends its part."""
+        """Return the address to which a rank sends its part."""
         ports = self.receiver_init_port
         port = ports[0] + rank if len(ports) == 1 else ports[min(rank, len(ports) - 1)]
         return Receiver(self.receiver_host, port)
 
     def as_params(self) -> dict[str, object]:
-        """As it stands in ``kv_transfer_params``: a list of a single port is written as a number."""
+        """Return the fields for ``kv_transfer_params``, where a list of a single port is written as a number."""
         fields = {name: value for name, value in asdict(self).items() if value is not None}
         for name in ("receiver_init_port", "receiver_alloc_port"):
             if ports := fields.get(name):
@@ -203,7 +203,7 @@ class DisaggSpec:
 
 @dataclass(frozen=True, config=_STRICT)
 class Source:
-    """An engine that has KV of a request's prompt, as it said in an earlier answer."""
+    """An engine that has KV of a request's prompt, according to its earlier answer."""
 
     remote_host: _Text
     remote_port: _FirstPort
@@ -211,17 +211,17 @@ class Source:
 
     @property
     def url(self) -> str:
-        """Where it can be read; one spelling for one address."""
+        """The URL of its server, with one spelling per address."""
         return server_url(self.remote_host.lower(), self.remote_port)
 
 
 @dataclass(frozen=True)
 class Handover:
-    """What one request says about the engines that share it: who computes its prompt, and who goes on.
+    """Fields of one request about the engines that share it.
 
     Attributes:
-        spec: where its KV goes.
-        source: who has some of it.
+        spec: the destination of its KV.
+        source: the engine that has some of it.
         wants_first_token: let the answer name the first token that was sampled.
     """
 
@@ -231,15 +231,15 @@ class Handover:
 
 
 def parse_params(*sources: object, counted: Collection[str] = REQUEST_FIELDS) -> RequestParams:
-    """Read mappings of field names to values, the weakest first; None is no source, and no value.
+    """Read mappings of field names to values, the weakest first. None is ignored as a source and as a value.
 
     Args:
         sources: as the request carries them.
-        counted: which of ``REQUEST_FIELDS`` count, beside ``PROBE``; what the others say is not looked at.
+        counted: those of ``REQUEST_FIELDS`` that count, in addition to ``PROBE``; the values of others are ignored.
 
     Raises:
-        FieldError: a field is unknown or has a wrong value. The message names the field, and shows nothing of
-            what the client wrote.
+        FieldError: a field is unknown or has a wrong value. The message names the field and quotes nothing that the
+            client wrote.
     """
     fields = _fields(sources)
     if not fields:
@@ -261,10 +261,10 @@ def parse_params(*sources: object, counted: Collection[str] = REQUEST_FIELDS) ->
 
 
 def parse_handover(params: object, request_id: str) -> Handover | None:
-    """Read ``kv_transfer_params``, and addresses in the request's id; None if there is nothing of the kind.
+    """Read ``kv_transfer_params``, and addresses in the request's id; None if neither names an engine.
 
     Raises:
-        FieldError: a field is wrong. The message names the field, and shows nothing of what was written.
+        FieldError: a field is wrong. The message names the field and quotes nothing that was written.
     """
     fields = params if isinstance(params, Mapping) else {}
     given = fields.get("disagg_spec")
@@ -276,7 +276,7 @@ def parse_handover(params: object, request_id: str) -> Handover | None:
 
 
 def server_url(host: str, port: int) -> str:
-    """The URL of a server on another host."""
+    """Return the URL of a server on another host."""
     return f"kvs://[{host}]:{port}" if ":" in host else f"kvs://{host}:{port}"
 
 
@@ -288,7 +288,7 @@ def _spec(given: object, request_id: str) -> DisaggSpec:
 
 
 def _spec_of_id(request_id: str) -> DisaggSpec | None:
-    """The address that follows ``___decode_addr_``, as proxies for vLLM's own peer-to-peer connectors write it."""
+    """Return the address after ``___decode_addr_``, as proxies for vLLM's own peer-to-peer connectors write it."""
     found = _DECODE_ADDRESS.search(request_id)
     if found is None:
         return None
@@ -297,7 +297,7 @@ def _spec_of_id(request_id: str) -> DisaggSpec | None:
 
 
 def _checked(kind: type[_Kind], given: Mapping[Any, object], prefix: str = "") -> _Kind:
-    """Read a dataclass from a mapping. None is no value; other names in the mapping are not looked at.
+    """Read a dataclass from a mapping. None counts as no value, and other names in the mapping are ignored.
 
     Raises:
         FieldError: a value is wrong or missing.
@@ -315,7 +315,7 @@ def _checked(kind: type[_Kind], given: Mapping[Any, object], prefix: str = "") -
 
 
 def _fields(sources: tuple[object, ...]) -> dict[str, object]:
-    """Our fields by their name without prefix; where both prefixes give one, ours counts."""
+    """Return our fields by their name without prefix; where both prefixes give one, ours counts."""
     fields: dict[str, object] = {}
     for prefix in (_LMCACHES, _OURS):
         for source in sources:
@@ -330,7 +330,7 @@ def _fields(sources: tuple[object, ...]) -> dict[str, object]:
 
 
 def _take(fields: dict[str, object], prefix: str, name: str, value: object) -> None:
-    """Note one field. LMCache's further ones mean nothing here; in our own namespace a typing error must not pass."""
+    """Take one field. Other fields of LMCache are ignored, but an unknown name under our prefix is refused."""
     if name in _NAMES or name.startswith(_TAG):
         fields[name] = value
     elif prefix == _OURS:

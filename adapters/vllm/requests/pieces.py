@@ -1,4 +1,4 @@
-"""What of a request can be kept or handed over: its chunks, and behind a chunk the checkpoint at its end."""
+"""Pieces of a request that can be kept or handed over: its chunks, and the checkpoints at the ends of chunks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Piece(NamedTuple):
     """A chunk, or a part of a checkpoint.
 
     Attributes:
-        ref: what it is stored as.
-        rows: where it is; None if the request lacks some of its blocks.
+        ref: its reference in the store.
+        rows: its rows in the paged cache; None if the request lacks some of its blocks.
         begin: the position of its chunk's first block.
-        end_tokens: where its chunk ends, or where its checkpoint is.
-        checkpoint: of a part, all parts.
+        end_tokens: the token at which its chunk ends, or of its checkpoint.
+        checkpoint: for a part, all parts of its checkpoint.
     """
 
     ref: ChunkRef
@@ -30,7 +30,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(rows: RowMap, save: SaveSpec, tables: Tables, states: States) -> Iterator[Piece]:
-    """The pieces of what a step completes, in the order of their ends. Checkpoints that lack a block are left out."""
+    """Yield the pieces that a step completes, in the order of their ends, without checkpoints that lack a block."""
     block_tokens, checkpoints = rows.groups.block_tokens, rows.checkpoints
     for ref, begin in save.first_blocks().items():
         begin_tokens, end_tokens = begin * block_tokens, (begin + ref.num_blocks) * block_tokens

@@ -1,8 +1,8 @@
-"""Which rows of the paged cache hold a chunk of a request, or a part of a checkpoint, by its block tables.
+"""Rows of the paged cache that hold a chunk of a request, or a part of a checkpoint, by its block tables.
 
 No vLLM types.
 
-Positions are counted in blocks of the whole model: of the tokens after which a block of every group ends.
+Positions are counted in blocks of the whole model: the number of tokens after which a block of every group ends.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from kvstore.paged.grouped import row_of, rows_of
 from kvstore.transfer.mover import as_block_ids
 
 Tables = Sequence[Sequence[int]]
-"""A request's blocks, of each group that is stored."""
+"""A request's blocks in each group that is stored."""
 
 States = Mapping[tuple[int, int], int]
 """Blocks that hold the state at a token, by group and token."""
 
 StatesOf = Callable[[str], States]
-"""Those that vLLM says a request has once a step is over."""
+"""Returns the states that a request has after a step, according to vLLM."""
 
 NO_STATES: Final[States] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class RowMap:
-    """From block tables to rows.
+    """Mapping from block tables to rows.
 
     Attributes:
-        groups: those of the tables.
+        groups: the groups of the tables.
         checkpoints: what the model needs besides chunks; None if nothing.
     """
 
@@ -48,16 +48,16 @@ class RowMap:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether rows are those of several groups, or of one that keeps less than all tokens."""
+        """True if rows belong to several groups, or to one that does not keep all tokens."""
         return len(self.groups.groups) > 1 or self.groups.needs_checkpoints
 
     @property
     def has_chunks(self) -> bool:
-        """Whether some group keeps all tokens."""
+        """True if some group keeps all tokens."""
         return bool(self.groups.full)
 
     def of_chunk(self, tables: Tables, begin: int, num_blocks: int) -> BlockIds | None:
-        """The rows of the blocks from ``begin`` on; None if the request does not have all of them."""
+        """Return the rows of the blocks from ``begin`` on; None if the request does not have all of them."""
         runs: list[BlockIds] = []
         for number in self.groups.full:
             ratio = self._ratio(number)
@@ -68,7 +68,7 @@ class RowMap:
         return runs[0] if len(runs) == 1 else np.concatenate(runs) if runs else None
 
     def to_load(self, tables: Tables, begin: int, start: int, stop: int, num_blocks: int) -> BlockIds | None:
-        """Where the blocks ``start ... stop`` of a chunk go that begins at ``begin`` and has so many.
+        """Return the rows for the blocks ``start ... stop`` of a chunk that begins at ``begin`` and has ``num_blocks``.
 
         The rows of its other blocks are null. None if the request lacks one of the blocks.
         """
@@ -84,7 +84,7 @@ class RowMap:
         return np.concatenate(runs)
 
     def checkpoint(self, tables: Tables, states: States, end_tokens: int) -> list[BlockIds] | None:
-        """The rows of all parts of the checkpoint at a token; None if the request does not have all of them."""
+        """Return the rows of all parts of the checkpoint at a token; None if the request does not have all of them."""
         assert self.checkpoints is not None, "this model needs none"
         parts = []
         for rows in self.checkpoints.rows(end_tokens):
@@ -95,7 +95,7 @@ class RowMap:
         return parts
 
     def _of_part(self, tables: Tables, rows: Sequence[Row], states: States, end_tokens: int) -> BlockIds | None:
-        """The rows of a part. A table tells where KV is, but not which state a block holds: ``states`` do."""
+        """Return the rows of a part. Tables locate KV, but only ``states`` tell which state a block holds."""
         ids = []
         for number, position in rows:
             if self.groups.groups[number].kind is Kind.STATE:
@@ -108,7 +108,7 @@ class RowMap:
         return as_block_ids(ids)
 
     def part_to_load(self, tables: Tables, rows: Sequence[Row], begin_tokens: int) -> BlockIds | None:
-        """Where a part of a checkpoint goes, but for the blocks before ``begin_tokens``, which the request has.
+        """Return the rows for a part of a checkpoint, null for blocks before ``begin_tokens``, which the request has.
 
         None if it lacks one of the others.
         """
@@ -122,10 +122,10 @@ class RowMap:
         return as_block_ids(ids)
 
     def states_at(self, tables: Tables, step_tokens: tuple[int, int], offered: States) -> States:
-        """The states that are there once a step is over that goes from a token to a token.
+        """Return the states that exist after a step from one token to another.
 
-        Those that vLLM ``offered``; the one that the step leaves behind; and the one that it began with, which it has
-        copied first and left as it was. The last two are of use where blocks of all groups end.
+        These are the states that vLLM ``offered``, the one that the step leaves behind, and the one that it began with,
+        which it has copied first and left unchanged. The last two are of use where blocks of all groups end.
         """
         if not self.groups.has_states:
             return offered

@@ -1,4 +1,4 @@
-"""What the scheduler side remembers of a request between steps. The names are those of LMCache's adapter."""
+"""State that the scheduler side keeps of a request between steps. The names are those of LMCache's adapter."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class RequestView(Described, Protocol):
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """What a lookup promised: ``match`` beyond the ``num_local_tokens`` that vLLM's own prefix cache has.
+    """Promise of a lookup: ``match`` beyond the ``num_local_tokens`` that vLLM's own prefix cache has.
 
-    With ``async_load`` the request waits for its load, and otherwise the step. ``told``: by the remote tier.
+    With ``async_load`` the request waits for its load, else the step does. ``told`` is the remote tier's answer.
     """
 
     match: Match
@@ -61,13 +61,13 @@ class SaveSpec:
     marks: tuple[int, ...] = ()
 
     def first_blocks(self) -> dict[ChunkRef, int]:
-        """Where each chunk begins among the request's blocks."""
+        """Return the position of each chunk's first block among the request's blocks."""
         ends = accumulate((ref.num_blocks for ref in self.refs), initial=self.first_block)
         return dict(zip(self.refs, ends, strict=False))
 
 
 class WaitsFor(NamedTuple):
-    """A chunk that a load for another request brings, and the question to which waiting for it was the answer."""
+    """A chunk that another request's load brings, with the arguments of the lookup that decided to wait for it."""
 
     key: PrefixKey
     num_tokens: int
@@ -76,11 +76,11 @@ class WaitsFor(NamedTuple):
 
 @dataclass(frozen=True)
 class SaveRules:
-    """What of a request is stored; the last ``skip_last_tokens`` of a sequence are not.
+    """Rules for storing parts of a request; the last ``skip_last_tokens`` of a sequence are not stored.
 
-    Where hits end at checkpoints, ``spares_last_token`` has a prompt end before its last token, which is computed in
-    any case. With ``marks_decode`` a checkpoint is worth keeping at the end of each chunk that is decoded, until the
-    next one: when a request ends, it is too late for one.
+    Where hits end at checkpoints, ``spares_last_token`` ends a prompt before its last token, which is computed in any
+    case. With ``marks_decode`` a checkpoint is worth keeping at the end of each decoded chunk until the next one,
+    because it is too late for a checkpoint when a request ends.
     """
 
     block_tokens: int
@@ -104,12 +104,12 @@ class RequestTracker:
     hasher: PrefixHasher = field(init=False)
     pin_name: str = ""  # the lease on its prompt, if the client asked to begin or to end one
     load: LoadSpec | None = None
-    load_failed: bool = False  # an asynchronous one: the request computes first, before it is offered anything again
+    load_failed: bool = False  # an asynchronous one: the request must compute before it is offered a hit again
     waits_for: WaitsFor | None = None
     is_handed_over: bool = False  # another engine computes its prompt for this one
     parted_tokens: int = 0  # up to here its chunks were found, and no checkpoint
     decoded: tuple[ChunkRef, ...] = ()  # the last checkpoint behind its prompt
-    checkpoint_tokens: int = 0  # where the last checkpoint is that was stored of it
+    checkpoint_tokens: int = 0  # the token of the last checkpoint stored of it
     num_saved_chunks: int = 0
     prompt_saved: bool = False
     noted: set[PrefixKey] = field(default_factory=set)  # chunks whose use by this request the index has counted
@@ -120,10 +120,10 @@ class RequestTracker:
         self.hasher = PrefixHasher(self.rules.chunk_tokens, self.rules.block_tokens, self.extras)
 
     def local_hasher(self) -> PrefixHasher:
-        """Its keys are equal wherever vLLM's own prefix cache shares blocks.
+        """Return a hasher whose keys are equal wherever vLLM's own prefix cache shares blocks.
 
         vLLM's cache ignores tags and the content of an adapter's files: one request may have been looked up under
-        their fingerprint, and another served without the cache because they took too long to read. A probe stands for
+        their fingerprint, and another served without the cache because they took too long to read. A probe replaces
         the salt in our keys only.
         """
         adapter = self.extras.lora
@@ -139,16 +139,16 @@ class RequestTracker:
 
     @property
     def is_saved(self) -> bool:
-        """Whether no further step can complete a chunk to store."""
+        """True if no further step can complete a chunk to store."""
         return not self.saves or (self.prompt_saved and not self.rules.save_decode)
 
     def restart_saving(self) -> None:
-        """Offer everything again; what is stored by then is left out."""
+        """Offer all chunks again; those that are stored by then are left out."""
         self.num_saved_chunks = 0
         self.prompt_saved = False
 
     def take_save(self, num_scheduled_tokens: int) -> SaveSpec | None:
-        """The chunks that the coming step of ``num_scheduled_tokens`` completes, each once.
+        """Return the chunks that the coming step of ``num_scheduled_tokens`` completes, each once.
 
         Only known tokens count: with asynchronous scheduling and speculation a step may run ahead of them, and what it
         computes there may be rejected.
@@ -157,7 +157,7 @@ class RequestTracker:
         prompt_tokens = self._prompt_tokens
         known_tokens = self._without_last(self.request.num_tokens) if self.rules.save_decode else prompt_tokens
         limit_tokens = min(known_tokens, written_tokens)
-        # With its last whole block: the tail ends there, and a state that the step leaves there is gone with the next.
+        # The end of its last whole block: the tail ends there, and a state left there is gone with the next step.
         ends_tokens = prompt_tokens - prompt_tokens % self.rules.block_tokens
         prompt_ends = not self.prompt_saved and written_tokens >= ends_tokens
         if prompt_ends and self.rules.spares_last_token:
@@ -168,7 +168,7 @@ class RequestTracker:
         return self._save_up_to(limit_tokens, prompt_tokens if prompt_ends else 0)
 
     def take_final_save(self) -> SaveSpec | None:
-        """What is left to store of a request that has ended: its last whole chunks, and its tail."""
+        """Return the chunks left to store of a request that has ended: its last whole chunks and its tail."""
         if not self.saves or not self.rules.save_decode:
             return None
         limit_tokens = min(self._without_last(self.request.num_tokens), self.request.num_computed_tokens)
@@ -176,14 +176,14 @@ class RequestTracker:
 
     @property
     def _prompt_tokens(self) -> int:
-        """Those of the prompt that are stored."""
+        """Number of the prompt's tokens that are stored."""
         return self._without_last(self.request.num_prompt_tokens - self.rules.spares_last_token)
 
     def _without_last(self, num_tokens: int) -> int:
         return max(0, num_tokens - self.rules.skip_last_tokens)
 
     def _save_up_to(self, limit_tokens: int, tail_tokens: int) -> SaveSpec | None:
-        """Whole chunks below ``limit_tokens`` not yet taken, and the tail that ends at ``tail_tokens``, if any."""
+        """Return whole chunks below ``limit_tokens`` not yet taken, and any tail that ends at ``tail_tokens``."""
         self.hasher.update(self.request.all_token_ids)
         first = self.num_saved_chunks
         self.num_saved_chunks = max(first, limit_tokens // self.rules.chunk_tokens)
@@ -199,7 +199,7 @@ class RequestTracker:
 def chunks_of(
     hasher: PrefixHasher, rules: SaveRules, first_chunk: int, limit_tokens: int, tail_tokens: int
 ) -> SaveSpec | None:
-    """Whole chunks below ``limit_tokens``, from a first one on, and the tail that ends at ``tail_tokens``, if any."""
+    """Return whole chunks below ``limit_tokens`` from a first one on, and any tail that ends at ``tail_tokens``."""
     last = limit_tokens // rules.chunk_tokens
     first = min(first_chunk, last)  # a resumed request may have less than it had before
     blocks_per_chunk = rules.chunk_tokens // rules.block_tokens

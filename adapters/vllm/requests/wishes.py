@@ -1,4 +1,4 @@
-"""What clients ask in the fields of their requests, and what becomes of a field that is wrong. No vLLM types."""
+"""Clients' wishes in the fields of their requests, and the handling of wrong fields. No vLLM types."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvstore.throttle import Throttle
 logger = logging.getLogger(__name__)
 
 PROBLEM: Final = "kvstore_problem"
-"""Names the problem in ``kv_transfer_params`` of the answer. Not a field of ours: clients may send it back."""
+"""Names the problem in the answer's ``kv_transfer_params``. It is no request field, as clients may send it back."""
 
 
 class Wishes:
-    """Reads requests, and tells of wrong fields: the log, a counter and the client. For the scheduler's thread.
+    """Reader of requests that reports wrong fields to the log, a counter and the client. For the scheduler's thread.
 
     Args:
         count: counts a wrong field.
@@ -30,9 +30,9 @@ class Wishes:
     def read(
         self, request_id: str, params: Callable[[], RequestParams], handover: Callable[[], Handover | None]
     ) -> tuple[RequestParams, Handover | None]:
-        """What a request asks, as far as it counts. With a wrong field it is served without the cache.
+        """Return the wishes of a request that count. With a wrong field it is served without the cache.
 
-        Such a request is tracked all the same: it may share blocks whose load fails.
+        Such a request is still tracked, because it may share blocks whose load fails.
         """
         try:
             asked = params()
@@ -47,6 +47,6 @@ class Wishes:
             return WITHOUT_CACHE, None
 
     def answer(self, request_id: str, answer: dict[str, object] | None) -> dict[str, object] | None:
-        """The answer to a request that ends, with what was wrong about its fields."""
+        """Return the answer to a request that ends, with the problem of its fields, if any."""
         problem = self._problems.pop(request_id, None)
         return answer if problem is None else {**(answer or {}), PROBLEM: problem}

@@ -1,1 +1,1 @@
-"""The scheduler side: lookups, plans and what became of them."""
+"""The scheduler side: lookups, plans and their results."""

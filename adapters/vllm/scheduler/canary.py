@@ -1,4 +1,4 @@
-"""Which hits are computed, to compare what is stored with what it should be."""
+"""Sampling of hits that are computed, to compare the stored KV with the computed KV."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ _WHOLE = 1 - 1e-9  # ten times 0.1 is a little less than 1
 
 
 class Canary:
-    """Samples hits, and knows which of their chunks a step completes. For the scheduler's thread.
+    """Sampler of hits that tracks which of their chunks a step completes. For the scheduler's thread.
 
-    A sampled hit is computed from where vLLM's own prefix cache ends, and not from a chunk in its middle: the chunks
-    after a wrong one deviate too, and would be blamed.
+    A sampled hit is computed from the end of vLLM's own prefix cache, and not from a chunk in its middle, because the
+    chunks after a wrong one deviate, too, and would be blamed.
 
     Args:
-        fraction: of all hits; 0.1 samples every tenth.
+        fraction: sampled share of all hits; 0.1 samples every tenth.
         block_tokens: tokens in a block.
     """
 
     def __init__(self, fraction: float, block_tokens: int) -> None:
         self._fraction = fraction
         self._block_tokens = block_tokens
-        self._share = 0.0  # reaches 1 with the next hit to be taken
+        self._share = 0.0  # reaches 1 with the next hit to be sampled
         self._taken: dict[str, bool] = {}  # by request, as vLLM asks again
         self._pending: dict[str, list[tuple[ChunkRef, int]]] = {}  # chunks to be compared, with their first block
 
     def takes(self, request_id: str, chunks: Iterable[tuple[ChunkRef, int]], num_local_tokens: int) -> bool:
-        """Whether a request computes its hit on ``chunks``, each given with its first block."""
+        """Tell if a request computes its hit on ``chunks``, each given with its first block."""
         if not self._fraction:
             return False
         first_block = num_local_tokens // self._block_tokens
@@ -49,7 +49,7 @@ class Canary:
         return self._pending.keys()
 
     def take_due(self, request_id: str, written_tokens: int) -> list[tuple[ChunkRef, int]]:
-        """The chunks that are complete once a request has computed so many tokens; each is returned once."""
+        """Return the chunks that are complete once a request has ``written_tokens``, each once."""
         pending = self._pending.get(request_id)
         if not pending:
             return []
@@ -60,6 +60,6 @@ class Canary:
         return ready
 
     def end(self, request_id: str) -> None:
-        """A request has ended."""
+        """Forget a request that has ended."""
         self._taken.pop(request_id, None)
         self._pending.pop(request_id, None)

@@ -1,4 +1,4 @@
-"""What the scheduler side works with from the moment on that the workers have said what they own."""
+"""Parts of the scheduler side that exist once the workers have sent their facts."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from kvstore.tiers.directory import RemoteDirectory
 
 @dataclass(frozen=True)
 class Connected:
-    """The catalog and what plans with it.
+    """The catalog and the planners that use it.
 
     Attributes:
-        num_ranks: how many workers report each step.
-        index: where every chunk is.
-        remote: what is known of the remote tier.
-        choice: learns how fast loads and steps are.
-        matching: what requests are offered.
+        num_ranks: number of workers that report each step.
+        index: the index of all chunks.
+        remote: lookups at the remote tier.
+        choice: learns the speed of loads and steps.
+        matching: makes offers to requests.
         loads: plans loads.
         saves: plans stores.
         pins: keep prompts from eviction.
-        rows: knows where the blocks of chunks and checkpoints are.
+        rows: maps block tables to the rows of chunks and checkpoints.
     """
 
     num_ranks: int

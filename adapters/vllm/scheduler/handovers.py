@@ -1,7 +1,7 @@
-"""The scheduler's part in handing KV over: what to send, what to wait for, and what to answer.
+"""The scheduler's part in handing KV over: sending, waiting and answering.
 
-A producer sends every whole block of a prompt to the engine that its request names, whether or not it is stored here.
-A consumer waits, as long as it is on its way, for what it is handed over, and does not compute it.
+A producer sends every whole block of a prompt to the engine that its request names, even if it is not stored here.
+A consumer waits for the KV that is handed over to it as long as that is in transfer, and does not compute it.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from kvstore.chunks import ChunkRef
 
 logger = logging.getLogger(__name__)
 
-SOURCE_GRACE_S: Final = 0.5  # how long to wait for what an earlier answer promised: it is there, or was evicted
+SOURCE_GRACE_S: Final = 0.5  # to wait for KV that an earlier answer promised: it is there, or was evicted
 _MAX_SAID: Final = 256
 
 
 @dataclass(frozen=True)
 class HandoverOptions:
-    """What the configuration says about engines that share requests.
+    """Options for engines that share requests.
 
     Attributes:
         sends: this engine computes prompts for others.
-        receives: it goes on with what others computed.
-        own: where it takes KV itself; None if it does not.
-        allows_host: whether a request may have its KV sent to a host.
-        allows_source: whether a request may name the engine at a host and port as one that has its KV.
-        timeout_s: how long a request waits at most for what is on its way.
-        answers: answers say where their KV is, so that the next turn can load it.
-        shared: the name of a tier where those who do not take KV themselves store what they compute, and all read.
+        receives: it continues requests whose prompts others computed.
+        own: host and port at which it takes KV; None if it does not.
+        allows_host: tells if a request may have its KV sent to a host.
+        allows_source: tells if a request may name the engine at a host and port as a source of its KV.
+        timeout_s: the longest that a request waits for KV in transfer.
+        answers: answers name the place of their KV, so that the next turn can load it.
+        shared: name of a tier in which engines that do not take KV store what they compute, and which all read.
     """
 
     sends: bool = False
@@ -54,14 +54,14 @@ class HandoverOptions:
 
 
 class Handovers:
-    """One per engine. For the scheduler's thread.
+    """Hand-overs of one engine. For the scheduler's thread.
 
     Attributes:
-        sendings: the requests whose KV goes to another engine.
-        waits: those that wait for it.
+        sendings: the requests whose KV is sent to another engine.
+        waits: the requests that wait for KV of another engine.
 
     Args:
-        options: which part this engine plays.
+        options: the role of this engine.
         rules: the sizes of blocks and chunks.
     """
 
@@ -74,23 +74,23 @@ class Handovers:
         self._used: list[ChunkRef] = []  # for the next plan
 
     def connect(self, num_ranks: int, *, takes_parts: bool) -> None:
-        """Learn how many workers there are, and whether engines of other tensor-parallel sizes send to them."""
+        """Set the number of workers, and if engines of other tensor-parallel sizes send to them."""
         self.sendings.num_ranks = self.waits.num_ranks = num_ranks
         self.waits.takes_parts = takes_parts
 
     def start(self, tracker: RequestTracker, handover: Handover) -> Source | None:
-        """Take in what a request says. Returns the engine that has some of its KV, if that may be asked."""
+        """Start a request's hand-over. Return the engine that has some of its KV, if that may be asked."""
         request, spec, source = tracker.request, handover.spec, handover.source
         if spec is not None and self._receives(spec):
             tracker.is_handed_over = True
             num_tokens = max(spec.num_transferred_tokens, spec.num_coming_tokens or 0) or request.num_prompt_tokens
-            is_told = self._options.own is not None  # at a server that others share, nobody tells
+            is_told = self._options.own is not None  # a shared server does not announce transfers
             self._wait_for(tracker, num_tokens, self._options.timeout_s, spec if is_told else None)
             kept = spec.kept
             if kept is not None and self._options.allows_source(kept.remote_host, kept.remote_port):
                 self.waits.name_source(request.request_id, SOURCE_GRACE_S, kept.url)
             elif spec.kept_url is not None and spec.kept_url == self._options.shared:
-                self.waits.name_source(request.request_id, SOURCE_GRACE_S)  # which is asked anyway
+                self.waits.name_source(request.request_id, SOURCE_GRACE_S)  # the shared tier is asked anyway
         elif spec is not None and self._options.sends and self._is_allowed(spec.receiver_host):
             self.sendings.begin(tracker, spec, wants_first_token=handover.wants_first_token)
         if source is None or not self._is_allowed_source(source):
@@ -99,12 +99,12 @@ class Handovers:
         return source
 
     def end(self, request_id: str) -> None:
-        """A request is gone."""
+        """Forget a request that has ended."""
         self.sendings.end(request_id)
         self.waits.end(request_id)
 
     def admitted(self, tracker: RequestTracker, index: ChunkIndex, load: LoadSpec | None) -> None:
-        """A request begins: what came for it to this engine's servers may go, but for what it is about to read."""
+        """Release the chunks held by this engine's servers for a starting request, except those it is about to read."""
         if not tracker.is_handed_over or self._options.own is None:
             return
         read: set[ChunkRef] = set()
@@ -114,17 +114,17 @@ class Handovers:
         self._used += [ref for ref in chunk_refs(tracker.hasher, with_tail=True) if ref not in read]
 
     def fill(self, plan: StepPlan) -> None:
-        """Put into a plan what its step hands over, and what has been made use of."""
+        """Add to a plan the chunks that its step hands over, and those that are no longer needed."""
         self.sendings.fill(plan)
         plan.used, self._used = self._used, []
 
     def complete(self, report: StepReport) -> None:
-        """Take in what the workers say of what leaves, and of what comes."""
+        """Process the workers' reports on KV sent to other engines and on KV that other engines send."""
         self.sendings.note_settled(report.settled)
         self.waits.note_senders(report.senders)
 
     def answer(self, tracker: RequestTracker, *, first_token: int | None) -> dict[str, object] | None:
-        """``kv_transfer_params`` of a request's answer: what was handed over, or where its KV is, for the next turn."""
+        """Return ``kv_transfer_params`` for an answer: the hand-over, or the place of the KV for the next turn."""
         request, options = tracker.request, self._options
         kept = Kept(options.own, options.shared) if tracker.saves else NOWHERE
         sent = self.sendings.answer(tracker, kept, first_token=first_token)
@@ -144,26 +144,26 @@ class Handovers:
         self.waits.begin(tracker.request.request_id, num_tokens, wait_s, spec)
 
     def _receives(self, spec: DisaggSpec) -> bool:
-        """Whether a request's KV comes to this engine, rather than leaving for another."""
+        """Tell if a request's KV is sent to this engine, rather than from it to another."""
         options = self._options
         if options.sends and options.receives:
             return (spec.receiver_host, spec.receiver_init_port[0]) == options.own
         return options.receives
 
-    # -- who may be named --------------------------------------------------------------------------------------------
+    # -- allowed engines ---------------------------------------------------------------------------------------------
 
     def _is_allowed(self, host: str) -> bool:
-        """Whether a request may have KV sent to a host."""
+        """Tell if a request may have KV sent to a host."""
         return self._options.allows_host(host) or self._refuse(host, "is not in pd_allowed_hosts")
 
     def _is_allowed_source(self, source: Source) -> bool:
-        """Whether a request may have KV fetched from an engine."""
+        """Tell if a request may have KV fetched from an engine."""
         host, port = source.remote_host, source.remote_port
         why = "is not listed with its port in pd_allowed_hosts or peers, or pd_bidirectional is not set"
         return self._options.allows_source(host, port) or self._refuse(f"{host}:{port}", why)
 
     def _refuse(self, name: str, why: str) -> Literal[False]:
-        """Log each name once. Returns False, for a request may not name it."""
+        """Log a refused name once, and return False."""
         if name not in self._refused and len(self._refused) < _MAX_SAID:
             self._refused.add(name)
             logger.warning("hand-over ignored: a request names the host %r, which %s (logged once)", name, why)

@@ -1,6 +1,6 @@
 """Plans the loads that vLLM decided on, within a step or asynchronous, and follows them until every rank has reported.
 
-vLLM's prefix cache offers the blocks of a load within a step to others at once, before the load is known to be right.
+vLLM's prefix cache offers the blocks of a load within a step to others at once, before the load is known to succeed.
 Those of an asynchronous load are not shared before it has ended.
 """
 
@@ -26,9 +26,9 @@ from kvstore.paged.base import BlockIds
 from kvstore.paged.grouped import any_present
 from kvstore.transfer.mover import LoadJob, as_block_ids
 
-_MAX_UNTIMED = 64  # a rank may never tell
+_MAX_UNTIMED = 64  # a rank may never report its time
 _SPEEDS = (Place.MEMORY, Place.DISK, Place.REMOTE)  # the fastest first
-_NOT_LOADED = 1  # stands for whatever a request lacks: it starts over
+_NOT_LOADED = 1  # stands for any block that a request lacks: it starts over
 TablesOf = Callable[[str], Tables]  # a request's current blocks
 
 
@@ -50,7 +50,7 @@ class _Unverified:
 
 
 class Part(NamedTuple):
-    """A chunk, the position of its first block in its request, and those of the blocks that are wanted.
+    """A chunk, the position of its first block in its request, and the positions of the wanted blocks.
 
     Attributes:
         is_own: the request has all tokens of the chunk, and not only those of its first blocks.
@@ -69,19 +69,19 @@ class Part(NamedTuple):
 
     @property
     def front_blocks(self) -> int:
-        """How many leading blocks of the chunk are wanted; 0 if the request has the others, too."""
+        """Number of leading blocks of the chunk that are wanted; 0 if the request has the others, too."""
         return 0 if self.is_own else self.stop - self.begin
 
 
 class _Load(NamedTuple):
-    """A chunk, and the rows that it goes to."""
+    """A chunk, and the rows into which it is loaded."""
 
     ref: ChunkRef
     rows: BlockIds
 
     @classmethod
     def to(cls, ref: ChunkRef, rows: BlockIds | None) -> _Load | None:
-        """None if there is no such place."""
+        """Create a load, or None without rows."""
         return None if rows is None else cls(ref, rows)
 
 
@@ -105,18 +105,18 @@ class _Fetching:
     carried: Counter[Place]
     is_whole: bool  # nothing that it needs was missing when it was planned
     result: FetchResult = field(default_factory=FetchResult)
-    brought: set[PrefixKey] = field(default_factory=set)  # of it, what others need not wait for any more
+    brought: set[PrefixKey] = field(default_factory=set)  # chunks of it for which others need not wait any more
 
 
 class LoadPlanner:
-    """One per engine. For the scheduler's thread.
+    """Planner of an engine's loads. For the scheduler's thread.
 
     Args:
         index: the catalog.
         rules: the sizes of blocks and chunks.
-        choice: is told how long loads took.
-        num_ranks: how many report each of them.
-        rows: knows where blocks are.
+        choice: learns the times of loads.
+        num_ranks: number of ranks that report each load.
+        rows: maps block tables to rows.
     """
 
     def __init__(self, index: ChunkIndex, rules: SaveRules, choice: LoadChoice, num_ranks: int, rows: RowMap) -> None:
@@ -129,30 +129,30 @@ class LoadPlanner:
         self._coming_fetches: list[Fetch] = []
         self._coming_sourced: list[Sourced] = []
         self._in_flight: dict[int, _StepLoads] = {}
-        self._untimed: dict[int, _StepLoads] = {}  # done, but some rank has yet to say how long it took
+        self._untimed: dict[int, _StepLoads] = {}  # done, but some rank has yet to report its time
         self._fetching: dict[int, _Fetching] = {}
         self._fetched_keys: Counter[PrefixKey] = Counter()  # of chunks that asynchronous loads bring
         self._number = 0
 
     @property
     def needs_checkpoints(self) -> bool:
-        """Whether a load can only end where there is a checkpoint."""
+        """True if a load can only end at a checkpoint."""
         return self._rows.checkpoints is not None
 
     @property
     def has_chunks(self) -> bool:
-        """Whether chunks are stored, and not checkpoints alone."""
+        """True if chunks are stored, and not only checkpoints."""
         return self._rows.has_chunks
 
     @property
     def ends_in_blocks(self) -> bool:
-        """Whether a load can only end where a block of every group does."""
+        """True if a load can only end where a block of every group ends."""
         return self._rows.is_grouped
 
     # -- before a load -----------------------------------------------------------------------------------------------
 
     def sources(self, spec: LoadSpec) -> Counter[Place]:
-        """How many tokens of a load would come from each place."""
+        """Count the tokens of a load that would come from each place."""
         tokens = self._by_source(spec, lambda part, _: (part.stop - part.start) * self._rules.block_tokens)
         if not self._rows.has_chunks:
             sources = [self._index.source(ref, spec.told) for ref in spec.match.checkpoint]
@@ -178,7 +178,7 @@ class LoadPlanner:
         return tokens
 
     def carried_of(self, part: Part, source: Place) -> int:
-        """The tokens that are carried for the wanted blocks of a chunk."""
+        """Return the tokens that are carried for the wanted blocks of a chunk."""
         if source is Place.MEMORY:
             return (part.stop - part.start) * self._rules.block_tokens
         can_cut = source is Place.REMOTE and part.front_blocks and not self._rows.is_grouped
@@ -188,36 +188,36 @@ class LoadPlanner:
     def blocks_of(
         self, tracker: RequestTracker, spec: LoadSpec, num_external_tokens: int
     ) -> Iterator[tuple[ChunkRef, range]]:
-        """The chunks of a load, and which of the request's blocks are theirs; leading blocks also as a tail."""
+        """Yield the chunks of a load with their blocks' positions in the request; leading blocks also as a tail."""
         for part in overlapping(spec.match, self._rules, spec.num_local_tokens, num_external_tokens):
             yield part.ref, part.known
             if part.front_blocks:
                 yield ChunkRef(self._block_key(tracker.hasher, part.stop - 1), part.front_blocks), part.known
 
     def first_remote_token(self, spec: LoadSpec) -> int:
-        """Where the first chunk begins that a load would bring from a remote tier.
+        """Return the first token of the first chunk that a load would bring from a remote tier.
 
-        If only a checkpoint would come from there, where the load begins: nothing before it is of use alone.
+        If only a checkpoint would come from there, return the first token of the load, as the rest is of no use alone.
         """
         parts = overlapping(spec.match, self._rules, spec.num_local_tokens, spec.num_external_tokens)
         starts = (part.start for part in parts if self._index.source(part.ref, spec.told) is Place.REMOTE)
         return next(starts, spec.num_local_tokens // self._rules.block_tokens) * self._rules.block_tokens
 
     def awaited(self, spec: LoadSpec, *, async_load: bool) -> PrefixKey | None:
-        """The last of the chunks to be loaded that a load for another request brings, and which may still fail.
+        """Return the key of the last chunk to be loaded that another request's load brings, and which may still fail.
 
-        They come in order: when that one is there, mostly the others are, too, and nothing is looked up before.
+        Chunks arrive in order, so the others have mostly arrived with that one, and no lookup is needed before.
         """
         parts = overlapping(spec.match, self._rules, spec.num_local_tokens, spec.num_external_tokens)
         keys = [ref.prefix_key for ref in (*(part.ref for part in parts), *spec.match.checkpoint)]
         return next((key for key in reversed(keys) if self.is_coming(key, async_load=async_load)), None)
 
     def is_coming(self, key: PrefixKey, *, async_load: bool = True) -> bool:
-        """Tell if a load under way brings a chunk: an asynchronous one, or another that only such a load waits for."""
+        """Tell if a load in flight brings a chunk; without ``async_load``, only asynchronous loads count."""
         return self._index.is_loading(key) and (async_load or self._fetched_keys[key] > 0)
 
     def rests_on_unverified(self, tracker: RequestTracker, num_local_tokens: int) -> bool:
-        """Whether the first ``num_local_tokens`` include a block whose load has not been reported."""
+        """Tell if the first ``num_local_tokens`` include a block whose load has not been reported."""
         num_local_blocks = num_local_tokens // self._rules.block_tokens
         return any(
             load.block < num_local_blocks and self._block_key(tracker.local_hasher(), load.block) == load.key
@@ -225,13 +225,13 @@ class LoadPlanner:
         )
 
     def is_fetching(self, request_id: str) -> bool:
-        """Whether a request waits for an asynchronous load."""
+        """Tell if a request waits for an asynchronous load."""
         return any(fetching.req_id == request_id for fetching in self._fetching.values())
 
     # -- planning ----------------------------------------------------------------------------------------------------
 
     def plan(self, tracker: RequestTracker, spec: LoadSpec, tables: Tables, num_external_tokens: int) -> HitSplit:
-        """Plan to load ``num_external_tokens`` of what was promised, and return where they come from.
+        """Plan to load ``num_external_tokens`` of a promise, and return their split by tier.
 
         Tokens before a sliding window have no blocks, and are not loaded.
         """
@@ -244,7 +244,7 @@ class LoadPlanner:
     def _plan_blocks(
         self, tracker: RequestTracker, spec: LoadSpec, tables: Tables, num_external_tokens: int
     ) -> Counter[Place]:
-        """Plan to load blocks of the only group. What cannot be loaded is computed. Returns the tokens by source."""
+        """Plan to load blocks of the only group, and return the tokens by source. Other blocks are computed."""
         table, block_tokens, request_id = tables[0], self._rules.block_tokens, tracker.request.request_id
         first_block = spec.num_local_tokens // block_tokens
         end_block = -(-(spec.num_local_tokens + num_external_tokens) // block_tokens)
@@ -269,9 +269,9 @@ class LoadPlanner:
     def _plan_groups(
         self, tracker: RequestTracker, spec: LoadSpec, tables: Tables, num_external_tokens: int
     ) -> Counter[Place]:
-        """Plan to load chunks and the checkpoint behind them. If any of it is missing, the request starts over."""
+        """Plan to load chunks and the checkpoint behind them. If any part is missing, the request starts over."""
         loads = self._group_loads(spec, tables, num_external_tokens)
-        tokens, carried = self.sources(spec), self.carried(spec)  # before: then each has a slot in memory
+        tokens, carried = self.sources(spec), self.carried(spec)  # before each has a slot in memory
         steps = self._prepare(tracker, spec, [load.ref for load in loads or ()])
         is_whole = loads is not None and len(steps) == len(loads)
         jobs = [LoadJob(step, load.rows, 0) for step, load in zip(steps, loads or (), strict=False)]
@@ -281,7 +281,7 @@ class LoadPlanner:
         return tokens if is_whole else Counter()
 
     def _group_loads(self, spec: LoadSpec, tables: Tables, num_external_tokens: int) -> list[_Load] | None:
-        """What a hit brings to which rows; None if the request lacks a block, or takes less than it was promised."""
+        """Return a hit's loads with their rows; None if the request lacks a block, or takes less than was promised."""
         begin_tokens, rows, match = spec.num_local_tokens, self._rows, spec.match
         if rows.checkpoints is not None and begin_tokens + num_external_tokens != match.num_tokens:
             return None
@@ -300,7 +300,7 @@ class LoadPlanner:
     def _prepare(
         self, tracker: RequestTracker, spec: LoadSpec, refs: Sequence[ChunkRef], front_blocks: int = 0
     ) -> list[LoadStep]:
-        """Plan to bring chunks to their slots, as far as that is possible; of the last one the leading blocks."""
+        """Plan to load chunks into their slots as far as possible; of the last one, ``front_blocks`` unless 0."""
         checkpoint = spec.match.checkpoint if set(refs).issuperset(spec.match.checkpoint) else ()
         hasher = tracker.hasher if self._rows.checkpoints is None else None
         steps = self._index.prepare_load(refs, spec.told, checkpoint, hasher, front_blocks)
@@ -323,7 +323,7 @@ class LoadPlanner:
         loads.requests[meta.req_id] = meta
         loads.steps += (job.step for job in meta.loads)
         loads.carried.update(carried)
-        # A slot that another load is filling counts too: what fails there fails here.
+        # A slot that another load is filling counts, too: a failure of that load is one of this load.
         if meta.lost_block_ids or not all(self._index.in_memory(job.step.ref.prefix_key) for job in meta.loads):
             key = self._block_key(tracker.local_hasher(), first_block)
             loads.unverified.append(_Unverified(meta.req_id, first_block, key))
@@ -335,7 +335,7 @@ class LoadPlanner:
                 load.block_ids.update(tables_of(load.req_id)[0][load.block :])
 
     def fill(self, plan: StepPlan) -> None:
-        """Put into a plan what its step loads, and which loads begin with it."""
+        """Add to a plan the loads of its step, and the asynchronous loads that start with it."""
         loads, self._coming = self._coming, _StepLoads()
         if loads.requests:
             self._in_flight[plan.number] = loads
@@ -346,7 +346,7 @@ class LoadPlanner:
     # -- results -----------------------------------------------------------------------------------------------------
 
     def complete_step(self, number: int, result: StepResult) -> None:
-        """Every rank has reported the loads of a step."""
+        """Complete the loads of a step, which every rank has reported."""
         loads = self._in_flight.pop(number, None)
         if loads is None:
             return
@@ -358,7 +358,7 @@ class LoadPlanner:
             self._untimed.pop(next(iter(self._untimed)))
 
     def note_times(self, times: Mapping[int, LoadTime]) -> None:
-        """Some ranks have told how long the loads of steps took."""
+        """Note the times that ranks have reported for the loads of steps."""
         for number, time in times.items():
             self._note_time(number, time)
 
@@ -371,7 +371,7 @@ class LoadPlanner:
             self._choice.loaded(loads.carried, loads.time.seconds)
 
     def complete_fetch(self, number: int, result: FetchResult) -> str | None:
-        """A rank has ended a fetch. Returns its request's id if this was the last rank and something has failed."""
+        """Add a rank's result of a fetch. Return the request's id if this is the last rank and something has failed."""
         fetching = self._fetching[number]
         fetching.result.merge(result)
         result = fetching.result
@@ -388,7 +388,7 @@ class LoadPlanner:
         return None
 
     def _note_arrivals(self, fetching: _Fetching) -> None:
-        """Let others use what has come to every rank's memory, while the rest of a load is on its way."""
+        """Let others use the chunks that have arrived in every rank's memory while the rest of a load is in flight."""
         for step in fetching.steps:
             key = step.ref.prefix_key
             is_new = step.source is not Place.MEMORY and key not in fetching.brought
@@ -398,7 +398,7 @@ class LoadPlanner:
                 self._index.note_arrival(step)
 
     def spoilt_blocks(self, failed_block_ids: AbstractSet[int]) -> set[int]:
-        """The blocks that could not be loaded, and those computed from them. To be asked before ``complete_step``."""
+        """Return the blocks that could not be loaded, and those computed from them. Call before ``complete_step``."""
         behind = (load.block_ids for load in self._unverified() if not load.block_ids.isdisjoint(failed_block_ids))
         return set(failed_block_ids).union(*behind)
 
@@ -414,7 +414,7 @@ class LoadPlanner:
 
 
 def overlapping(match: Match, rules: SaveRules, begin_tokens: int, num_tokens: int) -> Iterator[Part]:
-    """The chunks of a match that hold any of so many tokens from ``begin_tokens`` on, with the blocks that do."""
+    """Yield the chunks of a match that hold any of ``num_tokens`` from ``begin_tokens`` on, with those blocks."""
     first_block, end_block = begin_tokens // rules.block_tokens, -(-(begin_tokens + num_tokens) // rules.block_tokens)
     begin = match.first_chunk * rules.chunk_tokens // rules.block_tokens
     for ref in match.refs:
@@ -426,7 +426,7 @@ def overlapping(match: Match, rules: SaveRules, begin_tokens: int, num_tokens: i
 
 
 def _with_blocks(parts: Iterable[Part], block_ids: Sequence[int]) -> Iterator[Part]:
-    """What of these a request has blocks for; stops at a chunk that cannot be loaded."""
+    """Yield the parts for which a request has blocks, up to a chunk that cannot be loaded."""
     for part in parts:
         run = blocks.present_run(block_ids, part.start, part.stop)
         if run is None:

@@ -22,8 +22,8 @@ from kvstore.tiers.questions import Question
 
 _SPEEDS: Final = (Place.MEMORY, Place.DISK, Place.REMOTE)  # the fastest first
 PASS_BUDGET_S: Final = 0.004
-"""How long one pass of the scheduler may wait for answers, for all its requests together: an answer within this time
-comes sooner than the next step."""
+"""Time that one pass of the scheduler may wait for answers, for all its requests together: an answer within this time
+is sooner than the next step."""
 
 
 @dataclass
@@ -37,18 +37,18 @@ class _Asking:
 
 
 class RemoteLookup:
-    """What the requests that wait to be scheduled have asked of the remote tier. For one thread.
+    """Questions to the remote tier by requests that wait to be scheduled. For one thread.
 
-    Nobody asks twice about a chunk while a question is in flight: requests that begin alike wait for the same answer.
-    Every answer is taken in, whether or not the request that asked still waits.
+    A chunk is not asked about twice while a question is in flight: requests with a common prefix wait for the same
+    answer. Every answer is kept, even if the request that asked no longer waits.
 
     Args:
         directory: asks; ``close`` closes it.
         view: takes the answers.
-        timeout_s: how long the lookup of one request may take. What has not been answered by then counts as missing,
-            for this request.
+        timeout_s: the longest time for the lookup of one request. What is not answered by then counts as missing, for
+            this request.
         sources: the engines that requests may name.
-        namespaces: of the chunks, one for each shard; none without a remote tier.
+        namespaces: those of the chunks, one for each shard; none without a remote tier.
     """
 
     def __init__(
@@ -66,32 +66,32 @@ class RemoteLookup:
         self._sources = frozenset(sources)
         self._namespaces = tuple(namespaces)
         self._requests: dict[str, _Asking] = {}
-        self._open: dict[Asked, Question] = {}  # by what is asked about, but for what is asked of a source
+        self._open: dict[Asked, Question] = {}  # by chunk or trail, without questions to a source
         self._answered: deque[Question] = deque()  # handed over by the threads that ask
         self._left_s = PASS_BUDGET_S  # of this pass
         self._took_s = 0.0  # the last answer
-        self._slow_sources: set[str] = set()  # that let a pass wait in vain, and have not answered since
+        self._slow_sources: set[str] = set()  # that made a pass wait in vain, and have not answered since
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a remote tier."""
+        """True if there is a remote tier."""
         return bool(self._namespaces)
 
     def begin(self, request_id: str, source: str) -> None:
-        """For this request, also ask the engine that it names, if that is allowed."""
+        """Also ask the engine that a request names, if that is allowed."""
         if source in self._sources:
             self._requests[request_id] = _Asking(Told(source))
 
     def told(self, request_id: str) -> Told:
-        """What a request was told."""
+        """Return the answers that a request has received."""
         asking = self._requests.get(request_id)
         return asking.told if asking is not None else NOTHING_TOLD
 
     def answered(self, request_id: str, asked: Sequence[Asked]) -> bool:
-        """Ask about chunks and trails for a request. False: come back later. True: all that can be known is known.
+        """Ask about chunks and trails for a request. Return False until all is answered or its deadline has passed.
 
-        A pass of the scheduler waits for a moment at most, and not at all while the tier is slow. A request that comes
-        back after its deadline is told "no" for what is still open; other requests are not.
+        A pass of the scheduler waits briefly at most, and not at all while the tier is slow. After a request's
+        deadline, open questions count as "no" for this request only.
         """
         now_s = time.monotonic()
         asking = self._requests.setdefault(request_id, _Asking(Told()))
@@ -114,7 +114,7 @@ class RemoteLookup:
     def waits(self, request_id: str) -> bool:
         """Tell if a request has asked, and has neither all its answers nor reached its deadline.
 
-        As ``answered``, but for the chunks; to be asked again costs no lookup.
+        Like ``answered``, but without the chunks: to ask this again costs no lookup.
         """
         asking = self._requests.get(request_id)
         if asking is None or not asking.questions or asking.deadline_s is None:
@@ -124,17 +124,17 @@ class RemoteLookup:
         return not all(question.is_done for question in asking.questions) and time.monotonic() < asking.deadline_s
 
     def settled(self, request_id: str) -> None:
-        """A request has nothing left to ask. If it asks again, that is another lookup, with its own deadline."""
+        """End the lookup of a request with nothing left to ask. A later question starts one with a new deadline."""
         asking = self._requests.get(request_id)
         if asking is not None:
             asking.questions, asking.deadline_s = [], None
 
     def end(self, request_id: str) -> None:
-        """A request has made use of what it was told, or is gone."""
+        """Forget a request that has used its answers or has ended."""
         self._requests.pop(request_id, None)
 
     def end_pass(self) -> None:
-        """The scheduler has planned a step; the next pass may wait again."""
+        """End a pass once the scheduler has planned a step, so that the next pass may wait again."""
         self._take_in()
         self._left_s = PASS_BUDGET_S
 
@@ -146,7 +146,7 @@ class RemoteLookup:
         return [bool(answer) for answer in question.answers]
 
     def longest(self, trail: bytes) -> tuple[ChunkRef, int] | None:
-        """The chunk there that shares most blocks with a trail, and how many. Waits, as ``ask``. From any thread."""
+        """Return the remote chunk with most blocks of a trail, and how many. Waits, as ``ask``. From any thread."""
         question = self._directory.ask([trail])
         heard = HeardTrails()
         if self._directory.wait([question], self._timeout_s) and isinstance(named := question.answers[0], tuple):
@@ -168,7 +168,7 @@ class RemoteLookup:
         self._directory.close()
 
     def _ask(self, asking: _Asking, asked: Sequence[Asked], now_s: float) -> None:
-        """Ask about chunks and trails, except those that somebody already asks about."""
+        """Ask about chunks and trails, except those with a question in flight."""
         source, tell = asking.told.source, self._answered.append
         asking.asked = asked
         wanted = self.view.unknown(asked, now_s) if source else asked
@@ -183,12 +183,12 @@ class RemoteLookup:
             asking.questions.append(self._directory.ask(asked, source, since=since))
 
     def _under_way(self, item: Asked) -> Question | None:
-        """A question about it that is in flight and will count; one from before a chunk's removal does not."""
+        """Return a question in flight about an item, if it will count; one from before a chunk's removal does not."""
         question = self._open.get(item)
         return question if question is not None and not self.view.is_void(item, question.since) else None
 
     def _wait(self, asking: _Asking) -> None:
-        """Wait for answers, for as long as this pass may.
+        """Wait for answers as long as this pass may.
 
         A source that hangs costs one such wait, and affects only the requests that name it.
         """
@@ -207,7 +207,7 @@ class RemoteLookup:
         self._take_in()
 
     def _take_in(self) -> None:
-        """Pass what was answered since the last call to the view."""
+        """Pass the answers since the last call to the view."""
         while self._answered:
             question = self._answered.popleft()
             self._took_s = question.answered_s - question.asked_s
@@ -217,7 +217,7 @@ class RemoteLookup:
                     del self._open[item]
 
     def _tell(self, asking: _Asking) -> None:
-        """Tell a request what was answered to its questions."""
+        """Give a request the answers to its questions."""
         now_s, questions = time.monotonic(), asking.questions
         asking.questions = []
         if not asking.told.source:
@@ -230,16 +230,16 @@ class RemoteLookup:
 
 
 def _together(answers: Sequence[Answer]) -> Answer:
-    """One answer of two engines: a chunk is there if one of them has it."""
+    """Merge the answers of two engines: a chunk is there if one of them has it."""
     named = [answer for answer in answers if isinstance(answer, tuple)]
     return tuple(dict.fromkeys(chain(*named))) if named else True in answers
 
 
 def find_tokens(hasher: PrefixHasher, index: ChunkIndex, remote: RemoteLookup) -> Counter[Place]:
-    """How many leading tokens of a sequence are known, by the fastest tier that has them; for people and routers.
+    """Count the leading tokens of a sequence that are known, by the fastest tier; for operators and routers.
 
-    A model that needs checkpoints knows those up to the last one. May be called from any thread: it looks chunks up one
-    by one, and asks the remote tier itself.
+    With a model that needs checkpoints, tokens count up to the last one. May be called from any thread, because it
+    looks chunks up one by one and asks the remote tier itself.
     """
     chunks, checkpoints = chunk_refs(hasher, with_tail=False), index.checkpoints
     if checkpoints is not None and not checkpoints.groups.full:
@@ -276,7 +276,7 @@ def find_tokens(hasher: PrefixHasher, index: ChunkIndex, remote: RemoteLookup) -
 def _last_checkpoint(
     checkpoints: Checkpoints, possible: Sequence[End], index: ChunkIndex, remote: RemoteLookup
 ) -> tuple[int, Place]:
-    """The tokens before the last checkpoint that is known whole, 0 without one, and the slowest place of its parts."""
+    """Return the tokens before the last checkpoint known whole, 0 without one, and the slowest place of its parts."""
     firsts = list(checkpoints.first_refs(possible))
     asked = [ref for ref in firsts if ref is not None]
     known = dict(zip(asked, _places(asked, index, remote), strict=True))
@@ -292,7 +292,7 @@ def _last_checkpoint(
 
 
 def _places(refs: Sequence[ChunkRef], index: ChunkIndex, remote: RemoteLookup) -> list[Place | None]:
-    """Where each chunk is."""
+    """Return the fastest place of each chunk; None where it is not known."""
     local = (Place.MEMORY, Place.DISK)
     places = [next((place for place in local if index.holds(ref.prefix_key, place)), None) for ref in refs]
     missing = [ref for ref, place in zip(refs, places, strict=True) if place is None]

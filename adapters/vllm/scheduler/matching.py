@@ -1,4 +1,4 @@
-"""What a request is offered of the cache: looked up in all tiers, cut to what is worth loading, promised."""
+"""Offers of stored KV to requests: looked up in all tiers, cut to what is worth loading, and promised."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from kvstore.catalog.plans import Match, Place
 
 @dataclass(eq=False)
 class Matching:
-    """One per engine. For the scheduler's thread. Has no effect but on the tracker: vLLM asks several times.
+    """Offers to an engine's requests, for which vLLM may ask several times. For the scheduler's thread.
 
     Attributes:
-        options: what is worth loading.
-        index: where every chunk is.
-        remote: what is known of the remote tier.
+        options: limits of what is worth loading.
+        index: the index of all chunks.
+        remote: lookups at the remote tier.
         loads: knows which loads are in flight.
-        choice: how to load, if at all.
-        handovers: what other engines have promised.
-        canary: which hits are computed nevertheless.
+        choice: chooses how to load, if at all.
+        handovers: knows the KV that other engines have promised.
+        canary: samples hits that are computed nevertheless.
         running: requests of the last step that have not ended.
     """
 
@@ -42,7 +42,7 @@ class Matching:
     running: set[str] = field(default_factory=set)
 
     def offer(self, tracker: RequestTracker, num_local_tokens: int, *, enabled: bool) -> int | None:
-        """How many tokens beyond vLLM's own ``num_local_tokens`` are promised; None if vLLM must ask again."""
+        """Return the tokens promised beyond vLLM's own ``num_local_tokens``; None if vLLM must ask again."""
         request, hasher = tracker.request, tracker.hasher
         is_barred = tracker.params.skip_load or tracker.load_failed or not enabled
         if not is_barred and self._waits_still(tracker, num_local_tokens):
@@ -57,7 +57,7 @@ class Matching:
         match = self._lookup(tracker, num_local_tokens)
         if match is None or self._waits_for_more(tracker, match, num_local_tokens):
             return None
-        if self.loads.has_chunks:  # nothing else tells how far others had the same tokens
+        if self.loads.has_chunks:  # only chunks show how far others had the same tokens
             tracker.parted_tokens = match.chunk_tokens - match.chunk_tokens % hasher.chunk_tokens
         spec = self._usable(tracker, match, num_local_tokens)
         if spec.num_external_tokens and self._is_verified(tracker, match, num_local_tokens):
@@ -66,7 +66,7 @@ class Matching:
         return self._promise(tracker, spec) if spec.num_external_tokens else 0
 
     def _waits_still(self, tracker: RequestTracker, num_local_tokens: int) -> bool:
-        """Tell if what made a request wait has not ended, so that nothing need be looked up. At most 5 us."""
+        """Tell if the reason for a request's wait still holds, so that no lookup is needed. Takes at most 5 us."""
         waits, request = tracker.waits_for, tracker.request
         if waits is not None:
             is_asked_again = (waits.num_tokens, waits.num_local_tokens) == (request.num_tokens, num_local_tokens)
@@ -76,11 +76,11 @@ class Matching:
         return self.remote.waits(request.request_id)
 
     def _limit_tokens(self, tracker: RequestTracker) -> int:
-        """Up to where a hit is of use: the last token is computed in any case."""
+        """Return the token up to which a hit is of use: the last token is computed in any case."""
         return tracker.request.num_tokens - max(1, self.options.rules.skip_last_tokens)
 
     def _lookup(self, tracker: RequestTracker, num_local_tokens: int) -> Match | None:
-        """The longest prefix in any tier; None while the remote one has yet to answer."""
+        """Return the longest prefix in any tier; None while the remote tier has yet to answer."""
         hasher, request_id = tracker.hasher, tracker.request.request_id
         limit_tokens = self._limit_tokens(tracker)
         for _ in range(self.index.question_rounds):
@@ -97,7 +97,7 @@ class Matching:
         return self.index.lookup(hasher, num_local_tokens, self.remote.told(request_id), limit_tokens)
 
     def _waits_for_more(self, tracker: RequestTracker, match: Match, num_local_tokens: int) -> bool:
-        """Whether another engine is still sending KV of a request. What is not there yet is asked for again."""
+        """Tell if another engine is still sending KV of a request, and have missing chunks looked up again."""
         request_id = tracker.request.request_id
         num_known_tokens = max(match.num_tokens, num_local_tokens)
         waits = self.remote.is_open and self.handovers.waits.must_wait(request_id, num_known_tokens)
@@ -109,7 +109,7 @@ class Matching:
         return waits
 
     def _usable(self, tracker: RequestTracker, match: Match, num_local_tokens: int) -> LoadSpec:
-        """What of a match is to be loaded."""
+        """Return the part of a match that is to be loaded."""
         told = self.remote.told(tracker.request.request_id)
         spec = self._spec(tracker, LoadSpec(match, num_local_tokens, 0, told), self._limit_tokens(tracker))
         if spec.num_external_tokens > 0 and self.options.min_remote_tokens and not tracker.is_handed_over:
@@ -122,11 +122,11 @@ class Matching:
             most_tokens -= most_tokens % self.options.rules.block_tokens
             spec = self._spec(tracker, spec, num_local_tokens + most_tokens)
             least_tokens = min(least_tokens, most_tokens)
-        # Asked only now: the last checkpoint before a bound may lie far before it.
+        # Checked last, because the last checkpoint before a bound may lie far before it.
         return spec if spec.num_external_tokens >= least_tokens else replace(spec, num_external_tokens=0)
 
     def _spec(self, tracker: RequestTracker, spec: LoadSpec, limit_tokens: int) -> LoadSpec:
-        """A load that ends at ``limit_tokens``, or before: where a model needs checkpoints, at one of them.
+        """Return a load that ends at ``limit_tokens`` or before, and at a checkpoint if the model needs them.
 
         With several groups it ends with a block of each.
         """
@@ -139,7 +139,7 @@ class Matching:
         return replace(spec, match=match, num_external_tokens=end_tokens - spec.num_local_tokens)
 
     def _without_slow_end(self, tracker: RequestTracker, spec: LoadSpec) -> LoadSpec:
-        """A load without its last chunk, if so few of that one's blocks are wanted that to compute them is faster."""
+        """Return a load without its last chunk, if computing the few blocks wanted of that chunk is faster."""
         parts = overlapping(spec.match, self.options.rules, spec.num_local_tokens, max(0, spec.num_external_tokens))
         last = next(iter(deque(parts, maxlen=1)), None)
         if last is None or last.is_own or self.loads.needs_checkpoints:
@@ -154,14 +154,14 @@ class Matching:
         return self._spec(tracker, replace(spec, match=match), spec.num_local_tokens + spec.num_external_tokens)
 
     def _tokens_worth_fetching(self, spec: LoadSpec) -> int:
-        """The tokens of a hit; only those before the remote tier's first chunk if too few would come from there."""
+        """Return the tokens of a hit, or those before the first chunk of the remote tier if too few are there."""
         num_remote_tokens = self.loads.sources(spec)[Place.REMOTE]
         if num_remote_tokens >= self.options.min_remote_tokens or not num_remote_tokens:
             return spec.num_external_tokens
         return self.loads.first_remote_token(spec) - spec.num_local_tokens
 
     def _is_verified(self, tracker: RequestTracker, match: Match, num_local_tokens: int) -> bool:
-        """Whether a request computes its hit, to compare it with what is stored."""
+        """Tell if a request computes its hit, to compare it with the stored KV."""
         parts = overlapping(match, self.options.rules, 0, match.num_tokens)
         chunks = ((part.ref, part.begin) for part in parts if part.is_own)
         takes = self.canary.takes(tracker.request.request_id, chunks, num_local_tokens)
@@ -169,7 +169,7 @@ class Matching:
         return takes
 
     def _promise(self, tracker: RequestTracker, spec: LoadSpec) -> int | None:
-        """Choose how to load, if at all; None while a load for another request brings what is needed."""
+        """Choose how to load, if at all, and return the tokens; None while another request's load brings them."""
         carried = self.loads.carried(spec)
         others_run = not self.running <= {tracker.request.request_id}
         async_load = self.choice.is_async(carried, others_run=others_run)

@@ -1,4 +1,4 @@
-"""What an operator may ask of the scheduler side, from other threads than vLLM's."""
+"""Queries and orders of an operator to the scheduler side, from other threads than vLLM's."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _WAIT_S: Final = 1.0  # a busy engine plans several steps in this time; an idle 
 
 
 class SchedulerControls:
-    """``Controls`` of a scheduler side. The index belongs to vLLM's thread, which carries out what changes it.
+    """``Controls`` of a scheduler side. The index belongs to vLLM's thread, which carries out its changes.
 
     Args:
         scheduler: answers, and carries orders out.
-        config: what it was configured with.
-        versions: of the software around it.
+        config: its configuration.
+        versions: versions of the software around it.
     """
 
     def __init__(self, scheduler: StoreScheduler, config: StoreConfig, versions: dict[str, str]) -> None:
@@ -44,7 +44,7 @@ class SchedulerControls:
         self._orders: dict[str, Future[int]] = {}  # the last of each kind
 
     def info(self) -> Tree:
-        """What it is, and what it holds."""
+        """Return the versions, the process, the tiers and the sizes of the scheduler side."""
         levels = self._scheduler.totals.levels()
         sizes = (metrics.KNOWN_CHUNKS, metrics.SLOTS, metrics.USED_SLOTS, metrics.DISK_USED_BYTES)
         return {
@@ -58,15 +58,15 @@ class SchedulerControls:
         }
 
     def stats(self) -> Tree:
-        """All metrics, as of the last step."""
+        """Return all metrics, as of the last step."""
         return self._scheduler.totals.as_tree()
 
     def config(self) -> Tree:
-        """Every key with its value."""
+        """Return every key with its value."""
         return self._config.shown()
 
     def health(self) -> Tree:
-        """Whether the scheduler knows its workers, and each tier answers."""
+        """Tell if the scheduler knows its workers, and each tier answers."""
         levels = self._scheduler.totals.levels()
         tiers = {tier: _STATES[int(levels.get(metrics.BREAKER_STATE.key(tier), 0))] for tier in self._tiers()}
         is_ready = self._scheduler.index is not None
@@ -79,17 +79,17 @@ class SchedulerControls:
         }
 
     def kv(self, tokens: Sequence[int], extras: KeyExtras) -> Tree:
-        """How many leading tokens are known, in whole blocks, by the fastest tier that has them."""
+        """Count the leading tokens that are known, in whole blocks, by the fastest tier that has them."""
         by_place = self._scheduler.find(tokens, extras)
         by_tier = {tier: by_place[Place(tier)] for tier in self._tiers()}
         return {"tokens": len(tokens), "known_tokens": by_place.total(), "tiers": by_tier}
 
     def clear(self) -> int | None:
-        """Forget what is in memory and on disk, but not in a shared remote tier. None while vLLM is idle."""
+        """Forget all chunks in memory and on disk, but not in a shared remote tier. None while vLLM is idle."""
         return self._order("clear", self._scheduler.clear)
 
     def pins(self) -> Tree:
-        """The prompts that requests have pinned, by the hash of each."""
+        """Return the prompts that requests have pinned, by the hash of each."""
         now_s = time.monotonic()
         pins = [
             {"name": view.name, "chunks": view.num_chunks, "ends_in_s": round(max(0.0, view.expires_s - now_s), 1)}
@@ -102,10 +102,10 @@ class SchedulerControls:
         return self._order("unpin", self._scheduler.unpin_all)
 
     def _order(self, kind: str, action: Callable[[], int]) -> int | None:
-        """Have vLLM's thread do something. None if it has not been done soon."""
+        """Make vLLM's thread carry out an action. None if it is not done soon."""
         with self._lock:
             order = self._orders.get(kind)
-            if order is None or order.done():  # otherwise the order that waits will do
+            if order is None or order.done():  # otherwise the waiting order serves this call, too
                 order = self._orders[kind] = Future()
                 self._scheduler.call_soon(partial(self._carry_out, order, action))
         try:

@@ -1,4 +1,4 @@
-"""What the configuration says about lookups and plans."""
+"""Options of the scheduler side for lookups and plans."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class SchedulerOptions:
     log_request_sample: int = 0
 
     def load_rules_for(self, num_ranks: int) -> LoadRules:
-        """How so many ranks load.
+        """Return the rules by which ``num_ranks`` ranks load.
 
-        A rank knows only what it could not load itself, and computes on what another rank could not load. What it has
-        sent before the scheduler hears of the failure cannot be taken back. So where ranks send what a step computes,
-        to another engine or a remote tier, every load is asynchronous: nothing is computed before all ranks have what
-        they were to load.
+        A rank knows only what it could not load itself, and computes on what another rank could not load. KV that it
+        has sent before the scheduler learns of the failure cannot be taken back. So where ranks send the KV of a step
+        to another engine or a remote tier, every load is asynchronous: nothing is computed before all ranks have loaded
+        their parts.
         """
         stores_there = self.saves and self.remote is not None and self.remote.max_queue != 0
         sends = stores_there or self.handover.sends

@@ -1,4 +1,4 @@
-"""Prompts that clients have pinned: a lease keeps their chunks from eviction."""
+"""Prompts that clients have pinned, whose chunks a lease keeps from eviction."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from kvstore.keys import PrefixHasher
 
 
 class Pins:
-    """One per engine. For the scheduler's thread.
+    """Pins of one engine. For the scheduler's thread.
 
     A pin begins when the steps that store its chunks have ended, of its request and of others with the same prompt.
 
     Args:
         index: the catalog.
         steps: tells which steps have ended.
-        max_s: how long a pin lasts.
+        max_s: the duration of a pin.
     """
 
     def __init__(self, index: ChunkIndex, steps: Steps, max_s: float) -> None:
@@ -25,7 +25,7 @@ class Pins:
         self._coming: dict[str, tuple[PrefixHasher, int]] = {}  # with the last step to wait for
 
     def add(self, name: str, hasher: PrefixHasher, last_step: int) -> None:
-        """Pin what a request used that has just ended, once ``last_step`` is over."""
+        """Pin the chunks of a request that has just ended, once ``last_step`` is over."""
         self._coming[name] = (hasher, last_step)
         self.hold()
 
@@ -37,9 +37,9 @@ class Pins:
                 del self._coming[name]
 
     def _lease(self, name: str, hasher: PrefixHasher) -> None:
-        """Hold what is known of a prompt. Chunks without the checkpoint behind them may be worth nothing.
+        """Hold the known chunks of a prompt with the checkpoint behind them, without which they may be of no use.
 
-        Where there is no room for all, hold those up to a checkpoint before, for which there is.
+        If there is no room for all, hold those up to an earlier checkpoint for which there is.
         """
         match = self._index.lookup(hasher)
         while True:

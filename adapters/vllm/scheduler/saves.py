@@ -1,4 +1,4 @@
-"""Plans stores, and follows them until every rank has reported: the stores of each step, and their write-behind."""
+"""Plans the stores of each step and their write-behind, and follows them until every rank has reported."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class _Write:
 
 
 class SavePlanner:
-    """One per engine. For the scheduler's thread.
+    """Planner of an engine's stores. For the scheduler's thread.
 
     Args:
         index: the catalog.
-        num_ranks: how many report each store and each write.
-        rows: knows where blocks are.
+        num_ranks: number of ranks that report each store and each write.
+        rows: maps block tables to rows.
     """
 
     def __init__(self, index: ChunkIndex, num_ranks: int, rows: RowMap) -> None:
@@ -52,19 +52,19 @@ class SavePlanner:
 
     @property
     def has_coming(self) -> bool:
-        """Whether the next plan will store something."""
+        """True if the next plan will store something."""
         return any(meta.stores for meta in self._metas.values())
 
     def is_coming(self, req_id: str) -> bool:
-        """Whether the next plan has something of a request."""
+        """Tell if the next plan has something of a request."""
         return req_id in self._metas
 
     def is_storing(self, req_id: str) -> bool:
-        """Whether a step in flight stores something of a request."""
+        """Tell if a step in flight stores something of a request."""
         return any(req_id in stores for stores in self._in_flight.values())
 
     def plan(self, tracker: RequestTracker, save: SaveSpec, tables: Tables, states: States = NO_STATES) -> int:
-        """Add a request's new chunks to the next plan. Returns how many: 0 if all are known or there is no room.
+        """Add a request's new chunks to the next plan and return their number: 0 if all are known or there is no room.
 
         Chunks whose blocks the request no longer has, or never had, are left out, and so are checkpoints.
         """
@@ -73,7 +73,7 @@ class SavePlanner:
         sources = {piece.ref: piece.rows for piece in pieces if piece.rows is not None}
         left_out = takewhile(lambda piece: piece.rows is None, pieces)
         before = [*save.prefix, *(piece.ref.prefix_key for piece in left_out)]
-        # A tail is not superseded where its checkpoint may be the only one: whoever ends with it would find nothing.
+        # A tail is not superseded where its checkpoint may be the only one: a prompt that ends there would miss.
         hasher = tracker.hasher if self._rows.checkpoints is None else None
         steps = self._index.prepare_store(
             list(sources),
@@ -89,29 +89,29 @@ class SavePlanner:
             return 0
         meta = self._metas.setdefault(req_id, ReqMeta(req_id))
         for step in steps:
-            # A chunk that is written in a tail's stead comes from memory, and not from this request's blocks.
+            # A chunk that is written in place of a tail is read from memory, and not from this request's blocks.
             meta.stores.append(StoreJob(step, sources.get(step.ref, _NO_BLOCKS)))
             for target in step.targets:
                 self._writes[target, step.ref.prefix_key] = _Write(self._num_ranks)
         return len(steps)
 
     def _supersede(self, tracker: RequestTracker, pieces: Sequence[Piece]) -> None:
-        """Of the checkpoints behind a request's prompt only the last is kept: whoever goes on goes on from there."""
+        """Keep only the last of the checkpoints behind a request's prompt, as the next turn continues from there."""
         behind = tracker.request.num_prompt_tokens
         for piece in pieces:
             if not piece.checkpoint or not all(ref.prefix_key in self._index for ref in piece.checkpoint):
-                continue  # without room for it, the former is better than none
+                continue  # without room for it, the previous one is better than none
             tracker.checkpoint_tokens = max(tracker.checkpoint_tokens, piece.end_tokens)
             if piece.end_tokens > behind and piece.checkpoint != tracker.decoded:
                 self._index.remove(ref.prefix_key for ref in tracker.decoded)
                 tracker.decoded = piece.checkpoint
 
     def end_with(self, req_id: str) -> None:
-        """A request has ended: have the workers report the end of its last store."""
+        """Make the workers report the end of the last store of a request that has ended."""
         self._metas.setdefault(req_id, ReqMeta(req_id)).finished = True
 
     def fill(self, plan: StepPlan) -> None:
-        """Put into a plan what its step stores, and which chunks to remove as not every rank has its part."""
+        """Add to a plan the stores of its step, and the removal of chunks of which some ranks lack their parts."""
         metas, self._metas = list(self._metas.values()), {}
         if stores := {meta.req_id: [job.step for job in meta.stores] for meta in metas if meta.stores}:
             self._in_flight[plan.number] = stores
@@ -120,7 +120,7 @@ class SavePlanner:
         self.strays = []
 
     def complete_step(self, number: int, failed_keys: AbstractSet[PrefixKey], *, distrusted: bool) -> None:
-        """Every rank has ended the stores of a step; if it is ``distrusted``, all of them failed."""
+        """Complete the stores of a step, which every rank has ended; if it is ``distrusted``, all of them failed."""
         for steps in self._in_flight.pop(number, {}).values():
             keys = {step.ref.prefix_key for step in steps}
             failed = keys if distrusted else keys & failed_keys
@@ -128,7 +128,7 @@ class SavePlanner:
             self._note_in_vain(steps, failed)
 
     def complete_write(self, written: Written) -> bool:
-        """One rank has ended a write. Returns whether its chunk, which had failed, may be offered again now."""
+        """Note that a rank has ended a write. Return True if its chunk, which had failed, may be offered again now."""
         target, ref, stored, size_bytes = written
         write = self._writes[target, ref.prefix_key]
         write.ranks_left -= 1
@@ -144,7 +144,7 @@ class SavePlanner:
         return write.in_vain
 
     def cancel_coming(self) -> None:
-        """Fail what ended requests were about to store: the workers would store it after they have cleared."""
+        """Fail the coming stores of ended requests, which the workers would carry out after they have cleared."""
         for meta in self._metas.values():
             jobs, meta.stores = meta.stores, []
             for step, _ in jobs:

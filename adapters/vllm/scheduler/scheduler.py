@@ -1,4 +1,4 @@
-"""The scheduler side: answers lookups, plans each step, takes in what the workers did. No tensors, no vLLM types."""
+"""The scheduler side: answers lookups, plans each step, processes the workers' reports. No tensors, no vLLM types."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def _no_states(_request_id: str) -> States:
 
 
 class StoreScheduler:
-    """One per engine. Called by vLLM's scheduler from one thread.
+    """Scheduler side of one engine, called by vLLM's scheduler from one thread.
 
     Attributes:
-        enabled: whether requests are looked up and stored. Any thread may switch it, at once; what is stored stays.
-            Loads and stores already planned are carried out. Switched on again, what running requests have computed
-            meanwhile is stored, as far as they still hold it.
+        enabled: True if requests are looked up and stored. Any thread may switch it, at once; stored chunks are kept.
+            Loads and stores already planned are carried out. After it is switched on again, KV that running requests
+            have computed meanwhile is stored, as far as they still hold it.
         totals: sums since the start, as of the last step. Thread-safe.
     """
 
@@ -56,7 +56,7 @@ class StoreScheduler:
         rules = options.rules
         self._options = options
         self._rules = rules
-        self._connected: Connected | None = None  # until the workers have said what they own
+        self._connected: Connected | None = None  # until the workers have sent their facts
         self._trackers: dict[str, RequestTracker] = {}
         self._steps = Steps()
         self._clock = StepClock()
@@ -80,7 +80,7 @@ class StoreScheduler:
         return self._connected.index if self._connected is not None else None
 
     def connect(self, facts: Sequence[WorkerFacts]) -> None:
-        """Learn what the workers own; until then nothing is cached.
+        """Connect to the workers; until then nothing is cached.
 
         Raises:
             KVStoreError: the remote tier cannot be opened.
@@ -90,7 +90,7 @@ class StoreScheduler:
     # -- operators -----------------------------------------------------------------------------------------------------
 
     def call_soon(self, action: Callable[[], object]) -> None:
-        """Have the scheduler's thread do something: when the next request comes, or the next step is planned."""
+        """Make the scheduler's thread run an action when the next request arrives or the next step is planned."""
         self._actions.put(action)
 
     def _carry_out_actions(self) -> None:
@@ -98,19 +98,19 @@ class StoreScheduler:
             self._actions.get_nowait()()
 
     def clear(self) -> int:
-        """Forget all chunks in memory and on disk, and return how many there were. A remote tier, shared, is kept."""
+        """Forget all chunks in memory and on disk, and return how many there were. A shared remote tier is kept."""
         return self._connected.index.remove_all() if self._connected is not None else 0
 
     def pins(self) -> list[LeaseView]:
-        """The pins that requests have asked for, on ``time.monotonic``. May be called by any thread."""
+        """Return the pins that requests have asked for, on ``time.monotonic``. May be called by any thread."""
         return self._connected.index.lease_views() if self._connected is not None else []
 
     def unpin_all(self) -> int:
-        """End all pins, those of requests that have just ended too, and return how many there were."""
+        """End all pins, including those of requests that have just ended, and return how many there were."""
         return self._connected.pins.end_all() if self._connected is not None else 0
 
     def find(self, token_ids: Sequence[int], extras: KeyExtras = NO_EXTRAS) -> Counter[Place]:
-        """How many leading tokens of a sequence are known, by the fastest tier that has them. From any thread.
+        """Count the leading tokens of a sequence that are known, by the fastest tier that has them. From any thread.
 
         Raises:
             InvalidCallError: a token id is out of range.
@@ -121,7 +121,7 @@ class StoreScheduler:
         return find_tokens(hasher, connected.index, connected.remote) if connected is not None else Counter()
 
     def take_tally(self) -> Tally:
-        """What was counted since the last call, the workers' numbers included."""
+        """Return the counts since the last call, the workers' included."""
         timeouts = {
             metrics.LOOKUP_TIMEOUTS.key(): self._connected.remote.timeouts if self._connected is not None else 0,
             metrics.HANDOVER_TIMEOUTS.key(): self._handovers.waits.timeouts,
@@ -131,7 +131,7 @@ class StoreScheduler:
         return tally
 
     def take_events(self) -> list[Stored | Removed]:
-        """Which blocks came and went since the last call, if that is to be announced."""
+        """Return the blocks stored and removed since the last call, if they are to be announced."""
         if self._announcer is None or self._connected is None:
             return []
         return self._announcer.take(self._connected.index)
@@ -152,7 +152,7 @@ class StoreScheduler:
         tracker = RequestTracker(request, extras, self._rules, params, saves=self._options.saves and is_wanted)
         try:
             tracker.hasher.update(request.all_token_ids)
-        except InvalidCallError as error:  # clients choose their prompts' token ids, and nobody has checked them yet
+        except InvalidCallError as error:  # clients choose their prompts' token ids, which are not checked before
             logger.warning("request not cached: %s", error)
             return
         self._trackers[request.request_id] = tracker
@@ -167,13 +167,13 @@ class StoreScheduler:
             connected.pins.end(tracker.pin_name)
 
     def num_new_matched_tokens(self, request: RequestView, num_local_tokens: int) -> int | None:
-        """How many tokens beyond vLLM's own ``num_local_tokens`` can be loaded; at least one is left to compute.
+        """Return the tokens to load beyond vLLM's own ``num_local_tokens``; at least one is left to compute.
 
-        None means to ask again: because the remote tier has not answered yet, or because the local tokens rest on a
-        load that may yet fail. vLLM lets requests share blocks before they are loaded, and when the load fails, it does
-        not compute all of them again.
+        None means to ask again, because the remote tier has not answered yet or the local tokens rest on a load that
+        may yet fail. vLLM lets requests share blocks before they are loaded, and when the load fails, it does not
+        compute all of them again.
 
-        Cheap, and without effect but to remember the answer: vLLM asks again while a request waits.
+        This is cheap and has no effect but to remember the answer, because vLLM asks again while a request waits.
         """
         tracker, connected = self._trackers.get(request.request_id), self._connected
         if tracker is None or connected is None:
@@ -185,30 +185,30 @@ class StoreScheduler:
         return connected.matching.offer(tracker, num_local_tokens, enabled=self.enabled)
 
     def is_async_load(self, request_id: str) -> bool:
-        """Whether the request, and not the step, waits for what was just promised."""
+        """Tell if the request, and not the step, waits for the load that was just promised."""
         tracker = self._trackers.get(request_id)
         return tracker is not None and tracker.load is not None and tracker.load.async_load
 
     def parted_tokens(self, request_id: str) -> int:
-        """Up to where the chunks of the prompt just looked up were found; 0 unless it needs a checkpoint there."""
+        """Return the end of the chunks found in the last lookup of the prompt; 0 unless it needs a checkpoint there."""
         tracker = self._trackers.get(request_id)
         return tracker.parted_tokens if tracker is not None else 0
 
     def answer(self, request_id: str, *, first_token: int | None) -> dict[str, object] | None:
-        """``kv_transfer_params`` for the answer to a request that ends now, before ``finish_request``."""
+        """Return ``kv_transfer_params`` for the answer to a request that ends now, before ``finish_request``."""
         tracker = self._trackers.get(request_id)
         if tracker is None or not self.enabled:
             return None
         return self._handovers.answer(tracker, first_token=first_token)
 
     def allocated(self, request_id: str, tables: Tables, num_external_tokens: int) -> None:
-        """Plan the load of what vLLM took of the last answer: ``num_external_tokens``, possibly fewer, possibly 0."""
+        """Plan the load of the ``num_external_tokens`` that vLLM took of the last answer, possibly fewer or 0."""
         self._last_hit = (request_id, NO_HIT)
         tracker, connected = self._trackers.get(request_id), self._connected
         if tracker is None or connected is None:
             return
         spec, tracker.load, tracker.load_failed = tracker.load, None, False
-        if tracker.account.waits:  # vLLM tells again when such a load has ended
+        if tracker.account.waits:  # vLLM calls again when such a load has ended
             tracker.account.has_waited()
         tracker.account.waits = spec is not None and spec.async_load and num_external_tokens > 0
         self._handovers.admitted(tracker, connected.index, spec if num_external_tokens else None)
@@ -219,12 +219,12 @@ class StoreScheduler:
         self._accounts.admitted(tracker.account, self._last_hit[1], connected.index, tracker.hasher)
 
     def hit_split(self, request_id: str) -> HitSplit:
-        """How the load just planned for a request divides over the tiers."""
+        """Return the split by tier of the load just planned for a request."""
         last_id, hit = self._last_hit
         return hit if request_id == last_id else NO_HIT
 
     def _describe(self, index: ChunkIndex, tracker: RequestTracker, chunks: Iterable[tuple[ChunkRef, range]]) -> None:
-        """Let chunks be announced, each given with its blocks. Routers know nothing of tags and probes."""
+        """Have chunks announced, each given with its blocks, unless they have tags or probes, unknown to routers."""
         if self._announcer is not None and not (tracker.params.tags or tracker.params.probe):
             for ref, known in chunks:
                 if ref.prefix_key in index:
@@ -233,12 +233,12 @@ class StoreScheduler:
                     self._announcer.describe_held(index, known, tracker.request, tracker.hasher)
 
     def spoilt_blocks(self, failed_block_ids: AbstractSet[int]) -> set[int]:
-        """The blocks that could not be loaded, and those computed from them. To be asked before ``complete``."""
+        """Return the blocks that could not be loaded, and those computed from them. Call before ``complete``."""
         connected = self._connected
         return connected.loads.spoilt_blocks(failed_block_ids) if connected is not None else set(failed_block_ids)
 
     def finish_request(self, request_id: str, tables: Tables) -> bool:
-        """Stop tracking. True if vLLM must keep the blocks until the workers report the request's last store."""
+        """Stop tracking a request. Return True if vLLM must keep its blocks until the workers report its last store."""
         connected = self._connected
         if connected is not None:
             connected.matching.running.discard(request_id)
@@ -258,7 +258,7 @@ class StoreScheduler:
         return keeps_blocks
 
     def _save_rest(self, connected: Connected, tracker: RequestTracker, tables: Tables) -> bool:
-        """Store what is left of a request that has ended. Whether a worker has yet to read its blocks."""
+        """Store the rest of a request that has ended. Return True if a worker has yet to read its blocks."""
         request_id, saves = tracker.request.request_id, connected.saves
         if not any(tables) or connected.loads.is_fetching(request_id):
             return False  # it has computed nothing; vLLM itself keeps blocks that are being loaded
@@ -279,9 +279,9 @@ class StoreScheduler:
         preempts: bool = False,
         states_of: StatesOf = _no_states,
     ) -> StepPlan:
-        """Make the plan of the step that computes ``num_scheduled_tokens`` per request, and may preempt others.
+        """Plan the step that computes ``num_scheduled_tokens`` per request and may preempt others.
 
-        ``states_of`` a request are those that vLLM says it has once the step is over.
+        ``states_of`` returns the states that a request has after the step, according to vLLM.
         """
         self._carry_out_actions()
         plan = self._steps.next_plan(preempts=preempts)
@@ -303,7 +303,7 @@ class StoreScheduler:
         tables_of: TablesOf,
         states_of: StatesOf,
     ) -> None:
-        """Put into a plan what is to be moved."""
+        """Add to a plan all that its step moves."""
         verifies: list[ReqMeta] = []
         if self.enabled:
             for req_id in self._canary.waiting:
@@ -335,7 +335,7 @@ class StoreScheduler:
     def _plan_verify(
         self, connected: Connected, req_id: str, num_scheduled_tokens: int, tables_of: TablesOf
     ) -> Iterable[ReqMeta]:
-        """The chunks that the step completes and that are to be compared, if they are still there."""
+        """Yield the chunks to be compared that the step completes, if they are still there."""
         tracker = self._trackers.get(req_id)
         if tracker is None:
             return
@@ -359,7 +359,7 @@ class StoreScheduler:
         self._describe(connected.index, tracker, blocks)
 
     def complete(self, report: StepReport) -> None:
-        """Take in what the workers, all ranks merged, did."""
+        """Process the workers' report, merged over all ranks."""
         self._accounts.add(report.tally)
         self._handovers.complete(report)
         connected = self._connected
@@ -399,7 +399,7 @@ class StoreScheduler:
             self._handovers.sendings.restart()
 
     def _complete_verifies(self, index: ChunkIndex, step: Step) -> list[ChunkRef]:
-        """Let go of what was compared, and have chunks with wrong bytes removed everywhere."""
+        """Release the compared chunks, and have those with wrong bytes removed everywhere."""
         result = step.result
         index.complete_load(step.verifies, result.unread, result.lost_chunks)
         mismatches = set() if step.distrusted else result.mismatches
@@ -412,16 +412,16 @@ class StoreScheduler:
             tracker.restart_saving()
 
     def reset_cache(self) -> None:
-        """Forget everything: the weights have changed.
+        """Forget everything, because the weights have changed.
 
-        The namespace names the weights that vLLM was started with, so what comes is kept under a new epoch of it.
+        The namespace names the weights that vLLM was started with, so later chunks are stored under a new epoch of it.
         Requests that have computed something hold KV of the old weights until they end, and are tracked no longer.
         """
         self._epoch = new_epoch()
         if self._connected is not None:
             self._connected.saves.cancel_coming()
             self._connected.index.clear()
-            self._connected.index.take_removals()  # they belong to the epoch that ends with all it has
+            self._connected.index.take_removals()  # they belong to the old epoch, which is removed as a whole
             self._connected.pins.cancel_coming()
             self._connected.remote.reset(self._epoch)
         for req_id, tracker in list(self._trackers.items()):
@@ -440,7 +440,7 @@ class StoreScheduler:
 
 
 def _record(recorder: TraceRecorder, hasher: PrefixHasher) -> None:
-    """Note which chunks a request used, its tail included."""
+    """Record the chunks that a request used, its tail included."""
     if refs := chunk_refs(hasher, with_tail=True):
         num_blocks = sum(ref.num_blocks for ref in refs)
         recorder.record([ref.prefix_key for ref in refs], num_blocks * hasher.block_tokens)

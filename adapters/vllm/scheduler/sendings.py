@@ -1,4 +1,4 @@
-"""Requests whose KV goes to another engine: what the next step sends, and what is known to have arrived."""
+"""Requests whose KV is sent to another engine, with the chunks to send next and those known to have arrived."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from kvstore.protocol.progress import ALL_TOKENS
 
 @dataclass
 class _Sending:
-    """One request's.
+    """Hand-over of one request.
 
     Attributes:
-        spec: where to.
-        wants_first_token: its answer says which it was.
-        useful_tokens: of the prompt, up to the first chunk that was left out.
-        number: of the hand-over; None until something is sent.
-        num_chunks: handed to the workers so far.
-        is_complete: its tail was, too.
-        checkpoints: where those are that were sent, the last one last; None for a model without.
+        spec: the destination.
+        wants_first_token: its answer names that token.
+        useful_tokens: tokens of the prompt up to the first chunk that was left out.
+        number: number of the hand-over; None until something is sent.
+        num_chunks: chunks given to the workers so far.
+        is_complete: its tail was given to them, too.
+        checkpoints: tokens of the checkpoints that were sent, the last one last; None for a model without.
         awaited: by the token at which a chunk begins, the ranks that have not confirmed it.
-        lost_tokens: where the first chunk begins that does not arrive.
+        lost_tokens: the token at which the first chunk begins that does not arrive.
     """
 
     spec: DisaggSpec
@@ -46,14 +46,14 @@ class _Sending:
     lost_tokens: int = ALL_TOKENS
 
     def usable(self, num_tokens: int) -> int:
-        """Of so many tokens, those that a hit can bring."""
+        """Return how many of ``num_tokens`` a hit can bring."""
         if self.checkpoints is None:
             return num_tokens
         return max((end for end in self.checkpoints if end <= num_tokens), default=0)
 
 
 class Kept(NamedTuple):
-    """Where what an engine saves can be read: at itself, or else in a tier that others share with it."""
+    """Place of the KV that an engine saves: the engine itself, or else a tier that others share with it."""
 
     own: tuple[str, int] | None = None
     shared: str | None = None
@@ -63,10 +63,10 @@ NOWHERE: Final = Kept()
 
 
 class Sendings:
-    """One per engine. For the scheduler's thread.
+    """Hand-overs from one engine. For the scheduler's thread.
 
     Attributes:
-        num_ranks: how many workers send.
+        num_ranks: number of workers that send.
 
     Args:
         rules: the sizes of blocks and chunks.
@@ -77,22 +77,22 @@ class Sendings:
         self._rules = rules
         self._sendings: dict[str, _Sending] = {}
         self._metas: dict[str, ReqMeta] = {}  # for the next plan
-        self._ended: list[int] = []  # the same
+        self._ended: list[int] = []  # for the next plan
         self._name = secrets.token_hex(8)
         self._following = 0
         self._by_number: dict[int, _Sending] = {}
 
     def __iter__(self) -> Iterator[str]:
-        """The names of the requests."""
+        """Iterate over the ids of the requests."""
         return iter(self._sendings)
 
     def begin(self, tracker: RequestTracker, spec: DisaggSpec, *, wants_first_token: bool) -> None:
-        """Hand a request's prompt over."""
+        """Start to hand a request's prompt over."""
         request = tracker.request
         self._sendings[request.request_id] = _Sending(spec, wants_first_token, request.num_prompt_tokens)
 
     def end(self, request_id: str) -> None:
-        """A request is gone."""
+        """Forget a request that has ended."""
         sending = self._sendings.pop(request_id, None)
         if sending is not None:
             self._end_number(sending)
@@ -105,7 +105,7 @@ class Sendings:
         rows: RowMap,
         states_of: StatesOf,
     ) -> None:
-        """Add to the next plan what of a prompt the coming step of ``num_scheduled_tokens`` completes."""
+        """Add to the next plan the pieces of a prompt that the coming step of ``num_scheduled_tokens`` completes."""
         request = tracker.request
         sending = self._sendings.get(request.request_id)
         if sending is None or sending.is_complete:
@@ -141,7 +141,7 @@ class Sendings:
             if piece.rows is None:  # it has left a sliding window
                 sending.useful_tokens = min(sending.useful_tokens, begin_tokens)
                 continue
-            # Where hits end at checkpoints, nobody asks for parts of chunks.
+            # Where hits end at checkpoints, parts of chunks are never requested.
             trail = _trail_of(tracker.hasher, piece) if rows.checkpoints is None else b""
             meta.pushes.append(PushJob(piece.ref, piece.rows, number, begin_tokens, not piece.checkpoint, trail))
             sending.awaited[begin_tokens] += self.num_ranks
@@ -150,7 +150,7 @@ class Sendings:
                 sending.checkpoints.append(piece.end_tokens)
 
     def _number(self, sending: _Sending) -> int:
-        """The number of a hand-over, which begins now if it has none."""
+        """Return the number of a hand-over, which begins now if it has none."""
         if sending.number is None:
             sending.number, self._following = self._following, self._following + 1
             self._by_number[sending.number] = sending
@@ -158,19 +158,19 @@ class Sendings:
         return sending.number
 
     def fill(self, plan: StepPlan) -> None:
-        """Put into a plan the chunks that its step hands over, and the hand-overs that end with it."""
+        """Add to a plan the chunks that its step hands over, and the hand-overs that end with it."""
         plan.requests += self._metas.values()
         plan.ended_handovers += self._ended
         self._metas, self._ended = {}, []
 
     def restart(self) -> None:
-        """Send everything again, as some of it was computed on garbage; what has arrived is left out then."""
+        """Send all chunks again, as some were computed on garbage; those that have arrived are left out then."""
         for request_id, sending in self._sendings.items():
             self._end_number(sending)
             self._sendings[request_id] = _Sending(sending.spec, sending.wants_first_token, sending.useful_tokens)
 
     def note_settled(self, settled: Settled) -> None:
-        """Take in what became of chunks that were handed over."""
+        """Process the outcomes of chunks that were handed over."""
         for (number, begin_tokens), count in settled.arrived.items():
             if (sending := self._by_number.get(number)) is not None:
                 sending.awaited[begin_tokens] -= count
@@ -186,9 +186,9 @@ class Sendings:
                 self._ended.append(sending.number)
 
     def answer(self, tracker: RequestTracker, kept: Kept, *, first_token: int | None) -> dict[str, object] | None:
-        """``kv_transfer_params`` of a request's answer; None if it is not handed over.
+        """Return ``kv_transfer_params`` for a request's answer; None if it is not handed over.
 
-        What does not arrive can be read where it is ``kept``.
+        Chunks that do not arrive can be read where they are ``kept``.
         """
         request = tracker.request
         sending = self._sendings.get(request.request_id)
@@ -216,13 +216,13 @@ class Sendings:
 
 
 def hit_tokens(tracker: RequestTracker, rules: SaveRules, num_tokens: int) -> int:
-    """Of so many tokens that are elsewhere, those in whole blocks that a hit of a prompt can bring."""
+    """Return how many of ``num_tokens`` elsewhere a hit of a prompt can bring, in whole blocks."""
     num_tokens = max(0, min(num_tokens, tracker.request.num_prompt_tokens - rules.spares_last_token))
     return num_tokens - num_tokens % rules.block_tokens
 
 
 def _trail_of(hasher: PrefixHasher, piece: Piece) -> bytes:
-    """The keys at the ends of a chunk's blocks. A chunk of one block has no parts, and its own key names all of it."""
+    """Return the keys at the ends of a chunk's blocks; none for a chunk of one block, which its own key names."""
     if piece.ref.num_blocks == 1:
         return b""
     return b"".join(hasher.block_keys(piece.begin // hasher.blocks_per_chunk)[: piece.ref.num_blocks])

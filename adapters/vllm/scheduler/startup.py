@@ -1,4 +1,4 @@
-"""What a person reads in vLLM's log when the cache is ready: one block, told once by the scheduler side."""
+"""Block of lines in vLLM's log when the cache is ready, logged once by the scheduler side."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _WHEN: Final = {None: "beside the steps where that pays", True: "beside the step
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What is around the cache.
+    """Environment of the cache.
 
     Attributes:
-        vllm_version: of the vLLM that runs it.
+        vllm_version: version of the vLLM that runs it.
         role: vLLM's ``kv_role``.
         failure_policy: vLLM's ``kv_load_failure_policy``.
     """
@@ -33,7 +33,7 @@ class Surroundings:
 
 
 def problems_of(facts: Sequence[WorkerFacts]) -> list[str]:
-    """Why remote tiers cannot be used now, each told once."""
+    """Return the reasons why remote tiers cannot be used now, each once."""
     return list(dict.fromkeys(rank.remote_problem for rank in facts if rank.remote_problem))
 
 
@@ -44,14 +44,14 @@ def startup_lines(
     facts: Sequence[WorkerFacts],
     num_chunks: int,
 ) -> Iterator[str]:
-    """The block, a line for each thing that one may have got wrong. Has no password.
+    """Yield the block, with a line for each setting that may be wrong and without passwords.
 
     Args:
         loaded: the configuration.
-        options: what follows from it and from vLLM's flags.
-        around: what is around the cache.
-        facts: what the workers own.
-        num_chunks: how many chunks were found on disk.
+        options: options derived from it and from vLLM's flags.
+        around: the environment of the cache.
+        facts: the workers' facts.
+        num_chunks: number of chunks found on disk.
     """
     yield f"version {__version__} in vLLM {around.vllm_version}"
     yield f"configuration: {', '.join(_sources(loaded.origins)) or 'nothing is set'}"
@@ -68,7 +68,7 @@ def startup_lines(
 
 
 def _sources(origins: Mapping[str, str]) -> list[str]:
-    """Where values come from: the file once, then each variable and each key of vLLM's extra config."""
+    """Return the origins of values: the file once, then each variable and each key of vLLM's extra config."""
     found = (where.partition(", line ")[0].partition(", in ")[0] for where in origins.values() if where != "default")
     return sorted(dict.fromkeys(found), key=lambda where: not where.startswith("file "))
 

@@ -15,9 +15,9 @@ class Step:
     Attributes:
         acked: the last step whose loads were known when this one was planned.
         verifies: chunks to compare with what the step computes.
-        result: of the ranks that have reported.
+        result: merged result of the ranks that have reported.
         is_loaded: every rank has reported the loads.
-        distrusted: it may have computed on what another step failed to load.
+        distrusted: it may have computed on blocks that another step failed to load.
     """
 
     acked: int
@@ -28,7 +28,7 @@ class Step:
 
 
 class Steps:
-    """One per engine. For the scheduler's thread."""
+    """Steps of one engine. For the scheduler's thread."""
 
     def __init__(self) -> None:
         self.number = 0  # of the last plan
@@ -37,7 +37,7 @@ class Steps:
         self._last_poisoned = 0
 
     def next_plan(self, *, preempts: bool) -> StepPlan:
-        """The plan of the next step, still empty."""
+        """Return the plan of the next step, still empty."""
         self.number += 1
         return StepPlan(self.number, self._acked, preempts=preempts)
 
@@ -47,21 +47,21 @@ class Steps:
             self.in_flight[plan.number] = Step(plan.acked, verifies)
 
     def merge(self, number: int, result: StepResult) -> Step:
-        """Add what one or more ranks have reported of a step."""
+        """Add the result that one or more ranks have reported for a step."""
         step = self.in_flight[number]
         step.result.merge(result)
         return step
 
     def end_loads(self, number: int) -> None:
-        """Every rank has reported the loads of a step."""
+        """End the loads of a step, which every rank has reported."""
         step = self.in_flight[number]
         step.is_loaded = True
         self._acked = number
         if step.result.is_poisoned:
             self._last_poisoned = number
-        # A step planned before the failed load was known computed on its garbage too, on every rank.
+        # A step planned before the failed load was known computed on its garbage, too, on every rank.
         step.distrusted = step.acked < self._last_poisoned <= number
 
     def is_over(self, number: int) -> bool:
-        """Whether all steps up to this one were planned and have ended."""
+        """Tell if all steps up to this one were planned and have ended."""
         return number <= self.number and min(self.in_flight, default=number + 1) > number

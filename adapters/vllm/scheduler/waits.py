@@ -1,8 +1,8 @@
-"""Requests that wait for KV that another engine hands over, or has promised: until it is there, or does not come.
+"""Requests that wait for KV that another engine hands over or has promised, until it has arrived or cannot arrive.
 
-When the answer to a prompt leaves the engine that computes it, its last chunks are still on their way. What becomes of
-them is told to the servers of this engine's workers, and by these to it. Who says nothing is waited for until a
-deadline.
+When the answer to a prompt leaves the engine that computes it, its last chunks are still in transfer. The sender
+reports their outcome to the servers of this engine's workers, and these report it here. For a sender that reports
+nothing, requests wait until a deadline.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from kvstore.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
-ABSENT_S: Final = 0.1  # how long a sender may be without a connection to a rank before nothing more comes from it
+ABSENT_S: Final = 0.1  # a sender without a connection to a rank for so long sends nothing more
 _ASK_INTERVAL_S: Final = 0.005
 _ASK_SHARE: Final = 0.02  # of the time waited so far, between two questions: they cost the scheduler time
 
 
 @dataclass
 class _Wait:
-    """One request's.
+    """Wait of one request.
 
     Attributes:
-        num_tokens: what it waits for.
-        wait_s: for how long.
-        spec: names the hand-over, if what becomes of it is told here.
-        deadline_s: from the first question on.
-        ask_s: when to ask again.
-        absent_s: since when the sender is unknown to a rank.
-        is_last: nothing more comes, and what has come was asked for once more.
-        source: who has what does not come; empty if nobody is known.
-        grace_s: how long what does not come is asked for elsewhere: whoever keeps it may still be writing it.
-        over_s: since when nothing more comes.
+        num_tokens: the tokens that it waits for.
+        wait_s: the longest wait.
+        spec: names the hand-over, if its progress is reported here.
+        deadline_s: end of the wait, which starts with the first question.
+        ask_s: time of the next question.
+        absent_s: time since which the sender is unknown to a rank.
+        is_last: nothing more arrives, and the arrived KV was looked up once more.
+        source: address that has the KV that does not arrive; empty if none is known.
+        grace_s: time for which missing KV is looked up elsewhere, where it may still be being written.
+        over_s: time since which nothing more arrives.
     """
 
     num_tokens: int
@@ -55,11 +55,11 @@ class _Wait:
 
 
 class Waits:
-    """One per engine. For the scheduler's thread.
+    """Waits of one engine's requests. For the scheduler's thread.
 
     Attributes:
         timeouts: requests that waited until their deadline in vain.
-        num_ranks: how many workers this engine has.
+        num_ranks: number of this engine's workers.
         takes_parts: engines with fewer workers, which do not send to each of ours, send here, too.
     """
 
@@ -75,18 +75,18 @@ class Waits:
         return len(self._waits)
 
     def begin(self, request_id: str, num_tokens: int, wait_s: float, spec: DisaggSpec | None = None) -> None:
-        """Let a request wait for so many tokens. Of two calls for one request the one for more tokens counts."""
+        """Make a request wait for ``num_tokens``. Of two calls for one request the one for more tokens counts."""
         known = self._waits.get(request_id)
         if num_tokens and (known is None or known.num_tokens < num_tokens):
             self._waits[request_id] = _Wait(num_tokens, wait_s, spec)
 
     def name_source(self, request_id: str, grace_s: float, url: str = "") -> None:
-        """What does not come is kept elsewhere, after so long at the latest; ``url`` is to be asked, too."""
+        """Note that missing KV is kept elsewhere, after ``grace_s`` at the latest, and that ``url`` is asked, too."""
         if request_id in self._waits:
             self._waits[request_id].source, self._waits[request_id].grace_s = url, grace_s
 
     def take_source(self, request_id: str) -> str:
-        """Whom to ask, too, from now on, as not all has come; empty for nobody, and for a sender that has gone."""
+        """Return the address to ask, too, as KV is missing; empty without one, and for a sender that has gone."""
         wait = self._waits.get(request_id)
         if wait is None or not wait.is_last or wait.absent_s is not None:
             return ""
@@ -94,11 +94,11 @@ class Waits:
         return source
 
     def end(self, request_id: str) -> None:
-        """A request is gone."""
+        """Forget a request that has ended."""
         self._waits.pop(request_id, None)
 
     def note_senders(self, senders: Mapping[int, Mapping[str, Progress | None]]) -> None:
-        """Take in what has changed of what is on its way here, to which rank; None for a sender that has gone."""
+        """Note the changed progress of senders, by the rank that receives; None for a sender that has gone."""
         for rank, changed in senders.items():
             known = self._senders[rank]
             known.update({sender: progress for sender, progress in changed.items() if progress is not None})
@@ -109,7 +109,7 @@ class Waits:
             wait.ask_s = 0.0
 
     def must_wait(self, request_id: str, num_tokens: int) -> bool:
-        """Whether a request, of which ``num_tokens`` are known here, waits for more, as more may come."""
+        """Tell if a request, of which ``num_tokens`` are known here, waits for more, as more may arrive."""
         wait = self._waits.get(request_id)
         if wait is None:
             return False
@@ -132,18 +132,18 @@ class Waits:
         return False
 
     def asked_just_now(self, request_id: str) -> bool:
-        """Whether it is too early to ask again whether more has arrived."""
+        """Tell if it is too early to look up again if more has arrived."""
         wait = self._waits.get(request_id)
         return wait is not None and time.monotonic() < wait.ask_s
 
     def _has_no_grace(self, wait: _Wait, now_s: float) -> bool:
-        """Whether what does not come will not be found elsewhere either. A sender that has gone writes no more."""
+        """Tell if missing KV will not be found elsewhere either. A sender that has gone writes no more."""
         if wait.over_s is None:
             wait.over_s = now_s
         return wait.absent_s is not None or now_s - wait.over_s >= wait.grace_s
 
     def _coming_tokens(self, wait: _Wait, now_s: float) -> int:
-        """Up to which token KV may still come, to any rank: what one lacks for good is of no use on the others."""
+        """Return the token up to which KV may still arrive on all ranks, as KV that one rank lacks is of no use."""
         spec = wait.spec
         if spec is None or spec.sender is None or spec.handover is None:
             return ALL_TOKENS
@@ -155,7 +155,7 @@ class Waits:
         elif wait.absent_s is None:
             wait.absent_s = now_s
         if wait.absent_s is not None and now_s - wait.absent_s >= ABSENT_S:
-            return 0  # gone from one rank, whatever it still says to the others
+            return 0  # gone from one rank, even if it still reports to others
         is_coming = not is_known or any(progress.end_tokens(spec.handover) for progress in known)
         limits = (progress.limit_tokens(spec.handover) for progress in known)
         return min(limits, default=ALL_TOKENS) if is_coming else 0

@@ -1,1 +1,1 @@
-"""Numbers and events of the adapter, for people and routers."""
+"""Metrics and events of the adapter, for operators and routers."""

@@ -1,4 +1,4 @@
-"""What each request asked, got and stored, and the sums of everything counted.
+"""Accounts of the tokens that each request asked for, got and stored, and the sums of all counts.
 
 Kept by the scheduler's thread; other threads may read ``totals``.
 """
@@ -26,7 +26,7 @@ SUMMARY_INTERVAL_S: Final = 60.0
 
 
 class HitSplit(NamedTuple):
-    """Where the tokens of a request's external hit come from."""
+    """Tokens of a request's external hit, by tier."""
 
     memory_tokens: int
     disk_tokens: int
@@ -38,23 +38,23 @@ NO_HIT: Final = HitSplit(0, 0, 0)
 
 @dataclass
 class Account:
-    """What one request asked, and got.
+    """Account of one request's lookup and its result.
 
     Attributes:
-        num_tokens: of the request, when it asked last.
-        num_local_tokens: those that vLLM had itself.
+        num_tokens: tokens of the request, when it asked last.
+        num_local_tokens: tokens that vLLM had itself.
         found_tokens: the end of the longest known prefix.
-        offered_tokens: how many vLLM was told could be loaded.
+        offered_tokens: tokens that were offered to vLLM for loading.
         asks: it may load at all.
         is_declined: computing was found to be faster.
         is_admitted: it has been scheduled, and is counted; later answers concern what it has computed itself.
-        hit: what it got then.
-        reason: why not more.
-        stored_chunks: offered to the workers since.
+        hit: the tokens that it got then.
+        reason: the reason why it did not get more.
+        stored_chunks: chunks offered to the workers since.
         is_verified: it computes its hit, for comparison.
-        waits: for a load beside the steps.
-        begin_s: when it asked first, on ``time.monotonic``.
-        wait_s: from then until it had what was loaded for it, and could be computed.
+        waits: it waits for an asynchronous load.
+        begin_s: time when it asked first, on ``time.monotonic``.
+        wait_s: time from then until its load had ended and it could be computed.
     """
 
     num_tokens: int = 0
@@ -73,7 +73,7 @@ class Account:
     wait_s: float = 0.0
 
     def asked(self, num_tokens: int, num_local_tokens: int) -> None:
-        """It asks, or asks again; nothing is known of an answer."""
+        """Note that the request asks, first or again, and has no answer so far."""
         if self.begin_s is None:
             self.begin_s = time.monotonic()
         if not self.is_admitted:
@@ -82,30 +82,30 @@ class Account:
             self.asks = self.is_declined = False
 
     def answered(self, match: Match, num_external_tokens: int) -> None:
-        """The answer, of which ``num_external_tokens`` are offered to vLLM."""
+        """Note the answer, of which ``num_external_tokens`` are offered to vLLM."""
         if not self.is_admitted:
             self.found_tokens = max(self.num_local_tokens, match.num_tokens)
             self.offered_tokens = num_external_tokens
             self.asks = True
 
     def declined(self) -> None:
-        """Nothing is offered after all: computing is faster."""
+        """Note that nothing is offered after all, because computing is faster."""
         if not self.is_admitted:
             self.offered_tokens, self.is_declined = 0, True
 
     def has_waited(self) -> None:
-        """It has what was loaded for it."""
+        """Note that the request has what was loaded for it."""
         if self.begin_s is not None:
             self.wait_s = time.monotonic() - self.begin_s
 
 
 class Accounts:
-    """Counts requests and collects everything else.
+    """Counts of requests, and of everything else.
 
     Args:
         block_tokens: a hit counts as whole if it lacks fewer tokens than this.
         end_tokens: nothing is stored of a prompt after the last multiple of this.
-        sample_every: a line at INFO about every so many-th request; 0 for none.
+        sample_every: one in so many requests is logged at INFO; 0 for none.
     """
 
     def __init__(self, block_tokens: int, end_tokens: int, sample_every: int = 0) -> None:
@@ -117,14 +117,14 @@ class Accounts:
         self._tally = Tally()
         self._meter = Meter()
         self._index_meter = IndexMeter()
-        self._recent = Tally()  # what was counted since the last summary, and when that was
+        self._recent = Tally()  # counts since the last summary, and its time
         self._since_s: float | None = None
         self._was_enabled: bool | None = None
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def admitted(self, account: Account, hit: HitSplit, index: ChunkIndex, hasher: PrefixHasher) -> None:
-        """A request is scheduled: what it got counts, the first time. To be told after its load was planned."""
+        """Count the hit of a request when it is scheduled for the first time. Call it after its load is planned."""
         if account.is_admitted:
             return
         account.has_waited()
@@ -138,7 +138,7 @@ class Accounts:
             self._tally.count(metrics.MISSES.key(account.reason.value))
 
     def _reason(self, account: Account, index: ChunkIndex, hasher: PrefixHasher) -> MissReason | None:
-        """Why a request did not get everything; None if it did."""
+        """Return the reason why a request did not get everything; None if it did."""
         got_tokens = sum(account.hit)
         end_tokens = account.num_tokens - account.num_tokens % self._end_tokens
         if end_tokens - account.num_local_tokens < self._block_tokens:
@@ -156,7 +156,7 @@ class Accounts:
         return index.why_missing(hasher, account.found_tokens, end_tokens)
 
     def close(self, request_id: str, account: Account) -> None:
-        """A request has ended: one line about it, for every so many-th at INFO."""
+        """Log one line about a request that has ended, at INFO if it is sampled."""
         if not account.is_admitted:
             return
         self._num_closed += 1
@@ -176,17 +176,17 @@ class Accounts:
         )
 
     def wrong_field(self, field: str) -> None:
-        """A request is served without the cache, because of a field of its own."""
+        """Count a request that is served without the cache because of a wrong field."""
         self._tally.count(metrics.REQUEST_FIELD_ERRORS.key(field))
 
     # -- sums --------------------------------------------------------------------------------------------------------
 
     def add(self, tally: Tally) -> None:
-        """Take in what the workers counted."""
+        """Add the workers' counts."""
         self._tally.add(tally)
 
     def take(self, index: ChunkIndex | None, *, enabled: bool, totals: Mapping[str, float] | None = None) -> Tally:
-        """Everything since the last call; ``totals`` are what others counted since the start."""
+        """Return the counts since the last call; ``totals`` are counts since the start that are kept elsewhere."""
         self._meter.advance(totals or {}, self._tally)
         if index is not None:
             self._index_meter.read(index, self._tally)
@@ -199,7 +199,7 @@ class Accounts:
         return tally
 
     def summarize(self, now_s: float) -> None:
-        """One line a minute, if anything happened."""
+        """Log one line a minute, if anything happened."""
         if self._since_s is None:
             self._since_s = now_s
         if now_s - self._since_s >= SUMMARY_INTERVAL_S and self._recent:

@@ -1,6 +1,6 @@
-"""What KV-aware routers hear: which blocks are in memory and on disk, by the hashes that vLLM gives them.
+"""Announcements to KV-aware routers of the blocks in memory and on disk, by the hashes that vLLM gives them.
 
-Nothing is queued: once a step, what has changed is compared with what was announced. Chunks overlap where one has grown
+Nothing is queued: once a step, changes are compared with earlier announcements. Chunks overlap where one has grown
 from the tail of another, and listeners may not count. So a block is announced with the first chunk that has it, and
 withdrawn with the last. No vLLM types.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvstore.keys import PrefixHasher, PrefixKey
 
 ANNOUNCED = (Place.MEMORY, Place.DISK)
-"""A remote tier is as near to every engine as to this one, and does not tell what it evicts."""
+"""A remote tier is as near to every engine as to this one, and does not report what it evicts."""
 
 
 class Adapter(Protocol):
@@ -59,37 +59,37 @@ class Blocks:
     lora: Adapter | None
 
     def behind(self, num_blocks: int) -> Blocks:
-        """Without the first ``num_blocks``."""
+        """Return the blocks without the first ``num_blocks``."""
         if not num_blocks:
             return self
         num_tokens = num_blocks * len(self.token_ids) // len(self.hashes)
         return Blocks(self.hashes[num_blocks:], self.hashes[num_blocks - 1], self.token_ids[num_tokens:], self.lora)
 
     def up_to(self, num_blocks: int) -> Blocks:
-        """The first ``num_blocks``."""
+        """Return the first ``num_blocks``."""
         num_tokens = num_blocks * len(self.token_ids) // len(self.hashes)
         return Blocks(self.hashes[:num_blocks], self.parent, self.token_ids[:num_tokens], self.lora)
 
 
 class Stored(NamedTuple):
-    """Blocks can be found in a place."""
+    """Event for blocks that can be found in a place."""
 
     place: Place
     blocks: Blocks
 
 
 class Removed(NamedTuple):
-    """Blocks have left a place."""
+    """Event for blocks that have left a place."""
 
     place: Place
     hashes: list[bytes]
 
 
 class Announcer:
-    """Knows the blocks of the chunks in the index, and what was announced of them. For the scheduler's thread.
+    """Blocks of the chunks in the index, and their announcements. For the scheduler's thread.
 
-    Chunks that a disk held at start are known by their keys alone: they are announced when a request comes with them,
-    or when a chunk that shares blocks with them goes, as these blocks can still be found.
+    Chunks that a disk held at start are known by their keys alone. They are announced when a request has their tokens,
+    or when a chunk that shares blocks with them is removed, as these blocks can still be found.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -99,7 +99,7 @@ class Announcer:
         self._shelves = {place: _Shelf() for place in ANNOUNCED}
 
     def describe(self, ref: ChunkRef, blocks: range, request: Described) -> None:
-        """Learn blocks of a chunk in the index: those of a request. Of another sequence's chunk these are the first."""
+        """Note a request's blocks as those of a chunk in the index; of another sequence's chunk these are the first."""
         first_block, end_block = blocks.start, blocks.stop
         known = self._known.get(ref.prefix_key)
         is_known = known is not None and len(known.hashes) >= len(blocks)
@@ -115,7 +115,7 @@ class Announcer:
         self._described.append(ref.prefix_key)
 
     def describe_held(self, index: ChunkIndex, blocks: range, request: Described, hasher: PrefixHasher) -> None:
-        """Learn the blocks of a request's tail that is not in the index, as those of the chunks that hold them."""
+        """Note the blocks of a request's tail that is not in the index as those of the chunks that hold them."""
         chunk, first_block = blocks.start // hasher.blocks_per_chunk, blocks.start
         if len(blocks) < hasher.blocks_per_chunk:
             trail = b"".join(hasher.block_keys(chunk)[: len(blocks)])
@@ -125,7 +125,7 @@ class Announcer:
                     self.describe(ChunkRef(key, num_blocks), range(first_block, first_block + num_blocks), request)
 
     def take(self, index: ChunkIndex) -> list[Stored | Removed]:
-        """The events that bring listeners up to date."""
+        """Return the events that bring listeners up to date."""
         changes = index.take_changes()
         heirs = [
             heir for key, trail in changes.items() if key in self._known for heir in self._heirs(index, key, trail)
@@ -153,7 +153,7 @@ class Announcer:
         return events
 
     def _heirs(self, index: ChunkIndex, key: PrefixKey, trail: bytes) -> Iterator[PrefixKey]:
-        """The chunks that still have the first blocks of one that has left a place, and did not know all of these."""
+        """Yield chunks that still hold the first blocks of one that has left a place, and note these blocks."""
         blocks = self._known[key]
         for place, shelf in self._shelves.items():
             if not shelf.num_blocks(key) or index.holds(key, place):
@@ -166,9 +166,9 @@ class Announcer:
 
 
 class _Shelf:
-    """The chunks announced in one place, and how many of them have each block.
+    """Chunks announced in one place, and the number of them that have each block.
 
-    A block's hash names all tokens before it: chunks that share a block share all blocks of theirs before it.
+    A block's hash names all tokens before it, so chunks that share a block share all their blocks before it.
     """
 
     def __init__(self) -> None:
@@ -176,11 +176,11 @@ class _Shelf:
         self._num_chunks: dict[bytes, int] = {}  # by block
 
     def num_blocks(self, key: PrefixKey) -> int:
-        """How many blocks of a chunk are announced."""
+        """Return the number of announced blocks of a chunk."""
         return self._num_blocks.get(key, 0)
 
     def add(self, key: PrefixKey, hashes: tuple[bytes, ...]) -> int:
-        """Add a chunk, or more of its blocks; returns how many of the first were announced already."""
+        """Add a chunk, or more of its blocks, and return how many of the first were announced already."""
         counts, said = self._num_chunks, self.num_blocks(key)
         for name in hashes[said:]:
             others = counts.get(name, 0)
@@ -190,7 +190,7 @@ class _Shelf:
         return said
 
     def remove(self, key: PrefixKey, hashes: tuple[bytes, ...]) -> list[bytes]:
-        """Remove a chunk; returns those of its blocks that no other chunk has."""
+        """Remove a chunk, and return those of its blocks that no other chunk has."""
         counts, gone = self._num_chunks, []
         for name in hashes[: self._num_blocks.pop(key)]:
             counts[name] -= 1

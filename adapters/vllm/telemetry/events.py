@@ -1,4 +1,4 @@
-"""What was announced, as events that vLLM publishes with its own."""
+"""Announcements as events that vLLM publishes with its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MEDIA: Final = {Place.MEMORY: MEDIUM_CPU, Place.DISK: MEDIUM_STORAGE}
 
 
 def as_kv_events(announced: Iterable[Stored | Removed], spec: KVCacheSpec, group: int = 0) -> Iterator[KVCacheEvent]:
-    """The events for listeners; ``spec`` is that of the group of layers that keeps all tokens, ``group`` its number."""
+    """Yield events for listeners; ``spec`` is that of the layer group that keeps all tokens, ``group`` its number."""
     for event in announced:
         medium = _MEDIA[event.place]
         if isinstance(event, Stored):
@@ -45,6 +45,6 @@ def _stored(blocks: Blocks, medium: str, spec: KVCacheSpec, group: int) -> Block
 
 
 def _as_published(name: bytes) -> bytes | int:
-    """Bytes, or 64 bits as a number, as vLLM's environment variable says for its own events."""
+    """Return bytes, or 64 bits as a number, as vLLM's environment variable selects for its own events."""
     converted: bytes | int = maybe_convert_block_hash(BlockHash(name))
     return converted

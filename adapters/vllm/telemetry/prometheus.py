@@ -1,4 +1,4 @@
-"""Our numbers in vLLM's log and under its ``/metrics``, through vLLM's own hooks for connectors.
+"""Our metrics in vLLM's log and under its ``/metrics``, through vLLM's own hooks for connectors.
 
 The scheduler side has them all, the workers' included, and passes them on after each step. vLLM sends them to its front
 end, which keeps the metrics.
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 PREFIX: Final = "vllm:kvstore_"
 BUCKETS_S: Final = tuple(1e-5 * 4**power for power in range(1, 13))  # from 40 us to 168 s
 _EXTRAS: Final[dict[Kind, dict[str, Any]]] = {
-    Kind.GAUGE: {"multiprocess_mode": "mostrecent"},  # of vLLM's front ends one at a time hears of a step
+    Kind.GAUGE: {"multiprocess_mode": "mostrecent"},  # one of vLLM's front ends at a time receives a step
     Kind.HISTOGRAM: {"buckets": BUCKETS_S},
 }
 
 
 @dataclass
 class StoreStats(KVConnectorStats):
-    """What happened in one step, as plain dictionaries that vLLM can send: see ``Tally``, whose gauges are folded."""
+    """Counts of one step, as plain dictionaries that vLLM can send: see ``Tally``, whose gauges are folded."""
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -36,26 +36,26 @@ class StoreStats(KVConnectorStats):
 
     @classmethod
     def of(cls, tally: Tally) -> StoreStats:
-        """Make a tally's numbers ready to be sent."""
+        """Convert a tally to numbers that can be sent."""
         return cls({"counters": tally.counters, "samples": tally.samples, "gauges": tally.levels()})
 
     def reset(self) -> None:
-        """Start over."""
+        """Discard all numbers."""
         self.data: dict[str, Any] = {"counters": {}, "samples": {}, "gauges": {}}
 
     def is_empty(self) -> bool:
-        """Whether nothing happened."""
+        """Tell if nothing happened."""
         return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add what came later."""
+        """Add later statistics."""
         sums = Tally(self.data["counters"], self.data["samples"])
         sums.add(Tally(other.data["counters"], other.data["samples"]))
         self.data["gauges"].update(other.data["gauges"])
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What vLLM logs every few seconds."""
+        """Return the numbers that vLLM logs every few seconds."""
         counters = self.data["counters"]
         moved = {key: number for key, number in counters.items() if split_key(key)[0] is metrics.MOVED_BYTES}
         return {
@@ -94,7 +94,7 @@ class StoreMetrics(KVConnectorPromMetrics):
                     self._series(engine, metric, values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Take in what happened in one step of one engine."""
+        """Add the numbers of one step of one engine."""
         for key, number in transfer_stats_data["counters"].items():
             self._series(engine_idx, *split_key(key)).inc(number)
         for key, value in transfer_stats_data["gauges"].items():

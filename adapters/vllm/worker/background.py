@@ -1,12 +1,12 @@
 """Asynchronous loads and stores: requests wait for their loads while others compute, and stores follow a step.
 
-A load never queues behind a store, and one from memory never behind one that reads a slower tier: that may hang. Of
-the slower ones a few go side by side. Everything else here is for the model's thread, which starts the moves and
-collects what has ended.
+A load never queues behind a store, and one from memory never behind one that reads a slower tier, which may hang. A few
+of the slower ones run at once. Everything else here is for the model's thread, which starts the moves and collects the
+results.
 
-On a device the model's thread also launches a step's gathers, on a stream of their own: a thread that comes late would
-read blocks that have been overwritten. What the model launches can then be ordered after them on the device, by
-``fence``, and only the thread waits for their bytes.
+On a device the model's thread also launches a step's gathers, on a separate stream, because a thread that is late would
+read blocks that have been overwritten. ``fence`` then orders the model's launches after them on the device, and only
+the background thread waits for their bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SLOW_LOADS: Final = 4  # at once, of those that read a slower tier
 
 
 class Fetched(NamedTuple):
-    """A load that has ended, and how long it took, from its plan on; revoked chunks count as ``failed``."""
+    """A load that has ended, with its time from its plan on; revoked chunks count as ``failed``."""
 
     fetch: Fetch
     result: LoadResult
@@ -43,14 +43,14 @@ class Fetched(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """A chunk that has come to its slot, of a load that goes on: others may load it from there."""
+    """A chunk that has reached its slot while its load continues; others may load it from there."""
 
     fetch: int
     key: PrefixKey
 
 
 class Saved(NamedTuple):
-    """The stores of a step that have ended, the requests whose last stores these were, and how long it took."""
+    """The stores of a step that have ended, the requests whose last stores these were, and the time they took."""
 
     step: int
     failed: set[PrefixKey]
@@ -59,7 +59,7 @@ class Saved(NamedTuple):
 
 
 class Background:
-    """Carries out what no step waits for.
+    """Background loads and stores, for which no step waits.
 
     Args:
         mover: the model's; ``stop`` and ``wait`` must come before its ``close``.
@@ -77,12 +77,12 @@ class Background:
         self._stores = ThreadPoolExecutor(1, "kvstore-save")
         self._fetching: dict[int, tuple[Fetch, Future[LoadResult], Stopwatch]] = {}
         self._saving: deque[tuple[int, Collection[str], Future[tuple[set[PrefixKey], float]]]] = deque()
-        self._following: deque[Future[None]] = deque()  # what has to come after stores
+        self._following: deque[Future[None]] = deque()  # actions that have to follow stores
         self._revoked: set[int] = set()
         self._arrived: deque[Arrived] = deque()
 
     def counters(self) -> MoverCounters:
-        """What was moved here so far."""
+        """Return the counters of all moves here so far."""
         return MoverCounters.sum(mover.counters for mover in (self._loader, *self._slow_loaders, self._storer))
 
     def fetch(self, fetch: Fetch) -> None:
@@ -103,27 +103,28 @@ class Background:
         self._saving.append((step, ended, self._stores.submit(self._store, stores, jobs)))
 
     def fence(self) -> None:
-        """Let blocks that are being stored be overwritten by what the model's thread does from now on."""
+        """Allow later work of the model's thread to overwrite blocks that are being stored."""
         if self._storer.launches:
             self._model.fence()
         else:
             self.finish_saves()
 
     def follow_saves(self, action: Callable[[], None]) -> None:
-        """Do something once all stores so far have been handed to the slower tiers."""
+        """Run an action once all stores so far have been handed to the slower tiers."""
         if all(saved.done() for _, _, saved in self._saving):
             action()
         else:
             self._following.append(self._stores.submit(action))
 
     def revoke_fetches(self) -> None:
-        """Let all loads in flight fail: what they bring is out of date."""
+        """Fail all loads in flight, because their chunks are out of date."""
         self._revoked.update(self._fetching)
 
     def forget_saves(self) -> None:
-        """Before all chunks are forgotten: see to it that stores in flight are among them.
+        """Include the stores in flight when all chunks are about to be forgotten.
 
-        Those that a device carries out have their slots, and end in vain; others have yet to read their blocks.
+        Those that a device carries out have their slots, and end in vain. Others have yet to read their blocks, and are
+        waited for.
         """
         if not self._storer.launches:
             self.finish_saves()
@@ -133,12 +134,12 @@ class Background:
         wait_for([saved for _, _, saved in self._saving])
 
     def take_arrived(self) -> list[Arrived]:
-        """Chunks that loads still under way have brought since the last call. To be called before ``take_fetched``."""
+        """Return the chunks that loads in flight have brought since the last call. Call it before ``take_fetched``."""
         taken = [self._arrived.popleft() for _ in range(len(self._arrived))]
         return [one for one in taken if one.fetch in self._fetching and one.fetch not in self._revoked]
 
     def take_fetched(self) -> list[Fetched]:
-        """Loads that have ended since the last call."""
+        """Return the loads that have ended since the last call."""
         done = [
             (fetch, self._result_of(fetch, loaded), watch)
             for fetch, loaded, watch in self._fetching.values()
@@ -163,7 +164,7 @@ class Background:
         return LoadResult(_keys_of(fetch), result.lost)
 
     def take_saved(self) -> list[Saved]:
-        """Stores that have ended since the last call, in their order."""
+        """Return the stores that have ended since the last call, in their order."""
         while self._following and self._following[0].done():
             self._following.popleft().result()
         ended = []
@@ -173,7 +174,7 @@ class Background:
         return ended
 
     def ends(self) -> list[Moment]:
-        """The ends of what the device was given here so far."""
+        """Return the ends of the work that was launched on the device here so far."""
         return [end for mover in (self._loader, self._storer) for end in mover.paged.streams.ends()]
 
     def wait(self, timeout_s: float) -> bool:
@@ -186,7 +187,7 @@ class Background:
         return not wait_for([move for move in under_way if not move.cancelled()], timeout_s).not_done
 
     def stop(self) -> None:
-        """Let nothing begin any more. All threads end once they are idle."""
+        """Start nothing more. All threads end once they are idle."""
         for executor in (self._loads, self._slow_loads, self._stores):
             executor.shutdown(wait=False, cancel_futures=True)
 

@@ -1,4 +1,4 @@
-"""A step's loads and stores layer by layer, as the model comes to its layers."""
+"""A step's loads and stores layer by layer, as the model reaches its layers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class LayeredLoad:
         self._load = LayerLoad(mover, jobs)
 
     def reach(self, layer: int) -> None:
-        """Bring all layers up to this one, which the model is about to use."""
+        """Load all layers up to this one, which the model is about to use."""
         with self.watch:
             for number in range(self._done_layers, layer + 1):
                 self._load.move(number)
                 self._done_layers = number + 1
 
     def finish(self) -> LoadResult:
-        """End it, after the forward pass; all of it fails if the model computed without asking for every layer."""
+        """End the load after the forward pass; all of it fails if the model computed without asking for every layer."""
         result = self._load.finish()
         if self._done_layers < self._num_layers:
             return LoadResult({job.step.ref.prefix_key for job in self.jobs}, result.lost)
@@ -40,7 +40,7 @@ class LayerOrder:
         self._done_layers = 0
 
     def reach(self, layer: int) -> range:
-        """The layers that can be taken now that this one has been computed."""
+        """Return the layers that can be taken now that this one has been computed."""
         first_layer = self._done_layers
         self._computed.add(layer)
         while self._done_layers in self._computed:
@@ -48,5 +48,5 @@ class LayerOrder:
         return range(first_layer, self._done_layers)
 
     def rest(self, num_layers: int) -> range:
-        """The layers that are left when all have been computed."""
+        """Return the layers that are left when all have been computed."""
         return range(self._done_layers, num_layers)

@@ -1,4 +1,4 @@
-"""This worker's hand-overs: which blocks of a step go to which engine."""
+"""Hand-overs of a worker, which send blocks of a step to other engines."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from kvstore.paged.base import PagedKV
 
 @dataclass(frozen=True)
 class PushOptions:
-    """How a worker hands KV over.
+    """Options of a worker for handing KV over.
 
     Attributes:
-        rank: of this worker, which counts the receivers' ports.
-        buffer_bytes: for what has been gathered and not yet sent.
-        settings: of the connections, as for a cache server: its deadline, its keys.
-        channel: through which receivers may read the buffer; None for none.
-        connect: opens the way to a URL.
+        rank: rank of this worker, which selects the receivers' port.
+        buffer_bytes: size of the buffer for KV that has been gathered and not yet sent.
+        settings: settings of the connections, as for a cache server: the deadline and the keys.
+        channel: the channel through which receivers may read the buffer; None for none.
+        connect: opens a transport to a URL.
     """
 
     rank: int
@@ -44,12 +44,12 @@ class PushOptions:
 
 
 class Pushes:
-    """One per worker. For the model's thread.
+    """Hand-overs of one worker. For the model's thread.
 
     Args:
         paged: the model's KV cache.
-        namespace: whose chunks are handed over.
-        options: how; None hands nothing over.
+        namespace: that of the chunks that are handed over.
+        options: options of the hand-overs; None hands nothing over.
 
     Raises:
         ConfigError: there is no memory for the buffer.
@@ -61,7 +61,7 @@ class Pushes:
         self._meter = Meter()
         self._pusher: Pusher | None = None
         self._exposed: Exposed | None = None
-        if options is not None:  # now: taking and pinning memory takes seconds, which no step has
+        if options is not None:  # now, as taking and pinning memory takes seconds, too long for a step
             connect = partial(self._connect, options, namespace)
             self._pusher = Pusher(paged, options.buffer_bytes, connect, PushCounters())
             channel = open_channel(options.channel, self._pusher.memory)
@@ -69,7 +69,7 @@ class Pushes:
         self._step: StepPush | None = None
 
     def begin(self, requests: Sequence[ReqMeta]) -> None:
-        """Take up what a step hands over. A second call in a step does nothing."""
+        """Start the hand-overs of a step. A second call in a step does nothing."""
         if self._options is None or self._pusher is None or self._step is not None:
             return
         pushes = self._pushes(self._options, requests)
@@ -78,19 +78,19 @@ class Pushes:
             self._step = self._pusher.begin(pushes)
 
     def reach(self, layer: int) -> None:
-        """The model has computed a layer."""
+        """Note that the model has computed a layer."""
         if self._step is not None:
             self._step.reach(layer)
 
     def finish(self, *, trusted: bool) -> None:
-        """The step is over; the receivers complete nothing of it unless it is to be ``trusted``."""
+        """End the hand-overs of a step; the receivers complete nothing of it unless it is ``trusted``."""
         step, self._step = self._step, None
         if step is not None:
             with record_function("kvstore::push"):
                 step.finish(trusted=trusted)
 
     def end_step(self, plan: StepPlan, *, trusted: bool) -> None:
-        """Finish what a plan hands over, in whole or not at all, and what it ends."""
+        """Finish the chunks that a plan hands over, in whole or not at all, and the hand-overs that it ends."""
         if self._options is None or self._pusher is None:
             return
         if trusted:
@@ -101,7 +101,7 @@ class Pushes:
         self._pusher.complete(plan.ended_handovers)
 
     def enter(self, namespace: Namespace) -> None:
-        """Hand over under another namespace. What is on its way arrives in the background, under the former."""
+        """Hand over under another namespace. KV in transfer arrives in the background, under the previous one."""
         self.finish(trusted=False)
         if self._pusher is not None and self._options is not None:
             self._pusher.change(partial(self._connect, self._options, namespace))
@@ -114,11 +114,11 @@ class Pushes:
             tally.observe(metrics.PUSH_SECONDS.key(), self._pusher.take_seconds())
 
     def take_settled(self) -> Settled:
-        """What became of chunks since the last call."""
+        """Return the outcomes of chunks since the last call."""
         return self._pusher.ledger.take_settled() if self._pusher is not None else Settled()
 
     def close(self, timeout_s: float) -> None:
-        """Let what is on its way arrive, within the bound, and hang up."""
+        """Let transfers end, within the bound, and close the connections."""
         self.finish(trusted=False)
         if self._pusher is not None:
             self._pusher.close(timeout_s)

@@ -1,4 +1,4 @@
-"""Stored chunks, compared with the same computed again."""
+"""Comparison of stored chunks with the same chunks, recomputed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Verifier:
-    """One per worker. For the model's thread.
+    """Verifier of one worker. For the model's thread.
 
     Args:
         mover: the model's.

@@ -50,19 +50,19 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.001
 
 
-@dataclass(frozen=True, kw_only=True)  # flags beside each other: one taken for another is a wrong byte
+@dataclass(frozen=True, kw_only=True)  # adjacent flags: one taken for another is a wrong byte
 class WorkerOptions:
-    """How a worker moves KV.
+    """Options of a worker for moving KV.
 
     Attributes:
         layer_names: the model's layers, in the order of the layout.
-        layerwise: what a step moves goes layer by layer, with the model. What goes to other engines always does.
+        layerwise: the KV of a step is moved layer by layer, with the model. KV for other engines always is.
         async_save: stores run while the next step computes; otherwise a step ends when they have been gathered.
-        push: how KV is handed over to other engines; None if it is not.
-        names_layers_early: the model names a layer before all of it is computed, as micro-batches do: what is stored or
-            handed over is gathered when the step ends.
+        push: options for handing KV over to other engines; None if it is not handed over.
+        names_layers_early: the model names a layer before all of it is computed, as micro-batches do, so KV to store or
+            hand over is gathered when the step ends.
         overwrites_early: blocks that are taken from a request may be overwritten before ``prepare`` is called.
-        groups: of layers whose KV is kept; None for one that keeps all tokens.
+        groups: the groups of layers whose KV is kept; None for one group that keeps all tokens.
     """
 
     layer_names: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class WorkerOptions:
 
 
 class StoreWorker:
-    """One per rank. Called by the model runner from one thread; fetches and writes to slower tiers run on others."""
+    """Worker side of a rank, called by the model runner from one thread; fetches and slow writes run on others."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class StoreWorker:
         self._layer_numbers = {name: number for number, name in enumerate(options.layer_names)}
         self._paged = paged
         self._layout = paged.layout
-        problems: list[str] = []  # told by the scheduler side, once for all ranks
+        problems: list[str] = []  # logged by the scheduler side, once for all ranks
         self._tiers = open_tiers(paged, namespace, engine, problems)
         self._remote_problem = next(iter(problems), None)
         self._written: deque[Written] = deque()
@@ -144,7 +144,7 @@ class StoreWorker:
         self._computed = LayerOrder()
 
     def facts(self) -> WorkerFacts:
-        """What this worker owns; for the scheduler, once."""
+        """Return this worker's facts for the scheduler. Call it once."""
         disk, survivors, trails = self._tiers.disk, list(self._tiers.survivors), dict(self._tiers.trails)
         self._tiers.survivors.clear()
         self._tiers.trails.clear()
@@ -169,12 +169,12 @@ class StoreWorker:
         )
 
     def prepare(self, plan: StepPlan) -> None:
-        """Before blocks are given to other requests: see to it that stores have read them by then."""
+        """Ensure that stores have read blocks before these are given to other requests."""
         if plan.preempts:
             self._background.fence()
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Take in a step's plan: forget what it removes, and begin its fetches."""
+        """Start a step's plan: carry out its removals, and start its fetches."""
         self._plan, self._loads_began, self._loads_ended = plan, False, False
         self._computed = LayerOrder()
         self._report.computed = plan.number if plan.computes else None
@@ -185,7 +185,7 @@ class StoreWorker:
             namespace = self._namespace.at_epoch(plan.epoch)
             if self._server is not None:
                 self._server.enter(namespace)
-            self._mover.reset(namespace)  # the slower tiers follow later, in order with what comes
+            self._mover.reset(namespace)  # the slower tiers follow later, in order with later writes
             self._pushes.enter(namespace)
         if plan.used and self._server is not None:
             self._server.let_go(plan.used)
@@ -198,7 +198,7 @@ class StoreWorker:
             self._background.fetch(fetch)
 
     def load(self) -> None:
-        """Load, or begin to if loads go layer by layer. A second call in a step does nothing."""
+        """Load, or start to if loads are layer by layer. A second call in a step does nothing."""
         plan = self._plan
         if plan is None or self._loads_began:
             return
@@ -215,13 +215,13 @@ class StoreWorker:
         self._note_loads(plan, jobs, loaded, watch)
 
     def wait_for_layer(self, layer_name: str) -> None:
-        """The model is about to use a layer."""
+        """Load a layer that the model is about to use."""
         layer = self._layer_numbers.get(layer_name)
         if self._layered_load is not None and layer is not None:
             self._layered_load.reach(layer)
 
     def save_layer(self, layer_name: str) -> None:
-        """The model has computed a layer."""
+        """Store and hand over a layer that the model has computed, if layers are moved one by one."""
         layer = self._layer_numbers.get(layer_name)
         plan = self._plan
         if layer is None or plan is None or self._names_layers_early or plan.acked < self._poisoned_step:
@@ -236,7 +236,7 @@ class StoreWorker:
                 self._layer_store.move(number)
 
     def end_loads(self) -> None:
-        """The forward pass is over: end the step's loads, and collect the asynchronous moves that have ended."""
+        """End the step's loads after the forward pass, and collect the asynchronous moves that have ended."""
         plan = self._plan
         if plan is not None and not self._loads_ended:
             self._loads_ended = True
@@ -250,7 +250,7 @@ class StoreWorker:
             self._note_stores(saved.step, saved.failed, saved.ended)
 
     def end_empty_step(self) -> None:
-        """End a step in which the model computed nothing: vLLM 0.30 asks for no ``store`` then."""
+        """End a step in which the model computed nothing, for which vLLM 0.30 does not ask for ``store``."""
         if self._plan is not None and not self._plan.computes:
             self.store()
 
@@ -290,14 +290,14 @@ class StoreWorker:
             self._failed_block_ids |= failed_block_ids
 
     def _read_watches(self) -> None:
-        """Report how long loads took, as far as the device has come."""
+        """Report the times of loads that the device has ended."""
         while self._watches and self._watches[0][1].has_stopped:
             number, watch = self._watches.popleft()
             self._report.tally.observe(metrics.LOAD_SECONDS.key(), [watch.seconds])
             self._report.load_times[number] = LoadTime(watch.seconds, ranks=1)
 
     def _read_senders(self) -> None:
-        """Report what other engines have on its way here, if that has changed."""
+        """Report the progress of other engines' transfers to this worker, if it has changed."""
         if self._server is not None and (senders := self._server.senders) is not self._said_senders:
             said, self._said_senders = self._said_senders, senders
             rank = self._engine.remote.rank if self._engine.remote is not None else 0
@@ -305,7 +305,7 @@ class StoreWorker:
             self._report.senders[rank] = {**changed, **dict.fromkeys(said.keys() - senders.keys())}
 
     def store(self) -> None:
-        """Carry out the stores of the step, or begin them, and end it."""
+        """Carry out the stores of the step, or start them, and end the step."""
         plan = self._plan
         if plan is None:
             return
@@ -361,27 +361,27 @@ class StoreWorker:
         return self._report.steps.setdefault(step, StepResult())
 
     def take_fetched_requests(self) -> set[str]:
-        """Requests whose fetch has ended; ``take_failed_block_ids`` has the blocks that it failed to bring."""
+        """Return requests whose fetch has ended; ``take_failed_block_ids`` returns blocks that it failed to load."""
         fetched, self._fetched_requests = self._fetched_requests, set()
         return fetched
 
     def take_failed_requests(self) -> set[str]:
-        """Requests whose fetch failed and that must start over, as they lack blocks before those that failed."""
+        """Return requests whose fetch failed and that must start over, as they lack blocks before those that failed."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def take_ended_requests(self) -> set[str]:
-        """Requests whose last store has ended, so that vLLM may free their blocks."""
+        """Return requests whose last store has ended, so that vLLM may free their blocks."""
         ended, self._ended_requests = self._ended_requests, set()
         return ended
 
     def take_failed_block_ids(self) -> set[int]:
-        """Blocks that were to be loaded and hold garbage: vLLM computes them."""
+        """Return blocks that were to be loaded and hold garbage, which vLLM then computes."""
         failed, self._failed_block_ids = self._failed_block_ids, set()
         return failed
 
     def take_report(self) -> StepReport | None:
-        """Everything since the last report; None if nothing happened, and nothing was computed."""
+        """Return everything since the last report; None if nothing happened and nothing was computed."""
         self._read_watches()
         self._read_senders()
         report, self._report = self._report, StepReport()
@@ -399,9 +399,9 @@ class StoreWorker:
         return report
 
     def drain(self, timeout_s: float) -> bool:
-        """Bring everything to rest that uses the model's blocks, between two steps. False if time ran out first.
+        """Finish all work on the model's blocks, between two steps. Return False if time ran out first.
 
-        For whoever is about to take the device's memory away: nothing begins before the next step.
+        Used before the device's memory is taken away: nothing starts before the next step.
         """
         deadline_s = time.monotonic() + timeout_s
         if self._layered_load is not None:
@@ -417,7 +417,7 @@ class StoreWorker:
         return is_idle
 
     def restore(self) -> None:
-        """Go on after ``drain``, though the device's memory has lost what it held. Copies there end with the reset."""
+        """Resume after ``drain`` with device memory that has lost its content. Copies there end with the reset."""
         self._paged.restore()
 
     def close(self) -> None:
@@ -439,10 +439,10 @@ class StoreWorker:
 
 
 def _moved(mover: Mover, background: Background) -> MoverCounters:
-    """What was moved, within steps and asynchronously."""
+    """Sum the counters of moves within steps and asynchronous moves."""
     return MoverCounters.sum([mover.counters, background.counters()])
 
 
 def _blocks_of(jobs: list[LoadJob], failed: set[PrefixKey]) -> set[int]:
-    """The blocks of the chunks that failed."""
+    """Return the blocks of the chunks that failed."""
     return {int(block) for job in jobs if job.step.ref.prefix_key in failed for block in job.block_ids}

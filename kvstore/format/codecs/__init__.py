@@ -1,4 +1,4 @@
-"""Codecs for chunks that leave memory: disk, Redis, packs, wire. ``docs/codecs.md`` says which to choose when."""
+"""Codecs for chunks that leave memory: disk, Redis, packs, wire. ``docs/codecs.md`` helps to choose one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_LAYER_BYTES = (1 << 32) - 1  # of a full chunk: lengths have 32 bits
 
 
 def open_codec(name: str, layout: KVLayout) -> Codec:
-    """The codec that is called ``name``, for the layers of ``layout``. What ``none`` stores needs no codec.
+    """Return the codec called ``name``, for the layers of ``layout``. ``none`` has no codec, and is not accepted.
 
     Raises:
         ConfigError: there is no such codec, it cannot work on such a layout, or the package it needs is missing.

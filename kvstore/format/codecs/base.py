@@ -1,10 +1,10 @@
-"""The contract of a codec: one layer of a chunk in, fewer bytes out, and back.
+"""Contract of a codec, which encodes one layer of a chunk in fewer bytes, and decodes it.
 
-What every codec promises:
+Every codec guarantees:
 
 - *It never costs space.* An encoded layer is shorter than the layer, or it is the layer itself.
-- *It never leaves its buffers.* Whatever the bytes are, ``decode`` reads and writes only the two given arrays, and ends
-  with the layer or with ``CodecError``. It detects malformed input, not altered values: checksums do that.
+- *It never leaves its buffers.* For any bytes, ``decode`` reads and writes only the two given arrays, and ends with the
+  layer or with ``CodecError``. It detects malformed input, not altered values: checksums do that.
 - *It allocates little.* It works in the given arrays, and every thread keeps buffers of at most a piece.
 - *It is thread-safe*, and releases the GIL while it works.
 """
@@ -20,11 +20,11 @@ from kvstore.errors import CodecError, ConfigError
 
 
 class Codec(ABC):
-    """Encodes layers of one layout; ``kvstore.format.codecs.open_codec`` makes one.
+    """A codec for layers of one layout; ``kvstore.format.codecs.open_codec`` makes one.
 
     Attributes:
         name: as in a chunk's header.
-        is_lossless: whether ``decode`` returns exactly the bytes that were encoded.
+        is_lossless: True if ``decode`` returns exactly the bytes that were encoded.
     """
 
     name: ClassVar[str]
@@ -56,7 +56,7 @@ class Codec(ABC):
 
     @abstractmethod
     def _pack(self, layer: ByteArray, out: ByteArray) -> int | None:
-        """Encode ``layer`` into ``out``, which is as long. None or a size that saves nothing: it is stored as it is."""
+        """Encode ``layer`` into ``out``, which is as long. For None or a size that saves nothing, it is stored raw."""
 
     @abstractmethod
     def _unpack(self, data: ByteArray, out: ByteArray) -> None:
@@ -71,7 +71,7 @@ def require(module: str, codec: str) -> Any:  # noqa: ANN401 - modules without t
     """Import a compressor that is not installed with the library itself.
 
     Raises:
-        ConfigError: it is missing; says how to get it.
+        ConfigError: it is missing; the message names the package to install.
     """
     try:
         return import_module(module)

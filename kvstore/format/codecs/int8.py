@@ -1,9 +1,9 @@
-"""``int8``: half of the bytes, for a small error. The only lossy codec.
+"""The codec ``int8``: half of the bytes, for a small error. The only lossy codec.
 
 Every channel (one element of K or V of one head, over all tokens of the chunk) is scaled by its largest magnitude to
--127 ... 127 and rounded. So no value changes by more than 1/254 of the largest one in its channel, besides the rounding
-to the element type. Scaling by channel, because a few channels of K are much larger than the others, is known from the
-literature on quantised KV caches.
+-127 ... 127 and rounded. So no value changes by more than 1/254 of the largest one in its channel, apart from the
+rounding to the element type. Scaling by channel, because a few channels of K are much larger than the others, is known
+from the literature on quantised KV caches.
 
 An encoded layer is the scales as float32, ``[plane][a][b]``, then the numbers as int8 in the order of the elements. A
 layer with a value that is not finite, or whose scales would cost more than they save, is stored as it is.
@@ -104,14 +104,14 @@ class Int8Codec(Codec):
         if not (np.isfinite(scales).all() and (scales >= 0).all()):
             raise CodecError("a channel's scale is no finite number")
         numbers = data[self._scale_bytes :].view(np.int8).reshape(words.shape)
-        with np.errstate(over="ignore"):  # of scales that no encoder here made
+        with np.errstate(over="ignore"):  # of scales that this encoder never writes
             for (plane, row), floats in self._rows(words):
                 np.copyto(floats, numbers[plane, row])
                 np.multiply(floats, scales[plane], out=floats)
                 self._from_floats(floats, words[plane, row])
 
     def _rows(self, words: npt.NDArray[Any]) -> Iterator[tuple[tuple[int, int], Floats]]:
-        """Every row of a layer, with this thread's float32 buffer for it."""
+        """Yield the index of every row of a layer, with this thread's float32 buffer."""
         floats: Floats | None = getattr(self._thread, "floats", None)
         if floats is None:
             floats = self._thread.floats = np.empty(self._axes, np.float32)
@@ -119,7 +119,7 @@ class Int8Codec(Codec):
             yield (plane, row), floats
 
     def _largest(self, words: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The magnitude of each channel, ``[plane, a, b]``, in the element type."""
+        """Return the largest magnitude of each channel, ``[plane, a, b]``, as bits of the element type."""
         a, _, b = self._axes
         largest = np.zeros((self._planes, a, b), self._word)
         magnitudes = np.empty(self._axes, self._word)

@@ -1,8 +1,8 @@
 """The lossless codecs: ``lz4``, and ``split``, which compresses exponents only.
 
 Both cut a layer into pieces that fit into a core's cache. An encoded layer is a table of the pieces' lengths (uint32
-each), then the pieces, each compressed or as it is, whichever is shorter. The layer's length determines the number of
-pieces and their raw lengths. If the first piece shows no gain, the layer is stored as it is.
+each), then the pieces, each compressed or raw, whichever is shorter. The layer's length determines the number of pieces
+and their raw lengths. If the first piece shows no gain, the layer is stored raw.
 
 Separating exponents is an old idea for compressing floating-point numbers. Mantissas and signs are nearly random and
 stay as they are; the exponents of KV vary little, so entropy coding more than halves them.
@@ -74,7 +74,7 @@ class _PieceCodec(Codec):
 
 
 class Lz4Codec(_PieceCodec):
-    """Compresses repeated bytes, in any layout. KV hardly repeats, but pages that were never filled do."""
+    """Codec that compresses repeated bytes, in any layout. KV hardly repeats, but pages that were never filled do."""
 
     name = "lz4"
     _piece_bytes = _LZ4_PIECE_BYTES
@@ -109,7 +109,7 @@ class _Buffers(NamedTuple):
 
 
 class SplitCodec(_PieceCodec):
-    """Compresses the exponents, and leaves everything else as it is.
+    """Codec that compresses the exponents, and leaves everything else as it is.
 
     Each element is rotated left by one bit, which moves the sign to its end and the exponent into its first byte (with
     the first bits of the mantissa if the exponent is shorter). The first bytes are compressed; the second bytes of
@@ -209,7 +209,7 @@ class SplitCodec(_PieceCodec):
         _fill(out, piece)
 
     def _buffers(self) -> _Buffers:
-        """This thread's buffers."""
+        """Return this thread's buffers."""
         buffers: _Buffers | None = getattr(self._thread, "buffers", None)
         if buffers is None:
             buffers = self._thread.buffers = _Buffers(
@@ -223,7 +223,7 @@ class SplitCodec(_PieceCodec):
         return buffers
 
     def _parameters(self) -> Any:  # noqa: ANN401 - zstandard's
-        """Entropy coding with hardly any search for repetitions: a tiny table, and steps that grow.
+        """Return parameters for entropy coding with hardly any search for repetitions: a tiny table, growing steps.
 
         Twice as fast as level 1 on exponents, and with a better ratio. Negative levels would skip the entropy coding.
         """

@@ -1,7 +1,7 @@
-"""Moves chunks between buffers and files, and computes their checksums meanwhile.
+"""Transfer of chunks between buffers and files, with checksums computed at the same time.
 
-A large chunk is read in pieces, and other threads compute its checksums: those of one piece while the next is read, or
-all of them while the payload is written. So the disk hardly ever waits for a checksum.
+A large chunk is read in pieces, and other threads compute the checksums of one piece while the next is read, or all of
+them while the payload is written. So the disk hardly ever waits for a checksum.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from kvstore.tiers.base import Transfer, payload_view
 from kvstore.tiers.disk.folder import opened
 from kvstore.tiers.disk.shared_reads import SharedReads
 
-PIECE_BYTES = 8 << 20  # for shorter chunks the hand-over to another thread would cost more than the checksums
+PIECE_BYTES = 8 << 20  # for shorter chunks, handing over to another thread would cost more than the checksums
 SUM_THREADS = 2
 
 
 class Body(NamedTuple):
-    """A checked transfer: its buffer, cut to the bytes after the header, and whether its I/O can be direct."""
+    """A checked transfer: its buffer, cut to the bytes after the header, and True if its I/O can be direct."""
 
     ref: ChunkRef
     array: ByteArray
@@ -42,7 +42,7 @@ class Body(NamedTuple):
 
 
 class Writable(NamedTuple):
-    """A body to be written, the size of its file, and the file's whole content if a codec made it."""
+    """Body to be written, the size of its file, and the file's whole content if a codec encoded it."""
 
     body: Body
     size_bytes: int
@@ -50,7 +50,7 @@ class Writable(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A range of the body, and the layers that it completes."""
+    """Range of the body, and the layers that it completes."""
 
     begin_bytes: int
     end_bytes: int
@@ -58,7 +58,7 @@ class _Piece(NamedTuple):
 
 
 class ChunkIO:
-    """Reads and writes the files of one layout, without a codec. Thread-safe.
+    """Reader and writer of the files of one layout, without a codec. Thread-safe.
 
     Args:
         layout: of the chunks.
@@ -84,7 +84,7 @@ class ChunkIO:
         """Check a transfer against the contract.
 
         Raises:
-            InvalidCallError: what is wrong.
+            InvalidCallError: names the violation.
         """
         ref, buffer = transfer.ref, transfer.buffer
         payload_view(self._layout, transfer)
@@ -92,16 +92,16 @@ class ChunkIO:
         return Body(ref, buffer[:body_bytes], buffer.ctypes.data % ALIGNMENT_BYTES == 0)
 
     def may_be(self, num_blocks: int, size_bytes: int) -> bool:
-        """Whether the file of a chunk of ``num_blocks`` blocks can have that size."""
+        """Tell if the file of a chunk of ``num_blocks`` blocks can have that size."""
         return num_blocks < len(self.file_bytes) and size_bytes == self.file_bytes[num_blocks]
 
     @contextmanager
     def prepared(self, body: Body) -> Iterator[Writable]:
-        """The input of ``write``, whose size needs room first."""
+        """Yield the input of ``write``, for whose size room must be claimed first."""
         yield Writable(body, self.file_bytes[body.ref.num_blocks])
 
     def read(self, path: Path, body: Body, used_ns: int, layers: range | None = None) -> Damage | None:
-        """Fill the buffer from a chunk's file; None if it is that chunk. Then the file's mtime becomes ``used_ns``.
+        """Fill the buffer from a chunk's file; returns its damage, or None after setting the mtime to ``used_ns``.
 
         With ``layers``, only these are read and compared, and no other byte of the buffer is written.
 
@@ -120,7 +120,7 @@ class ChunkIO:
         return damage
 
     def _read_file(self, fd: int, size_bytes: int, body: Body, layers: range | None) -> Damage | None:  # noqa: ARG002
-        """``read`` from an open file of ``size_bytes``.
+        """Read from an open file of ``size_bytes``; see ``read``.
 
         Raises:
             OSError: the system refused.
@@ -133,12 +133,12 @@ class ChunkIO:
         return chunkfile.compare(self._layout, key, num_blocks, header, sums, layers=layers)
 
     def layer_range(self, num_blocks: int, layers: range) -> tuple[int, int]:
-        """Begin and end of consecutive layers in the payload of a chunk of ``num_blocks`` blocks."""
+        """Return begin and end of consecutive layers in the payload of a chunk of ``num_blocks`` blocks."""
         ends = self._layout.layer_range(layers.start, num_blocks), self._layout.layer_range(layers[-1], num_blocks)
         return ends[0][0], ends[1][1]
 
     def write(self, path: Path, chunk: Writable, used_ns: int) -> None:
-        """Make ``path`` the file of a chunk, with an mtime of ``used_ns``; the padding in the buffer becomes zeros.
+        """Write a chunk to ``path``, with an mtime of ``used_ns``; the padding in the buffer is zeroed.
 
         Raises:
             OSError: the system refused; the file's content is undefined.
@@ -153,11 +153,11 @@ class ChunkIO:
             touch(fd, used_ns)
 
     def _write_body(self, fd: int, body: Body) -> None:
-        """Write header and body. The first piece of a large one comes last, as the header needs the checksums."""
+        """Write header and body. The first piece of a large body is written last, as the header has the checksums."""
         num_blocks = body.ref.num_blocks
         body.array[self._layout.payload_bytes(num_blocks) :] = 0
         sums = self._sum_up(body, range(self._layout.num_layers))
-        first = min(PIECE_BYTES, len(body.array))  # is written with the header
+        first = min(PIECE_BYTES, len(body.array))  # written with the header
         if first < len(body.array):
             write_whole(fd, [body.array.data[first:]], self._header_bytes + first)
         write_whole(fd, [self._header(body.ref, sums()).data, body.array.data[:first]], 0)
@@ -167,7 +167,7 @@ class ChunkIO:
         self._aside.shutdown(wait=False)
 
     def _read_body(self, fd: int, body: Body, header: ByteArray) -> str | None:
-        """Read header and body; returns the checksums of all layers, None if the file ends too early.
+        """Read header and body; returns the checksums of all layers, or None if the file ends too early.
 
         Raises:
             OSError: the system refused.
@@ -184,10 +184,10 @@ class ChunkIO:
         return "".join(layer_sums() for layer_sums in sums)
 
     def _read_layers(self, fd: int, body: Body, layers: range, header: ByteArray) -> str | None:
-        """Read the header, and layers to their place in the buffer; returns their checksums, None if the file ends.
+        """Read the header, and layers to their place in the buffer; returns their checksums, or None at the file's end.
 
-        Layers do not begin at page boundaries, which direct I/O requires: the pages that they share with their
-        neighbours pass through a buffer of this thread.
+        Layers do not begin at page boundaries, which direct I/O requires, so the pages that they share with their
+        neighbours are read into a buffer of this thread.
 
         Raises:
             OSError: the system refused.
@@ -213,13 +213,13 @@ class ChunkIO:
         return chunkfile.checksums(self._layout, body.ref.num_blocks, body.array, layers)
 
     def _read_of(self, fd: int, header: ByteArray, views: Sequence[memoryview], begin_bytes: int) -> Callable[[], bool]:
-        """Reads a range of the body, with the header before it if the range is at the body's begin."""
+        """Return a read of a range of the body, together with the header if the range is at the body's start."""
         if begin_bytes == 0:
             return partial(read_whole, fd, [header.data, *views], 0)
         return partial(read_whole, fd, views, self._header_bytes + begin_bytes)
 
     def _results(self, reads: Sequence[Callable[[], bool]]) -> Generator[bool, None, None]:
-        """Carry out reads in order; in parallel if they bypass the page cache."""
+        """Yield the results of reads, in order; they run in parallel if they bypass the page cache."""
         if len(reads) > 1 and self.direct_flag:
             yield from self._shared.results(reads)
         else:
@@ -227,7 +227,7 @@ class ChunkIO:
                 yield read()
 
     def _sum_up(self, body: Body, layers: range) -> Callable[[], str]:
-        """Start to compute the checksums of layers; the result waits for them."""
+        """Start to compute the checksums of layers; the returned function waits for them."""
         num_blocks = body.ref.num_blocks
         arguments = self._layout, num_blocks, body.array, layers
         if len(self._pieces[num_blocks]) > 1:
@@ -236,7 +236,7 @@ class ChunkIO:
         return partial(chunkfile.checksums, *arguments)
 
     def _header(self, ref: ChunkRef, layer_sums: str) -> ByteArray:
-        """A header in this thread's buffer."""
+        """Build a header in this thread's buffer."""
         header = self._header_buffer()
         header[:] = np.frombuffer(
             chunkfile.build_header(self._layout, self._key(ref), ref.num_blocks, layer_sums), np.uint8
@@ -247,7 +247,7 @@ class ChunkIO:
         return self.direct_flag if body.is_aligned else 0
 
     def _header_buffer(self) -> ByteArray:
-        """This thread's page-aligned buffer for a header."""
+        """Return this thread's page-aligned buffer for a header."""
         return self._own_buffer("header", self._header_bytes)
 
     def _own_buffer(self, name: str, size_bytes: int) -> ByteArray:
@@ -262,7 +262,7 @@ class ChunkIO:
 
 
 def _cut(layout: KVLayout, num_blocks: int) -> Iterator[_Piece]:
-    """The pieces of a body of ``num_blocks`` blocks, in order."""
+    """Yield the pieces of a body of ``num_blocks`` blocks, in order."""
     body_bytes = chunkfile.body_bytes(layout, num_blocks)
     done_layers = 0
     for begin_bytes in range(0, body_bytes, PIECE_BYTES):
@@ -274,6 +274,6 @@ def _cut(layout: KVLayout, num_blocks: int) -> Iterator[_Piece]:
 
 
 def touch(fd: int, used_ns: int) -> None:
-    """Set a file's last use; a failure costs only the order of use."""
+    """Set a file's last use; a failure only affects the order of eviction after a restart."""
     with suppress(OSError):
         os.utime(fd, ns=(used_ns, used_ns))

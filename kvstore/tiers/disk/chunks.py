@@ -1,7 +1,7 @@
-"""The chunks in a tier's folder: which are held, and under which names their files are.
+"""Chunks held in a tier's folder, and the names of their files.
 
-The dictionary and the names change together, under the tier's lock. Only renames and the making of folders happen under
-it; files are opened, read, written and unlinked without it.
+The dictionary and the names change together, under the tier's lock. Only renames and the creation of folders happen
+under it; files are opened, read, written and unlinked without it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvstore.tiers.disk.space import Space
 
 
 class Held(NamedTuple):
-    """A chunk in the folder: the serial number of its put, its last use in ns since 1970, the size of its file."""
+    """Chunk in the folder: the serial number of its put, its last use in ns since 1970, the size of its file."""
 
     serial: int
     used_ns: int
@@ -39,14 +39,14 @@ class Held(NamedTuple):
 
 
 class Chunks:
-    """The chunks of one namespace. Thread-safe: every method takes the lock, and may be called under it.
+    """Chunks of one namespace. Thread-safe; every method takes the lock, and may be called under it.
 
     Args:
         folder: of the tier.
         namespace: of the chunks.
         layout: of the chunks.
         space: counts the bytes of their files; its lock is the tier's.
-        complain: logs a cause and what happened.
+        complain: logs a cause and a message.
 
     Attributes:
         namespace: of the chunks, until ``enter``.
@@ -72,31 +72,31 @@ class Chunks:
         self._complain = complain
         self._held: dict[ChunkRef, Held] = {}
         self._serials = itertools.count()
-        self._condemned: dict[Path, int] = {}  # homes from before a reset that must go, and their bytes
+        self._condemned: dict[Path, int] = {}  # homes from before a reset that must be deleted, and their bytes
 
     def get(self, ref: ChunkRef) -> Held | None:
-        """What is known of a chunk; None if it is not held."""
+        """Return the record of a chunk; None if it is not held."""
         return self._held.get(ref)
 
     def __len__(self) -> int:
         return len(self._held)
 
     def keys(self) -> set[PrefixKey]:
-        """Of every chunk held."""
+        """Return the keys of all chunks held."""
         with self._changed:
             return {ref.prefix_key for ref in self._held}
 
     def path(self, ref: ChunkRef) -> Path:
-        """Where the chunk's file is, if it is held."""
+        """Return the path of a chunk's file, which exists if the chunk is held."""
         return self.home / chunk_name(ref)
 
     def uses(self) -> list[survey.Use]:
-        """Every chunk held, in no order."""
+        """Return every chunk held, in no order."""
         with self._changed:
             return [survey.Use(held.used_ns, ref, held.size_bytes) for ref, held in self._held.items()]
 
     def take_stock(self, found: survey.Survey) -> None:
-        """Hold what a survey found; what exceeds the capacity goes, chunks of other namespaces first."""
+        """Hold the chunks that a survey found, and delete those over the capacity, other namespaces' chunks first."""
         with self._changed:
             by_use = survey.in_order_of_use(found.own)
             self._held = {use.ref: Held(next(self._serials), use.used_ns, use.size_bytes) for use in by_use}
@@ -110,7 +110,7 @@ class Chunks:
                 self._space.shrink()
 
     def publish(self, path: Path, ref: ChunkRef, used_ns: int, size_bytes: int, *, generation: int) -> bool:
-        """Make a complete file visible as ``ref``; False if the chunks were forgotten since ``generation``.
+        """Make a complete file visible as ``ref``; False after a clear or reset since ``generation``.
 
         Raises:
             OSError: the file could not be renamed.
@@ -138,13 +138,13 @@ class Chunks:
                 self._held[ref] = held._replace(used_ns=used_ns)
 
     def recycle(self, ref: ChunkRef) -> None:
-        """Turn a chunk's file into a spare one, if the chunk is held. ``Space.trim`` must follow sometime."""
+        """Turn a chunk's file into a spare one, if the chunk is held. ``Space.trim`` must follow later."""
         with self._changed:
             if (held := self._held.get(ref)) is not None and (path := self._retire(ref, held)) is not None:
                 self._space.add_spare(path, held.size_bytes)
 
     def discard(self, ref: ChunkRef, serial: int) -> bool:
-        """Delete a chunk whose file is damaged or gone; False if it was removed or replaced meanwhile."""
+        """Delete a chunk whose file is damaged or missing; False if it was removed or replaced meanwhile."""
         with self._changed:
             held = self._held.get(ref)
             if held is None or held.serial != serial:
@@ -152,20 +152,20 @@ class Chunks:
             path = self._retire(ref, held)
             if path is not None:
                 self._space.leave(held.size_bytes)
-        if path is not None:  # not recycled: the fault may be in the disk
+        if path is not None:  # not recycled, because the fault may be in the disk
             self._space.delete(path, held.size_bytes)
         return True
 
     def clear(self, condemned: Path | None = None) -> None:
-        """Forget every chunk and delete the files; or delete a home from before a reset.
+        """Remove every chunk and delete the files, or delete a home from before a reset.
 
-        It is renamed first: unreachable in one step, also for the next start.
+        The folder is renamed first, so that it is unreachable in one step, also for the next start.
 
         Raises:
-            TierError: the folder refused, and nothing was forgotten.
+            TierError: the folder refused, and no chunk was removed.
         """
         with self._changed:
-            # Not named by the time: a clock that jumps repeats itself.
+            # Not named by the time, because a clock that jumps can repeat a name.
             dead = self._folder / f"{DEAD_PREFIX}{next(self._serials)}"
             try:
                 (condemned or self.home).rename(dead)
@@ -179,7 +179,7 @@ class Chunks:
         self._space.left(dead_bytes, dead_bytes - survey.tree_bytes(dead))
 
     def enter(self, namespace: Namespace) -> None:
-        """Forget every chunk and hold those to come under another namespace. ``bury`` deletes the old files."""
+        """Drop every chunk and hold later ones under another namespace. ``bury`` deletes the old files."""
         with self._changed:
             old = self.home
             self.namespace = namespace
@@ -196,17 +196,17 @@ class Chunks:
             self.clear(home)
 
     def forget(self) -> int:
-        """Forget every chunk; returns the bytes of their files, which stay counted."""
+        """Drop every chunk from the dictionary; returns the bytes of their files, which stay counted."""
         with self._changed:
             forgotten_bytes = sum(held.size_bytes for held in self._held.values()) + self._space.forget_stuck()
             self._held.clear()
             return forgotten_bytes
 
     def make_home(self) -> None:
-        """Create the folder of the namespace, with notes on what its id stands for and what its chunks look like.
+        """Create the folder of the namespace, with notes of the namespace's fields and of the chunks' layout.
 
         Raises:
-            OSError: the folder or a note cannot be written, and not for lack of room.
+            OSError: the folder cannot be created, or a note cannot be written for another reason than lack of room.
         """
         self.home.mkdir(mode=FOLDER_MODE, exist_ok=True)
         notes = {NAMESPACE_FILE: self.namespace.to_json(), LAYOUT_FILE: self._layout.to_json()}
@@ -220,15 +220,15 @@ class Chunks:
                 raise
 
     def _forget_all(self) -> int:
-        """Forget every chunk and make the home of those to come; returns the bytes of the old files."""
+        """Drop every chunk and create the home of later ones; returns the bytes of the old files."""
         self.generation += 1
         forgotten_bytes = self.forget()
-        with suppress(OSError):  # the next put makes it
+        with suppress(OSError):  # the next put creates it
             self.make_home()
         return forgotten_bytes
 
     def _retire(self, ref: ChunkRef, held: Held) -> Path | None:
-        """Forget a chunk and rename its file to a number; None if the file is gone or cannot be renamed."""
+        """Drop a chunk and rename its file to a number; None if the file is missing or cannot be renamed."""
         del self._held[ref]
         path = self._space.new_path()
         try:
@@ -239,7 +239,7 @@ class Chunks:
                 return self.path(ref).rename(path)
         except (FileNotFoundError, NotADirectoryError):
             self._space.used_bytes -= held.size_bytes
-        except OSError as error:  # still there, so still counted: until it moves, or the next start finds it
+        except OSError as error:  # still there, so still counted until it is renamed, or the next start finds it
             self._space.add_stuck(self.path(ref), held.size_bytes)
             self._complain("rename", f"cannot remove a chunk: {reason(error)}")
         return None

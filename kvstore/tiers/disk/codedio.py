@@ -1,7 +1,7 @@
-"""Moves chunks between buffers and files through a codec.
+"""Transfer of chunks between buffers and files through a codec.
 
-A chunk is encoded into a scratch buffer before room is claimed for it, as its size is unknown before. A chunk that is
-read is decoded layer by layer while the rest arrives, on the threads that otherwise compute checksums.
+A chunk is encoded into a scratch buffer before room is claimed for it, as its size is unknown before. When a chunk is
+read, it is decoded layer by layer while the rest arrives, on the threads that otherwise compute checksums.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from kvstore.tiers.disk.chunkio import PIECE_BYTES, Body, ChunkIO, Writable
 
 
 class CodedIO(ChunkIO):
-    """Writes files whose layers are encoded; also reads those that are not. Thread-safe.
+    """Reader and writer of files whose layers are encoded; also reads those that are not. Thread-safe.
 
-    It allocates up to ``SCRATCH_BUFFERS`` buffers of a chunk each, as many as were ever needed at once. A call that
-    finds all of them in use waits.
+    It allocates up to ``SCRATCH_BUFFERS`` buffers of a chunk each, as many as were needed at once. A call waits while
+    all of them are in use.
 
     Args:
         layout: of the chunks.
@@ -39,7 +39,7 @@ class CodedIO(ChunkIO):
         self._scratch = Scratch(self.file_bytes[-1])
 
     def check(self, transfer: Transfer) -> Body:
-        """See ``ChunkIO``: all I/O is that of scratch buffers, which are aligned."""
+        """See ``ChunkIO``: all I/O uses scratch buffers, which are aligned."""
         return super().check(transfer)._replace(is_aligned=True)
 
     def may_be(self, num_blocks: int, size_bytes: int) -> bool:
@@ -54,12 +54,12 @@ class CodedIO(ChunkIO):
             yield Writable(body, size_bytes, scratch[:size_bytes])
 
     def _read_file(self, fd: int, size_bytes: int, body: Body, layers: range | None) -> Damage | None:  # noqa: ARG002
-        """See ``ChunkIO``: all layers, whichever are asked for."""
+        """See ``ChunkIO``: always reads all layers."""
         with self._scratch.borrowed() as scratch:
             return self._read_image(fd, body, scratch[:size_bytes])
 
     def _read_image(self, fd: int, body: Body, data: ByteArray) -> Damage | None:
-        """Read a file piece by piece, and start to decode the layers that are complete.
+        """Read a file piece by piece, and start to decode layers as they are complete.
 
         Raises:
             OSError: the system refused.
@@ -89,7 +89,7 @@ class CodedIO(ChunkIO):
     def _decode(
         self, image: Image, layer: int, body: Body, jobs: list[Future[Damage | None]], *, aside: bool
     ) -> list[Damage | None]:
-        """Decode a layer: on another thread, which adds to ``jobs``, or on this one, which returns the result."""
+        """Decode a layer on another thread, which adds to ``jobs``, or on this one, which returns the result."""
         if aside:
             try:
                 jobs.append(self._aside.submit(image.decode, layer, body.array))

@@ -1,11 +1,11 @@
-"""The disk tier's folder: the names in it, its one owner, and whether direct I/O works there.
+"""The disk tier's folder: the names in it, its lock, and a probe of direct I/O.
 
 Names inside the folder::
 
     .lock                                             locked by the owner, holds its process id
     .free/<n>                                         spare files, and files being written: never chunks
-    .dead-<n>/                                        a cleared namespace on its way out
-    <namespace id>/namespace.json                     the fields of the namespace, for people
+    .dead-<n>/                                        a cleared namespace being deleted
+    <namespace id>/namespace.json                     the fields of the namespace
     <namespace id>/layout.json                        the layout of its chunks, for tools
     <namespace id>/trails                             the keys at the ends of the chunks' blocks
     <namespace id>/<first 2 of key>/<key>-<blocks>.safetensors
@@ -48,13 +48,13 @@ _CHUNK_NAME = re.compile(rf"([0-9a-f]{{{2 * PREFIX_KEY_BYTES}}})-([1-9][0-9]{{0,
 
 
 def chunk_name(ref: ChunkRef) -> str:
-    """The path of a chunk's file inside the folder of its namespace."""
+    """Return the path of a chunk's file inside the folder of its namespace."""
     key = ref.prefix_key.hex()
     return f"{key[:2]}/{key}-{ref.num_blocks}.safetensors"
 
 
 def parse_chunk_name(shard: str, name: str) -> ChunkRef | None:
-    """The chunk that a file ``name`` in the folder ``shard`` holds, or None if it is no chunk's name."""
+    """Return the chunk of a file ``name`` in the folder ``shard``, or None if it is no chunk's name."""
     match = _CHUNK_NAME.fullmatch(name)
     if match is None or not name.startswith(shard):
         return None
@@ -74,13 +74,13 @@ def make_folder(folder: Path) -> None:
 
 
 def unusable(folder: Path, error: OSError) -> ConfigError:
-    """The error for a folder in which the tier cannot work at all."""
+    """Return the error for a folder in which the tier cannot work at all."""
     return ConfigError(f"the disk folder {folder} cannot be used: {reason(error)}; name a folder that can be written")
 
 
 @contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    """The descriptor of a file, closed at the end.
+    """Yield the descriptor of a file, and close it at the end.
 
     Raises:
         OSError: the file cannot be opened.
@@ -93,12 +93,12 @@ def opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def reason(error: OSError) -> str:
-    """The system's message without the path: paths inside the folder contain users' keys."""
+    """Return the system's message without the path, because paths inside the folder contain users' keys."""
     return os.strerror(error.errno) if error.errno else type(error).__name__
 
 
 def delete(path: Path) -> None:
-    """Delete a file, or whatever else has its name, if it is there.
+    """Delete a file, or a folder in its place, if it exists.
 
     Raises:
         OSError: it could not be deleted.
@@ -121,10 +121,10 @@ def prune(shard: Path) -> None:
 
 
 class FolderLock:
-    """The exclusive right to use a folder, held until ``release`` or the end of the process.
+    """Exclusive right to use a folder, held until ``release`` or the end of the process.
 
-    The kernel drops the lock when the process ends, however it ends. Children do not inherit it: exec closes the file,
-    and so does the child after a fork; otherwise a lingering helper process would keep the folder of a killed engine.
+    The kernel drops the lock however the process ends. Children do not inherit it, because exec closes the file, and so
+    does the child after a fork. Otherwise a lingering helper process would keep the folder of a killed engine.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -134,10 +134,10 @@ class FolderLock:
         self.acquire()
 
     def acquire(self) -> None:
-        """Take the lock, again if the folder was deleted and made again.
+        """Take the lock, or take it again after the folder was deleted and created again.
 
         Raises:
-            FolderOwnedError: another engine has it.
+            FolderOwnedError: another engine holds it.
             ConfigError: the lock file cannot be written, or the filesystem has no locks.
         """
         self.release()
@@ -153,19 +153,19 @@ class FolderLock:
             raise self._refused(error, owner) from error
         self._fd = fd
         _held_locks.add(self)
-        with suppress(OSError):  # the process id is for people, and a full disk is no reason to refuse
+        with suppress(OSError):  # the process id is only information, and a full disk is no reason to refuse
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
 
     def is_held(self) -> bool:
-        """Whether the lock is ours and its file still is in the folder."""
+        """Tell if this process holds the lock and its file still exists in the folder."""
         try:
             return self._fd >= 0 and os.path.samestat(os.fstat(self._fd), self._path.stat())
         except OSError:
             return False
 
     def release(self) -> None:
-        """Free the folder. Idempotent."""
+        """Release the folder. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             _held_locks.discard(self)
@@ -195,10 +195,10 @@ os.register_at_fork(after_in_child=_drop_locks_in_child)
 
 
 def probe_direct(folder: Path) -> bool:
-    """Whether direct I/O works in ``folder``: one page is written and read back.
+    """Tell if direct I/O works in ``folder``, by writing one page and reading it back.
 
     Raises:
-        ConfigError: not even an ordinary file can be written.
+        ConfigError: no file can be written at all.
     """
     probe = folder / FREE_NAME / "probe"
     page = mmap.mmap(-1, ALIGNMENT_BYTES)

@@ -1,4 +1,4 @@
-"""Chunks in folders of the disk tier that somebody else owns, or that nobody owns any more: only read.
+"""Read-only access to chunks in folders of the disk tier that another engine owns, or that have no owner.
 
 An owner may be using a folder meanwhile: files appear, vanish and are recycled while they are read, so a file that
 looks damaged is read again before it counts as such.
@@ -35,10 +35,10 @@ _LOOKS: Final = 2  # at a file that looks damaged
 
 
 class FolderReader(ForeignTier):
-    """The chunks of one namespace in one folder or several, each chunk in any of them. Thread-safe.
+    """Reader of the chunks of one namespace in one or several folders, each chunk in any of them. Thread-safe.
 
-    Locks nothing, and changes nothing but the time of a chunk's last use. The folders need not exist. The trails are
-    those noted when it is first asked for some.
+    It takes no lock, and changes only the time of a chunk's last use. The folders need not exist. The notes of trails
+    are read at the first call of ``nearest``.
 
     Args:
         folders: of disk tiers.
@@ -62,16 +62,16 @@ class FolderReader(ForeignTier):
         self._trails: Trails | None = None
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
-        """For each chunk, whether there is a file of it.
+        """Tell for each chunk if its file exists.
 
         Raises:
-            TierError: a folder cannot be looked into.
+            TierError: a folder cannot be read.
         """
         self._check_open()
         return [any(_is_file(home / _folder.chunk_name(ref)) for home in self._homes) for ref in refs]
 
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
-        """See ``Tier``: of those noted when it was first asked."""
+        """See ``Tier``; only trails noted before the first call are known."""
         self._check_open()
         with self._lock:
             if self._trails is None:
@@ -85,7 +85,7 @@ class FolderReader(ForeignTier):
         return [self.counters.count(self._get(body), self._io.file_bytes[body.ref.num_blocks]) for body in bodies]
 
     def close(self) -> None:
-        """Let no further call begin."""
+        """Refuse further calls."""
         super().close()
         self._io.close()
 

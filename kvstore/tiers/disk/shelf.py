@@ -1,7 +1,7 @@
-"""A namespace in a folder of the disk tier, read without owning the folder and without changing anything in it.
+"""Namespace in a folder of the disk tier, read without owning the folder and without changing it, for tools.
 
-For tools. An engine may be using the folder meanwhile: files appear, vanish and are recycled while they are read, so
-a file that looks damaged is read again before it is reported.
+An engine may be using the folder meanwhile: files appear, vanish and are recycled while they are read, so a file that
+looks damaged is read again before it is reported.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from kvstore.tiers.disk.folder import (
 from kvstore.tiers.disk.survey import names, read_namespace
 from kvstore.tiers.disk.trails import TrailNote
 
-_ASKED = 256  # headers that the layout is inferred from where no note tells it
+_ASKED = 256  # headers that the layout is inferred from without a note
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a fifo must not block
 _WORKER_NAME = re.compile(r"replica-\d+|rank-\d+-of-\d+")
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR})
 
 
 class Place(NamedTuple):
-    """A name in a shelf, and the chunk that it names; None if it is not a chunk's name."""
+    """Name in a shelf, and the chunk that it names; None if it is not a chunk's name."""
 
     path: Path
     ref: ChunkRef | None
 
 
 class Shelf:
-    """One namespace of a disk folder. Not thread-safe: it has one buffer.
+    """Namespace of a disk folder. Not thread-safe, because it has one buffer.
 
     Args:
         home: the folder of the namespace, named by its id.
 
     Attributes:
-        namespace: as noted beside the chunks; None if there is no note.
-        is_servers: whether it belongs to a cache server, which has a folder for each of its namespaces.
+        namespace: as noted next to the chunks; None if there is no note.
+        is_servers: True if it belongs to a cache server, which has a folder for each of its namespaces.
     """
 
     def __init__(self, home: Path) -> None:
@@ -73,20 +73,20 @@ class Shelf:
         self._buffer = mmap.mmap(-1, mmap.PAGESIZE)
 
     def owners(self) -> list[Path]:
-        """The folders whose owner may change something here: the tier's, and that of its server, if it has one."""
+        """Return the folders whose owner may change this one: the tier's, and that of its server, if it has one."""
         folder = self.home.parent.absolute()
         return [folder.parent, folder] if self.is_servers else [folder]
 
     @property
     def layout(self) -> KVLayout | None:
-        """The layout of the chunks: as noted, else the one that most of them have; None if there are no chunks."""
+        """Layout of the chunks, as noted, or else that of most of them; None if there are no chunks."""
         if self._layout is None:
             facts = (self.facts(place.path) for place in self.places() if place.ref is not None)
             self._layout = infer_layout(islice((found for found in facts if found), _ASKED))
         return self._layout
 
     def places(self) -> Iterator[Place]:
-        """Every name where chunk files are, in order.
+        """Yield every name among the chunk files, in order.
 
         Raises:
             OSError: the folder could not be read.
@@ -95,11 +95,11 @@ class Shelf:
             yield Place(Path(entry.path), ref)
 
     def path(self, ref: ChunkRef) -> Path:
-        """Where the file of a chunk is, if it is here."""
+        """Return the path of a chunk's file, which exists if the chunk is in this folder."""
         return self.home / chunk_name(ref)
 
     def trails(self, held: Collection[PrefixKey]) -> dict[PrefixKey, bytes]:
-        """The trails of chunks, as far as they are noted; none if the note cannot be read."""
+        """Return the noted trails of chunks; none if the note cannot be read."""
         if self._layout is None:
             return {}
         try:
@@ -108,7 +108,7 @@ class Shelf:
             return {}
 
     def facts(self, path: Path) -> Facts | None:
-        """What the header of a file says; None if it is no chunk file, or cannot be read."""
+        """Return the header fields of a file; None if it is no chunk file, or cannot be read."""
         try:
             with opened(path, _READ_FLAGS) as fd:
                 return read_facts(read_front(fd, MAX_HEADER_BYTES))
@@ -116,10 +116,10 @@ class Shelf:
             return None
 
     def read(self, ref: ChunkRef) -> ByteArray | str | None:
-        """The content of a chunk's file, checked; else what is wrong with it, in words; None if it is not here.
+        """Return the checked content of a chunk's file, or its damage in words; None if there is no file.
 
         The array is valid until the next call. The words are a ``Damage`` only if a file was read and is not a sound
-        chunk; a name that cannot be read, or is no file, may be anything.
+        chunk, and not for a name that cannot be read or is no file.
         """
         for _ in range(2):
             found = self._read(ref)
@@ -145,11 +145,11 @@ class Shelf:
         return image if damage is None else damage
 
     def _content(self, fd: int, ref: ChunkRef, size_bytes: int) -> ByteArray | str:
-        """All bytes of a file, or only its begin if it is longer than any chunk of that many blocks."""
+        """Return all bytes of a file, or only its start if it is longer than any chunk of that many blocks."""
         if size_bytes == 0:
             return Damage.SIZE
         layout = self.layout
-        if layout is None:  # neither a note nor a chunk tells it: this may be anybody's file
+        if layout is None:  # neither a note nor a chunk has it, so the file may be of another program
             return str(Damage.NOT_A_CHUNK)
         if self.is_layout_noted:
             size_bytes = min(size_bytes, chunkfile.file_bytes(layout, ref.num_blocks, "any") + mmap.PAGESIZE)
@@ -163,9 +163,9 @@ class Shelf:
 
 
 def shelves(folder: Path) -> list[Shelf]:
-    """All namespaces in a folder of the disk tier, in the folders of several workers below it, or in a cache server's.
+    """Find all namespaces in a disk tier's folder, in folders of several workers below it, or in a cache server's.
 
-    The content of a folder tells what it is: a server's namespaces are named like those of an engine.
+    The kind of a folder follows from its content, because a server's namespaces are named like those of an engine.
 
     Raises:
         ConfigError: the folder cannot be read.
@@ -183,7 +183,7 @@ def shelves(folder: Path) -> list[Shelf]:
 
 
 def is_tier_folder(folder: Path) -> bool:
-    """Whether a folder holds namespaces and is not one itself.
+    """Tell if a folder contains namespaces and is not one itself.
 
     Raises:
         OSError: it could not be read.

@@ -1,4 +1,4 @@
-"""The bytes of a tier's folder: which files hold them, and which go when more are needed."""
+"""Accounting of the bytes in a tier's folder, and choice of the files to delete when more are needed."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from kvstore.tiers.disk.folder import delete, prune, reason
 logger = logging.getLogger(__name__)
 
 SPARE_FILES = 64
-TRIM_FILES = 8  # superfluous files that one call deletes at most
+TRIM_FILES = 8  # the maximum of superfluous files that one call deletes
 
 
 class _Spares:
-    """Spare files by age and by size. The cost of a call does not grow with their number. Not thread-safe."""
+    """Spare files by age and by size. The cost of a call is independent of their number. Not thread-safe."""
 
     def __init__(self) -> None:
         self.total_bytes = 0
         self._by_age: OrderedDict[Path, int] = OrderedDict()  # a dict would search past all deleted entries
         self._by_size: dict[int, OrderedDict[Path, None]] = {}
-        self._sizes: list[int] = []  # sorted; few, as chunks have few lengths
+        self._sizes: list[int] = []  # sorted; few, because chunks have few lengths
 
     def __len__(self) -> int:
         return len(self._by_age)
@@ -43,11 +43,11 @@ class _Spares:
         self.total_bytes += size_bytes
 
     def take_oldest(self) -> tuple[Path, int] | None:
-        """Take the one that was added first."""
+        """Take the file that was added first; None if there is none."""
         return self._take(next(iter(self._by_age))) if self._by_age else None
 
     def take_near(self, size_bytes: int, extra_bytes: int) -> tuple[Path, int] | None:
-        """Take the one nearest to a size, within a sixteenth of it, and at most ``extra_bytes`` shorter."""
+        """Take the file nearest to a size, within a sixteenth of it, and at most ``extra_bytes`` shorter."""
         at = bisect_left(self._sizes, size_bytes)
         near = [
             size
@@ -70,7 +70,7 @@ class _Spares:
 
 
 class Space:
-    """Counts the bytes of the folder, and makes room when more are needed.
+    """Counter of the folder's bytes, which makes room when more are needed.
 
     ``used_bytes`` counts chunks, spare files, chunks of other namespaces, and files being written or deleted. The state
     changes only under ``changed``, the tier's lock. Methods that touch the disk must be called without it.
@@ -85,16 +85,16 @@ class Space:
         self._leaving_bytes = 0
         self._spares = _Spares()
         self._foreign: list[tuple[Path, int]] = []  # newest first
-        self._stuck: dict[Path, int] = {}  # under the names of chunks that are forgotten
+        self._stuck: dict[Path, int] = {}  # under the names of dropped chunks
 
     def new_path(self) -> Path:
-        """A name in ``.free`` that this tier has never used."""
+        """Return a name in ``.free`` that this tier has never used."""
         return self._free_folder / str(next(self._numbers))
 
     def claim(self, size_bytes: int) -> Path | None:
-        """A file to write ``size_bytes`` to, which are counted: a spare one of about that size, or a new name.
+        """Claim ``size_bytes``, and return the file to write them to: a spare one of about that size, or a new name.
 
-        None if there is no room. A longer spare file is cut first, so that the bytes given back are really free.
+        None if there is no room. A longer spare file is cut first, so that the released bytes are really free.
 
         Raises:
             OSError: a longer file can be neither cut nor deleted.
@@ -112,7 +112,7 @@ class Space:
                     if victim is None:
                         if not self._leaving_bytes:
                             return None
-                        self.changed.wait()  # for another thread that is deleting: that may be enough
+                        self.changed.wait()  # for another thread's deletion, which may free enough
             if spare is not None and (spare[1] <= size_bytes or self._cut(*spare, size_bytes)):
                 return spare[0]
             if victim is not None:
@@ -122,7 +122,7 @@ class Space:
     def delete(self, path: Path, size_bytes: int) -> bool:
         """Delete a counted file whose bytes ``leave`` announced; False if it cannot be deleted.
 
-        Then it stays counted and is kept for another attempt, or its bytes would be lost until the next start.
+        In that case it stays counted and is kept for another attempt, or its bytes would be lost until the next start.
         """
         freed_bytes = 0
         try:
@@ -146,7 +146,7 @@ class Space:
             self._leaving_bytes += size_bytes
 
     def left(self, size_bytes: int, freed_bytes: int) -> None:
-        """End what ``leave`` announced: ``freed_bytes`` of the bytes are gone."""
+        """End an announcement by ``leave``, of whose bytes ``freed_bytes`` were freed."""
         with self.changed:
             self._leaving_bytes -= size_bytes
             self.used_bytes -= freed_bytes
@@ -157,21 +157,21 @@ class Space:
         self._spares.add(path, size_bytes)
 
     def add_stuck(self, path: Path, size_bytes: int) -> None:
-        """Remember the counted file of a forgotten chunk that could not be renamed. Needs the lock."""
+        """Keep the counted file of a dropped chunk that could not be renamed. Needs the lock."""
         self._stuck[path] = size_bytes
 
     def overwritten(self, path: Path) -> None:
-        """Note that another file has taken this name; a file that was stuck there is gone. Needs the lock."""
+        """Note that another file has taken this name, which replaces a stuck file there. Needs the lock."""
         self.used_bytes -= self._stuck.pop(path, 0)
 
     def forget_stuck(self) -> int:
-        """Forget stuck files, as their whole folder goes; returns their bytes. Needs the lock."""
+        """Drop stuck files, whose whole folder is deleted; returns their bytes. Needs the lock."""
         forgotten_bytes = sum(self._stuck.values())
         self._stuck.clear()
         return forgotten_bytes
 
     def move_stuck(self) -> None:
-        """Try again to turn some stuck files into spare ones, or their bytes would be lost until the next start."""
+        """Try again to turn some stuck files into spare ones, as their bytes would be lost until the next start."""
         with self.changed:
             for path, size_bytes in list(islice(self._stuck.items(), TRIM_FILES)):
                 spare = self.new_path()
@@ -191,11 +191,11 @@ class Space:
         self.used_bytes += sum(size for _, size in self._foreign)
 
     def trim(self) -> None:
-        """Delete some spare files above the bound, the oldest first; call it where waiting does no harm."""
+        """Delete some spare files above the bound, the oldest first; call it where a wait is harmless."""
         self._delete_victims(TRIM_FILES, lambda: len(self._spares) > SPARE_FILES)
 
     def shrink(self) -> None:
-        """Delete spare files and foreign chunks until the capacity holds, or all of them were tried."""
+        """Delete spare files and foreign chunks until the capacity is kept, or all of them were tried."""
         most = len(self._spares) + len(self._foreign)
         self._delete_victims(most, lambda: self.used_bytes > self.capacity_bytes)
 
@@ -229,10 +229,10 @@ class Space:
         self._foreign.clear()
 
     def _take_spare(self, size_bytes: int) -> tuple[Path, int] | None:
-        """Take the spare file nearest to a size; returns its size as well. Needs the lock.
+        """Take the spare file nearest to a size, and return it with its size. Needs the lock.
 
         The bytes that a shorter one lacks are counted, and those of a longer one are announced as leaving. A file that
-        differs by more than a sixteenth is not taken: overwriting is faster than writing anew only if little is new.
+        differs by more than a sixteenth is not taken, because overwriting is faster only if few bytes are new.
         """
         extra_bytes = self.capacity_bytes - self.used_bytes
         found = self._spares.take_near(size_bytes, extra_bytes) if extra_bytes >= 0 else None
@@ -260,7 +260,7 @@ class Space:
         return True
 
     def _take_victim(self) -> tuple[Path, int] | None:
-        """Take the file that goes first, announced as leaving. Needs the lock."""
+        """Take the file to delete first, and announce it as leaving. Needs the lock."""
         victim = self._spares.take_oldest() or (self._foreign.pop() if self._foreign else None)
         if victim is None:
             return None

@@ -1,9 +1,9 @@
-"""Several folders, one per disk, as one tier.
+"""Striping of one disk tier over several folders, one per disk.
 
 A chunk's *home* folder follows from a hash of its prefix key, so no chunk is searched for. A chunk whose home is full
-goes to another folder and is remembered as a *stray*; so is a chunk that a restart finds elsewhere because the list of
-folders changed. Every folder has its own lock, bound and guards: one that breaks loses only its own chunks, and one
-that hangs delays only the calls that need it.
+is stored in another folder and recorded as a *stray*, as is a chunk that a restart finds elsewhere because the list of
+folders changed. Every folder has its own lock, bound and guards: one that breaks loses only its chunks, and one that
+hangs delays only the calls that need it.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def open_folders(
         namespace: of the chunks.
         layout: of the chunks.
         capacity_bytes: of all folders together; each gets an equal share.
-        direct: whether to bypass the page cache; None lets each folder probe.
+        direct: True bypasses the page cache, False does not, None lets each folder probe.
         codec: encodes the chunks, see ``kvstore.format.codecs``.
-        wrap: put around each folder's tier, such as a deadline and a circuit breaker.
+        wrap: adds guards around each folder's tier, such as a deadline and a circuit breaker.
 
     Raises:
-        ConfigError: a folder is named twice, lies inside another one, cannot be used, or has no room.
+        ConfigError: a folder is named twice, is inside another one, cannot be used, or has no room.
         FolderOwnedError: another engine uses one of the folders.
     """
     if not folders:
@@ -80,7 +80,7 @@ def open_folders(
 
 
 def _refuse_overlaps(folders: Sequence[Path]) -> None:
-    """Refuse folders that contain each other, whatever links lead to them.
+    """Refuse folders that contain each other, also through links.
 
     Raises:
         ConfigError: names the first two that do.
@@ -105,7 +105,7 @@ def _check_shared_room(folders: Sequence[Path], share_bytes: int) -> None:
             by_device.setdefault(folder.stat().st_dev, []).append(folder)
         except OSError as error:
             raise unusable(folder, error) from error
-    for neighbours in by_device.values():  # each folder once: it may hold hundreds of thousands of files
+    for neighbours in by_device.values():  # each folder once, as it may hold hundreds of thousands of files
         try:
             check_room(neighbours, share_bytes * len(neighbours))
         except OSError as error:
@@ -113,20 +113,20 @@ def _check_shared_room(folders: Sequence[Path], share_bytes: int) -> None:
 
 
 class _Stray(NamedTuple):
-    """Where a chunk is that is not at home, and how often the tier had been cleared when it was stored there."""
+    """Folder of a chunk that is not at home, and the number of clears before it was stored there."""
 
     folder: int
     clears: int
 
 
 class StripedTier(BoundedTier):
-    """Disk tiers side by side. A batch is served one chunk after the other; callers on several threads overlap.
+    """Tier over several disk tiers. A batch is served one chunk after the other; callers on several threads overlap.
 
-    The first chunk whose folder times out ends its batch: ``pending`` tells the outcome of that chunk alone.
+    The first chunk whose folder times out ends its batch, and ``pending`` has the outcome of that chunk alone.
 
     Args:
         disks: newly opened tiers of one namespace and layout.
-        tiers: the same with their guards around them; ``close`` closes them.
+        tiers: the same with their guards; ``close`` closes them.
         layout: of the chunks.
     """
 
@@ -148,23 +148,23 @@ class StripedTier(BoundedTier):
 
     @property
     def parts(self) -> tuple[BoundedTier, ...]:
-        """The tiers of the folders, guards included."""
+        """Tiers of the folders, with their guards."""
         return self._tiers
 
     @property
     def answers(self) -> bool:
-        """Whether any folder's tier does."""
+        """True if any folder's tier answers."""
         return any(tier.answers for tier in self._tiers)
 
     @property
     def usable_bytes(self) -> int:
-        """The bytes that can surely be filled: below them, at least one folder has room for another chunk."""
+        """Bytes that can certainly be filled, below which at least one folder has room for another chunk."""
         return self.capacity_bytes - (len(self._disks) - 1) * self.stored_bytes(self._layout.blocks_per_chunk)
 
     def scan(self) -> list[tuple[ChunkRef, int]]:
-        """Every chunk held, in order of use over all folders. Scans the folders in parallel.
+        """Return every chunk held, in order of use over all folders. Scans the folders in parallel.
 
-        The first call finds the strays. Of a chunk in two folders it keeps the one used last.
+        The first call finds the strays. Of a chunk in two folders it keeps the copy used last.
 
         Raises:
             TierError: a folder could not be read or swept.
@@ -176,7 +176,7 @@ class StripedTier(BoundedTier):
         return [(use.ref, use.size_bytes) for use in in_order_of_use(held)]
 
     def trails(self) -> dict[PrefixKey, bytes]:
-        """Those of all folders. Reads them in parallel.
+        """Return the trails of all folders, which are read in parallel.
 
         Raises:
             TierError: a folder could not be read.
@@ -185,8 +185,8 @@ class StripedTier(BoundedTier):
         return {key: trail for trails in found for key, trail in trails.items()}
 
     def _uses_in(self, number: int) -> list[Use]:
-        """The chunks of a folder and when each was last used."""
-        self._tiers[number].scan()  # the guards watch this one; the rest is in memory
+        """Return the chunks of a folder and the last use of each."""
+        self._tiers[number].scan()  # through the guards; the rest is in memory
         return self._disks[number].uses()
 
     def _take_stock(self, found: Sequence[Sequence[Use]]) -> None:
@@ -204,7 +204,7 @@ class StripedTier(BoundedTier):
                 self._tiers[number].remove(doubles)
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
-        """For each chunk, whether its folder holds it; a broken folder holds nothing."""
+        """Tell for each chunk if its folder holds it; a broken folder counts as empty."""
         self._check_open()
         return [self._holds(ref) for ref in refs]
 
@@ -231,7 +231,7 @@ class StripedTier(BoundedTier):
 
     @property
     def reads_layers(self) -> bool:
-        """Whether layers can be read one by one: not if a codec encodes the chunks."""
+        """True if layers can be read one by one, which they cannot if a codec encodes the chunks."""
         return self._disks[0].reads_layers
 
     def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
@@ -250,13 +250,13 @@ class StripedTier(BoundedTier):
         return self._each(transfers, get)
 
     def layer_bytes(self, num_blocks: int, layers: range) -> int:
-        """The length of these layers."""
+        """Return the bytes of these layers."""
         return self._disks[0].layer_bytes(num_blocks, layers)
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Store chunks from their buffers: at home, or where there is room. A broken folder answers ``FAILED``.
+        """Store chunks from their buffers, at home or else where there is room. A broken folder answers ``FAILED``.
 
-        So does a chunk that another call is putting: it could end up in two folders.
+        A chunk that another call is putting is also ``FAILED``, because it could end up in two folders.
 
         Raises:
             TierTimeoutError: a folder did not answer in time, and may still read its chunk's buffer.
@@ -265,10 +265,10 @@ class StripedTier(BoundedTier):
         return self._each(transfers, lambda transfer: self._put(transfer, clears))
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
-        """Forget chunks; a folder that refuses does not keep the others from it."""
+        """Remove chunks; a folder that refuses does not affect the others."""
         self._check_open()
         by_folder: dict[int, list[ChunkRef]] = {}
-        with self._lock:  # a put that ends later does not find its stray, and notes it again
+        with self._lock:  # a put that ends later records its stray again
             for ref in refs:
                 by_folder.setdefault(self._take_place(ref), []).append(ref)
         for number, leaving in by_folder.items():
@@ -278,7 +278,7 @@ class StripedTier(BoundedTier):
                 self._complain(number, error)
 
     def clear(self) -> None:
-        """Forget every chunk of the namespace, in every folder.
+        """Remove every chunk of the namespace, in every folder.
 
         Raises:
             TierError: a folder refused; the others were cleared.
@@ -289,7 +289,7 @@ class StripedTier(BoundedTier):
 
         def clear(number: int) -> None:
             self._tiers[number].clear()
-            with self._lock:  # of a folder that refuses, where its chunks are must be known, as they may be removed
+            with self._lock:  # a folder that refuses keeps its strays, as they may be removed later
                 for ref, stray in list(self._strays.items()):
                     if stray.folder == number and stray.clears < clears:
                         del self._strays[ref]
@@ -297,10 +297,10 @@ class StripedTier(BoundedTier):
         self._in_every_folder(clear)
 
     def reset(self, namespace: Namespace) -> None:
-        """Forget every chunk and enter another namespace, in every folder.
+        """Remove every chunk and enter another namespace, in every folder.
 
         Raises:
-            TierError: a folder would not let go of the old chunks, and stores nothing until it does.
+            TierError: a folder did not remove the old chunks, and stores nothing until it does.
         """
         with self._lock:
             self._clears += 1
@@ -312,7 +312,7 @@ class StripedTier(BoundedTier):
         return self._disks[0].stored_bytes(num_blocks)
 
     def size_of(self, ref: ChunkRef) -> int:
-        """The size of the chunk's file."""
+        """Return the size of the chunk's file."""
         return self._disks[self._place(ref)].size_of(ref)
 
     @property
@@ -334,7 +334,7 @@ class StripedTier(BoundedTier):
         return self._home(ref) if stray is None else stray.folder
 
     def _take_place(self, ref: ChunkRef) -> int:
-        """Needs the lock."""
+        """Remove a chunk's stray, and return its folder. Needs the lock."""
         stray = self._strays.pop(ref, None)
         return self._home(ref) if stray is None else stray.folder
 
@@ -343,7 +343,7 @@ class StripedTier(BoundedTier):
             raise ClosedError("the disk tier was closed")
 
     def _in_every_folder(self, action: Callable[[int], T]) -> list[T]:
-        """Do something for the number of each folder, in parallel; raises the first error after all have ended."""
+        """Run an action for the number of each folder, in parallel; raises the first error after all have ended."""
         self._check_open()
         with ThreadPoolExecutor(len(self._tiers), "kvstore-folder") as threads:
             try:
@@ -377,7 +377,7 @@ class StripedTier(BoundedTier):
     def _put(self, transfer: Transfer, clears: int) -> Outcome:
         """Store a chunk in the first folder with room, from its place on.
 
-        ``clears`` is how often the tier had been cleared when the call began.
+        ``clears`` is the number of clears before the call began.
         """
         ref = transfer.ref
         with self._lock:
@@ -399,7 +399,7 @@ class StripedTier(BoundedTier):
                 try:
                     stored = Outcome.FAILED if late.cancelled() or late.exception() else late.result()[0]
                     outcome = self._end_put(ref, place, clears, stored)
-                finally:  # whoever waits keeps a slot for it
+                finally:  # a waiting caller keeps a slot for it
                     ended.set_result([outcome])
 
             error.pending.add_done_callback(end)
@@ -410,7 +410,7 @@ class StripedTier(BoundedTier):
         return self.counters.count(self._end_put(ref, place, clears, outcome), self.size_of(ref))
 
     def _end_put(self, ref: ChunkRef, place: int, clears: int, outcome: Outcome) -> Outcome:
-        """Take note of what became of a put, and let others put the chunk again."""
+        """Record the outcome of a put, and let other calls put the chunk again."""
         try:
             return self._settle(ref, place, clears) if outcome is Outcome.STORED else outcome
         except ClosedError:
@@ -420,9 +420,9 @@ class StripedTier(BoundedTier):
                 self._putting.discard(ref)
 
     def _settle(self, ref: ChunkRef, place: int, clears: int) -> Outcome:
-        """Remember where a chunk was stored, and remove it from where it was before.
+        """Record the folder of a stored chunk, and remove the chunk from its former folder.
 
-        If the tier was cleared since the put began, remove the new one instead.
+        If the tier was cleared since the put began, remove the new copy instead.
         """
         with self._lock:
             before, is_current = self._place(ref), clears == self._clears

@@ -1,4 +1,4 @@
-"""Scans a tier's folder at start: which chunks it holds, when they were used, and what a crash left behind."""
+"""Scan of a tier's folder at start, for its chunks, their last uses, and leftovers of a crash."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MAX_DESCRIBED = 64
 
 
 class Use(NamedTuple):
-    """A chunk, its last use in ns since 1970, and the size of its file."""
+    """Chunk, its last use in ns since 1970, and the size of its file."""
 
     used_ns: int
     ref: ChunkRef
@@ -42,7 +42,7 @@ class Use(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """What a folder holds: our chunks, foreign ones as (mtime in ns, path, size), and how many leftovers went."""
+    """Content of a folder: our chunks, foreign ones as (mtime in ns, path, size), and the number of swept leftovers."""
 
     own: list[Use]
     foreign: list[tuple[int, str, int]]
@@ -50,17 +50,17 @@ class Survey(NamedTuple):
 
 
 def survey(folder: Path, namespace_name: str, may_be: Callable[[int, int], bool]) -> Survey:
-    """List the chunks in ``folder`` and delete what a crash left behind.
+    """List the chunks in ``folder`` and delete the leftovers of a crash.
 
-    Only names of ours are touched: whatever else lies in the folder stays there, uncounted.
+    Only names of this library are touched; other files in the folder stay, uncounted.
 
     Args:
         folder: of the tier.
-        namespace_name: the folder in it that is ours; its unusable files are leftovers as well.
-        may_be: whether the file of a chunk of so many blocks can have so many bytes.
+        namespace_name: the folder of our namespace in it, whose unusable files are also leftovers.
+        may_be: called with a number of blocks and a file size; tells if the file of such a chunk can have it.
 
     Raises:
-        OSError: something could not be read or deleted.
+        OSError: a file or folder could not be read or deleted.
     """
     own: list[Use] = []
     foreign: list[tuple[int, str, int]] = []
@@ -90,7 +90,7 @@ def survey(folder: Path, namespace_name: str, may_be: Callable[[int, int], bool]
 
 
 def names(home: str | Path) -> Iterator[tuple[os.DirEntry[str], ChunkRef | None]]:
-    """Every name in a namespace's folder, notes aside, and the chunk that it names; None if it is not a chunk's name.
+    """Yield every name in a namespace's folder except notes, with its chunk; None if it is not a chunk's name.
 
     Raises:
         OSError: the folder could not be read.
@@ -107,11 +107,11 @@ def names(home: str | Path) -> Iterator[tuple[os.DirEntry[str], ChunkRef | None]
 
 
 def in_order_of_use(found: Iterable[Use]) -> list[Use]:
-    """Chunks in the order in which they should be evicted.
+    """Sort chunks in the order in which they should be evicted.
 
     A prompt's chunks are written and read from head to tail, so the head has the oldest mtime; but a tail is useless
     without its head. So chunks are grouped into sessions, each of which ends with a pause, or after 10 seconds. Older
-    sessions come first, and in a session the chunk used last. A use in the future, because a clock was set back, counts
+    sessions are first, and in a session the chunk used last. A use in the future, because a clock was set back, counts
     as a use now.
     """
     now_ns = time.time_ns()
@@ -127,7 +127,7 @@ def in_order_of_use(found: Iterable[Use]) -> list[Use]:
 
 
 def check_room(folders: Sequence[Path], capacity_bytes: int) -> None:
-    """Refuse a capacity that the filesystem of all ``folders`` cannot hold; chunks already in them count as room.
+    """Refuse a capacity that the filesystem of all ``folders`` cannot hold; chunks already stored count as room.
 
     Raises:
         ConfigError: it does not fit.
@@ -147,13 +147,13 @@ def check_room(folders: Sequence[Path], capacity_bytes: int) -> None:
 
 
 def _is_past_epoch(home: Path) -> bool:
-    """Whether a foreign namespace is of an epoch, which nobody enters again."""
+    """Tell if a foreign namespace is of an epoch, which is never entered again."""
     namespace = read_namespace(home)
     return namespace is not None and EPOCH_FIELD in namespace.fields
 
 
 def read_namespace(home: Path) -> Namespace | None:
-    """The namespace that the note in its folder describes; None if there is no note."""
+    """Read the namespace from the note in its folder; None if there is no note."""
     try:
         fields = json.loads((home / NAMESPACE_FILE).read_bytes())
     except (FileNotFoundError, ValueError):
@@ -162,7 +162,7 @@ def read_namespace(home: Path) -> Namespace | None:
 
 
 def describe_foreign(folder: Path, ours: Namespace) -> list[str]:
-    """For each foreign namespace in a folder, the names of the fields in which it differs from ours.
+    """Return, for each foreign namespace in a folder, the names of the fields in which it differs from ours.
 
     Raises:
         OSError: the folder could not be read.
@@ -174,7 +174,7 @@ def describe_foreign(folder: Path, ours: Namespace) -> list[str]:
 
 
 def held_bytes(folder: Path) -> int:
-    """Bytes in ``folder`` that belong to the tier.
+    """Return the bytes in ``folder`` that belong to the tier.
 
     Raises:
         OSError: the folder could not be read.
@@ -185,7 +185,7 @@ def held_bytes(folder: Path) -> int:
 
 
 def tree_bytes(folder: Path) -> int:
-    """Bytes of all files below ``folder``; 0 if it is not there."""
+    """Return the bytes of all files below ``folder``; 0 if it does not exist."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:

@@ -1,17 +1,18 @@
 """The disk tier: one file per chunk in a folder that one engine owns. ``docs/FORMAT.md`` describes the folder.
 
-What keeps it right:
+It is kept correct as follows:
 
 - The dictionary of chunks and the names in the folder change together, under one lock, which is never held during I/O
   (``chunks.py``).
-- A file is written under a number in ``.free`` and renamed to its chunk's name when it is complete. A chunk that is
-  removed is renamed to a number again and overwritten later: direct I/O over an existing file is the fastest write.
-- Bytes are claimed before they are written and given back after they are gone, so the folder never holds more than
-  ``used_bytes``. Spare files and chunks of other namespaces give way to new chunks before the tier is full.
-- A file may be recycled while it is read. Then the checksums do not match, and the dictionary tells the reader that its
-  chunk is gone: a miss, not damage.
-- A chunk counts as used when its call began: the chunks of a prompt are requested from head to tail, several at once,
-  and may complete in another order.
+- A file is written under a number in ``.free`` and renamed to its chunk's name when it is complete. The file of a
+  removed chunk is renamed to a number again and overwritten later, because direct I/O over an existing file is the
+  fastest write.
+- Bytes are claimed before they are written and released after they are deleted, so the folder never holds more than
+  ``used_bytes``. Spare files and chunks of other namespaces are deleted for new chunks before the tier is full.
+- A file may be recycled while it is read. Then the checksums do not match, and the dictionary shows that the chunk was
+  removed, so the result is a miss, not damage.
+- A chunk counts as used when its call began, because the chunks of a prompt are requested from head to tail, several
+  at once, and may complete in another order.
 """
 
 from __future__ import annotations
@@ -46,20 +47,20 @@ _GIB = 1 << 30
 
 
 class DiskTier(BoundedTier):
-    """Chunks as files in a folder, for one namespace and one owner at a time.
+    """Tier of chunks as files in a folder, for one namespace and one owner at a time.
 
-    A file's mtime is its chunk's last use, so a restart finds the order of use. The lock file, the notes beside the
+    A file's mtime is its chunk's last use, so a restart finds the order of use. The lock file, the notes next to the
     chunks and the folders themselves are not counted in ``used_bytes``.
 
     Args:
-        folder: created if missing. Other engines are kept out of it until ``close``.
+        folder: created if missing. Other engines are locked out until ``close``.
         namespace: of the chunks. Chunks of other namespaces are kept while there is room for them.
         layout: of the chunks.
         capacity_bytes: never exceeded.
-        direct: whether to bypass the page cache; None probes whether the folder allows it, True insists.
+        direct: True requires that the page cache is bypassed, False forbids it, None probes the folder.
         codec: encodes the chunks, see ``kvstore.format.codecs``. Files encoded by another codec are no chunks to this
             tier; files without a codec are read by any.
-        checks_room: whether the filesystem must have room for the capacity. Not where several tiers share one bound.
+        checks_room: require that the filesystem has room for the capacity; False if several tiers share one bound.
 
     Raises:
         ConfigError: the folder, the capacity, or the codec on this layout cannot be used.
@@ -146,7 +147,7 @@ class DiskTier(BoundedTier):
         return 0
 
     def scan(self) -> list[tuple[ChunkRef, int]]:
-        """Every chunk held, those of the oldest session first, see ``survey.in_order_of_use``.
+        """Return every chunk held, those of the oldest session first, see ``survey.in_order_of_use``.
 
         The first call reads the folder and sweeps it; later calls answer from memory, as a restart would.
 
@@ -156,7 +157,7 @@ class DiskTier(BoundedTier):
         return [(use.ref, use.size_bytes) for use in survey.in_order_of_use(self.uses())]
 
     def uses(self) -> list[survey.Use]:
-        """Every chunk held and its last use, in no order: for merging several folders.
+        """Return every chunk held and its last use, in no order, to merge several folders.
 
         Raises:
             TierError: the folder could not be read or swept.
@@ -165,7 +166,7 @@ class DiskTier(BoundedTier):
             return self._chunks.uses()
 
     def trails(self) -> dict[PrefixKey, bytes]:
-        """The trails of the chunks held that were stored with one; none if the note of them cannot be read."""
+        """Return the trails of the chunks held that were stored with one; none if the note cannot be read."""
         with self._operation():
             try:
                 return self._trails.read(self._chunks.home, self._chunks.keys())
@@ -174,7 +175,7 @@ class DiskTier(BoundedTier):
                 return {}
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
-        """For each chunk, whether it is held. Answers from memory."""
+        """Tell for each chunk if it is held. Answers from memory."""
         with self._operation():
             return [self._chunks.get(ref) is not None for ref in refs]
 
@@ -184,7 +185,7 @@ class DiskTier(BoundedTier):
 
     @property
     def reads_layers(self) -> bool:
-        """Whether layers can be read one by one: not if a codec encodes the chunks."""
+        """True if layers can be read one by one, which they cannot if a codec encodes the chunks."""
         return not isinstance(self._io, CodedIO)
 
     def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
@@ -199,7 +200,7 @@ class DiskTier(BoundedTier):
             return [self.counters.count(*self._get(body, layers), is_last=is_last) for body in bodies]
 
     def layer_bytes(self, num_blocks: int, layers: range) -> int:
-        """The length of these layers."""
+        """Return the bytes of these layers; with a codec, those of the largest possible file."""
         if not self.reads_layers:
             return self.stored_bytes(num_blocks)
         begin, end = self._io.layer_range(num_blocks, layers)
@@ -209,14 +210,14 @@ class DiskTier(BoundedTier):
         """Store chunks from their buffers, one after the other; callers on several threads overlap.
 
         Raises:
-            TierError: the folder was deleted, and cannot be made again or belongs to another engine now; or it still
-                holds chunks from before a ``reset``.
+            TierError: the folder was deleted, and cannot be created again or belongs to another engine now; or it
+                still holds chunks from before a ``reset``.
         """
         bodies = [self._io.check(transfer) for transfer in transfers]
         with self._operation():
             self._chunks.bury()
             self._space.move_stuck()
-            with self._changed:  # both of one moment: a later reset makes another generation
+            with self._changed:  # both at one moment, as a later reset makes another generation
                 generation, namespace_id = self._chunks.generation, self._io.namespace_id
             outcomes = []
             for transfer, body in zip(transfers, bodies, strict=True):
@@ -226,25 +227,25 @@ class DiskTier(BoundedTier):
             return outcomes
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
-        """Forget chunks: one rename each. A later ``put`` overwrites or deletes their files."""
+        """Remove chunks, by one rename each. A later ``put`` overwrites or deletes their files."""
         with self._operation():
             for ref in refs:
                 self._chunks.recycle(ref)
 
     def clear(self) -> None:
-        """Forget every chunk of the namespace; a ``put`` under way answers ``FAILED``.
+        """Remove every chunk of the namespace; a ``put`` under way answers ``FAILED``.
 
         Raises:
-            TierError: the folder refused, and nothing was forgotten.
+            TierError: the folder refused, and no chunk was removed.
         """
         with self._operation():
             self._chunks.clear()
 
     def reset(self, namespace: Namespace) -> None:
-        """Forget every chunk and enter another namespace; a ``put`` under way answers ``FAILED``.
+        """Remove every chunk and enter another namespace; a ``put`` under way answers ``FAILED``.
 
         Raises:
-            TierError: the folder would not let go of the old chunks. Every ``put`` tries again before it stores.
+            TierError: the folder did not delete the old chunks. Every ``put`` tries again before it stores.
         """
         with self._operation():
             with self._changed:
@@ -253,11 +254,11 @@ class DiskTier(BoundedTier):
             self._chunks.bury()
 
     def stored_bytes(self, num_blocks: int) -> int:
-        """The file size of a chunk of ``num_blocks`` blocks; with a codec, the largest possible one."""
+        """Return the file size of a chunk of ``num_blocks`` blocks; with a codec, the largest possible one."""
         return self._max_sizes[num_blocks]
 
     def size_of(self, ref: ChunkRef) -> int:
-        """The size of the chunk's file. Readable after ``close``."""
+        """Return the size of the chunk's file. Readable after ``close``."""
         held = self._chunks.get(ref)
         return held.size_bytes if held else self._max_sizes[ref.num_blocks]
 
@@ -272,12 +273,12 @@ class DiskTier(BoundedTier):
         return self._space.spare_bytes
 
     def drop_spares(self, wanted_bytes: int) -> None:
-        """Delete spare files, for others that share the disk."""
+        """Delete spare files, for other users of the disk."""
         with self._operation():
             self._space.give_up_spares(wanted_bytes)
 
     def close(self) -> None:
-        """Let calls under way finish, then free the folder for other engines.
+        """Wait for calls under way, then release the folder for other engines.
 
         Waits 30 seconds at most. The folder stays locked until the last call has ended, as that call may still write.
         """
@@ -314,7 +315,7 @@ class DiskTier(BoundedTier):
                 self._finish()
 
     def _finish(self) -> None:
-        """Delete the spare files and free the folder, once no call can follow."""
+        """Delete the spare files and release the folder, once no call can follow."""
         with suppress(OSError):
             for spare in os.scandir(self._folder / _folder.FREE_NAME):
                 _folder.delete(Path(spare.path))
@@ -333,7 +334,7 @@ class DiskTier(BoundedTier):
         self._scanned = True
 
     def _get(self, body: Body, layers: range | None) -> tuple[Outcome, int]:
-        """Read a chunk, or some layers of it: the outcome, and the size of its file or of these layers."""
+        """Read a chunk, or some layers of it; returns the outcome, and the size of its file or of these layers."""
         ref = body.ref
         held = self._chunks.get(ref)
         if held is None:
@@ -356,7 +357,7 @@ class DiskTier(BoundedTier):
         return Outcome.CORRUPT, 0
 
     def _put(self, body: Body, generation: int, trail: bytes) -> tuple[Outcome, int]:
-        """Store a chunk: the outcome, and the size of its file."""
+        """Store a chunk; returns the outcome, and the size of its file."""
         with self._io.prepared(body) as chunk:
             try:
                 try:
@@ -383,13 +384,13 @@ class DiskTier(BoundedTier):
         """Write a chunk under a number, then give the file its name.
 
         Raises:
-            OSError: the system refused; the file is deleted, and its bytes are given back.
+            OSError: the system refused; the file is deleted, and its bytes are released.
         """
         used_ns = time.time_ns()
         ref, size_bytes = chunk.body.ref, chunk.size_bytes
         path = self._space.claim(size_bytes)
         if path is None:
-            self._chunks.recycle(ref)  # without room for two of them, the new one takes the place of the old
+            self._chunks.recycle(ref)  # without room for both, the new one replaces the old
             path = self._space.claim(size_bytes)
         if path is None:
             return Outcome.FULL
@@ -405,13 +406,13 @@ class DiskTier(BoundedTier):
         return Outcome.STORED if is_named else Outcome.FAILED
 
     def _revive(self) -> None:
-        """Make the folder again after it was deleted.
+        """Create the folder again after it was deleted.
 
         Raises:
-            TierError: it cannot be made, or another engine has it now.
+            TierError: it cannot be created, or another engine has it now.
         """
         with self._changed:
-            if not self._lock.is_held():  # the chunks are gone with the lock file
+            if not self._lock.is_held():  # the chunks were deleted with the lock file
                 self._space.used_bytes -= self._chunks.forget()
                 self._space.forget()
             try:

@@ -1,7 +1,7 @@
-"""A folder's note of trails, so that chunks are found by the ends of their blocks after a restart, too.
+"""Note of trails in a folder, so that chunks are also found by the ends of their blocks after a restart.
 
-A trail follows from a chunk's tokens, like its key. So the note may name chunks that are gone; those that it lacks are
-found as a whole only.
+A trail follows from a chunk's tokens, like its key. So the note may name removed chunks; chunks that it lacks are found
+only as a whole.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 from kvstore.layout import KVLayout
 from kvstore.tiers.disk.folder import TRAILS_FILE, opened
 
-_SLACK: Final = 4096  # records of chunks that are gone, beyond as many as there are chunks
+_SLACK: Final = 4096  # records of removed chunks, in addition to as many as there are chunks
 _PIECE_RECORDS: Final = 1024  # read at once
 
 
 class TrailNote:
-    """Reads and writes the note in a namespace's folder. Thread-safe; the folder may be renamed meanwhile.
+    """Reader and writer of the note in a namespace's folder. Thread-safe; the folder may be renamed meanwhile.
 
     Args:
         layout: of the chunks.
@@ -38,7 +38,7 @@ class TrailNote:
         """Note the trail of a chunk, one of the ``num_held`` that are held now.
 
         Raises:
-            OSError: the system refused; the chunk will be found as a whole only.
+            OSError: the system refused; the chunk will be found only as a whole.
         """
         if not self._records.takes(trail):
             return
@@ -49,7 +49,7 @@ class TrailNote:
             os.pwrite(fd, self._records.record(trail), num_records * self._records.record_bytes)
 
     def read(self, home: Path, held: Collection[PrefixKey]) -> dict[PrefixKey, bytes]:
-        """The trails of those chunks that are held.
+        """Return the trails of the chunks in ``held``.
 
         Raises:
             OSError: the system refused.
@@ -60,9 +60,9 @@ class TrailNote:
         return {}
 
     def _shorten(self, fd: int, held: Collection[PrefixKey]) -> int:
-        """Keep only the records of chunks that are held. Returns how many that are.
+        """Keep only the records of chunks that are held. Returns their number.
 
-        A crash in between loses trails, no more.
+        A crash in between only loses trails.
         """
         kept = self._held(fd, held)
         records = b"".join(map(self._records.record, kept.values()))
@@ -75,7 +75,7 @@ class TrailNote:
         return {trail[-PREFIX_KEY_BYTES:]: trail for trail in trails if trail[-PREFIX_KEY_BYTES:] in held}
 
     def _trails(self, fd: int, max_records: int) -> Iterator[bytes]:
-        """The trails of all records that are whole; of a file that is too long, those of its end."""
+        """Yield the trails of all whole records; of a file that is too long, those at its end."""
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             return

@@ -1,4 +1,4 @@
-"""Wrappers: tiers around tiers, each with one job, to be combined.
+"""Wrappers around tiers, each with one task, to be combined.
 
 disk = guarded(DiskTier(...), GuardOptions(timeout_s=10.0))
 breaker = find(disk, CircuitBreaker)
@@ -34,15 +34,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class GuardOptions:
-    """How a tier is guarded.
+    """Options of the guards around a tier.
 
     Attributes:
         timeout_s: the deadline of a call about chunks.
         slow_timeout_s: the deadline of ``scan``, ``clear``, ``reset`` and ``close``.
-        threads: calls at the same time; more than the callers have threads.
+        threads: calls at the same time; use more than the callers have threads.
         failures: consecutive failures after which the tier is bypassed.
-        probe_interval_s: how often a bypassed tier is tried again.
-        asks_storage: ``contains`` reaches the storage, so its answer proves whether the tier works.
+        probe_interval_s: interval between trials of a bypassed tier.
+        asks_storage: ``contains`` reaches the storage, so its answer proves that the tier works.
     """
 
     timeout_s: float = 10.0
@@ -54,12 +54,12 @@ class GuardOptions:
 
 
 def guarded(tier: Tier, options: GuardOptions, crew: Crew | None = None) -> Statistics:
-    """``Statistics(CircuitBreaker(Deadline(Foreseen(tier))))``: what a tier that may break needs.
+    """Return ``Statistics(CircuitBreaker(Deadline(Foreseen(tier))))``, the guards of a tier that may break.
 
-    The order matters. Whatever a tier raises is an error of the tier before anybody counts it. The deadline is inside
-    the breaker: a time-out counts as a failure, a probe cannot hang, and a call that the breaker answers takes no
-    thread. The statistics are outside: they show what the caller gets, such as the wait for a thread. Tiers on one
-    storage may share the threads of a ``crew``, which its owner closes.
+    The order matters. Every exception of a tier becomes a ``TierError`` before it is counted. The deadline is inside
+    the breaker, so that a time-out counts as a failure, a probe cannot hang, and a call that the breaker answers takes
+    no thread. The statistics are outermost, and include the caller's wait for a thread. Tiers on one storage may share
+    the threads of a ``crew``, which its owner closes.
 
     Raises:
         InvalidCallError: an option is out of range; the tier is closed then.

@@ -1,4 +1,4 @@
-"""A tier around a tier, which forwards every call. Wrappers change what they are for.
+"""Base of wrappers: a tier around a tier that forwards every call. Each wrapper overrides the calls of its concern.
 
 The idea, that every cross-cutting concern is a small store around a store and keeps the same contract, is taken from
 py-key-value (``key_value/aio/wrappers``).
@@ -19,9 +19,9 @@ Result = TypeVar("Result")
 
 
 class TierWrapper(BoundedTier):
-    """Forwards every call to ``inner``, whose name, capacity and counters it shares. Closing it closes ``inner``.
+    """Wrapper that forwards every call to ``inner``, and shares its name, capacity and counters. Closes ``inner``.
 
-    A wrapper that treats its calls alike overrides ``_call``, through which all of them pass that may do I/O, but for
+    A wrapper that treats all calls alike overrides ``_call``, through which all calls with possible I/O pass except
     ``check`` and ``close``.
 
     Around a tier without a bound, the calls that only a ``BoundedTier`` has raise ``InvalidCallError``.
@@ -34,12 +34,12 @@ class TierWrapper(BoundedTier):
         self.counters = inner.counters
 
     def _call(self, operation: str, action: Callable[[], Result]) -> Result:  # noqa: ARG002 - for wrappers
-        """Carry out a call: the method of the contract that was called, and what it does."""
+        """Carry out a call; ``operation`` is the name of the called method."""
         return action()
 
     @property
     def _bounded(self) -> BoundedTier:
-        """``inner``, for the calls that only a tier with a bound has."""
+        """Wrapped tier, for the calls that only a tier with a bound has."""
         if not isinstance(self.inner, BoundedTier):
             raise InvalidCallError(f"the {self.name} tier has no bound, and does not account for what it holds")
         return self.inner
@@ -54,7 +54,7 @@ class TierWrapper(BoundedTier):
 
     @property
     def parts(self) -> tuple[Tier, ...]:
-        """Those of ``inner``, or this wrapper if ``inner`` is its only part."""
+        """Parts of ``inner``, or this wrapper if ``inner`` is its own only part."""
         parts = self.inner.parts
         return (self,) if parts == (self.inner,) else parts
 
@@ -113,7 +113,7 @@ class TierWrapper(BoundedTier):
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
         """Forward."""
-        fixed = tuple(refs)  # an iterator of the caller's may run once, and on no other thread
+        fixed = tuple(refs)  # the caller's iterator may work only once, and not on another thread
         self._call("remove", lambda: self.inner.remove(fixed))
 
     def clear(self) -> None:
@@ -156,7 +156,7 @@ class TierWrapper(BoundedTier):
 
 
 def layers(tier: Tier) -> Iterator[Tier]:
-    """The wrappers around a tier, the outermost first, and last the tier itself."""
+    """Yield the wrappers around a tier, the outermost first, and last the tier itself."""
     while isinstance(tier, TierWrapper):
         yield tier
         tier = tier.inner
@@ -164,5 +164,5 @@ def layers(tier: Tier) -> Iterator[Tier]:
 
 
 def find(tier: Tier, kind: type[SomeTier]) -> SomeTier | None:
-    """The outermost layer of a kind, or None."""
+    """Return the outermost layer of a kind, or None."""
     return next((layer for layer in layers(tier) if isinstance(layer, kind)), None)

@@ -1,16 +1,16 @@
-"""A circuit breaker: a tier that keeps failing is bypassed, and probed at intervals until it works again.
+"""Circuit breaker: a tier that keeps failing is bypassed, and probed at intervals until it works again.
 
-Three states. *Closed*: calls go through. *Open*, after some consecutive failures: calls are answered at once, without
-I/O, as if the tier were empty and refused to store. *Probing*: after an interval one call goes through, while others
-are still answered at once; if it fails, the interval begins anew.
+It has three states. *Closed*: calls pass. *Open*, after some consecutive failures: calls are answered at once, without
+I/O, as if the tier were empty and refused to store. *Probing*: after an interval one call passes, while others are
+still answered at once. If it fails, the interval begins again.
 
-What counts:
+Results count as follows:
 
 - A ``TierError``, or a batch in which every chunk ``FAILED``, is a failure.
 - A batch that reached the storage is a success: a ``HIT``, ``CORRUPT`` or ``STORED``.
-- Anything else proves nothing and changes nothing: ``MISS`` and ``FULL`` may come from memory, as ``contains`` does.
-  Otherwise lookups would keep a disk in use whose every read fails. Where ``contains`` asks the storage, its answer is
-  a success, too.
+- Other results prove nothing and change nothing, because ``MISS`` and ``FULL`` may be answered from memory, as may
+  ``contains``. Otherwise lookups would keep a disk in use although every read fails. Where ``contains`` asks the
+  storage, its answer is also a success.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _REACHED = {Outcome.HIT, Outcome.CORRUPT, Outcome.STORED}
 
 
 class BreakerState(Enum):
-    """Whether calls go through."""
+    """State of a circuit breaker."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -48,7 +48,7 @@ class BreakerState(Enum):
 
 @dataclass
 class _Passage:
-    """A call that goes through, and what it proves: that the tier works or fails; None: nothing."""
+    """Call that passes, and its proof that the tier works or fails; None if it proves nothing."""
 
     is_probe: bool
     works: bool | None = None
@@ -62,22 +62,23 @@ class _Passage:
 
 
 class CircuitBreaker(TierWrapper):
-    """Bypasses a tier that keeps failing.
+    """Wrapper that bypasses a tier that keeps failing.
 
-    While it is open, ``contains`` answers False, and ``get`` and ``put`` answer ``FAILED``: ``MISS`` would make the
-    index forget what is there, and ``FULL`` would suggest a larger disk. ``remove`` is recorded, and carried out before
-    the breaker closes: no removed chunk comes back, and no bytes are lost. A ``remove`` that failed is repeated with
-    the next one, and until then its chunks are hidden. One that hangs may yet take effect, so its chunks cannot be put
-    until it has ended. ``scan``, ``clear`` and ``reset`` always go through: the caller must know if they succeeded.
+    While it is open, ``contains`` answers False, and ``get`` and ``put`` answer ``FAILED``, because ``MISS`` would make
+    the index drop chunks that exist, and ``FULL`` would suggest a larger disk. ``remove`` is recorded, and carried out
+    before the breaker closes, so that no removed chunk reappears and no bytes are lost. A ``remove`` that failed is
+    repeated with the next one, and until then its chunks are hidden. One that hangs may still take effect, so its
+    chunks cannot be put until it has ended. ``scan``, ``clear`` and ``reset`` always pass, because the caller must know
+    if they succeeded.
 
-    What a call raises while the breaker is closed reaches the caller. The state changes under a lock that is not held
+    Exceptions of calls while the breaker is closed reach the caller. The state changes under a lock that is not held
     during I/O. A probe that hangs keeps the breaker open, so put a ``Deadline`` inside.
 
     Args:
         inner: the tier to guard.
-        failures: how many consecutive ones open it.
-        probe_interval_s: from a failure of the open tier to the next probe.
-        asks_storage: ``contains`` reaches the storage: its answer is a success, and it may be a probe.
+        failures: number of consecutive failures that open the breaker.
+        probe_interval_s: time from a failure of the open tier to the next probe.
+        asks_storage: ``contains`` reaches the storage, so its answer is a success, and it may be a probe.
         clock: seconds. A jump of the clock costs at most one interval.
 
     Raises:
@@ -106,7 +107,7 @@ class CircuitBreaker(TierWrapper):
         self._since_s = 0.0  # the last failure while open
         self._owed = OwedRemovals()
         self._namespace_id: bytes | None = None  # of the last reset
-        self._clears = 0  # begun and ended: odd while one is under way
+        self._clears = 0  # number of begins and ends, so odd while one is under way
         self._is_shut = False
 
     @property
@@ -116,24 +117,24 @@ class CircuitBreaker(TierWrapper):
 
     @property
     def is_open(self) -> bool:
-        """Whether calls are answered without the tier."""
+        """True if calls are answered without the tier."""
         return self._state is not BreakerState.CLOSED
 
     @property
     def state(self) -> BreakerState:
-        """Whether calls go through."""
+        """Current state."""
         return self._state
 
     @property
     def owed_removals(self) -> int:
-        """Chunks that the tier must still forget."""
+        """Number of chunks that the tier must still remove."""
         return len(self._owed)
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
-        """Forward; all False while open. A probe only where it reaches the storage.
+        """Forward; all False while open. It is a probe only if it reaches the storage.
 
         Raises:
-            TierError: the tier is broken, and this call went through.
+            TierError: the tier is broken, and this call passed.
         """
         with self._passage(may_probe=self._asks_storage) as passage:
             if passage is None:
@@ -145,19 +146,19 @@ class CircuitBreaker(TierWrapper):
             return [is_held and ref not in hidden for ref, is_held in zip(refs, held, strict=True)]
 
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
-        """Forward; nothing while open. Never a probe.
+        """Forward; all empty while open. Never a probe.
 
         Raises:
-            TierError: the tier is broken, and this call went through.
+            TierError: the tier is broken, and this call passed.
         """
         with self._passage(may_probe=False) as passage:
             return self.inner.nearest(trails) if passage else [()] * len(trails)
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Forward; all ``FAILED`` while open, as the chunks may be there.
+        """Forward; all ``FAILED`` while open, as the chunks may exist.
 
         Raises:
-            TierError: the tier is broken, and this call went through.
+            TierError: the tier is broken, and this call passed.
         """
         return self._get(transfers, self.inner.get)
 
@@ -180,7 +181,7 @@ class CircuitBreaker(TierWrapper):
         """Forward; all ``FAILED`` while open.
 
         Raises:
-            TierError: the tier is broken, and this call went through.
+            TierError: the tier is broken, and this call passed.
         """
         with self._passage() as passage:
             if passage is None:
@@ -195,10 +196,10 @@ class CircuitBreaker(TierWrapper):
             return Loan(outcomes, _merge(is_hidden, None, loan.payloads), loan.end)
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Forward; all ``FAILED`` while open. So are chunks of an epoch that is over, or that are just being removed.
+        """Forward; all ``FAILED`` while open. Chunks of a former epoch, or being removed, are also ``FAILED``.
 
         Raises:
-            TierError: the tier is broken, and this call went through.
+            TierError: the tier is broken, and this call passed.
         """
         if transfers and not self._is_shut and not any(item.belongs_to(self._namespace_id) for item in transfers):
             return [Outcome.FAILED] * len(transfers)  # this proves nothing about the storage
@@ -213,7 +214,7 @@ class CircuitBreaker(TierWrapper):
             return _merge([transfer.ref in refused for transfer in transfers], Outcome.FAILED, outcomes)
 
     def _put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Store chunks. Those that are stored in the end, be it late, are no longer owed."""
+        """Store chunks. The removal of chunks that are stored, even after a time-out, is no longer owed."""
         refs = {transfer.ref for transfer in transfers}
 
         def end(outcomes: Sequence[Outcome] = ()) -> None:
@@ -245,14 +246,14 @@ class CircuitBreaker(TierWrapper):
         with self._lock:
             self._owed.owe(fixed)
             has_recovered = self._state is BreakerState.CLOSED
-        if has_recovered:  # between the answer and the note
+        if has_recovered:  # between the check and the record
             self.remove(())
 
     def clear(self) -> None:
         """Forward in any state; this settles removals recorded before.
 
         Raises:
-            TierError: the tier is broken, and may have forgotten nothing.
+            TierError: the tier is broken, and may have removed nothing.
         """
         owed = self._owed.refs()
         with self._clearing():
@@ -273,15 +274,15 @@ class CircuitBreaker(TierWrapper):
         """Forward in any state; this settles removals recorded before.
 
         Raises:
-            TierError: the tier is broken. Even so it is in the new namespace, or will be before it does anything else.
+            TierError: the tier is broken. It still is in the new namespace, or enters it before any other call.
         """
         self._try_owed()  # in the namespace that ends: other engines may still be there
         with self._clearing():
-            self._namespace_id = namespace.id  # puts that come meanwhile fail either way
+            self._namespace_id = namespace.id  # puts during the reset fail either way
             self.inner.reset(namespace)
 
     def _try_owed(self) -> None:
-        """Carry out removals that are owed, or give them up. One that hangs keeps its chunks from being put."""
+        """Carry out owed removals, or give them up. Chunks of one that hangs cannot be put."""
         if self._owed:
             try:
                 self._remove_with_owed()
@@ -290,13 +291,13 @@ class CircuitBreaker(TierWrapper):
             self._owed.forget(self._owed.refs())
 
     def close(self) -> None:
-        """Forward. Removals still owed are lost: their chunks are back at the next start."""
+        """Forward. Removals still owed are lost, so their chunks are found again at the next start."""
         self._is_shut = True
         self.inner.close()
 
     @contextmanager
     def _passage(self, *, may_probe: bool = True) -> Iterator[_Passage | None]:
-        """Let a call through, and judge it at its end; None if it must not go through."""
+        """Let a call pass, and judge it at its end; yields None if it must not pass."""
         passage = self._admit(may_probe=may_probe)
         if passage is None:
             yield None
@@ -320,7 +321,7 @@ class CircuitBreaker(TierWrapper):
         except TierError as error:
             passage.works, passage.reason = False, str(error)
             raise
-        finally:  # also after exceptions that prove nothing: a probe must end
+        finally:  # also after exceptions that prove nothing, because a probe must end
             self._conclude(passage)
 
     def _admit(self, *, may_probe: bool) -> _Passage | None:
@@ -334,7 +335,7 @@ class CircuitBreaker(TierWrapper):
 
     def _is_probe_due(self) -> bool:
         now_s = self._clock()
-        self._since_s = min(self._since_s, now_s)  # after a jump back the interval begins anew
+        self._since_s = min(self._since_s, now_s)  # after a jump back the interval begins again
         return now_s - self._since_s >= self._probe_interval_s
 
     def _conclude(self, passage: _Passage) -> None:
@@ -381,7 +382,7 @@ class CircuitBreaker(TierWrapper):
         return logging.INFO, f"the {self.name} tier works again"
 
     def _remove_with_owed(self, refs: Iterable[ChunkRef] = ()) -> None:
-        """Remove chunks, and those whose removal is owed.
+        """Remove chunks, together with those whose removal is owed.
 
         Raises:
             TierError: all of them are owed now.
@@ -401,11 +402,11 @@ class CircuitBreaker(TierWrapper):
 
 
 def _merge(is_left_out: Sequence[bool], answer: T, others: Sequence[T]) -> list[T]:
-    """The answers about a batch, with one answer for all chunks that were left out."""
+    """Return the answers for a batch, with one answer for all chunks that were left out."""
     rest = iter(others)
     return [answer if is_out else next(rest) for is_out in is_left_out]
 
 
 def _answer_of(late: Future[Sequence[Outcome]]) -> Sequence[Outcome]:
-    """The outcomes of a put that timed out and has ended."""
+    """Return the outcomes of a put that timed out and has ended."""
     return () if late.cancelled() or late.exception() is not None else late.result()

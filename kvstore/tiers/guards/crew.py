@@ -1,7 +1,7 @@
-"""Threads for calls that may hang: such a call cannot be cancelled, only abandoned.
+"""Threads for calls that may hang, which cannot be cancelled, only abandoned.
 
-They are daemon threads, not those of ``concurrent.futures``, which the interpreter joins at exit: a stuck call must not
-keep a process from ending.
+They are daemon threads, not those of ``concurrent.futures``, which the interpreter joins at exit, because a stuck call
+must not keep a process from ending.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Result = TypeVar("Result")
 
 
 class Crew:
-    """A fixed number of threads, which tiers on one storage may share: if it hangs, it hangs for all of them.
+    """Fixed number of threads, which tiers on one storage may share, because a hang concerns all of them.
 
     Args:
         name: of the tier, for thread names and messages.
         threads: calls at the same time.
-        max_waiting: calls that may wait for a thread; beyond them a call fails at once with ``TierError``.
+        max_waiting: calls that may wait for a thread; further calls fail at once with ``TierError``.
 
     Raises:
         InvalidCallError: a count that is not positive.
@@ -65,7 +65,7 @@ class Crew:
         return future
 
     def give_up(self, future: Future[Any]) -> None:
-        """Stop waiting for a call: its thread is lost until the call ends."""
+        """Stop waiting for a call, whose thread is lost until the call ends."""
         self._stuck.add(future)
         future.add_done_callback(self._stuck.discard)  # runs at once if the call has just ended
 
@@ -80,7 +80,7 @@ class Crew:
 
 
 def start_aside(tier: str, operation: str, action: Callable[[], Result]) -> Future[Result]:
-    """Start a call on a thread of its own, as all others may be stuck."""
+    """Start a call on a new thread, because all others may be stuck."""
     future: Future[Result] = Future()
     work: SimpleQueue[Work | None] = SimpleQueue()
     work.put((future, action))

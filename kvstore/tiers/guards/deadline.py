@@ -1,7 +1,7 @@
-"""A deadline for every call: a disk that hangs is a broken tier, not a hung engine.
+"""Deadline for every call, so that a disk that hangs is a broken tier and not a hung engine.
 
 A system call that hangs cannot be cancelled, only abandoned. So calls run on threads of this wrapper, which they may
-block for good. After the deadline the caller gets ``TierTimeoutError``, whose ``pending`` is done once the call has
+block permanently. After the deadline the caller gets ``TierTimeoutError``, whose ``pending`` is done once the call has
 ended and its buffers are free again. Nothing is copied: the normal path costs one hand-over between threads (tens of
 microseconds), and after a time-out the caller sets its buffers aside.
 """
@@ -26,27 +26,27 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-_SLOW: Final = frozenset({"scan", "trails", "clear"})  # reset and close, which are slow too, have threads of their own
+_SLOW: Final = frozenset({"scan", "trails", "clear"})  # reset and close are also slow, but run on separate threads
 
 
 class Deadline(TierWrapper):
-    """Ends every wait after a deadline, waiting for a thread included.
+    """Wrapper that ends every wait after a deadline, including the wait for a thread.
 
-    A call that timed out before it began is withdrawn. One that had begun goes on: a late ``put``, ``remove``,
+    A call that timed out before it began is withdrawn. One that had begun continues: a late ``put``, ``remove``,
     ``clear`` or ``drop_spares`` still takes effect. Until the ``pending`` of its ``TierTimeoutError`` is done, a
     ``get`` may still write to its buffers, and a ``put`` may still read them, so they must not change. The result of
-    ``pending`` says what became of the chunks after all. Its callbacks run on the thread of the late call.
+    ``pending`` is the final outcome of the chunks. Its callbacks run on the thread of the late call.
 
     While all threads are stuck in such calls, every call fails at once with ``TierError``. ``used_bytes``,
-    ``stored_bytes``, ``size_of`` and ``counters`` run on the caller's thread, without a deadline: they answer from
-    memory.
+    ``stored_bytes``, ``size_of`` and ``counters`` run on the caller's thread, without a deadline, because they answer
+    from memory.
 
     Args:
         inner: the tier to guard.
-        timeout_s: the deadline of calls about chunks, whatever the size of the batch.
+        timeout_s: the deadline of calls about chunks, for any size of the batch.
         threads: calls at the same time. Use more than the callers have, or a few stuck calls slow down the rest.
         slow_timeout_s: the deadline of ``scan``, ``clear``, ``reset`` and ``close``, which may touch every file.
-        crew: threads shared with other tiers, and closed by their owner; they bring their own count.
+        crew: threads shared with other tiers, and closed by their owner, in place of ``threads`` new ones.
 
     Raises:
         InvalidCallError: a time or a count that is not positive.
@@ -76,11 +76,11 @@ class Deadline(TierWrapper):
 
     @property
     def stuck_calls(self) -> int:
-        """Calls that timed out and have not ended yet."""
+        """Number of calls that timed out and have not ended yet."""
         return len(self._stuck)
 
     def borrow(self, refs: Sequence[ChunkRef]) -> Loan:
-        """Forward within the deadline. A loan that comes too late is given back at once.
+        """Forward within the deadline. A loan that arrives too late is ended at once.
 
         Raises:
             TierTimeoutError: timed out.
@@ -93,13 +93,13 @@ class Deadline(TierWrapper):
             raise
 
     def reset(self, namespace: Namespace) -> None:
-        """Forward within the slow deadline, on a thread of its own, so that no stuck call can prevent it.
+        """Forward within the slow deadline, on a new thread, so that no stuck call can prevent it.
 
-        It waits only for an earlier reset: the tier must end in the namespace that was named last.
+        It waits only for an earlier reset, because the tier must end in the namespace that was named last.
 
         Raises:
             TierTimeoutError: timed out. Until its ``pending`` is done, other calls fail at once with ``TierError``.
-            TierError: the tier would not let go of the old chunks.
+            TierError: the tier did not remove the old chunks.
         """
         before = self._late_reset
 
@@ -117,7 +117,7 @@ class Deadline(TierWrapper):
             raise TierTimeoutError(message, resetting) from error
 
     def close(self) -> None:
-        """Close the tier within the slow deadline; after it, warn and leave it to a daemon thread."""
+        """Close the tier within the slow deadline; after it, warn and leave the rest to a daemon thread."""
         with self._lock:
             if self._closed:
                 return

@@ -1,4 +1,4 @@
-"""Guards against errors beside those of the contract: a defect in a tier, or in a library below it, ends no engine."""
+"""Guard against unexpected errors, so that a defect in a tier, or in a library below it, does not end an engine."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Answers = TypeVar("Answers", bound=Sized)
 
 
 class Foreseen(TierWrapper):
-    """Makes a ``TierError`` of every error that is not kvstore's, and logs its traceback, at most once a minute.
+    """Wrapper that turns every error that is not kvstore's into a ``TierError``, and logs it at most once a minute.
 
-    So it does of an answer about another number of chunks than were asked about.
+    An answer for a wrong number of chunks is also turned into a ``TierError``.
     """
 
     def __init__(self, inner: Tier) -> None:

@@ -1,10 +1,11 @@
-"""Owed removals: chunks that a tier must still forget, because a removal failed or the tier was bypassed.
+"""Owed removals: chunks that a tier must still remove, because a removal failed or the tier was bypassed.
 
-How they are ordered with puts:
+They are ordered with puts as follows:
 
-- The removal of a chunk is owed: nobody can read it, though the tier may still hold it.
-- A put that succeeds settles the removal; one that fails does not, as the old bytes may still be there.
-- While a removal is under way, or timed out and may yet take effect, its chunks cannot be put, or it would remove them.
+- While the removal of a chunk is owed, it cannot be read, although the tier may still hold it.
+- A put that succeeds settles the removal; one that fails does not, as the old bytes may still be stored.
+- While a removal is under way, or timed out and may still take effect, its chunks cannot be put, or it would remove
+  them.
 - While a chunk is being put, its owed removal waits.
 """
 
@@ -18,7 +19,7 @@ from kvstore.chunks import ChunkRef
 
 
 class OwedRemovals:
-    """The removals that one tier owes, and those and the puts under way. Thread-safe; no call waits."""
+    """Removals that one tier owes, and the removals and puts under way. Thread-safe; no call waits."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -30,12 +31,12 @@ class OwedRemovals:
         return len(self._owed)
 
     def refs(self) -> tuple[ChunkRef, ...]:
-        """All chunks whose removal is owed now."""
+        """Return all chunks whose removal is owed now."""
         with self._lock:
             return tuple(self._owed)
 
     def hidden(self, refs: Iterable[ChunkRef]) -> set[ChunkRef]:
-        """Those of some chunks that must not be read, because they were removed."""
+        """Return the chunks among ``refs`` that must not be read, because they were removed."""
         if not self._owed and not self._leaving:
             return set()
         with self._lock:
@@ -47,13 +48,13 @@ class OwedRemovals:
             self._owed.update(dict.fromkeys(refs))
 
     def forget(self, refs: Sequence[ChunkRef]) -> None:
-        """Settle removals: the chunks have gone in another way."""
+        """Settle removals of chunks that were removed in another way."""
         with self._lock:
             for ref in refs:
                 self._owed.pop(ref, None)
 
     def begin_removal(self, refs: Iterable[ChunkRef]) -> tuple[ChunkRef, ...]:
-        """Begin a removal: the chunks to remove, owed ones included. End it with ``end_removal``."""
+        """Begin a removal; returns the chunks to remove, including owed ones. End it with ``end_removal``."""
         with self._lock:
             going = {ref: None for ref in self._owed if ref not in self._putting} | dict.fromkeys(refs)
             for ref in going:
@@ -62,7 +63,7 @@ class OwedRemovals:
             return tuple(going)
 
     def end_removal(self, refs: Iterable[ChunkRef]) -> None:
-        """End a removal, which can have no effect any more. If it failed, call ``owe`` first."""
+        """End a removal that can no longer take effect. If it failed, call ``owe`` first."""
         with self._lock:
             self._leaving -= Counter(refs)
 

@@ -1,4 +1,4 @@
-"""Counts the calls to a tier that fail, and times its reads and writes. ``ops/meters`` reads both."""
+"""Counts of failed calls to a tier, and times of its reads and writes. ``ops/meters`` reads both."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvstore.tiers.guards.base import TierWrapper
 
 Result = TypeVar("Result")
 
-_TIMED: Final = {"get": "get", "borrow": "get", "put": "put"}  # as what a call is timed
-MAX_TIMES: Final = 4096  # of each operation, kept until somebody takes them
+_TIMED: Final = {"get": "get", "borrow": "get", "put": "put"}  # the operation that a call is timed as
+MAX_TIMES: Final = 4096  # of each operation, kept until they are taken
 
 
 class Statistics(TierWrapper):
-    """Counts and times the calls to a tier. Thread-safe.
+    """Wrapper that counts and times the calls to a tier. Thread-safe.
 
     Attributes:
         errors: calls that raised ``TierError``.
@@ -34,7 +34,7 @@ class Statistics(TierWrapper):
         self._times_s = {operation: deque[float](maxlen=MAX_TIMES) for operation in ("get", "put")}
 
     def take_times_s(self, operation: str) -> list[float]:
-        """How long each ``get`` or ``put`` took that ended since the last call, failed ones included."""
+        """Return the times of each ``get`` or ``put`` that ended since the last call, including failed ones."""
         with self._lock:
             taken = list(self._times_s[operation])
             self._times_s[operation].clear()

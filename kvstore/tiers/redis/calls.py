@@ -1,6 +1,6 @@
-"""Calls to the servers that hold the chunks: about one chunk, or about many in one round trip to each server.
+"""Calls to the servers that hold the chunks, about one chunk, or about many in one round trip to each server.
 
-Also about the epoch of a namespace, and the deletion of keys that belong to former epochs.
+Other calls read and renew the epoch of a namespace, and delete the keys of former epochs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvstore.tiers.redis.wire import Link, Reply, pack
 
 Result = TypeVar("Result")
 Question = tuple[bytes, list[bytes]]
-"""The hash tag that decides on the server, and packed commands."""
+"""Hash tag that decides on the server, and packed commands."""
 
 _PAGE_KEYS = 1000
 _EPOCH_DIGITS = 16
@@ -29,7 +29,7 @@ _OUTAGES = (TierError, TierSetupError)  # but not errors that concern one chunk
 
 
 class Calls:
-    """Asks servers, follows slots to other nodes, and looks for the servers anew after a failure. Thread-safe.
+    """Sender of commands, which follows slots to other nodes and finds the servers again after a failure. Thread-safe.
 
     Every method may raise ``TierError``.
     """
@@ -39,7 +39,7 @@ class Calls:
         self.nodes = nodes
 
     def at(self, tag: bytes, action: Callable[[Link], Result]) -> Result:
-        """Run an action at the server that has a tag, also if the tag has just moved to another server.
+        """Run an action at the server that has a tag, even if the tag has just moved to another server.
 
         Raises:
             TierError: that server failed.
@@ -89,7 +89,7 @@ class Calls:
         return answers
 
     def ask_node(self, node: Node, questions: Sequence[list[bytes]]) -> list[Reply | TierError]:
-        """The same for one server; if it fails as a whole, every answer is its error."""
+        """Send commands to one server like ``ask_all``; if it fails as a whole, every answer is its error."""
         try:
             with node.link() as link:
                 replies = iter(link.ask([command for commands in questions for command in commands]))
@@ -99,7 +99,7 @@ class Calls:
         return [_answer([next(replies) for _ in commands], node) for commands in questions]
 
     def pages(self, pattern: bytes) -> Iterator[tuple[Node, list[bytes]]]:
-        """All keys that match a pattern, in pages; no connection is held between them.
+        """Yield all keys that match a pattern, in pages; no connection is held between pages.
 
         Raises:
             TierError: a server failed.
@@ -114,11 +114,11 @@ class Calls:
                     break
 
     def epoch(self, home: Home) -> bytes:
-        """The current epoch of the namespace of ``home``."""
+        """Return the current epoch of the namespace of ``home``."""
         return self.at(home.epoch_tag, lambda link: _epoch(link, home))
 
     def renew(self, home: Home) -> Home:
-        """Begin a new epoch: the namespace's earlier chunks are unreachable from here on."""
+        """Begin a new epoch, in which the namespace's earlier chunks are unreachable."""
         new = Home(home.namespace_id, _new_epoch())
         self.at(new.epoch_tag, lambda link: link.call("SET", new.epoch_key, new.epoch))
         return new
@@ -126,7 +126,7 @@ class Calls:
     def sweep(self, home: Home) -> None:
         """Delete all keys of the namespace's former epochs.
 
-        The current epoch is asked for after keys were seen. No epoch is used again, so keys of another one are unused.
+        The current epoch is read after the keys were listed. Epochs are never reused, so keys of another one are dead.
         """
         for node, keys in self.pages(home.pattern):
             if all(home.parse(key) for key in keys):
@@ -138,7 +138,7 @@ class Calls:
 
 
 def _answer(replies: list[Reply], node: Node) -> Reply | TierError:
-    """The last reply to a group of commands, or the error of any of them."""
+    """Return the last reply to a group of commands, or the error of any of them."""
     failure = first_error(replies)
     return replies[-1] if failure is None else translated(failure, node.place)
 
@@ -148,14 +148,14 @@ def _new_epoch() -> bytes:
 
 
 def _epoch(link: Link, home: Home) -> bytes:
-    """The current epoch. If there is none, because it never was or was evicted, a new one begins."""
+    """Return the current epoch. If there is none, because none began or it was evicted, begin a new one."""
     found = link.ask([pack("GET", home.epoch_key)])[0]
     if found is None:
         link.call("SET", home.epoch_key, _new_epoch(), "NX")
         found = link.call("GET", home.epoch_key)
     if isinstance(found, ResponseError) and not str(found).startswith("WRONGTYPE"):
         raise found
-    if not _is_epoch(found):  # somebody wrote something else there
+    if not _is_epoch(found):  # another client wrote something else there
         link.call("SET", home.epoch_key, _new_epoch())
         found = link.call("GET", home.epoch_key)
     if not _is_epoch(found):  # or every look would find another one
@@ -168,10 +168,10 @@ def _is_epoch(found: Reply) -> TypeGuard[bytes]:
 
 
 def _page(reply: Reply) -> tuple[bytes, list[bytes]]:
-    """The cursor and the keys of an answer to SCAN.
+    """Parse the cursor and the keys of an answer to SCAN.
 
     Raises:
-        ResponseError: it is something else.
+        ResponseError: it has another form.
     """
     if isinstance(reply, list) and len(reply) == 2:
         cursor, keys = reply

@@ -1,6 +1,6 @@
-"""Chunks in Redis through a codec: fewer parts, and a commit that tells the length of each layer.
+"""Chunks in Redis through a codec, with fewer parts, and the length of each layer in the commit.
 
-A chunk is encoded before a connection is taken, and decoded after it was given back. A chunk that its codec cannot make
+A chunk is encoded before a connection is taken, and decoded after it was returned. A chunk that its codec cannot make
 smaller is stored as without a codec.
 """
 
@@ -21,15 +21,15 @@ from kvstore.tiers.redis.chunk import WRITE_ID_BYTES, ChunkIO, Fetched, Home, In
 
 
 class CodedIO(ChunkIO):
-    """Moves chunks whose layers are encoded; also reads those that are not. Thread-safe.
+    """Transfer of chunks whose layers are encoded; also reads those that are not. Thread-safe.
 
-    It keeps buffers for as many chunks as ever moved at once, up to ``SCRATCH_BUFFERS``.
+    It keeps one buffer for each chunk that moved at the same time, up to ``SCRATCH_BUFFERS``.
 
     Args:
         layout: the geometry of the chunks.
-        ttl_s: after how many seconds a chunk expires, or None.
+        ttl_s: lifetime of a chunk in seconds, or None.
         codec: opened for that layout.
-        timeout_s: how long to wait for one of those buffers.
+        timeout_s: longest wait for one of those buffers.
     """
 
     def __init__(self, layout: KVLayout, ttl_s: int | None, codec: Codec, timeout_s: float) -> None:
@@ -58,7 +58,7 @@ class CodedIO(ChunkIO):
             yield Incoming(ref, payload, scratch[: len(payload)])
 
     def _views(self, home: Home, chunk: Incoming, commit: bytes | None) -> list[memoryview]:
-        """See ``ChunkIO``: the commit tells their length."""
+        """See ``ChunkIO``: the commit has their length."""
         image = self._image(home, chunk, commit) if commit is not None else None
         return split(chunk.data[: image.size_bytes]) if image is not None else []
 
@@ -70,7 +70,7 @@ class CodedIO(ChunkIO):
         return all(image.decode(layer, chunk.payload) is None for layer in range(self._layout.num_layers))
 
     def _image(self, home: Home, chunk: Incoming, commit: bytes) -> Image | None:
-        """The layers that the commit describes; None if it is not this chunk's, or of another codec."""
+        """Return the layers that the commit describes; None if it is not this chunk's, or of another codec."""
         text = commit[WRITE_ID_BYTES:]
         header_bytes = chunkfile.header_bytes(self._layout, chunkfile.codec_of(text) or self.codec_name)
         if len(text) > header_bytes or text != text.rstrip():

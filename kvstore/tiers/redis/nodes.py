@@ -1,7 +1,7 @@
-"""The servers of a Redis: which of them has a chunk, and connections to each. Errors of redis-py are translated here.
+"""Servers of a Redis: the server of each chunk, and connections to each. Errors of redis-py are translated here.
 
-No server is asked before the first call, and after a failure everything is learnt anew: a tier can be opened while its
-servers are down, and finds them again by itself, even in other roles and places.
+No server is contacted before the first call, and after a failure all state is read again. So a tier can be opened while
+its servers are down, and finds them again by itself, even in other roles and at other addresses.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _CLUSTER_OFF = "cluster support disabled"
 
 
 class SlotMovedError(TierError):
-    """Another node of the cluster has the chunk: look up its node again."""
+    """Another node of the cluster has the chunk, so its node must be looked up again."""
 
 
 class SlotMovingError(TierError):
-    """The chunk's slot is being migrated to another node: this chunk is not available now, others are."""
+    """The chunk's slot is being migrated to another node, so this chunk is not available now, but others are."""
 
 
 def translated(error: Exception, place: str) -> TierError:
-    """The error of a tier for an exception of redis-py or of the system; never with a password in it."""
+    """Translate an exception of redis-py or of the system to a tier's error, which never contains a password."""
     text = str(error) or type(error).__name__
     if isinstance(error, MovedError):
         return SlotMovedError(f"Redis at {place} is part of a cluster and has given the chunk's slot away")
@@ -70,7 +70,7 @@ def translated(error: Exception, place: str) -> TierError:
 
 
 class Node:
-    """One server, and a bounded number of connections to it, made when needed and kept for the next call."""
+    """Server with a bounded number of connections, opened when needed and kept for the next call."""
 
     def __init__(self, target: RedisTarget, address: Address) -> None:
         self.address = address
@@ -86,7 +86,7 @@ class Node:
 
     @contextmanager
     def link(self) -> Iterator[Link]:
-        """A connection for one thread. After any exception it is closed, as half a reply may be waiting in it.
+        """Yield a connection for one thread. After any exception it is closed, as half a reply may be waiting in it.
 
         Raises:
             TierError: the server cannot be reached, refuses, or all connections are in use for too long.
@@ -138,7 +138,7 @@ class Node:
 
 
 class Nodes(ABC):
-    """Which server has which keys. Thread-safe; every method may ask the servers, and raise ``TierError``."""
+    """Map of keys to servers. Thread-safe; every method may ask the servers, and raise ``TierError``."""
 
     def __init__(self, target: RedisTarget) -> None:
         self._target = target
@@ -148,14 +148,14 @@ class Nodes(ABC):
 
     @abstractmethod
     def node_of(self, tag: bytes) -> Node:
-        """The server that has the keys with this hash tag."""
+        """Return the server that has the keys with this hash tag."""
 
     def masters(self) -> list[Node]:
-        """All servers that have keys: here, the one that has all of them."""
+        """Return all servers that have keys; by default, the one that has all of them."""
         return [self.node_of(b"")]
 
     def forget(self, failed: Node | None = None) -> None:  # noqa: B027 - a single server is always where it is
-        """Look up the servers anew next time: one failed, or did not have the keys that it should."""
+        """Look up the servers again next time, because one failed, or did not have the expected keys."""
 
     def close(self) -> None:
         """Close all connections; calls under way fail."""
@@ -179,12 +179,12 @@ class SingleNode(Nodes):
     """One server, at a fixed address."""
 
     def node_of(self, tag: bytes) -> Node:  # noqa: ARG002 - it has everything
-        """The server."""
+        """Return the server."""
         return self._node(self._target.addresses[0])
 
 
 class SentinelNodes(Nodes):
-    """The server that the Sentinels name as master."""
+    """Server that the Sentinels name as master."""
 
     def __init__(self, target: RedisTarget) -> None:
         super().__init__(target)
@@ -193,7 +193,7 @@ class SentinelNodes(Nodes):
         self._master: Node | None = None
 
     def node_of(self, tag: bytes) -> Node:  # noqa: ARG002 - the master has everything
-        """The master."""
+        """Return the master."""
         master = self._master
         return master if master is not None else self._find_master()
 
@@ -219,7 +219,7 @@ class SentinelNodes(Nodes):
 
 
 class ClusterNodes(Nodes):
-    """The masters of a cluster, each with its share of the 16,384 slots."""
+    """Masters of a cluster, each with its share of the 16,384 slots."""
 
     def __init__(self, target: RedisTarget) -> None:
         super().__init__(target)
@@ -227,14 +227,14 @@ class ClusterNodes(Nodes):
         self._failed: Node | None = None
 
     def node_of(self, tag: bytes) -> Node:
-        """The master that has its slot."""
+        """Return the master that has the tag's slot."""
         address = self._map()[key_slot(tag)]
         if address is None:
             raise TierError(f"the Redis cluster at {self._target} has no node for some of its slots")
         return self._node(address)
 
     def masters(self) -> list[Node]:
-        """All masters that have slots."""
+        """Return all masters that have slots."""
         return [self._node(address) for address in dict.fromkeys(self._map()) if address is not None]
 
     def forget(self, failed: Node | None = None) -> None:
@@ -264,11 +264,11 @@ class ClusterNodes(Nodes):
 
 
 def _slot_map(ranges: object, asked: Address) -> list[Address | None]:
-    """Which master has which slot, from the answer to CLUSTER SLOTS: [first, last, [host, port, ...], replicas...]."""
+    """Map slots to masters, from an answer to CLUSTER SLOTS: [first, last, [host, port, ...], replicas...]."""
     slots: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
     try:
         for first, last, (host, port, *_), *_ in ranges:  # type: ignore[attr-defined]
-            # A node that does not know its own address sends none: then it is the one that was asked.
+            # A node that does not know its own address sends none, and is the one that was asked.
             address = Address(host.decode() if host else asked.host, port)
             slots[first : last + 1] = [address] * _num_slots(first, last)
     except (TypeError, ValueError, AttributeError) as error:
@@ -283,6 +283,6 @@ def _num_slots(first: int, last: int) -> int:
 
 
 def open_nodes(target: RedisTarget) -> Nodes:
-    """The servers of a target. Asks none of them."""
+    """Return the servers of a target. Asks none of them."""
     kinds: dict[Kind, type[Nodes]] = {Kind.SINGLE: SingleNode, Kind.SENTINEL: SentinelNodes, Kind.CLUSTER: ClusterNodes}
     return kinds[target.kind](target)

@@ -1,6 +1,6 @@
 """All chunks in a Redis, of every namespace, for tools: read-only, except for ``remove``, and without an engine.
 
-Engines may write meanwhile, so what looks damaged is checked twice.
+Engines may write meanwhile, so chunks that look damaged are checked twice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MISSING_PART = "a part is missing: the server evicted it, or it expired"
 
 
 class RedisPlace(NamedTuple):
-    """The home and the chunk of a commit."""
+    """Home and chunk of a commit."""
 
     home: Home
     ref: ChunkRef
@@ -39,7 +39,7 @@ class RedisPlace(NamedTuple):
 
 
 class RedisShelf:
-    """The chunks of all namespaces in a Redis. Thread-safe, but for ``layout``.
+    """Chunks of all namespaces in a Redis. Thread-safe, except for ``layout``.
 
     Args:
         url: as in ``remote_url``.
@@ -55,7 +55,7 @@ class RedisShelf:
         self._layouts: dict[bytes, KVLayout | None] = {}  # by namespace
 
     def places(self) -> list[RedisPlace]:
-        """Every chunk with a commit, of the current epochs.
+        """Return every chunk with a commit, of the current epochs.
 
         Raises:
             TierError: a server failed.
@@ -69,7 +69,7 @@ class RedisShelf:
         return sorted((place for place in found if epochs[place.home.namespace_id] == place.home.epoch), key=str)
 
     def check(self, place: RedisPlace) -> str | None:
-        """What is wrong with a chunk, in words; None if it is sound or gone.
+        """Describe the damage of a chunk in words; None if it is sound or removed.
 
         Raises:
             TierError: a server failed.
@@ -81,12 +81,12 @@ class RedisShelf:
         return damage
 
     def facts(self, place: RedisPlace) -> Facts | None:
-        """What a chunk's commit says; None if it says nothing."""
+        """Return the header fields in a chunk's commit; None if there are none."""
         commit = self._get(place.home.tag(place.ref), place.home.keys(place.ref, 0)[0])
         return read_facts(_header(commit)) if commit is not None else None
 
     def layout(self, home: Home, places: list[RedisPlace]) -> KVLayout | None:
-        """The geometry of a namespace, as most of its chunks say; None if they say nothing."""
+        """Return the geometry of most chunks of a namespace; None if no chunk has a readable header."""
         if home.namespace_id not in self._layouts:
             mine = [place for place in places if place.home == home][:_ASKED]
             self._layouts[home.namespace_id] = infer_layout(facts for place in mine if (facts := self.facts(place)))
@@ -127,7 +127,7 @@ class RedisShelf:
         return str(damage) if damage is not None else None
 
     def _data(self, place: RedisPlace, data_bytes: int, write_id: bytes) -> bytes | str:
-        """The data in the parts of a chunk, or what is wrong with them."""
+        """Return the data in the parts of a chunk, or a description of their damage."""
         keys = place.home.keys(place.ref, num_parts(data_bytes))[1:]
         data = bytearray()
         for begin in range(0, len(keys), _PARTS_AT_ONCE):
@@ -143,7 +143,7 @@ class RedisShelf:
         return bytes(data) if len(data) == data_bytes else str(Damage.SIZE)
 
     def _get(self, tag: bytes, key: bytes) -> bytes | None:
-        """The value of a key, empty if it has another type."""
+        """Return the value of a key, empty if it has another type; None if there is none."""
         (reply,) = self._calls.at(tag, lambda link: link.ask([pack("GET", key)]))
         if reply is None or isinstance(reply, bytes):
             return reply
@@ -169,14 +169,14 @@ class RedisShelf:
 
 
 def _header(commit: bytes) -> bytes:
-    """The header of a commit as it stands in a file: with its trailing spaces."""
+    """Return the header of a commit in its form in a file, with trailing spaces."""
     text = commit[WRITE_ID_BYTES:]
     header_bytes = 8 + int.from_bytes(text[:8], "little")
     return text.ljust(header_bytes) if len(text) <= header_bytes <= MAX_HEADER_BYTES else text
 
 
 def _parse(key: bytes) -> RedisPlace | None:
-    """The chunk that a commit key belongs to."""
+    """Return the chunk that a commit key belongs to; None for other keys."""
     namespace, _, rest = key.removeprefix(PREFIX).partition(b":")
     epoch, _, _ = rest.partition(b":")
     try:

@@ -1,12 +1,12 @@
-"""The redis tier: chunks in one server, behind Sentinel, or in a cluster, shared by all engines of a namespace.
+"""The redis tier: chunks in one server, under Sentinel, or in a cluster, shared by all engines of a namespace.
 
-What keeps it right:
+It is kept correct as follows:
 
-- A chunk is there whole or not at all, and every byte is checked when it is read: ``chunk.py``.
-- The names of all keys contain the namespace's *epoch*, which has a key of its own and is read in every call. ``clear``
+- A chunk is stored whole or not at all, and every byte is checked when it is read (``chunk.py``).
+- The names of all keys contain the namespace's *epoch*, which has a separate key and is read in every call. ``clear``
   replaces it: earlier chunks are unreachable at once, for every engine, and are deleted afterwards. At its end a
-  ``put`` reads the epoch again, and removes what it has stored under an epoch that is over.
-- After a failure the tier goes on without any state of its own. The servers may be down when it is opened.
+  ``put`` reads the epoch again, and removes the chunk if its epoch has ended.
+- After a failure the tier continues without local state. The servers may be down when it is opened.
 
 The tier has no bound and does not account for bytes: ``maxmemory`` bounds the server, which evicts by itself.
 """
@@ -40,23 +40,23 @@ from kvstore.tiers.redis.wire import Reply, checked, pack
 
 logger = logging.getLogger(__name__)
 
-_LOOKS = 8  # at a chunk or an epoch that is replaced repeatedly while it is read
+_LOOKS = 8  # attempts at a chunk or an epoch that is replaced repeatedly while it is read
 _BATCH_CHUNKS = 256
 _CUT_WAIT_S = 2.0
-Moved = tuple[Outcome, int]  # what became of a chunk, and the length of its values if it moved
+Moved = tuple[Outcome, int]  # the outcome of a chunk, and the length of its values if it moved
 _FAILED: Moved = (Outcome.FAILED, 0)
 _MISS: Moved = (Outcome.MISS, 0)
 
 
 class RedisTier(Tier):
-    """Chunks in Redis, for one namespace. Thread-safe: each call uses connections of its own.
+    """Tier of chunks in Redis, for one namespace. Thread-safe; each call uses separate connections.
 
     Args:
-        target: where the servers are.
-        namespace: whose chunks these are.
+        target: the servers.
+        namespace: that of the chunks.
         layout: the geometry of the chunks.
-        codec: what chunks are encoded with, see ``kvstore.format.codecs``. Chunks of another codec are misses, and are
-            removed; chunks without a codec are always readable.
+        codec: name of the codec of the chunks, see ``kvstore.format.codecs``. Chunks of another codec are misses, and
+            are removed; chunks without a codec are always readable.
 
     Raises:
         ConfigError: the codec cannot be used on this layout.
@@ -80,7 +80,7 @@ class RedisTier(Tier):
 
     @classmethod
     def open(cls, setup: TierSetup) -> RedisTier:
-        """The registry's factory: open the servers that the option ``url`` names, without connecting.
+        """Open the servers that the option ``url`` names, without connecting; the registry's factory.
 
         The option ``codec`` is a name in ``CODEC_NAMES``; ``docs/redis.md`` lists the others.
 
@@ -95,11 +95,11 @@ class RedisTier(Tier):
         return cls(parse_target(url, options), setup.namespace, setup.layout, codec=codec)
 
     def check(self) -> None:
-        """Find out at start whether the servers can be used.
+        """Check at start that the servers can be used.
 
         Raises:
-            TierSetupError: they refuse the login, the certificate, the database or a command, or the URL is wrong about
-                their being a cluster.
+            TierSetupError: they refuse the login, the certificate, the database or a command, or the URL names a
+                cluster that is none or the reverse.
             TierError: they cannot be reached, are still loading, or do not accept writes.
         """
         with self._operation():
@@ -116,7 +116,7 @@ class RedisTier(Tier):
             )
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
-        """For each chunk, whether its commit is there: one round trip to every server that may have some.
+        """Tell for each chunk if its commit exists, in one round trip to every server that may have some.
 
         Raises:
             TierError: no server answers. If only some do, the chunks of the others count as missing.
@@ -137,11 +137,11 @@ class RedisTier(Tier):
 
     @property
     def keeps_trails(self) -> bool:
-        """See ``Tier``: unless the servers have lately refused to keep some."""
+        """See ``Tier``; False if the servers have recently refused to keep some."""
         return self._trails.are_kept
 
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
-        """See ``Tier``: one round trip to every server that has some. Those of other servers are left out."""
+        """See ``Tier``; one round trip to every server with trails. Those of servers that fail are left out."""
         with self._operation():
             for _ in range(_LOOKS):
                 home = self._known_home()
@@ -155,7 +155,7 @@ class RedisTier(Tier):
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read chunks into their buffers, one after the other; call from several threads to overlap them.
 
-        Nothing writes to a buffer after the call has ended, even in an error.
+        No buffer is written to after the call has ended, even by an error.
         """
         return self._each(transfers, self._get)
 
@@ -164,7 +164,7 @@ class RedisTier(Tier):
         return self._each(transfers, self._put)
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
-        """Forget chunks: one round trip to every server for 256 of them.
+        """Remove chunks, in one round trip to every server for 256 of them.
 
         Raises:
             TierError: a server failed; some of the chunks may be left.
@@ -175,17 +175,17 @@ class RedisTier(Tier):
                 self._remove(self._current_home(), wanted)
 
     def clear(self) -> None:
-        """Forget every chunk of the namespace, for all engines; a ``put`` under way answers ``FAILED``.
+        """Remove every chunk of the namespace, for all engines; a ``put`` under way answers ``FAILED``.
 
         Raises:
-            TierError: a server failed. The chunks may be forgotten already while their bytes are still there; the next
-                ``clear`` deletes them.
+            TierError: a server failed. The chunks may be unreachable while their bytes still exist; the next ``clear``
+                deletes them.
         """
         with self._operation():
             self._calls.sweep(self._renew(self._home))
 
     def reset(self, namespace: Namespace) -> None:
-        """Forget every chunk of the namespace, and keep later ones under another namespace.
+        """Remove every chunk of the namespace, and keep later ones under another namespace.
 
         The old chunks are unreachable at once, and deleted on the servers that answer.
         """
@@ -197,7 +197,7 @@ class RedisTier(Tier):
                 logger.warning("chunks of the old namespace stay in Redis until they expire or are evicted: %s", error)
 
     def close(self) -> None:
-        """Wait for calls under way as long as a server may be silent, then cut their connections."""
+        """Wait for calls under way as long as a server may be silent, then close their connections."""
         with self._changed:
             self._is_closed = True
             self._changed.wait_for(lambda: not self._running, self._target.timeout_s)
@@ -224,10 +224,10 @@ class RedisTier(Tier):
                 self._changed.notify_all()
 
     def _ask_in(self, home: Home, questions: Sequence[Question]) -> list[Reply | TierError] | None:
-        """The answers in an epoch, in one round trip to each server; None if it is over: then the tier has moved on.
+        """Ask in an epoch, in one round trip to each server; None if it has ended, and the tier entered the next one.
 
         Raises:
-            TierError: it is not known which epoch it is.
+            TierError: the epoch cannot be read.
         """
         epoch, *answers = self._calls.ask_all([(home.epoch_tag, [pack("GET", home.epoch_key)]), *questions])
         if isinstance(epoch, TierError):
@@ -238,11 +238,11 @@ class RedisTier(Tier):
         return None
 
     def _known_home(self) -> Home:
-        """The home with the epoch that was the last one seen."""
+        """Return the home with the last epoch seen."""
         return self._home if self._home.epoch else self._current_home()
 
     def _current_home(self) -> Home:
-        """The home with the current epoch."""
+        """Return the home with the current epoch."""
         for _ in range(_LOOKS):
             known = self._home
             epoch = self._calls.epoch(known)
@@ -255,9 +255,9 @@ class RedisTier(Tier):
         return TierError(f"Redis at {self._target} names another epoch at each of {_LOOKS} looks")
 
     def _renew(self, home: Home) -> Home:
-        """Begin a new epoch of a namespace, and go there if this tier is in the old one."""
+        """Begin a new epoch of a namespace, and enter it if this tier is in the old one."""
         new = self._calls.renew(home)
-        # Ask again: of two threads that clear, the later epoch holds.
+        # Ask again, because the later epoch is valid if two threads clear.
         return self._current_home() if self._home.namespace_id == new.namespace_id else new
 
     def _enter(self, home: Home, instead_of: Home | None = None) -> Home:
@@ -269,7 +269,7 @@ class RedisTier(Tier):
         return left
 
     def _each(self, transfers: Sequence[Transfer], move: Callable[[Home, Transfer, ByteArray], Moved]) -> list[Outcome]:
-        """Check all transfers, then move one after the other; FAILED where a slot is on its way to another node."""
+        """Check all transfers, then move one after the other; FAILED while a slot is migrating to another node."""
         payloads = [payload_view(self._layout, transfer) for transfer in transfers]
         outcomes = []
         with self._operation():
@@ -293,8 +293,7 @@ class RedisTier(Tier):
                     return Outcome.HIT, found.size_bytes
                 if commit is None and not found.has_parts:
                     return _MISS
-                # It was replaced or removed meanwhile; or it is damaged or encoded with another codec; or the server
-                # has evicted some of it.
+                # It was replaced or removed meanwhile, or is damaged, or encoded with another codec, or partly evicted.
                 if self._calls.at(tag, lambda link, commit=commit: self._io.discard(link, home, ref, commit)):  # type: ignore[misc]
                     is_miss = commit is None or found.is_evicted or self._io.is_foreign(commit)
                     return _MISS if is_miss else (Outcome.CORRUPT, 0)
@@ -328,6 +327,6 @@ class RedisTier(Tier):
 
 
 def _unless_full(reply: Reply) -> None:
-    """Raise the error of a reply, except that the server is full: that is no reason not to start."""
+    """Raise the error of a reply, except for a full server, which does not prevent the start."""
     if not isinstance(reply, OutOfMemoryError):
         checked(reply)

@@ -1,13 +1,14 @@
-"""Trails of chunks in Redis: which chunks share blocks with a sequence, see ``kvstore.catalog.trails``.
+"""Trails of chunks in Redis, which lead to chunks that share blocks with a sequence, see ``kvstore.catalog.trails``.
 
-They lie in sorted sets whose scores are all 0, so that a set is in the order of its members. A trail's first byte
+They are in sorted sets whose scores are all 0, so that a set is in the order of its members. A trail's first byte
 decides on its set. The names of the sets contain the epoch, as those of chunks do.
 
 The server evicts chunks, and not their trails. So a ``put`` picks some trails of its set at random, and ``contains``
-notes named chunks that are missing: later calls look for their chunks, and take out the trails of those that are gone.
-While as much is evicted as is put, about a quarter of the trails are of chunks that are gone.
+notes named chunks that are missing: later calls look for their chunks, and remove the trails of evicted ones. While as
+much is evicted as is put, about a quarter of the trails are of evicted chunks.
 
-All questions travel with the tier's own, in the same round trip. An error in their answers costs hits only.
+All questions are sent with the tier's other commands, in the same round trip. An error in their answers only costs
+hits.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ logger = logging.getLogger(__name__)
 
 SETS: Final = 16
 REST_S: Final = 60.0  # after an error
-PICKED: Final = 4  # trails that a put looks at;
-CALM: Final = 64  # after so many of them in a row whose chunks are there, only
-CALM_PUTS: Final = 8  # one put in so many does
-CHECKED: Final = 16  # doubts in one call; a put waits for so many, as in a cluster their chunks are on all nodes
-_DOUBTS: Final = SETS  # stands for them where the numbers of sets do
+PICKED: Final = 4  # trails that a put checks
+CALM: Final = 64  # after this many in a row whose chunks exist, only some puts check
+CALM_PUTS: Final = 8  # the puts of which one checks
+CHECKED: Final = 16  # doubts in one call; a put waits for so many, because in a cluster their chunks are on all nodes
+_DOUBTS: Final = SETS  # number of the doubts among the numbers of sets
 _MAX_DOUBTS: Final = 256
 _MAX_NAMED: Final = 4096
 _COMPLAIN_EVERY_S: Final = 3600.0
@@ -51,7 +52,7 @@ _LAST_KEY: Final = b"\xff" * PREFIX_KEY_BYTES
 
 
 class _Doubt(Enum):
-    """What has to be done about a trail next."""
+    """Next step for a doubtful trail."""
 
     UNSURE = "look for its chunk"
     GONE = "take it out, and look again, as somebody may be storing the chunk"
@@ -59,64 +60,64 @@ class _Doubt(Enum):
 
 
 class Errand:
-    """Questions that travel with others, and what to do with the answers."""
+    """Questions that are sent with others, and handlers of the answers."""
 
     def __init__(self) -> None:
         self.questions: list[Question] = []
         self._takers: list[Callable[[Reply | TierError], None]] = []
 
     def add(self, question: Question, take: Callable[[Reply | TierError], None]) -> None:
-        """Ask one thing more."""
+        """Add a question and the handler of its answer."""
         self.questions.append(question)
         self._takers.append(take)
 
     def take(self, answers: Sequence[Reply | TierError]) -> None:
-        """Take in the answers to all questions."""
+        """Handle the answers to all questions."""
         for take, answer in zip(self._takers, answers, strict=True):
             take(answer)
 
 
 @dataclass
 class _Known:
-    """What is known about the trails of one epoch; the oldest comes first and is forgotten first."""
+    """State of the trails of one epoch; the oldest entries are first, and are dropped first."""
 
     home: Home
     num_puts: int = 0
-    num_sound: int = 0  # trails in a row whose chunks were there
+    num_sound: int = 0  # trails in a row whose chunks existed
     sizes: list[int] = field(default_factory=lambda: [0] * SETS)
     named: OrderedDict[ChunkRef, bytes] = field(default_factory=OrderedDict)
     doubts: OrderedDict[bytes, _Doubt] = field(default_factory=OrderedDict)
 
 
 class TrailSets:
-    """What to ask about trails, and what the answers mean. Thread-safe; asks nobody by itself.
+    """Questions about trails, and handling of the answers. Thread-safe; the caller sends the questions.
 
     Args:
         layout: the geometry of the chunks.
-        ttl_s: after how many seconds chunks expire, or None.
+        ttl_s: lifetime of chunks in seconds, or None.
     """
 
     def __init__(self, layout: KVLayout, ttl_s: int | None) -> None:
         self._blocks_per_chunk = layout.blocks_per_chunk
         self._ttl_s = ttl_s
         self._throttle = Throttle(logger, _COMPLAIN_EVERY_S)
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._known = _Known(Home(b""))
         self._rests_until_s: dict[int, float] = {}  # by the number of a set, or _DOUBTS
 
     @property
     def are_kept(self) -> bool:
-        """Whether no set has failed lately."""
+        """True if no set has failed in the last ``REST_S``."""
         return not any(map(self._rests, range(SETS)))
 
     def look(self, home: Home, trails: Sequence[bytes]) -> tuple[Errand, list[list[Reply]]]:
-        """Ask for the neighbours of trails. The second value gets them, when the errand takes the answers."""
+        """Ask for the neighbours of trails. The second value is filled with them when the errand takes the answers."""
         errand = Errand()
         near: list[list[Reply]] = [[] for _ in trails]
         numbers = map(_set_of, trails)
         asked = [item for item in zip(numbers, trails, near, strict=True) if self._is_trail(item[1])]
         if asked:
-            self._settle(errand, home)  # first, or what is gone hides what is there
+            self._settle(errand, home)  # first, or evicted chunks hide existing ones
         for number, trail, found in asked:
             for command in () if self._rests(number) else _neighbours(home.trails_key(number), trail):
                 take = partial(self._of_set, number, partial(_take_near, found))
@@ -124,7 +125,7 @@ class TrailSets:
         return errand, near
 
     def name(self, home: Home, trails: Sequence[bytes], near: Sequence[Iterable[Reply]]) -> list[tuple[bytes, ...]]:
-        """The answers to ``Tier.nearest``, from the neighbours of trails."""
+        """Return the answers to ``Tier.nearest``, given the neighbours of trails."""
         named = [self._best(trail, found) for trail, found in zip(trails, near, strict=True)]
         with self._lock:
             remembered = self._at(home).named
@@ -135,7 +136,7 @@ class TrailSets:
         return named
 
     def tell(self, home: Home, ref: ChunkRef, trail: bytes) -> Errand:
-        """Write the trail of a chunk that was stored, and look after those of others."""
+        """Write the trail of a chunk that was stored, and check those of others."""
         errand, number = Errand(), _set_of(trail)
         if not self._is_trail(trail) or not is_trail_of(trail, ref) or self._rests(number):
             return errand
@@ -158,21 +159,21 @@ class TrailSets:
         return errand
 
     def taken_back(self, home: Home, ref: ChunkRef, trail: bytes) -> Errand:
-        """Take out the trail of a chunk whose epoch ended before its ``put``."""
+        """Remove the trail of a chunk whose epoch ended before its ``put``."""
         errand = Errand()
         if self._is_trail(trail) and is_trail_of(trail, ref):
             self._take_out(errand, home, trail)
         return errand
 
     def note_missing(self, home: Home, refs: Iterable[ChunkRef]) -> None:
-        """Chunks are not there: if they were named, that was wrong, or is wrong now."""
+        """Note missing chunks; the trails of those that were named become doubtful."""
         with self._lock:
             known = self._at(home)
             gone = [known.named.pop(ref) for ref in refs if ref in known.named] if known.named else []
         self._doubt(home, gone, _Doubt.UNSURE)
 
     def _settle(self, errand: Errand, home: Home) -> None:
-        """Go on with the oldest doubts."""
+        """Add the next steps of the oldest doubts to an errand."""
         if self._rests(_DOUBTS):
             return
         with self._lock:
@@ -194,14 +195,14 @@ class TrailSets:
         errand.add((home.trails_tag(number), [command]), partial(self._of_set, number, _take_nothing))
 
     def _of_set(self, number: int, take: Callable[[Reply], None], answer: Reply | TierError) -> None:
-        """Take in the answer of a set; after an error it is left alone for a while."""
+        """Handle the answer of a set, which rests for a while after an error."""
         if not isinstance(answer, TierError):
             take(answer)
         elif self._rest(number, answer):
             self._throttle.log("trails", "Redis tells nothing about parts of chunks, which costs hits: %s", answer)
 
     def _rest(self, number: int, error: TierError) -> bool:
-        """Leave a set, or doubts, alone for a while after an error, unless that is over soon."""
+        """Let a set, or the doubts, rest for ``REST_S`` after an error, unless it is short; True if they rest."""
         if isinstance(error, SlotMovingError):
             return False
         with self._lock:
@@ -218,7 +219,7 @@ class TrailSets:
 
     def _take_doubt(self, home: Home, trail: bytes, doubt: _Doubt, answer: Reply | TierError) -> None:
         if isinstance(answer, TierError):
-            self._rest(_DOUBTS, answer)  # in a cluster: or every call would wait for a node that is down
+            self._rest(_DOUBTS, answer)  # in a cluster, every call would otherwise wait for a node that is down
             return
         with self._lock:
             known = self._at(home)
@@ -243,7 +244,7 @@ class TrailSets:
         return trails.closest(trail, MAX_NEAREST)
 
     def _at(self, home: Home) -> _Known:
-        """What is known at a home; nothing of former ones is kept. Call it under the lock."""
+        """Return the state of a home, and drop that of former ones. Needs the lock."""
         if self._known.home != home:
             self._known = _Known(home)
         return self._known
@@ -264,7 +265,7 @@ def _add(home: Home, trail: bytes) -> bytes:
 
 
 def _neighbours(key: bytes, trail: bytes) -> tuple[bytes, bytes]:
-    """Ask for the next ones on both sides, as far as they share the first block."""
+    """Return commands for the next trails on both sides, as far as they share the first block."""
     first = trail[:PREFIX_KEY_BYTES]
     behind = b"(%b" % (int.from_bytes(first) + 1).to_bytes(PREFIX_KEY_BYTES) if first != _LAST_KEY else b"+"
     return (
@@ -279,4 +280,4 @@ def _take_near(found: list[Reply], reply: Reply) -> None:
 
 
 def _take_nothing(reply: Reply) -> None:
-    """The answer says nothing."""
+    """Ignore the answer."""

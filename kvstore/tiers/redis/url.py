@@ -1,4 +1,4 @@
-"""Where a Redis is and how to log in: from a URL, and from options for what should not be in a URL.
+"""Address and login of a Redis, from a URL, and from options for values that should not be in a URL.
 
     redis://[user:password@]host[:port][/db]          one server
     rediss://...                                      the same over TLS
@@ -43,7 +43,7 @@ class Address(NamedTuple):
 
 
 class Kind(Enum):
-    """How the servers are organised."""
+    """Organisation of the servers."""
 
     SINGLE = "a single server"
     SENTINEL = "servers under Sentinel"
@@ -52,26 +52,26 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class RedisTarget:
-    """Servers, and everything needed to connect to them.
+    """Servers, and all settings to connect to them.
 
     Attributes:
-        kind: how they are organised.
-        addresses: the server; the Sentinels; or some nodes of the cluster.
-        service: what the Sentinels call the group of servers.
+        kind: their organisation.
+        addresses: of the server, of the Sentinels, or of some nodes of the cluster.
+        service: the Sentinels' name of the group of servers.
         db: number of the database.
         username: of the ACL, or None for the default user.
-        password: or None.
+        password: of that user, or None.
         sentinel_username: the same at the Sentinels.
         sentinel_password: the same at the Sentinels.
-        tls: whether to encrypt.
+        tls: encrypt connections.
         tls_ca: file of the certificates to trust; None for the system's.
         tls_cert: file of the client's own certificate, if the server wants one.
         tls_key: file of its key.
-        tls_check_hostname: whether the server's certificate must name the host.
-        connections: at the same time, to each server.
-        timeout_s: how long the server may be silent in the middle of a call.
-        connect_timeout_s: how long connecting may take.
-        ttl_s: after how many seconds a chunk expires, or None.
+        tls_check_hostname: require that the server's certificate names the host.
+        connections: maximum to each server at the same time.
+        timeout_s: longest silence of the server in the middle of a call.
+        connect_timeout_s: longest time to connect.
+        ttl_s: lifetime of a chunk in seconds, or None.
     """
 
     kind: Kind
@@ -97,7 +97,7 @@ class RedisTarget:
         return f"{places} ({self.service})" if self.service else places
 
     def connect_to(self, address: Address, parser_class: object) -> AbstractConnection:
-        """A connection that is not connected yet."""
+        """Return a connection that is not connected yet."""
         common: dict[str, Any] = {
             "db": self.db,
             "username": self.username,
@@ -113,7 +113,7 @@ class RedisTarget:
         return kind(host=address.host, port=address.port, **self._tls_files(), **common)
 
     def sentinel(self) -> Sentinel:
-        """A client of the Sentinels."""
+        """Return a client of the Sentinels."""
         login: dict[str, Any] = {
             "ssl": self.tls,
             "username": self.sentinel_username,
@@ -142,10 +142,10 @@ _KINDS = kinds_of(RedisTarget)
 
 
 def parse_target(url: object, options: Mapping[str, object]) -> RedisTarget:
-    """Parse a URL. Options that are None do not count.
+    """Parse a URL. Options that are None are ignored.
 
     Raises:
-        ConfigError: says what is wrong, without the URL, which may contain a password.
+        ConfigError: names the error, without the URL, which may contain a password.
     """
     parts = split_url(url, "Redis", "redis://localhost:6379/0")
     login, _, places = parts.netloc.rpartition("@")

@@ -1,8 +1,8 @@
-"""A connection to Redis that moves payloads between the socket and given memory, without a buffer in between.
+"""Connection to Redis that moves payloads between the socket and given memory, without a buffer in between.
 
 redis-py connects, checks certificates, logs in and selects the database. Its ``parser_class`` hook puts a ``Reader``
-between it and the socket, which reads large values straight into place: 32 MiB of fresh memory for every chunk would
-cost more than the transfer itself.
+between it and the socket, which reads large values directly into their destination, because 32 MiB of fresh memory for
+every chunk would cost more than the transfer itself.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Buffer = bytes | memoryview
 _READ_BYTES = 16 << 10
 _NO_VALUE = -1
 _MAX_LINE_BYTES = 64 << 10
-_MAX_REPLY_BYTES = 64 << 20  # with all that is in it: sixty times a part of a chunk, or a million keys
+_MAX_REPLY_BYTES = 64 << 20  # including its items: sixty times a part of a chunk, or a million keys
 _ITEM_BYTES = 64  # of memory for each item of an array
 _MAX_DEPTH = 8
-_STEP_BYTES = 1 << 20  # by which memory for a value grows as its bytes come
+_STEP_BYTES = 1 << 20  # by which memory for a value grows as its bytes arrive
 
 
 class _ReaderFactory(Protocol):
@@ -34,7 +34,7 @@ class _ReaderFactory(Protocol):
 
 
 class Reader(BaseParser):
-    """Replies of a server in RESP2. For one thread at a time; after an exception the connection is unusable."""
+    """Reader of a server's replies in RESP2. For one thread at a time; an exception makes the connection unusable."""
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
@@ -48,16 +48,16 @@ class Reader(BaseParser):
         self._begin = self._end = 0
 
     def on_disconnect(self) -> None:
-        """Forget the socket; a hook of redis-py."""
+        """Drop the socket; a hook of redis-py."""
         self._socket = None
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is a socket to read from."""
+        """True if there is a socket to read from."""
         return self._socket is not None
 
     def can_read(self, timeout: float = 0) -> bool:
-        """Whether there is something to read, including the end of the connection; a hook of redis-py."""
+        """Tell if there is data to read, or the end of the connection; a hook of redis-py."""
         if self._begin < self._end:
             return True
         watch = select.poll()  # unlike select, for any number of open files
@@ -65,20 +65,20 @@ class Reader(BaseParser):
         return bool(watch.poll(timeout * 1000))
 
     def read_response(self, disable_decoding: bool = False, timeout: object = None) -> Reply:  # noqa: ARG002, FBT
-        """The next reply, errors as values; a hook of redis-py, which wants simple strings to be bytes."""
+        """Return the next reply, errors as values; a hook of redis-py, which expects simple strings as bytes."""
         return self.reply()
 
     def reply(self) -> Reply:
-        """The next reply of any kind. Errors of the server are values.
+        """Return the next reply of any kind. Errors of the server are values.
 
         Raises:
-            RedisConnectionError: what came is no RESP2, or larger than anything that is asked for.
+            RedisConnectionError: the reply is no RESP2, or larger than any expected one.
         """
         reply, _ = self._reply(_MAX_REPLY_BYTES, _MAX_DEPTH)
         return reply
 
     def _reply(self, room_bytes: int, depth: int) -> tuple[Reply, int]:
-        """A reply that has room, with at most so many arrays within each other, and the room that it leaves."""
+        """Return a reply of at most ``room_bytes`` and ``depth`` nested arrays, and the room that it leaves."""
         kind, rest = self._head()
         if kind == b"+":
             return rest, room_bytes
@@ -111,7 +111,7 @@ class Reader(BaseParser):
         return bytes(value)
 
     def value_into(self, prefix_bytes: int, view: memoryview) -> Reply:
-        """Read a value of exactly ``prefix_bytes`` and the length of ``view``, the second part into ``view``.
+        """Read a value as long as ``prefix_bytes`` and ``view`` together, its second part into ``view``.
 
         Returns:
             The prefix; empty bytes for a value of another length, which leaves ``view`` undefined; None for no value;
@@ -136,12 +136,12 @@ class Reader(BaseParser):
         return bytes(prefix)
 
     def shut(self) -> None:
-        """End a read that another thread waits in. The socket stays open, so that its number is not reused."""
+        """End another thread's waiting read. The socket stays open, so that its number is not reused."""
         connected = self._socket
         if connected is not None:
             try:
-                socket.socket.shutdown(connected, socket.SHUT_RDWR)  # not that of TLS, which would begin to read
-            except OSError:  # it was not connected any more
+                socket.socket.shutdown(connected, socket.SHUT_RDWR)  # not the method of TLS, which would begin to read
+            except OSError:  # it was no longer connected
                 return
 
     @property
@@ -161,7 +161,7 @@ class Reader(BaseParser):
         return error
 
     def _head(self) -> tuple[bytes, bytes]:
-        """The first line of a reply: its kind and the rest."""
+        """Return the first line of a reply, as its kind and the rest."""
         line = b""
         while True:
             stop = self._memory.find(b"\n", self._begin, self._end) + 1
@@ -213,7 +213,7 @@ def _number(text: bytes) -> int:
 
 
 def _length(text: bytes, limit: int) -> int:
-    """The length that a reply announces, or ``_NO_VALUE``."""
+    """Return the length that a reply announces, or ``_NO_VALUE``."""
     length = _number(text)
     if not _NO_VALUE <= length <= limit:
         raise RedisConnectionError(f"the server announces a reply of length {length}; at most {limit} is taken")
@@ -221,9 +221,9 @@ def _length(text: bytes, limit: int) -> int:
 
 
 class Link:
-    """A connection and its ``Reader``. It belongs to one thread at a time.
+    """Connection with its ``Reader``. It belongs to one thread at a time.
 
-    Every method may raise redis-py's ``RedisError`` or ``OSError``. Then close it: half a reply may be waiting.
+    Every method may raise redis-py's ``RedisError`` or ``OSError``. Then close it, as half a reply may be waiting.
     """
 
     def __init__(self, new_connection: Callable[[_ReaderFactory], AbstractConnection]) -> None:
@@ -231,7 +231,7 @@ class Link:
         self._connection = new_connection(lambda socket_read_size: self.reader)  # noqa: ARG005 - redis-py names it
 
     def connect(self) -> None:
-        """Make sure it is connected; connect again if the server hung up or something unexpected waits to be read."""
+        """Ensure that it is connected; connect again if the server hung up or unexpected data waits to be read."""
         if self.reader.is_connected and self.reader.can_read():
             self._connection.disconnect()
         self._connection.connect()
@@ -241,16 +241,16 @@ class Link:
         self._connection.disconnect()
 
     def send(self, pieces: Iterable[Buffer]) -> None:
-        """Send packed commands, piece by piece; large ones as views of where they lie."""
+        """Send packed commands, piece by piece; large values as views of their memory."""
         self._connection.send_packed_command(pieces)
 
     def ask(self, commands: Sequence[bytes]) -> list[Reply]:
-        """Send packed commands in one go and read one reply for each, errors as values."""
+        """Send packed commands at once and read one reply for each, errors as values."""
         self.send([b"".join(commands)])
         return [self.reader.reply() for _ in commands]
 
     def call(self, *arguments: bytes | str | int) -> Reply:
-        """One command and its reply.
+        """Send one command and return its reply.
 
         Raises:
             ResponseError: the server refused.
@@ -260,7 +260,7 @@ class Link:
 
 
 def pack(*arguments: bytes | str | int) -> bytes:
-    """A command as it goes over the wire."""
+    """Encode a command for the wire."""
     pieces = [b"*%d\r\n" % len(arguments)]
     for argument in arguments:
         text = argument if isinstance(argument, bytes) else str(argument).encode()
@@ -269,10 +269,10 @@ def pack(*arguments: bytes | str | int) -> bytes:
 
 
 def checked(reply: Reply) -> Reply:
-    """The reply, unless it is an error.
+    """Return the reply, unless it is an error.
 
     Raises:
-        ResponseError: it is.
+        ResponseError: the reply is an error.
     """
     if isinstance(reply, ResponseError):
         raise reply

@@ -1,1 +1,1 @@
-"""The cache server's client: the server tier, and the operator's connection."""
+"""Clients of the cache server: the server tier, and the operator's connection."""

@@ -1,4 +1,4 @@
-"""Requests to a cache server about many chunks, sent in parts, each with a check of its answer.
+"""Requests to a cache server about many chunks, sent in parts whose answers are checked.
 
 All raise ``TierError`` if the server fails, or does not answer about every chunk.
 """
@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 
 
 def lookup(link: Link, refs: Sequence[ChunkRef]) -> list[bool]:
-    """For each chunk, whether the server has it: one round trip for thousands."""
+    """Tell for each chunk if the server has it, in one round trip for thousands."""
     found: list[bool] = []
     for part in _parts(refs, messages.MAX_REFS):
         answer = link.ask(messages.Lookup(link.new_serial(), messages.pack_refs(part)), messages.Held)
@@ -29,9 +29,9 @@ def lookup(link: Link, refs: Sequence[ChunkRef]) -> list[bool]:
 
 
 def nearest(link: Link, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
-    """For each trail, those of chunks that share blocks with it; none from a server that does not know trails.
+    """Return, for each trail, those of chunks that share blocks with it, if the server supports trails.
 
-    None either for a trail that is too long for a message.
+    A trail that is too long for a message gets none.
     """
     named: dict[bytes, tuple[bytes, ...]] = dict.fromkeys(trails, ())
     asked = [trail for trail in named if _fits(trail)] if link.knows(messages.Nearest) else []
@@ -43,7 +43,7 @@ def nearest(link: Link, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
 
 
 def describe(link: Link, lease: int, ref: ChunkRef, trail: bytes) -> None:
-    """Tell the trail of a chunk that is being written, if it is known, to a server that knows trails."""
+    """Send the trail of a chunk that is being written, if it is known, to a server that supports trails."""
     if link.knows(messages.Describe) and is_trail_of(trail, ref) and _fits(trail):
         link.send(messages.Describe(link.new_serial(), lease, trail))
 
@@ -51,7 +51,7 @@ def describe(link: Link, lease: int, ref: ChunkRef, trail: bytes) -> None:
 def grants(
     link: Link, kind: type[messages.Reserve | messages.Acquire], refs: Sequence[ChunkRef]
 ) -> list[messages.Grant]:
-    """For each chunk, the pages to write it to or to read it from, or why there are none."""
+    """Request, for each chunk, a grant of pages to write or read it, or the reason why there are none."""
     granted: list[messages.Grant] = []
     for part in _parts(refs, messages.MAX_MOVES):
         answer = link.ask(kind(link.new_serial(), messages.pack_refs(part)), messages.Granted)
@@ -60,7 +60,7 @@ def grants(
 
 
 def commit(link: Link, leases: Sequence[int], *, is_whole: bool) -> list[Outcome]:
-    """End writes: what was written is whole, or never will be. Returns what became of each chunk."""
+    """End writes, which are complete if ``is_whole`` and dropped otherwise. Returns the outcome of each chunk."""
     outcomes: list[Outcome] = []
     for part in _parts(leases, messages.MAX_MOVES):
         answer = link.ask(messages.Commit(link.new_serial(), list(part), is_whole), messages.Done)
@@ -69,13 +69,13 @@ def commit(link: Link, leases: Sequence[int], *, is_whole: bool) -> list[Outcome
 
 
 def remove(link: Link, refs: Sequence[ChunkRef]) -> None:
-    """Forget chunks."""
+    """Remove chunks."""
     for part in _parts(refs, messages.MAX_REFS):
         link.ask(messages.Remove(link.new_serial(), messages.pack_refs(part)), messages.Done)
 
 
 def clear(link: Link) -> None:
-    """Forget every chunk of the connection's namespace."""
+    """Remove every chunk of the connection's namespace."""
     link.ask(messages.Clear(link.new_serial()), messages.Done)
 
 

@@ -1,10 +1,10 @@
-"""A client's hold on the memory of a server on the same host: a unix socket, and the memfd that comes through it.
+"""Client's hold on the memory of a server on the same host: a unix socket, and the memfd received through it.
 
-The socket's end is the only sign, for either side, that the other has gone. So a client closes it last, when it can no
-longer touch the memory through the connection to which the hold belongs.
+The end of the socket is the only sign for either side that the other has ended. So a client closes it last, when it can
+no longer touch the memory through the connection to which the hold belongs.
 
-A client takes what it reads there for KV, and dies if the memory shrinks under it. So folder and server must belong to
-the client's own user or to root, nobody else may enter the folder, and the memfd must be sealed.
+A client reads KV from this memory, and is killed if the memory shrinks while mapped. So folder and server must belong
+to the client's user or to root, other users must not enter the folder, and the memfd must be sealed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _F_SEAL_SHRINK: Final = 0x0002
 
 
 class Hold:
-    """A connection to a server's unix socket. Belongs to one thread at a time, but for ``is_over``.
+    """Connection to a server's unix socket. Belongs to one thread at a time, except for ``is_over``.
 
     Attributes:
         token: names the connection in the hello.
@@ -38,10 +38,10 @@ class Hold:
 
     Args:
         folder: of the server's sockets.
-        timeout_s: how long the server may take.
+        timeout_s: longest wait for the server.
 
     Raises:
-        TierSetupError: the server is not one of this user or of root, or its memory could shrink.
+        TierSetupError: the server is not run by this user or by root, or its memory could shrink.
         TierError: it cannot be reached.
     """
 
@@ -64,7 +64,7 @@ class Hold:
 
     @property
     def is_over(self) -> bool:
-        """Tell if the other end was closed."""
+        """True if the other end was closed."""
         try:
             return not self._socket.recv(1)
         except BlockingIOError:
@@ -73,7 +73,7 @@ class Hold:
             return True
 
     def fileno(self) -> int:
-        """Readable when the server has gone, or wants this client to go."""
+        """Return a descriptor that is readable when the server has ended, or wants this client to disconnect."""
         return self._socket.fileno()
 
     def close(self) -> None:
@@ -85,15 +85,15 @@ class Hold:
 
 
 def _is_trusted(user: int) -> bool:
-    """Tell if memory that a user hands out may be mapped: root can do anything anyway."""
+    """Tell if memory from a user may be mapped; root is trusted because it can do everything anyway."""
     return user in {0, os.geteuid()}
 
 
 def _check_folder(folder: Path) -> None:
-    """Check that only this process's user, or root, can have put a socket into a folder.
+    """Check that only this process's user or root can have put a socket into a folder.
 
     Raises:
-        TierSetupError: somebody else can.
+        TierSetupError: another user can.
         OSError: there is no such folder.
     """
     status = folder.stat()
@@ -105,10 +105,10 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_server(unix_socket: socket.socket, folder: Path) -> None:
-    """Check whose process listens.
+    """Check the user of the listening process.
 
     Raises:
-        TierSetupError: it is neither this process's user's, nor root's.
+        TierSetupError: it is neither this process's user nor root.
     """
     user = _CREDENTIALS.unpack(unix_socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
     if not _is_trusted(user):
@@ -118,10 +118,10 @@ def _check_server(unix_socket: socket.socket, folder: Path) -> None:
 
 
 def _receive_pool(unix_socket: socket.socket) -> tuple[bytes, int]:
-    """The token and the memfd that the server hands out.
+    """Receive the token and the memfd from the server.
 
     Raises:
-        OSError: it does not.
+        OSError: it does not send them.
     """
     token, fds, _, _ = socket.recv_fds(unix_socket, TOKEN_BYTES, 1)
     if len(token) != TOKEN_BYTES or len(fds) != 1:
@@ -133,10 +133,10 @@ def _receive_pool(unix_socket: socket.socket) -> tuple[bytes, int]:
 
 
 def _sealed_size(fd: int, folder: Path) -> int:
-    """The size of a memfd, in bytes.
+    """Return the size of a memfd, in bytes.
 
     Raises:
-        TierSetupError: it could shrink, and what has mapped it would then be killed by SIGBUS.
+        TierSetupError: it could shrink, and processes that have mapped it would then be killed by SIGBUS.
     """
     try:
         seals = fcntl.fcntl(fd, _F_GET_SEALS)

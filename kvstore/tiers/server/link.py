@@ -1,8 +1,8 @@
-"""One connection to a cache server: says hello, sends requests, and waits for answers within a deadline.
+"""Connection to a cache server, which introduces itself, sends requests, and waits for answers within a deadline.
 
-A connection that failed in any way is closed and never used again: a late answer could be taken for another one. On
-the same host there are two sockets: one carries messages, the other is this process's hold on the pool (``hold.py``).
-The hold is closed last, when nothing here can touch the pool through this connection any more.
+A connection that failed in any way is closed and never used again, because a late answer could be mistaken for another
+one. On the same host there are two sockets: one carries messages, the other is this process's hold on the pool
+(``hold.py``). The hold is closed last, when this process can no longer touch the pool through this connection.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _SINCE = {
 
 
 def is_known(kind: type[messages.Request], version: int) -> bool:
-    """Whether a kind of request is part of a version of the protocol."""
+    """Tell if a kind of request is part of a version of the protocol."""
     return version >= _SINCE.get(kind, messages.OLDEST_VERSION)
 
 
 class NoSessionError(TierError):
-    """The server was restarted, or has forgotten this connection: a new connection will do."""
+    """The server was restarted, or has dropped this connection, so a new connection is needed."""
 
 
 class NoRightError(TierError):
-    """This client's key lacks the right to what was asked: the connection can be used for other things."""
+    """This client's key lacks the right to the request; the connection stays usable for other requests."""
 
 
 class _VersionError(TierSetupError):
@@ -59,18 +59,18 @@ class _VersionError(TierSetupError):
 
 
 class Link:
-    """A connection. Belongs to one thread at a time.
+    """Connection to a server. Belongs to one thread at a time.
 
     Attributes:
-        namespace: what ``hello`` was said for.
-        version: of the protocol, that both sides speak.
+        namespace: the argument of ``hello``.
+        version: of the protocol that both sides speak.
         hold: on the server's memory; None over the network.
         token: of the hold; empty without one.
         memory: the server's pool, once it is mapped.
 
     Args:
         context: of all connections of a tier.
-        target: where the server is.
+        target: the server.
 
     Raises:
         TierSetupError: on this host, it is not a server of this user.
@@ -98,19 +98,19 @@ class Link:
 
     @property
     def is_alive(self) -> bool:
-        """Whether, as far as is known, the server still has this connection."""
+        """False if the server is known to have dropped this connection."""
         return self.hold is None or not self.hold.is_over
 
     def knows(self, kind: type[messages.Request]) -> bool:
-        """Whether the server understands a kind of request; one that it does not would end the connection."""
+        """Tell if the server understands a kind of request; an unknown one would end the connection."""
         return is_known(kind, self.version)
 
     def hello(self, namespace: Namespace, geometry: Geometry) -> messages.Welcome:
-        """Introduce this client, and the namespace that its requests are about.
+        """Introduce this client, and the namespace of its requests.
 
         Raises:
-            TierSetupError: the server does not speak this protocol, has no room for more clients, or has handed out
-                memory of another size.
+            TierSetupError: the server does not speak this protocol, has no room for more clients, or has sent memory
+                of another size.
             TierError: it does not answer.
         """
         self.namespace = namespace
@@ -128,16 +128,16 @@ class Link:
                 return welcome
 
     def new_serial(self) -> int:
-        """A number for a request."""
+        """Return a number for a request."""
         return next(self._serials)
 
     def ask(self, request: messages.Request, kind: type[SomeAnswer], frames: Sequence[Buffer] = ()) -> SomeAnswer:
-        """Send a request, and wait for its answer, which must be of a kind.
+        """Send a request, and wait for its answer, which must be of ``kind``.
 
         Raises:
             NoSessionError: the server does not know this connection.
-            NoRightError: this client may not.
-            TierError: it does not answer in time, or otherwise.
+            NoRightError: this client lacks the right.
+            TierError: it does not answer in time, or its answer is wrong.
         """
         self.send(request, frames)
         answer = self.receive()
@@ -149,7 +149,7 @@ class Link:
         """Send a request.
 
         Raises:
-            TierError: the server does not take it.
+            TierError: the server does not accept it.
         """
         try:
             if not int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT:
@@ -159,7 +159,7 @@ class Link:
             raise TierError(f"the cache server at {self._target.address}: {error.strerror}") from error
 
     def tell(self, request: messages.Request) -> bool:
-        """Send a request that has no answer, without waiting; False if the server has gone or its queue is full."""
+        """Send a request that has no answer, without waiting; False if the server has ended or its queue is full."""
         if not self.is_alive or not int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT:
             return False
         try:
@@ -169,12 +169,12 @@ class Link:
         return True
 
     def check(self) -> None:
-        """Look whether the server has said that it does not know this connection: when no answer is due.
+        """Check that the server has not reported this connection as unknown, while no answer is due.
 
-        ZeroMQ connects anew by itself to a server that was restarted, or behind a way that was cut.
+        ZeroMQ reconnects by itself to a server that was restarted, or after an interruption of the network.
 
         Raises:
-            NoSessionError, TierError: it has, or has said something else that nobody asked for.
+            NoSessionError, TierError: it has, or has sent another unexpected message.
         """
         if self._socket.poll(0, zmq.POLLIN):
             answer = self.receive()
@@ -184,15 +184,18 @@ class Link:
         """Wait for the next answer.
 
         Raises:
-            NoSessionError, TierError: as ``ask``.
+            NoSessionError, TierError: see ``ask``.
         """
         return self.receive_into(lambda _: None)[0]
 
     def receive_into(self, place: Callable[[messages.Data], ByteArray | None]) -> tuple[messages.Answer, bool]:
-        """Wait for the next answer, and receive its payload into ``place(answer)``; whether the checksum is right.
+        """Wait for the next answer, and receive its payload into ``place(answer)``.
+
+        Returns:
+            The answer, and True if it has a payload with the right checksum.
 
         Raises:
-            NoSessionError, TierError: as ``ask``; or ``place`` returns None, or an array of another size.
+            NoSessionError, TierError: see ``ask``; or ``place`` returns None, or an array of another size.
         """
         self._wait(f"no answer of the cache server at {self._target.address}{self._why()}")
         is_sound = False
@@ -211,13 +214,13 @@ class Link:
         return answer, is_sound
 
     def close(self) -> None:
-        """Hang up. Idempotent. Nothing may touch the pool for this connection any more."""
+        """Disconnect. Idempotent. The pool must no longer be used for this connection."""
         self._socket.close()
-        self.memory = None  # an error may keep this connection for as long as it is kept itself
+        self.memory = None  # a traceback may keep this object alive
         self.drop()
 
     def drop(self) -> None:
-        """Close descriptors only. In a forked child, which would otherwise keep the connection and its leases alive."""
+        """Close descriptors only; for a forked child, which would otherwise keep the connection and its leases."""
         if self.hold is not None:
             self.hold.close()
 
@@ -247,7 +250,7 @@ class Link:
                 raise TierError(failure)
 
     def _fill(self, target: ByteArray) -> bytes:
-        """Copy the frames that have arrived, which must fill ``target``; returns the checksum of what is there then."""
+        """Copy the received frames, which must fill ``target``; returns the checksum of the copied bytes."""
         placing = Placing()
         begin = 0
         while self._socket.rcvmore:
@@ -266,12 +269,12 @@ class Link:
         try:
             made = context.socket(zmq.DEALER)
             made.linger = 0
-            made.immediate = True  # what cannot be sent now is an error, not a message for the next server
+            made.immediate = True  # an unsent message is an error, and is not kept for the next server
             made.sndhwm = _SEND_QUEUE
             made.sndbuf = made.rcvbuf = buffer_bytes(target.address)
             made.ipv6 = "[" in target.address
             if self.hold is not None:
-                made.reconnect_ivl = -1  # whoever listens there later is not the one that was checked
+                made.reconnect_ivl = -1  # a later listener is not the server that was checked
             if target.keys is not None and target.server_key is not None:
                 made.curve_publickey, made.curve_secretkey = target.keys
                 made.curve_serverkey = target.server_key

@@ -1,7 +1,7 @@
-"""The connections of one tier to its cache server: opened when a call needs one, kept while they work.
+"""Connections of one tier to its cache server, opened when a call needs one, and kept while they work.
 
-Those on this host are closed as soon as their server has gone, also if no call needs one: what they have mapped is the
-memory that the next server needs.
+Those on this host are closed as soon as their server has ended, even if idle, because they map the memory that the next
+server needs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Result = TypeVar("Result")
 
 
 class Links:
-    """Connections for one namespace. Thread-safe: each use has a connection of its own.
+    """Connections for one namespace. Thread-safe; each use has a separate connection.
 
     Args:
-        target: where the server is.
-        namespace: what the connections are for, until ``move``.
+        target: the server.
+        namespace: that of the connections, until ``move``.
         geometry: of its chunks.
     """
 
@@ -46,15 +46,15 @@ class Links:
         self._version = 0
 
     def know(self, kind: type[messages.Request]) -> bool:
-        """Whether the last server that was reached understands a kind of request; False before the first."""
+        """Tell if the last server that was reached understands a kind of request; False before the first."""
         return is_known(kind, self._version)
 
     def use(self, action: Callable[[Link], Result]) -> Result:
-        """Do something over a connection; once more if the server was restarted and does not know the connection.
+        """Run an action over a connection, and again if the server was restarted and does not know the connection.
 
         Raises:
             ClosedError: after ``close``.
-            TierError: the server cannot be reached, or all connections are in use for too long; or as the action.
+            TierError: the server cannot be reached, all connections are in use for too long, or the action failed.
         """
         with self._turn():
             link, result = self._act(action)
@@ -62,13 +62,13 @@ class Links:
             return result
 
     def hold(self, action: Callable[[Link], Result]) -> tuple[Result, Callable[[messages.Request], None]]:
-        """As ``use``, but the connection stays the caller's until it calls what is returned, on whatever thread.
+        """Run an action like ``use``, and keep the connection until the returned function is called, on any thread.
 
-        That sends a last request. If it cannot be sent, it has the connection closed, with all that belongs to it:
-        by another thread, as its memory may take seconds to unmap.
+        That function sends a last request. If it cannot be sent, the connection is closed with its leases, by another
+        thread, as its memory may take seconds to unmap.
 
         Raises:
-            ClosedError, TierError: as ``use``.
+            ClosedError, TierError: see ``use``.
         """
         with ExitStack() as begun:
             begun.enter_context(self._turn())
@@ -85,7 +85,7 @@ class Links:
         return result, end
 
     def require_open(self) -> None:
-        """For calls that need no connection.
+        """Check that ``close`` was not called, for calls that need no connection.
 
         Raises:
             ClosedError: after ``close``.
@@ -94,16 +94,16 @@ class Links:
             raise ClosedError("the server tier was closed")
 
     def move(self, namespace: Namespace, farewell: Callable[[Link], object]) -> None:
-        """Open connections for another namespace from now on; then do one last thing over one for the former.
+        """Use another namespace for new connections, then call ``farewell`` with one for the former namespace.
 
         Raises:
             ClosedError: after ``close``.
-            TierError: the server cannot be reached, or all connections are in use for too long; or as ``farewell``.
+            TierError: the server cannot be reached, all connections are in use for too long, or ``farewell`` failed.
         """
         self.require_open()
         with self._changed:
             former = self.namespace
-            self.namespace = Namespace(dict(namespace.fields))  # a copy: earlier links belong elsewhere, even if equal
+            self.namespace = Namespace(dict(namespace.fields))  # a copy, so that no earlier link is home, even if equal
         self._hang_up_idle()
         with self._turn():
             link = self._connect(former)
@@ -113,9 +113,9 @@ class Links:
                 link.close()
 
     def close(self) -> None:
-        """Let uses under way end for as long as the server may be silent, then hang up. Idempotent.
+        """Wait for uses under way for as long as the server may be silent, then disconnect. Idempotent.
 
-        A use that lasts longer goes on, and ends the context when it ends.
+        A use that lasts longer continues, and closes the context at its end.
         """
         with self._changed:
             if self._is_closed:
@@ -129,7 +129,7 @@ class Links:
         self._end_use()
 
     def is_home(self, link: Link) -> bool:
-        """Whether a connection belongs to the namespace that is used now, since the last ``move``."""
+        """Tell if a connection belongs to the current namespace, since the last ``move``."""
         return link.namespace is self.namespace
 
     def _act(self, action: Callable[[Link], Result]) -> tuple[Link, Result]:
@@ -144,7 +144,7 @@ class Links:
             return link, action(link)
         except BaseException:
             link.close()
-            self._hang_up_idle()  # the others are likely to be no better
+            self._hang_up_idle()  # the others have probably also failed
             raise
 
     @contextmanager
@@ -172,11 +172,11 @@ class Links:
             self._in_use -= 1
             is_last = self._is_closed and not self._in_use
             self._changed.notify_all()
-        if is_last:  # nobody uses a socket any more
+        if is_last:  # all sockets are closed
             close_context(self._context)
 
     def _take(self) -> Link:
-        """An idle connection, or a new one."""
+        """Return an idle connection, or a new one."""
         while True:
             with self._changed:
                 namespace = self.namespace
@@ -211,7 +211,7 @@ class Links:
             link.close()
 
     def _close_ended(self) -> None:
-        """Close the idle connections whose server has gone. One in use is closed when that ends."""
+        """Close idle connections whose server has ended. Those in use are closed at the end of their use."""
         with self._changed:
             ended = [link for link in self._idle if not link.is_alive]
             self._idle = [link for link in self._idle if link not in ended]

@@ -1,7 +1,7 @@
-"""How payload gets to a cache server and back: through pages that both have mapped, or in messages.
+"""Transfer of payloads to a cache server and back, through pages mapped by both, or in messages.
 
-The first takes one copy each way. In messages, a payload goes in pieces of 2 MiB, a few of them under way at once, each
-with its checksum, straight from the caller's memory and straight to it.
+Mapped pages take one copy each way. In messages, a payload is sent in pieces of 2 MiB, several of them under way at
+once, each with its checksum, directly from and to the caller's memory.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from kvstore.protocol.runs import extents
 from kvstore.tiers.server.link import Link
 
 Ranges: TypeAlias = Sequence[tuple[int, int]]
-"""Begin and end of some bytes of a payload, in their order."""
+"""Begin and end of parts of a payload, in order."""
 _STEP_BYTES: Final = 64 << 20
 _LOOK_S: Final = 0.1
-_READ_WINDOW: Final = 4  # pieces; with more, the C library returns memory and takes fresh pages for the next ones
+_READ_WINDOW: Final = 4  # pieces; with more, the C library frees memory and allocates fresh pages for the next ones
 
 
 class Mapped:
-    """Moves payloads through the server's memory, which is mapped here too. A restarted server has another one.
+    """Mover of payloads through the mapped memory of the server. A restarted server has other memory.
 
-    The memory belongs to the connections, and to the views that are lent: the last of them unmaps it.
+    The memory belongs to the connections and to lent views, the last of which unmaps it.
 
-    Thread-safe; a connection belongs to one thread. Every method may raise ``TierError``: the server failed.
+    Thread-safe; a connection belongs to one thread. Every method may raise ``TierError`` if the server fails.
     """
 
     def __init__(self) -> None:
@@ -47,36 +47,36 @@ class Mapped:
         self._thread: threading.Thread | None = None
 
     def write(self, link: Link, payload: ByteArray, grant: messages.Grant) -> bool:
-        """Write a payload to its pages; whether all of it is there."""
+        """Write a payload to its pages; returns True."""
         scatter(payload, _views(self._memory_of(link), grant, 0, len(payload)))
         return True
 
     def read(self, link: Link, payload: ByteArray, grant: messages.Grant) -> bool:
-        """Read a payload from its pages; whether all of it is here."""
+        """Read a payload from its pages; returns True."""
         np.concatenate(_views(self._memory_of(link), grant, 0, len(payload)), out=payload)
         return True
 
     def read_front(self, link: Link, front: ByteArray, grant: messages.Grant, _: int, ranges: Ranges) -> bool:
-        """Read the ranges of a payload that its leading blocks are; whether all of them are here."""
+        """Read the ranges of a payload's leading blocks; returns True."""
         memory = self._memory_of(link)
         np.concatenate([view for begin, end in ranges for view in _views(memory, grant, begin, end)], out=front)
         return True
 
     def lend(self, link: Link, grant: messages.Grant, num_bytes: int) -> ByteArray:
-        """A read-only view of a payload in its pages; a copy if these are several runs."""
+        """Return a read-only view of a payload in its pages; a copy if the pages are several runs."""
         parts = _views(self._memory_of(link), grant, 0, num_bytes)
         payload = parts[0] if len(parts) == 1 else np.concatenate(parts)
         payload.flags.writeable = False
         return payload
 
     def close(self) -> None:
-        """Stop mapping pages, and map nothing any more."""
+        """Stop populating pages, and refuse further mappings."""
         with self._lock:
             self._is_closed = True
             self._stop_populating()
 
     def _memory_of(self, link: Link) -> ByteArray:
-        """The memory of the server that a connection leads to."""
+        """Return the memory of a connection's server."""
         if link.memory is None:
             assert link.hold is not None
             with self._lock:
@@ -113,9 +113,9 @@ class Mapped:
 
 
 def _follow(memory: weakref.ref[ByteArray], fd: int, num_bytes: int, stopping: threading.Event) -> None:
-    """Map the pages that the server has allocated, as it goes on, and close ``fd``.
+    """Populate the pages that the server has allocated, following its progress, and close ``fd`` at the end.
 
-    Touching others would allocate them here, and charge them to this process's container.
+    Touching other pages would allocate them in this process, and charge them to its container.
     """
     begin = 0
     try:
@@ -125,7 +125,7 @@ def _follow(memory: weakref.ref[ByteArray], fd: int, num_bytes: int, stopping: t
             if mapped is None:
                 break
             populate_read(mapped, begin, end)
-            del mapped  # or this thread would keep it while it waits
+            del mapped  # or this thread would keep the mapping while it waits
             if end == begin:
                 stopping.wait(_LOOK_S)
             begin = end
@@ -134,10 +134,10 @@ def _follow(memory: weakref.ref[ByteArray], fd: int, num_bytes: int, stopping: t
 
 
 def _views(memory: ByteArray, grant: messages.Grant, begin: int, end: int) -> list[ByteArray]:
-    """The parts of the mapped memory that a grant names, for a range of a payload.
+    """Return the parts of the mapped memory that a grant names, for a range of a payload.
 
     Raises:
-        TierError: they do not hold it, or lie outside the memory.
+        TierError: they do not hold it, or are outside the memory.
     """
     try:
         parts = extents(grant.runs, begin, end - begin)
@@ -149,23 +149,23 @@ def _views(memory: ByteArray, grant: messages.Grant, begin: int, end: int) -> li
 
 
 class Framed:
-    """The same in messages."""
+    """Mover of payloads in messages."""
 
     def write(self, link: Link, payload: ByteArray, grant: messages.Grant) -> bool:
-        """Send pieces, a few of them before the first is confirmed."""
+        """Send pieces, several of them before the first is confirmed; returns True if all were accepted."""
         sender = PieceSender(link)
         sender.send(0, grant.lease, payload, range(len(payload)))
         return not sender.finish()
 
     def read(self, link: Link, payload: ByteArray, grant: messages.Grant) -> bool:
-        """Ask for pieces, a few of them ahead."""
+        """Ask for pieces, several of them ahead; returns True if all checksums are right."""
         pieces = _pieces([(0, len(payload))])
         return _receive(link, payload, (messages.Fetch(link.new_serial(), grant.lease, *piece) for piece in pieces))
 
     def read_front(
         self, link: Link, front: ByteArray, grant: messages.Grant, front_blocks: int, ranges: Ranges
     ) -> bool:
-        """Ask for pieces of what leading blocks are; of a server that does not know these, for pieces of each range."""
+        """Ask for pieces of leading blocks; an older server is asked for pieces of each range."""
         asked: Iterator[messages.Fetch | messages.Front]
         if link.knows(messages.Front):
             pieces = _pieces([(0, len(front))])
@@ -175,20 +175,20 @@ class Framed:
         return _receive(link, front, asked)
 
     def close(self) -> None:
-        """Nothing runs in the background."""
+        """Do nothing, because no thread runs in the background."""
 
 
 def _pieces(ranges: Ranges) -> Iterator[tuple[int, int]]:
-    """Begin and length of pieces, as a message carries them, of some bytes."""
+    """Yield begin and length of the pieces of ranges, each of which fits into a message."""
     for begin, end in ranges:
         for first in range(begin, end, messages.PIECE_BYTES):
             yield first, min(messages.PIECE_BYTES, end - first)
 
 
 def _receive(link: Link, target: ByteArray, requests: Iterator[messages.Fetch | messages.Front]) -> bool:
-    """Ask for parts, a few of them ahead, which fill an array one behind the other; whether all are sound."""
+    """Ask for parts, several of them ahead, which fill an array in order; returns True if all are sound."""
     is_whole, placed_bytes = True, 0
-    under_way: dict[int, ByteArray] = {}  # where parts go, by serials
+    under_way: dict[int, ByteArray] = {}  # destinations of parts, by serial
     request = next(requests, None)
     while request is not None or under_way:
         while request is not None and len(under_way) < _READ_WINDOW:
@@ -204,11 +204,11 @@ def _receive(link: Link, target: ByteArray, requests: Iterator[messages.Fetch | 
 
 
 class PieceSender:
-    """Sends payload in pieces, a few of them before the first is confirmed.
+    """Sender of payload in pieces, several of them before the first is confirmed.
 
     Args:
         link: to the server.
-        window: how many.
+        window: maximum number of unconfirmed pieces.
 
     Raises:
         TierError: from each method, if the server fails.
@@ -217,18 +217,18 @@ class PieceSender:
     def __init__(self, link: Link, window: int = messages.WINDOW) -> None:
         self._link = link
         self._window = window
-        self._under_way: dict[int, int] = {}  # the numbers of payloads, by serials
+        self._under_way: dict[int, int] = {}  # payload numbers, by serial
         self._failed: set[int] = set()
 
     def send(self, number: int, lease: int, payload: ByteArray, part: range) -> None:
-        """Send some bytes of a payload, which goes by a number. They must not change before ``finish``."""
+        """Send part of a payload, which is identified by ``number``. It must not change before ``finish``."""
         for offset in range(part.start, part.stop, messages.PIECE_BYTES):
             piece = payload[offset : min(offset + messages.PIECE_BYTES, part.stop)]
             serial = self._begin(number)
             self._link.send(messages.Piece(serial, lease, offset, checksum([piece.data])), [piece.data])
 
     def _begin(self, number: int) -> int:
-        """Wait until another request may be under way; its serial."""
+        """Wait until another request may be under way; returns its serial."""
         if len(self._under_way) >= self._window:
             self._confirm()
         serial = self._link.new_serial()
@@ -236,7 +236,7 @@ class PieceSender:
         return serial
 
     def finish(self) -> set[int]:
-        """Wait for all confirmations; returns the numbers of the payloads of which a piece was not taken."""
+        """Wait for all confirmations; returns the numbers of payloads with a refused piece."""
         while self._under_way:
             self._confirm()
         return self._failed

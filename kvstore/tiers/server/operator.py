@@ -1,4 +1,4 @@
-"""An operator's connection to a cache server, for the ``kvstore`` command."""
+"""Operator's connection to a cache server, for the ``kvstore`` command."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _HERE = ("memory", "disk")
 
 @dataclass(frozen=True)
 class Found:
-    """What one namespace has of a prompt.
+    """Chunks of a prompt that were found in one namespace.
 
     Attributes:
         namespace_id: the name of the namespace, in hex.
-        space_id: that of the namespace with this geometry, which the server takes in questions.
+        space_id: the id of the namespace with this geometry, by which requests name it.
         fields: of the namespace.
-        num_tokens: found, from the first on.
-        chunks: where each chunk is that was found, and why the next one is missing.
+        num_tokens: tokens found, from the first on.
+        chunks: the location of each chunk found, and the reason why the next one is missing.
         refs: the chunks found; the last one may hold more than the prompt.
     """
 
@@ -41,7 +41,7 @@ class Found:
 
 
 class _Near(NamedTuple):
-    """A chunk that holds some of another one's first blocks: which, how many, and where it is."""
+    """Chunk that holds leading blocks of another one, their number, and its location."""
 
     ref: ChunkRef
     num_blocks: int
@@ -49,7 +49,7 @@ class _Near(NamedTuple):
 
 
 class Operator:
-    """Sends questions and orders. Belongs to one thread.
+    """Connection that sends an operator's requests. Belongs to one thread.
 
     Raises:
         TierError: the server cannot be reached.
@@ -64,36 +64,36 @@ class Operator:
             raise
 
     def ping(self) -> str:
-        """``ok``, or ``closing``."""
+        """Return ``ok``, or ``closing``."""
         return str(self._ask(messages.Ping(self._link.new_serial()))["status"])
 
     def stats(self) -> dict[str, Any]:
-        """All counters; ``docs/server.md`` has their names."""
+        """Return all counters; ``docs/server.md`` has their names."""
         return self._ask(messages.Stats(self._link.new_serial()))
 
     def clear(self, namespace_id: str = "") -> int:
-        """Forget the chunks of a namespace, or of all; how many there were."""
+        """Remove the chunks of one namespace or all; returns their number."""
         return int(self._ask(messages.ClearSpaces(self._link.new_serial(), bytes.fromhex(namespace_id)))["chunks"])
 
     def pin(self, found: Found, *, is_wanted: bool, seconds: int = 0) -> int:
-        """Pin what was found of a prompt, or unpin it; how many chunks.
+        """Pin the chunks found of a prompt, or unpin them; returns their number.
 
-        A pin ends after ``seconds``, but at the latest after the server's longest time, which 0 stands for.
+        A pin ends after ``seconds``, at most the server's longest time, which is also the meaning of 0.
         """
         packed = messages.pack_refs(found.refs[: messages.MAX_REFS])
         request = messages.Pin(self._link.new_serial(), bytes.fromhex(found.space_id), packed, is_wanted, seconds)
         return int(self._ask(request)["chunks"])
 
     def pins(self) -> dict[str, Any]:
-        """What is pinned: ``pins``, a list in the order in which they end, and how many are ``left_out``."""
+        """Return the pinned chunks: ``pins``, a list by end of the pin, and the number that are ``left_out``."""
         return self._ask(messages.Pins(self._link.new_serial()))
 
     def unpin(self, namespace_id: str = "") -> int:
-        """Unpin all chunks of a namespace, or of all; how many were pinned."""
+        """Unpin all chunks of one namespace or all; returns the number that were pinned."""
         return int(self._ask(messages.UnpinSpaces(self._link.new_serial(), bytes.fromhex(namespace_id)))["chunks"])
 
     def find(self, tokens: Sequence[int], extras: KeyExtras, model: str = "") -> list[Found]:
-        """What each namespace has of a prompt, or only those of a model."""
+        """Return the chunks of a prompt found in each namespace, or only in those of a model."""
         spaces = self.stats()["namespaces"]
         wanted = [space for space in spaces if model in str(space["fields"].get("model", "")) or model == space["id"]]
         return [self._find(space, tokens, extras) for space in wanted]
@@ -130,11 +130,11 @@ class Operator:
         return found
 
     def _explain_ends(self, space_id: str, tails: Sequence[ChunkRef]) -> tuple[list[str], _Near | None]:
-        """Where each tail of a chunk is, and what holds most of its blocks: a tail, or a longer chunk."""
+        """Return the location of each tail of a chunk, and the tail or longer chunk with most of its blocks."""
         tree = self._report(space_id, tails[: messages.MAX_REFS]) if tails else {"chunks": []}
         ends = [*tree["chunks"], *self._explain(space_id, tails[messages.MAX_REFS :])]
         there = [_Near(ref, ref.num_blocks, text) for ref, text in zip(tails, ends, strict=True) if _is_here(text)]
-        if "nearest" in tree:  # an earlier server tells none
+        if "nearest" in tree:  # an earlier server reports none
             key, num_blocks, shared_blocks, text = tree["nearest"]
             there.insert(0, _Near(ChunkRef(bytes.fromhex(key), num_blocks), shared_blocks, text))
         return ends, max(reversed(there), key=lambda near: near.num_blocks, default=None)

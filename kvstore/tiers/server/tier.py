@@ -1,17 +1,17 @@
 """The server tier: chunks in a cache server, shared by all engines of a namespace on this host, and on others.
 
-What keeps it right:
+It is kept correct as follows:
 
-- The server grants pages to write to, and the chunk can be found only after all bytes are there. The pages are leased
-  to the connection until it gives them back or ends, and the number of a lease is never used again.
-- Pages to read from do not change until they are given back.
-- Bytes that travel in messages carry a checksum, piece by piece.
-- A connection on which anything went wrong is closed, which ends all of its leases.
+- The server grants pages to write to, and the chunk can be found only after all bytes are written. The pages are leased
+  to the connection until it releases them or ends, and the number of a lease is never reused.
+- Pages to read from do not change until they are released.
+- Bytes in messages have a checksum, piece by piece.
+- A connection after any error is closed, which ends all of its leases.
 
-What this client's key may not do at the server is a value, too: nothing is found, or there is no room.
+A missing right of this client's key is also a value: no chunk is found, or there is no room.
 
-The server may be down when the tier is opened, or go down at any time: calls then raise ``TierError`` within their
-deadline, and the next call makes new connections.
+The server may be down when the tier is opened, or fail at any time: calls then raise ``TierError`` within their
+deadline, and the next call opens new connections.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ logger = logging.getLogger(__name__)
 
 
 class ServerTier(Tier):
-    """Chunks in a cache server, for one namespace. Thread-safe: each call uses a connection of its own.
+    """Tier of chunks in a cache server, for one namespace. Thread-safe; each call uses a separate connection.
 
-    The server keeps to its own bound, and makes room by its own rules.
+    The server keeps its own bound, and evicts by its own rules.
 
     Args:
-        target: where the server is.
-        namespace: whose chunks these are.
+        target: the server.
+        namespace: that of the chunks.
         layout: the geometry of the chunks.
     """
 
@@ -83,7 +83,7 @@ class ServerTier(Tier):
         return cls(parse_server(options.pop("url", None), options), setup.namespace, setup.layout)
 
     def check(self) -> None:
-        """Find out at start whether the server can be used.
+        """Check at start that the server can be used.
 
         Raises:
             TierSetupError: it speaks another version, or has no room for more clients.
@@ -92,7 +92,7 @@ class ServerTier(Tier):
         self._links.use(lambda link: link.ask(messages.Ping(link.new_serial()), messages.Report))
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
-        """For each chunk, whether the server holds it, in memory or on disk: one round trip for thousands.
+        """Tell for each chunk if the server holds it, in memory or on disk, in one round trip for thousands.
 
         Raises:
             TierError: the server failed.
@@ -102,14 +102,14 @@ class ServerTier(Tier):
 
     @property
     def keeps_trails(self) -> bool:
-        """See ``Tier``: as far as the server understands them, and keeps them for chunks of this size."""
+        """See ``Tier``; True if the server supports trails, and keeps them for chunks of this size."""
         blocks_per_chunk = self._layout.blocks_per_chunk
         trail_bytes = blocks_per_chunk * PREFIX_KEY_BYTES
         most_bytes = min(messages.MAX_TRAIL_BYTES, self._layout.payload_bytes(blocks_per_chunk) // TRAIL_SHARE)
         return trail_bytes <= most_bytes and self._links.know(messages.Describe)
 
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
-        """For each trail, the trails of chunks that share blocks with it, the one that shares most first.
+        """Return, for each trail, the trails of chunks that share blocks with it, the one that shares most first.
 
         Raises:
             TierError: the server failed.
@@ -126,16 +126,16 @@ class ServerTier(Tier):
 
     @property
     def reads_fronts(self) -> bool:
-        """Yes: any range of a chunk's pages can be copied, or asked for in messages with checksums of their own."""
+        """Always True, because any range of a chunk's pages can be copied, or requested in messages with checksums."""
         return True
 
     @property
     def lends(self) -> bool:
-        """Whether the server's memory is mapped here."""
+        """True if the server is on this host, and its memory can be mapped."""
         return self._target.folder is not None
 
     def borrow(self, refs: Sequence[ChunkRef]) -> Loan:
-        """Lend chunks in the server's own pages. Each loan has a connection of its own until it ends."""
+        """Lend chunks in the server's pages. Each loan has a separate connection until it ends."""
         if not self.lends or len(refs) > MAX_LENT:
             raise InvalidCallError(f"a server on this host lends at most {MAX_LENT} chunks, not {len(refs)}")
         for ref in refs:
@@ -153,7 +153,7 @@ class ServerTier(Tier):
         return self._each(transfers, self._put, Outcome.FULL)
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
-        """Forget chunks. They stay if this client may not write.
+        """Remove chunks. They stay if this client lacks the right to write.
 
         Raises:
             TierError: the server failed; some of the chunks may be left.
@@ -164,36 +164,36 @@ class ServerTier(Tier):
             self._use(partial(calls.remove, refs=wanted), None)
 
     def clear(self) -> None:
-        """Forget every chunk of the namespace, for all engines; a ``put`` under way answers ``FAILED``.
+        """Remove every chunk of the namespace, for all engines; a ``put`` under way answers ``FAILED``.
 
         Raises:
-            TierError: the server failed, and may have forgotten nothing; or this client's key lacks the right to clear.
+            TierError: the server failed, and may have removed nothing; or this client's key lacks the right to clear.
         """
         self._links.use(calls.clear)
 
     def reset(self, namespace: Namespace) -> None:
-        """Forget every chunk of the namespace, and move to another one.
+        """Remove every chunk of the namespace, and move to another one.
 
-        Chunks of the old namespace cannot be read here from then on, whether or not the server answers.
+        Chunks of the old namespace cannot be read here afterwards, even if the server does not answer.
         """
-        try:  # moves first: a put under way that stores after the clear then removes its own chunks
+        try:  # moves first, so that a put under way that stores after the clear removes its chunks
             self._links.move(namespace, calls.clear)
         except TierError as error:
             logger.warning("chunks of the old namespace stay at the cache server until they are evicted: %s", error)
 
     def close(self) -> None:
-        """Let calls under way finish for as long as the server may be silent, then hang up. Idempotent."""
+        """Wait for calls under way for as long as the server may be silent, then disconnect. Idempotent."""
         self._links.close()
         self._mover.close()
 
     def _use(self, action: Callable[[Link], Result], denied: Result) -> Result:
-        """Do something over a connection; ``denied`` if this client may not, which is logged now and then.
+        """Run an action over a connection; returns ``denied`` if this client lacks the right, which is logged.
 
         Raises:
             TierError: the server failed.
         """
 
-        def attempt(link: Link) -> Result:  # the connection goes on
+        def attempt(link: Link) -> Result:  # the connection stays open
             try:
                 return action(link)
             except NoRightError as error:
@@ -210,7 +210,7 @@ class ServerTier(Tier):
         *,
         reads_fronts: bool = False,
     ) -> list[Outcome]:
-        """Check all transfers, then move one after the other; ``denied`` becomes of each that is not allowed."""
+        """Check all transfers, then move one after the other; those without the right get the outcome ``denied``."""
 
         def moved(transfer: Transfer) -> Outcome:
             outcome = self._use(lambda link: move(link, transfer), denied)
@@ -240,7 +240,7 @@ class ServerTier(Tier):
         if not transfer.belongs_to(link.namespace.id):
             return Outcome.FAILED
         outcome = self._store(link, transfer)
-        if outcome is Outcome.STORED and not self._links.is_home(link):  # a reset came first, and may have cleared
+        if outcome is Outcome.STORED and not self._links.is_home(link):  # a reset overtook it, and may have cleared
             calls.remove(link, [transfer.ref])
             return Outcome.FAILED
         return outcome

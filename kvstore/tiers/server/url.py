@@ -1,4 +1,4 @@
-"""The address of a cache server, from a URL, and from options for what does not belong into one.
+"""Address of a cache server, from a URL, and from options for values that should not be in a URL.
 
 kvs+ipc:///run/kvstore      on this host: the folder of its sockets
 kvs://host:port             anywhere
@@ -19,13 +19,13 @@ from kvstore.tiers.given import COUNT, FILE, SECONDS, host_and_port, kinds_of, r
 
 @dataclass(frozen=True)
 class ServerTarget:
-    """A cache server, and how to reach it.
+    """Cache server, and the settings to reach it.
 
     Attributes:
         folder: of its sockets, if it is on this host; None if it is reached over the network.
         address: in messages, and for ZeroMQ.
-        connections: how many may be open at once.
-        timeout_s: how long an answer may take.
+        connections: maximum open at once.
+        timeout_s: longest wait for an answer.
         keys: of this client; None for no encryption.
         server_key: the server's public key; needed with ``keys``.
     """

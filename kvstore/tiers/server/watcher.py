@@ -1,7 +1,7 @@
-"""A thread that notices when the server of idle connections has gone, without asking it now and then.
+"""Thread that detects the end of the server of idle connections, without polling.
 
-As long as one process has the memory of a server mapped, the system cannot give it to the next server. It may take
-seconds to unmap, so other threads leave that to this one, too.
+As long as a process has the memory of a server mapped, the system cannot give it to the next server. Unmapping may take
+seconds, so other threads also leave that to this thread.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from kvstore.tiers.server.hold import Hold
 
 
 class Watcher:
-    """Watches holds on servers' memory. Thread-safe. The thread begins with the first hold, and ends with ``close``.
+    """Watcher of holds on servers' memory. Thread-safe. Its thread begins with the first hold, and ends at ``close``.
 
     Args:
-        ended: called on that thread after the other end of some hold was closed.
+        ended: called on that thread after the other end of a hold was closed.
     """
 
     def __init__(self, ended: Callable[[], None]) -> None:
@@ -33,7 +33,7 @@ class Watcher:
         self._thread: threading.Thread | None = None
 
     def watch(self, hold: Hold) -> None:
-        """Watch a hold until it is closed here."""
+        """Watch a hold until this process closes it."""
         with self._lock:
             if self._is_closed:
                 return
@@ -42,7 +42,7 @@ class Watcher:
             self._epoll.register(hold, select.EPOLLRDHUP | select.EPOLLET)
 
     def do(self, job: Callable[[], None]) -> None:
-        """Do something on the thread, or here if there is none."""
+        """Run a job on the thread, or on the caller's if there is none."""
         with self._lock:
             has_thread = self._thread is not None and not self._is_closed
             if has_thread:
@@ -52,7 +52,7 @@ class Watcher:
             job()
 
     def close(self, timeout_s: float) -> None:
-        """End the thread after the jobs that wait; one that unmaps memory for longer goes on. Idempotent."""
+        """End the thread after the waiting jobs. One that unmaps memory for longer goes on. Idempotent."""
         with self._lock:
             if self._is_closed:
                 return
@@ -63,10 +63,10 @@ class Watcher:
             self._thread.join(timeout_s)
 
     def _begin(self) -> select.epoll:
-        """Start the thread, which closes what it waits for at its end.
+        """Start the thread, which closes its descriptors at its end.
 
         Raises:
-            OSError: no more files may be open.
+            OSError: too many files are open.
         """
         with ExitStack() as opened:
             epoll = opened.enter_context(select.epoll())

@@ -1,4 +1,4 @@
-"""The bench's own logic: that it notices lost bytes and slow paths, and what it prints. Times are not tested."""
+"""Logic of the bench: it detects lost bytes and slow paths, and prints its results. Times are not tested."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ TOY_COMMAND = [
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> Geometry:
-    """A geometry that is measured at once and never too slow."""
+    """Return a geometry that is measured at once and never too slow."""
     monkeypatch.setitem(GEOMETRIES, "toy", TOY)
     monkeypatch.setattr(floors, "COMMON", dict.fromkeys(floors.COMMON, Bound(0.0, 0.0)))
     for module in (lookup, remote):
@@ -95,7 +95,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Geometry:
 
 
 def retrieved(workbench: Workbench) -> torch.Tensor:
-    """Move a batch through an engine; the blocks it came back to."""
+    """Move a batch through an engine, and return the blocks of the result."""
     slots = workbench.new_batch()
     with CacheEngine(workbench.paged, Namespace({"model": "toy"}), EngineOptions(1 << 20)) as engine:
         engine.store(workbench.tokens, slot_mapping=slots)
@@ -149,21 +149,21 @@ CALLS = [
 
 
 def test_the_lines_of_the_proxy_have_floors() -> None:
-    """2,000 requests a second on one core are its goal."""
+    """The goal is 2,000 requests a second on one core."""
     assert floors.bound_of("llama-8b", proxy.TIME.name).goal == 1.0
     for subject in (proxy.ADDED, proxy.TIME, proxy.SHARE):
         assert floors.bound_of("llama-8b", subject.name).floor > 0
 
 
 def test_the_lines_of_the_scheduler_have_floors() -> None:
-    """An event within 50 us, a burst of lookups within 10 ms a pass: goals to be kept."""
+    """The goals are an event within 50 us and a burst of lookups within 10 ms a pass."""
     for subject in (scheduling.EVENT, scheduling.PASS, scheduling.BESIDE, scheduling.KEYS):
         assert floors.bound_of("llama-8b", subject.name).goal == 1.0
         assert floors.bound_of("llama-8b", subject.name).floor > 0
 
 
 def test_a_chunk_takes_at_most_a_kibibyte_of_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A count, so that its floor is its goal. Tables of 8,000 chunks have less air than those of 100,000."""
+    """The floor of a count is its goal. Tables of 8,000 chunks have less slack than those of 100,000."""
     monkeypatch.setattr(lookup, "INDEX_CHUNKS", 8_000)
     line = lookup.measure_index()
     assert line.bound == Bound(1.0, 1.0)
@@ -259,7 +259,7 @@ def test_run_measures_the_start(toy: Geometry, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_recommended_redis_takes_freed_memory_again(tmp_path: Path) -> None:
-    """By default jemalloc never again splits what was deleted in one go: the server holds 1.7 times its data."""
+    """By default jemalloc never splits again what was freed in one go, and the server holds 1.7 times its data."""
     payloads = np.broadcast_to(np.ones(16 << 20, np.uint8), (32, 16 << 20))
     with redis.private_server(Path(require_server()), tmp_path) as port, Redis(port=port) as client:
         raw = RawRedis(port, payloads, PART_BYTES)
@@ -295,7 +295,7 @@ def test_the_gpu_lines_move_every_byte(toy: Geometry, device: str, monkeypatch: 
 
 @pytest.mark.parametrize("measure", [cpu.measure_cpu, calls.measure_gpu])
 def test_many_batches_are_still_stored(toy: Geometry, measure: Measure) -> None:
-    """Each is used at once or never: the default policy must see these uses, or it would in the end store none."""
+    """Each is used once at most. The default policy must see these uses, or it would finally store none."""
     lines = measure(Workbench(toy, 64), 40, lambda _: None)
     assert [len(line.pairs) for line in lines] == [40] * 4
 
@@ -304,7 +304,7 @@ def test_many_batches_are_still_stored(toy: Geometry, measure: Measure) -> None:
 def test_a_batch_that_is_not_stored_ends_the_bench(
     toy: Geometry, measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Adaptive, "make_room", lambda *_, **__: None)  # as one that has seen no use would answer
+    monkeypatch.setattr(Adaptive, "make_room", lambda *_, **__: None)  # the answer of a policy that has seen no use
     with pytest.raises(BenchError, match=f"of {Workbench(toy, 64).num_tokens} tokens were stored"):
         measure(Workbench(toy, 64), 40, lambda _: None)
 
@@ -390,7 +390,7 @@ def test_below_the_floor_is_exit_code_1(toy: Geometry, monkeypatch: pytest.Monke
 
 
 def test_a_busy_machine_is_named(toy: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fails all the same: nobody has seen it pass."""
+    """A line that has not passed still fails."""
     monkeypatch.setattr(Mark, "until", lambda *_: Load(cores=2, begin=6.7, end=7.1, others_cores=1.5))
     result = CliRunner().invoke(app, TOY_COMMAND)
     assert (result.exit_code, "busy" in result.stderr) == (0, False)

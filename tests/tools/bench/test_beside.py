@@ -1,4 +1,4 @@
-"""The comparison with LMCache, without LMCache: kvstore beside kvstore."""
+"""The comparison with LMCache, with another kvstore in LMCache's place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chats over a prefill and a decode engine, asked of something that is no vLLM."""
+"""Chats over a prefill and a decode engine, both simulated."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def common_blocks(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 class Engines:
-    """A prefill engine that remembers the prompts since it forgot, and a decode engine that remembers all it has."""
+    """A prefill engine that remembers the prompts since it was emptied, and a decode engine that remembers all."""
 
     def __init__(self, *, reading_s: float = 0.1) -> None:
         self._reading_s = reading_s  # whatever its length
-        self.asked: list[tuple[int, bool]] = []  # how long, and whether the prefill engine was told
+        self.asked: list[tuple[int, bool]] = []  # number of tokens, and if the prefill engine was told
         self._prefill: list[list[int]] = []
         self._decode: list[list[int]] = []
 
@@ -67,7 +67,7 @@ def test_an_answer_is_computed_one_way_and_read_both_ways() -> None:
     for (has_prompt, answer_tokens, turn), samples in found.items():
         assert len(samples) == ROUNDS
         for one in samples:
-            new_tokens = 33  # what the user says, and the answer's last token
+            new_tokens = 33  # the user's message, and the answer's last token
             assert one.both_ways_tokens == new_tokens
             if has_prompt:
                 assert one.one_way_tokens == answer_tokens + new_tokens
@@ -85,7 +85,7 @@ def test_both_ways_ask_the_same_and_take_turns_in_being_first() -> None:
 
 
 def test_where_reading_pays() -> None:
-    """Reading takes as long as 100 tokens: it pays for answers of 128, and always where all would be computed."""
+    """Reading takes as long as 100 tokens, so it pays for answers of 128, and always where all would be computed."""
     found = converse(Engines(), ROUNDS, 1000)
     assert pays_from(found, has_prompt=True) == 128
     assert pays_from(found, has_prompt=False) == ANSWER_TOKENS[0]
@@ -114,7 +114,7 @@ def test_a_longer_answer_for_which_it_does_not_pay_ends_the_threshold() -> None:
 class TestCommand:
     @pytest.fixture(autouse=True)
     def engines(self, monkeypatch: pytest.MonkeyPatch) -> list[BaseException | Engines]:
-        """What comes up for each model in turn."""
+        """Return the engines, or the error at their start, of each model in turn."""
         waiting: list[BaseException | Engines] = [Engines(), Engines()]
 
         @contextmanager

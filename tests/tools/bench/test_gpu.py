@@ -1,4 +1,4 @@
-"""The bench of a GPU, on a CPU: every figure comes out with its limit, wrong bytes and stuck steps are told."""
+"""The bench of a GPU, on a CPU: every figure has its limit, wrong bytes and stuck steps are reported."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ MEASURED = [step for step in STEPS.values() if step.measure is not None and step
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """As in a step's own process."""
+    """Use one thread of torch, as a step's own process does."""
     with one_torch_thread():
         yield
 
 
 @pytest.fixture(params=["device", "host"])
 def paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The code for a GPU, on a CPU; and what a CPU has anyway."""
+    """Use the code for a GPU on a CPU, or the code for a CPU."""
     if request.param == "device":
         monkeypatch.setattr(binding, "HostPagedKV", DevicePagedKV)
     return str(request.param)
@@ -123,7 +123,7 @@ def test_a_changed_byte_ends_a_step(measure: object, monkeypatch: pytest.MonkeyP
 
 
 class LateGround(Ground):
-    """The cache of the order's check, on a device that works late."""
+    """The cache for the check of order, on a device that works late."""
 
     def __init__(self, scale: Scale) -> None:
         self.late = LateDevice(7, eagerness=0.05)
@@ -196,7 +196,7 @@ def test_one_step_does_not_end_the_others(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
 def test_a_step_that_cannot_be_ended_does_not_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that waits in a driver for a device that hangs."""
+    """Such a step waits in a driver for a device that hangs."""
     kill, spared = os.killpg, list[int]()
     monkeypatch.setattr(os, "killpg", lambda group, _: spared.append(group))
     monkeypatch.setattr(run, "END_WAIT_S", 0.1)
@@ -291,7 +291,7 @@ def test_a_visit_needs_no_vllm() -> None:
 
 def test_all_tests_of_the_gpu_are_run() -> None:
     marked = {path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8")}
-    marked -= {Path(__file__), ROOT / "tests/tools/bench/test_bench.py"}  # the visit itself
+    marked -= {Path(__file__), ROOT / "tests/tools/bench/test_bench.py"}  # the tests of the visit itself
     run = [ROOT / name for name in GPU_TESTS]
     assert not [path for path in marked if not any(path.is_relative_to(folder) for folder in run)]
     assert all(folder.exists() for folder in run)

@@ -1,4 +1,4 @@
-"""Parts of the bench that time nothing: geometries, floors, lines, tables, pictures, comparisons."""
+"""Parts of the bench that measure nothing: geometries, floors, lines, tables, pictures, comparisons."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_geometry_that_nobody_has_recorded_has_goals_and_no_floors() -> None:
 
 
 def test_fraction_is_the_median_over_pairs_not_the_ratio_of_medians() -> None:
-    # Noise that hits path and limit alike leaves each pair's fraction, but not the ratio of the medians.
+    # Noise that affects path and limit alike keeps each pair's fraction, but not the ratio of the medians.
     pairs = [Pair(1.0, 2.0), Pair(10.0, 20.0), Pair(100.0, 100.0)]
     assert Line(SUBJECT, Bound(0.8, 0.4), pairs).fraction == 0.5
 
@@ -159,9 +159,9 @@ def test_what_is_counted_is_shown_as_a_count() -> None:
     [
         (QUIET, False),
         (BUSY, True),
-        (QUIET._replace(begin=2.1), True),  # others were at it before
-        (QUIET._replace(others_cores=0.6), True),  # others came later
-        (QUIET._replace(end=6.7), False),  # the bench's own
+        (QUIET._replace(begin=2.1), True),  # others were running before
+        (QUIET._replace(others_cores=0.6), True),  # others started later
+        (QUIET._replace(end=6.7), False),  # the bench's own load
     ],
 )
 def test_a_busy_machine(load: Load, is_busy: bool) -> None:
@@ -225,7 +225,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
 
 
 def test_a_picture_says_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verdicts, goal and limit in a legend, the machine and its load, the end of a bar that is cut."""
+    """It has verdicts, goal and limit in a legend, the machine and its load, and the end of a bar that is cut."""
     pytest.importorskip("matplotlib", reason="--plot needs matplotlib: the extra `plot`")
     drawn: list[Any] = []
     monkeypatch.setattr(plot, "save_figure", lambda figure, _file: drawn.append(figure))

@@ -1,4 +1,4 @@
-"""Conversations of the bench, asked of something that is no vLLM."""
+"""Conversations of the bench, with a simulated engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore.tools.bench.turns import CONTROL, PLAIN, parse_connectors, turns_ta
 
 
 class Engine:
-    """Knows a prompt it was asked before; ``forget`` empties what has no store behind it."""
+    """Engine that knows the prompts it has had; ``forget`` empties it unless it has a store."""
 
     def __init__(self, *, stores: bool) -> None:
         self.tasks: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Many users behind one system prompt: what each cache finds, against a model without sizes."""
+"""Many users with one system prompt: the hits of each cache, compared with a model without sizes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def computed_by_blocks(prompts: Sequence[Sequence[int]]) -> int:
-    """All tokens but the longest common prefix in whole blocks with any prompt before."""
+    """Count all tokens but the longest common prefix, in whole blocks, with any prompt before."""
     found = [
         max((common(prompt, before) // 4 * 4 for before in prompts[:number]), default=0)
         for number, prompt in enumerate(prompts)

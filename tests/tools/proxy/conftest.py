@@ -34,7 +34,7 @@ def decode(engines: list[FakeEngine]) -> FakeEngine:
 
 @pytest.fixture
 def serve(prefill: FakeEngine, decode: FakeEngine) -> Iterator[Serve]:
-    """Starts a proxy in front of one engine of each kind, or of others."""
+    """Yield a function that starts a proxy in front of one engine of each kind, or of others."""
     proxies: list[ProxyThread] = []
 
     def serve_(**options: Any) -> httpx.Client:

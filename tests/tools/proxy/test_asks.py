@@ -1,4 +1,4 @@
-"""What each engine is told: few members of a request are understood, and all others stay the bytes they are."""
+"""Requests as each engine gets them: few members are parsed, and all others are passed on byte for byte."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvstore.tools.proxy.listing import Receiver
 from kvstore.tools.proxy.objects import MAX_MEMBERS, Parts
 
 TO = Receiver("10.0.0.1", 5001)
-# As no library would write it: whoever understands it and writes it again changes it.
+# No library would write it like this, so parsing and writing it again changes it.
 ODD = b'[ 1,2 ,\n3, 1.0e0, -0, 18446744073709551616, 0.1000000000000000055511151231257827, "\\u00e4\xc3\xa4\\/" ]'
 
 
@@ -71,7 +71,7 @@ BODIES = st.fixed_dictionaries({}, optional={"prompt": PROMPTS}).flatmap(
 def test_the_engines_are_told_what_the_client_meant(
     body: dict[str, Any], params: dict[str, Any] | None, indent: int | None, is_ascii: bool
 ) -> None:
-    """Compared with the same rules on objects that were parsed as a whole."""
+    """The requests are compared with the same rules on objects that were parsed as a whole."""
     given_ = body if params is None else {**body, "kv_transfer_params": params}
     ask = Ask.parse(json.dumps(given_, indent=indent, ensure_ascii=is_ascii).encode())
     kept = {name: value for name, value in (params or {}).items() if name != "disagg_spec"}
@@ -128,7 +128,7 @@ def test_an_answer_that_is_none(content: bytes) -> None:
 
 
 def test_how_much_was_sent_is_dropped_wherever_spaces_are() -> None:
-    """Of a batch vLLM says how much of its first prompt was sent; a large space must not hide that it is one."""
+    """vLLM tells for a batch how much of its first prompt was sent; a large space must not hide that it is a batch."""
     ask = Ask.parse(b'{"prompt": [' + b" " * (1 << 20) + b'"a", "b"]}')
     assert ask.is_batch
     names = ("num_transferred_tokens", "num_coming_tokens", "sender", "handover")
@@ -137,7 +137,7 @@ def test_how_much_was_sent_is_dropped_wherever_spaces_are() -> None:
 
 
 def test_large_members_are_not_copied() -> None:
-    """What is sent is the memory that came in: a copy of megabytes would stop all streams, and take as much again."""
+    """The memory that arrived is sent: a copy of megabytes would stop all streams, and take as much again."""
     content = json.dumps({"model": "m", "prompt": "x" * (1 << 20), "n": 1}).encode()
     ask = Ask.parse(content)
     for told in (ask.for_prefill(TO, "t"), ask.for_decode(None, counted=True)):
@@ -147,7 +147,7 @@ def test_large_members_are_not_copied() -> None:
 
 
 def test_megabytes_are_neither_copied_nor_taken_apart() -> None:
-    """6 MiB of token ids: whatever is made of them stops all streams for as long as that takes."""
+    """Any processing of 6 MiB of token ids would stop all streams for as long as it takes."""
     token_ids = b",".join([b"100000"] * 900_000)
     content = bytearray(b'{"model": "m", "stream": true, "n": 1, "prompt": [' + token_ids + b"]}")
     del token_ids

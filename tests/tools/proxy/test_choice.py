@@ -1,4 +1,4 @@
-"""Which engine answers: the least loaded, the one that knows a prompt's beginning, and as often as weights say."""
+"""Choice of the engine: the least loaded, the one that knows a prompt's beginning, in proportion to the weights."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class TestBeginnings:
         assert [chosen(engines, b"1" + KIB) for _ in range(3)] == [others[1]] * 3
 
     def test_until_it_has_too_much_to_do(self) -> None:
-        """All of a prompt known is worth a queue of four; a small part of it none."""
+        """A prompt that is known in full is worth a queue of four; a small part of it is worth none."""
         engines = rota(1, 1)
         owner = next(engine for engine in engines.engines if engine.name == chosen(engines, KIB))
         (other,) = {*engines.engines} - {owner}

@@ -1,4 +1,4 @@
-"""What clients do, and what they may."""
+"""Clients of the proxy: broken connections, malformed requests and keys."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class TestClients:
         assert not any(engine.seen for engine in engines)
 
     def test_many_at_once_while_engines_come_and_go(self, serve: Serve, engines: list[FakeEngine]) -> None:
-        """Every answer is whole, or says that it is not; and nothing is left of any."""
+        """Every answer is whole, or reports that it is not, and nothing of any request is left."""
         prefill, first, second, _ = engines
         client = serve(decode=(first.url, second.url), receivers=(TO_A, TO_B), bidirectional=True)
         for engine in (first, second):
@@ -169,7 +169,7 @@ class TestClients:
 
 @contextmanager
 def unfinished(client: httpx.Client, begin: bytes, more: str = "") -> Iterator[socket.socket]:
-    """A connection on which two bytes of a body are missing."""
+    """Yield a connection on which two bytes of a body are missing."""
     with socket.create_connection((client.base_url.host, client.base_url.port or 0), timeout=20) as connection:
         head = f"POST {PATH} HTTP/1.1\r\nHost: 127.0.0.1\r\n{more}Content-Length: {len(begin) + 2}\r\n\r\n"
         connection.sendall(head.encode() + begin)

@@ -1,4 +1,4 @@
-"""Engines that fail, fall silent, and come back."""
+"""Engines that fail, stop answering, and recover."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TestEnginesThatFail:
     def test_a_decode_engine_has_a_request_while_its_prompt_is_computed(
         self, serve: Serve, engines: list[FakeEngine]
     ) -> None:
-        """Or all prompts that are long would go to one decode engine."""
+        """Otherwise all long prompts would go to one decode engine."""
         prefill, first, second, _ = engines
         prefill.script.holds_after = 0
         client = serve(decode=(first.url, second.url))
@@ -69,7 +69,7 @@ class TestEnginesThatFail:
     def test_what_one_prefill_engine_has_begun_no_other_begins(
         self, serve: Serve, engines: list[FakeEngine], ends_with: str
     ) -> None:
-        """Computed twice, a prompt would take the engines' time twice; the decode engine computes it at once."""
+        """A prompt computed twice would take the engines' time twice; the decode engine computes it at once."""
         first, decode, second = engines[:3]
         first.script = Script(holds_after=0) if ends_with == "silence" else Script(status=500)
         client = serve(prefill=(first.url, second.url), prefill_timeout_s=0.2, timeout_s=20)

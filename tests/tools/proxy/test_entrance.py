@@ -1,4 +1,4 @@
-"""What clients may do to a connection, before a request is one."""
+"""Limits of client connections: heads, slow readers, and their number."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def connected(client: httpx.Client) -> socket.socket:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Read until the proxy closes it; whether it does without an answer."""
+    """Read until the proxy closes the connection; True if it does so without an answer."""
     try:
         return connection.recv(1) == b""
     except ConnectionError:
@@ -133,25 +133,25 @@ def test_where_all_are_answered_nobody_else_comes_in(serve: Serve, decode: FakeE
 
 
 def is_served(client: httpx.Client) -> bool:
-    """Whether there is room for its connection."""
+    """Tell if there is room for the client's connection."""
     try:
         return client.get("/health").status_code == 200
     except httpx.TransportError:
         return False
 
 
-LARGE = 16 << 20  # more than the kernel keeps
+LARGE = 16 << 20  # more than the kernel buffers
 LARGE_ASKED = b"Content-Length: 15\r\n\r\n" + b'{"prompt": "x"}'
 
 
 def begun(connection: socket.socket) -> bool:
-    """Whether an answer has begun, without taking it."""
+    """Tell if an answer has begun, without taking it."""
     return connection.recv(12, socket.MSG_PEEK) == b"HTTP/1.1 200"
 
 
 @pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"], ids=["kept", "to be closed"])
 def test_an_answer_that_nobody_reads_is_not_kept(serve: Serve, decode: FakeEngine, more: bytes) -> None:
-    """It was written at once: the proxy's part in it is over."""
+    """The answer was written at once, so the proxy has nothing left to do with it."""
     decode.script.answer = {"text": "x" * LARGE}
     client = serve(timeout_s=3.0, max_connections=1)
     with connected(client) as connection:
@@ -175,7 +175,7 @@ def test_who_reads_slowly_gets_the_whole_answer(serve: Serve, decode: FakeEngine
 
 
 class Connection(asyncio.Transport):
-    """One whose client reads when it is told to, on a loop whose timers end when they are told to."""
+    """A connection whose client reads on command, on a loop whose timers end on command."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,12 +216,12 @@ class Connection(asyncio.Transport):
         self.protocol.pause_writing()
 
     def wait(self) -> None:
-        """Until the last timer ends."""
+        """Let the last timer end."""
         self.timers[-1].when()
 
 
 def test_who_hangs_up_behind_a_large_body_is_noticed() -> None:
-    """Uvicorn stops reading there, and whoever does not read sees no connection end."""
+    """Uvicorn stops reading there, and without reads the end of a connection is not noticed."""
     connection, calls = Connection(), Mock()
     connection.protocol.data_received(HEAD + b"Content-Length: 100000\r\n\r\n" + b"x" * 100_000)
     assert connection.num_pauses == 1
@@ -258,7 +258,7 @@ def test_who_has_read_all_has_time_again() -> None:
 
 
 def test_a_little_that_is_left_of_an_answer_is_waited_for_no_longer() -> None:
-    """It pauses nothing, and closing would wait for its reader."""
+    """It is too small to pause the writer, and a close would wait for the reader."""
     connection = Connection()
     connection.protocol.data_received(HEAD + b"Content-Length: 0\r\n\r\n")
     connection.unread_bytes = 10

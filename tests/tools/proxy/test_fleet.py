@@ -1,4 +1,4 @@
-"""Engines that come and go while the proxy runs."""
+"""Engines that are added and removed while the proxy runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def write(file: Path, prefill: Sequence[dict[str, Any]], decode: Sequence[dict[str, Any]]) -> None:
-    """As an operator should: whole, or not at all."""
+    """Write the file as an operator should, atomically."""
     new = file.with_suffix(".new")
     new.write_text(json.dumps({"prefill": prefill, "decode": decode}), encoding="utf-8")
     new.replace(file)

@@ -1,4 +1,4 @@
-"""``kvstore proxy`` as a process: how it ends."""
+"""``kvstore proxy`` as a process, and its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TLS: towards clients, whose certificate may be renewed, and towards engines, whose certificate must be trusted."""
+"""TLS with clients, where the certificate may be renewed, and with engines, whose certificate must be trusted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Pair = tuple[Path, Path]
 
 
 def made_certificate(folder: Path, name: str) -> Pair:
-    """A certificate of 127.0.0.1 that signs itself, and its key."""
+    """Make a self-signed certificate of 127.0.0.1, and its key."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("openssl makes the certificates, and is not there")

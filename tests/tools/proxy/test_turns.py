@@ -1,4 +1,4 @@
-"""One event loop passes on all streams: whoever sends much lets the others have their turn."""
+"""Fairness of the one event loop that passes on all streams: large bodies let other streams run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONGEST_PIECE_BYTES = 512 << 10
 def test_others_have_their_turn_while_a_body_of_megabytes_passes(
     decode: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another stream's task runs between any two pieces of it, none of which is long."""
+    """Another stream's task runs between any two pieces of the body, none of which is long."""
     prompt = b'{"prompt": [' + b",".join([b"100000"] * 900_000) + b"]}"
     turns = 0
     seen: list[tuple[int, int]] = []  # the length of each piece, and the turns that others had before it

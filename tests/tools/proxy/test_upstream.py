@@ -1,4 +1,4 @@
-"""Connections to engines: what is used again, what is given up, and what engines that go wrong cannot do."""
+"""Connections to engines: reuse, time-outs, and limits on the harm of faulty engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Work = Callable[[Pool], Awaitable[None]]
 
 
 class Peer:
-    """Answers each request with the next of these bytes; None closes the connection."""
+    """Server that answers each request with the next of these bytes; None closes the connection."""
 
     def __init__(self, *answers: bytes | None, holds: bool = True) -> None:
         self.answers = list(answers)
@@ -226,7 +226,7 @@ def test_nobody_there() -> None:
 
 
 def test_an_answer_is_not_read_ahead_without_bound() -> None:
-    """Whoever reads slowly slows the engine down, too."""
+    """A client that reads slowly slows the engine down, too."""
     size = 64 << 20
 
     async def work(pool: Pool) -> None:

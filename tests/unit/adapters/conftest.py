@@ -19,5 +19,5 @@ def build() -> Iterator[Build]:
 
 @pytest.fixture
 def on_disk(tmp_path: Path) -> Setup:
-    """Chunks pass through memory to the disk, so every hit reads a file."""
+    """Return a setup in which chunks pass through memory to the disk, so that every hit reads a file."""
     return Setup(folder=tmp_path, local_cpu=False)

@@ -1,4 +1,4 @@
-"""Replaced weights never share with the old ones."""
+"""Identity of models: replaced weights never share KV with the old ones."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_weights_replaced_in_the_same_folder_are_others(folder: Path) -> None:
 
 
 def test_a_copy_on_another_machine_is_the_same(folder: Path, tmp_path: Path) -> None:
-    """Replicas share, however their files got there."""
+    """Replicas share KV, no matter how their files were copied."""
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy, copy_function=shutil.copyfile)
     for path in copy.iterdir():
@@ -74,7 +74,7 @@ def test_a_single_byte_tells(folder: Path, fingerprint: Callable[[Path], str]) -
 
 
 class TestLargeModels:
-    """Of which a part is read."""
+    """Models so large that only a part of each is read."""
 
     ROWS: Final = {
         "embed_tokens.weight": 192,
@@ -91,7 +91,7 @@ class TestLargeModels:
         return folder
 
     def write(self, folder: Path, changes: dict[int, int] | None = None) -> None:
-        """The weights, with some bytes at other values."""
+        """Write the weights, with some bytes at other values."""
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, rows in self.ROWS.items():
@@ -114,7 +114,7 @@ class TestLargeModels:
 
     @pytest.mark.parametrize("name", ROWS)
     def test_a_fine_tune_of_any_one_tensor_tells(self, model: Path, name: str) -> None:
-        """Even one that moves few of its numbers: one in a hundred rows here."""
+        """It may change only few of its numbers, here one in a hundred rows."""
         before = fingerprint_folder(model)
         rows = range(0, self.ROWS[name], 1)
         changes = {self.position(name, row) + Random(row).randrange(self.ROW_BYTES): 1 for row in rows}

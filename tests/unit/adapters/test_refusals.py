@@ -1,4 +1,4 @@
-"""An error at start is the last line that a person sees, once, whichever process had it."""
+"""Errors at start: each is the last line that the user sees, once, from any process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FIRST = """
 
 
 def run(tmp_path: Path, method: str, children: int) -> list[str]:
-    """The lines of a first process and its children on standard error."""
+    """Return the lines of a first process and its children on standard error."""
     text = textwrap.dedent(FIRST).replace("METHOD", repr(method)).replace("CHILDREN", str(children))
     (tmp_path / "vllm").write_text(text)
     done = subprocess.run(
@@ -64,7 +64,7 @@ def test_nothing_is_printed_where_nothing_was_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["", "/nowhere", "/etc/hostname", "own"])
 def test_a_note_touches_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    """A number of a process, or a descriptor, may mean something else by now."""
+    """A process id or a descriptor may mean something else by now."""
     other = tmp_path / "other"
     with other.open("wb") as file:
         monkeypatch.setenv(VARIABLE, f"/proc/{os.getpid()}/fd/{file.fileno()}" if path == "own" else path)

@@ -1,4 +1,4 @@
-"""The index of models that need checkpoints: after whatever has happened, a lookup finds what trying all ends finds."""
+"""The index of models that need checkpoints: after any history, a lookup finds what a trial of all ends finds."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class CheckpointMachine(IndexMachine):
             self.parts[hasher, end_tokens] = parts
         return parts
 
-    # -- what there is -----------------------------------------------------------------------------------------------
+    # -- contents ----------------------------------------------------------------------------------------------------
 
     def is_here(self, ref: ChunkRef) -> bool:
         chunk = self.index._chunks.get(ref.prefix_key)
@@ -92,7 +92,7 @@ class CheckpointMachine(IndexMachine):
     def needed(
         self, hasher: PrefixHasher, skip_tokens: int, end_tokens: int, limit_tokens: int
     ) -> dict[tuple[ChunkRef, ...], bool]:
-        """The chunks that a hit may take, and whether it must be found if they are there.
+        """Return the sets of chunks that a hit may take, each with True if it must be found while they are there.
 
         A tail is looked for in the first chunk that is not there whole, and in the one in which the limit is.
         """
@@ -110,7 +110,7 @@ class CheckpointMachine(IndexMachine):
         return {(*before, *around): num_chunks == limit_tokens // CHUNK, with_tail: not self.is_known(around[0])}
 
     def check(self, match: Match, hasher: PrefixHasher, skip_tokens: int, limit_tokens: int) -> None:
-        """It is one of the possible hits, and none that ends behind it is."""
+        """Check that the match is one of the possible hits, and that none ends behind it."""
         limit_tokens = min(limit_tokens, hasher.num_tokens)
         if match.num_tokens:
             assert match.refs in self.needed(hasher, skip_tokens, match.num_tokens, limit_tokens)
@@ -131,7 +131,7 @@ class CheckpointMachine(IndexMachine):
             hasher = self.hasher(family, 30)
             self.check(self.index.lookup(hasher), hasher, 0, 30)
 
-    # -- what happens ------------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------------------------
 
     @rule(
         family=st.integers(0, 2),
@@ -181,7 +181,7 @@ class CheckpointMachine(IndexMachine):
 
     @rule(family=st.integers(0, 2), length=st.integers(6, 30), marks=st.sets(st.integers(0, 5), min_size=1))
     def store_with_success(self, family: int, length: int, marks: set[int]) -> None:
-        """Chunk by chunk, so that a small pool lets them pass to the disk."""
+        """Store chunk by chunk, so that a small pool lets the chunks pass to the disk."""
         for number in range((length - 1) // CHUNK + 1):
             self.store_chunk(family, min(length, (number + 1) * CHUNK), number, {*marks, (length - 1) // CHUNK})
 
@@ -263,7 +263,7 @@ class CheckpointMachine(IndexMachine):
         hasher, skip_tokens = self.hasher(family, length), skip_blocks * BLOCK
         match = self.index.lookup(hasher, skip_tokens)
         assert not self.index.questions(hasher, match, skip_tokens)
-        # Nothing that has not been asked about would have made it longer.
+        # Nothing that was not asked about would have made it longer.
         behind = range(skip_tokens + BLOCK, hasher.num_tokens + 1, BLOCK)
         every = [ref for end in behind for ref in self.parts_at(hasher, end)]
         needed = [self.needed(hasher, skip_tokens, end, hasher.num_tokens) for end in behind]

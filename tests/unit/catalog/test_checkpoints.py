@@ -1,4 +1,4 @@
-"""Checkpoints in the index: found where all of them is there, and kept, given room and let go as a whole."""
+"""Checkpoints in the index: found only if complete, and kept, given room and evicted as a whole."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def plan(index: ChunkIndex, num_tokens: int, ends: Sequence[int], seed: int = 0)
 
 
 def store(index: ChunkIndex, num_tokens: int, ends: Sequence[int], seed: int = 0) -> list[StoreStep]:
-    """Do it, with success."""
+    """Store with success what ``plan`` plans."""
     steps = plan(index, num_tokens, ends, seed)
     index.complete_store(steps, set())
     for step in steps:
@@ -354,7 +354,7 @@ def test_a_checkpoint_goes_before_the_chunks_it_stands_on_and_not_after_those_be
 
 
 def ask(index: ChunkIndex, view: RemoteView, held: Sequence[ChunkRef], num_tokens: int) -> tuple[int, int]:
-    """The tokens found once all questions are answered, and how many rounds that took."""
+    """Return the tokens found once all questions are answered, and the number of rounds."""
     hasher = hasher_of(num_tokens)
     for rounds in range(index.question_rounds):
         match = index.lookup(hasher)
@@ -393,7 +393,7 @@ def test_windows_alone_ask_about_no_chunk() -> None:
     assert not any(view.holds(ref, 0.0) for ref in held[:3])
 
 
-# What else is said of them
+# Other facts about them
 
 
 def test_what_had_not_arrived_is_asked_about_again() -> None:

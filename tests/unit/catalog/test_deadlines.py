@@ -1,4 +1,4 @@
-"""Moments by name: against a plain mapping, and bounded."""
+"""Deadlines by name, compared with a plain mapping, and bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of a longer chunk at a remote tier, a load brings the leading blocks alone: they are a tail from then on."""
+"""Leading blocks of a longer chunk at a remote tier, which a load brings alone and which are a tail from then on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHUNK = 8 * BLOCK
 
 
 def hasher(shared_blocks: int, seed: int = 0) -> PrefixHasher:
-    """A sequence of one chunk and more that shares so many blocks with all others."""
+    """Return a sequence of one chunk and more that shares so many blocks with all others."""
     made = PrefixHasher(CHUNK, BLOCK)
     made.update([*range(shared_blocks * BLOCK), *range(1000 * (seed + 1), 1000 * (seed + 1) + CHUNK)])
     return made
@@ -29,7 +29,7 @@ TRAIL = b"".join(THERE.block_keys(0))
 
 
 def make(*, reads_fronts: bool = True, keep: bool = True, num_slots: int = 4) -> ChunkIndex:
-    """An index whose remote tier has named a chunk of eight blocks."""
+    """Make an index whose remote tier has named a chunk of eight blocks."""
     view = RemoteView(60.0)
     view.note([HOLDER, TRAIL], [True, (TRAIL,)], 0.0)
     return ChunkIndex(num_slots, keep_in_memory=keep, remote=view, max_sends=4, reads_fronts=reads_fronts)
@@ -73,7 +73,7 @@ def test_a_chunk_that_is_wanted_as_a_whole_is_read_as_a_whole() -> None:
 
 
 def test_who_wants_more_of_it_reads_more() -> None:
-    """The tail holds what it holds; and when the whole chunk has come, nothing is kept twice."""
+    """The tail keeps its blocks, and once the whole chunk is loaded, nothing is kept twice."""
     index = make()
     index._chunks.whole_blocks = CHUNK // BLOCK
     for shared in (2, 4):
@@ -130,7 +130,7 @@ def test_without_a_slot_nothing_is_planned() -> None:
 
 
 def test_a_part_is_sent_on_like_any_tail() -> None:
-    """There it would be found by its own key only where trails are not known."""
+    """At the other tier it would be found by its own key only where trails are unknown."""
     index, sequence = make(), PrefixHasher(CHUNK, BLOCK)
     sequence.update(range(2 * BLOCK))
     index.complete_load(load(index, hasher(2)), set(), set())
@@ -139,7 +139,7 @@ def test_a_part_is_sent_on_like_any_tail() -> None:
 
 
 def test_a_part_whose_bytes_are_wrong_condemns_the_chunk_that_it_was_read_from() -> None:
-    """Or it would be read from there again."""
+    """Otherwise it would be read from there again."""
     index, sequence = make(), hasher(2)
     (step,) = load(index, sequence)
     index.complete_load([step], set(), set())

@@ -1,4 +1,4 @@
-"""Chunks of others that a remote tier names: looked up, asked for, remembered, and bounded."""
+"""Chunks of other engines that a remote tier names: looked up, asked for, remembered, and bounded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstore.keys import PREFIX_KEY_BYTES, PrefixHasher
 
 
 def parted(shared_tokens: int, num_tokens: int = CHUNK, seed: int = 0) -> PrefixHasher:
-    """A sequence that shares its beginning with ``hasher_of(...)`` and goes on alone."""
+    """Return a sequence that shares its beginning with ``hasher_of(...)`` and continues alone."""
     hasher = PrefixHasher(CHUNK, BLOCK)
     hasher.update(
         [*range(shared_tokens), *range(10_000 * (seed + 1), 10_000 * (seed + 1) + num_tokens - shared_tokens)]
@@ -40,7 +40,7 @@ def remote_index() -> tuple[ChunkIndex, RemoteView]:
 
 
 def answer(index: ChunkIndex, view: RemoteView, *named: bytes, there: bool = True) -> list[list[Asked]]:
-    """Ask what a lookup wants to know until it knows; the rounds of questions."""
+    """Answer a lookup's questions until it knows. Returns the number of rounds."""
     rounds: list[list[Asked]] = []
     while questions := index.questions(MINE, index.lookup(MINE)):
         assert len(rounds) < index.question_rounds, "it asks again and again"
@@ -79,7 +79,7 @@ def test_the_nearest_that_is_there_is_found() -> None:
 
 
 def test_nobody_waits_for_what_another_loads() -> None:
-    """As among the chunks here: who wants a part would wait for all of it."""
+    """As with local chunks, a request for a part would wait for all of it."""
     index, view = remote_index()
     answer(index, view, THEIRS)
     steps = index.prepare_load(index.lookup(MINE).refs)
@@ -99,7 +99,7 @@ def test_nobody_waits_for_what_another_loads() -> None:
     ],
 )
 def test_what_is_no_trail_leads_nowhere(named: bytes) -> None:
-    """Not of whole keys, of another beginning, or longer than any chunk."""
+    """They do not have whole keys, have another beginning, or are longer than any chunk."""
     index, view = remote_index()
     view.note([ASKED], [(named,)], 0.0)
     assert index._named(ASKED, MINE.blocks_per_chunk, 0, NOTHING_TOLD) == []
@@ -134,7 +134,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_chunks_that_are_gone_hide_none_that_is_there() -> None:
-    """However many were named before, and whatever the tier still names."""
+    """Neither the number of names before nor those that the tier still gives matter."""
     index, view = remote_index()
     gone = [trail_of(parted(3 * BLOCK, seed=seed)) for seed in range(20, 90)]
     for number in range(0, len(gone), 4):

@@ -1,4 +1,4 @@
-"""The index: every transition of a chunk, seen from outside. ``test_index_machine`` does them in random orders."""
+"""The index: every transition of a chunk, seen from outside. ``test_index_machine`` makes them in random orders."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_pool_smaller_than_a_request_keeps_its_front() -> None:
 
 
 def test_a_chunk_goes_before_the_prefix_it_hangs_on() -> None:
-    """Also where the chain grew chunk by chunk, as it does in chunked prefill."""
+    """This holds even if the chain grew chunk by chunk, as in chunked prefill."""
     index = make(4)
     for end in (16, 32, 48):
         refs = refs_of(end)
@@ -143,7 +143,7 @@ def test_a_tail_that_is_gone_is_not_superseded() -> None:
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_a_tail_stays_until_its_chunk_can_be_found(stored: bool) -> None:
-    """Although the chunk's write ended before its store did, which may fail."""
+    """The chunk's write ended before its store, which may fail."""
     index = make(8, disk_chunks=8)
     store(index, 8)
     (step,) = index.prepare_store(refs_of(16), hasher=hasher_of(16))
@@ -291,7 +291,7 @@ def test_remove(in_flight: bool) -> None:
 
 
 def test_a_file_written_after_its_removal_is_announced_again() -> None:
-    """The removal may have been carried out before the write began, as where plans travel once a step."""
+    """The removal may have been carried out before the write began, as where plans are sent once a step."""
     index = make(4, disk_chunks=4)
     (step,) = index.prepare_store(refs_of(16))
     index.remove(keys([step]))

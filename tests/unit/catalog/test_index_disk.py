@@ -1,4 +1,4 @@
-"""The index over a disk tier: what is written there, what leaves it, and what it cannot give."""
+"""The index over a disk tier: writes to it, evictions from it, and chunks that it cannot deliver."""
 
 from __future__ import annotations
 
@@ -180,17 +180,17 @@ def test_nothing_is_promised_that_only_a_silent_disk_has() -> None:
     load(index, 16)
     index.set_disk_answers(answers=False)
     assert known_tokens(index, 32) == 16
-    assert len(index.prepare_store(refs_of(16, 1))) == 1  # writes go on: one of them will be the first to succeed
+    assert len(index.prepare_store(refs_of(16, 1))) == 1  # writes continue, as one of them will be the first to succeed
     index.set_disk_answers(answers=True)
     assert known_tokens(index, 32) == 32
 
 
 @pytest.mark.parametrize("disk_answers", [True, False])
 def test_what_could_not_be_read_is_stored_again(*, disk_answers: bool) -> None:
-    """Computed again because the disk failed, it takes its old self's place: in memory, and by a new write."""
+    """Computed again because the disk failed, it replaces the old chunk in memory, and by a new write."""
     index = make(2, disk_chunks=4)
     store(index, CHUNK)
-    store(index, 2 * CHUNK, seed=1)  # takes both slots: the first chunk is only on disk now
+    store(index, 2 * CHUNK, seed=1)  # takes both slots, so the first chunk is only on disk now
     index.set_disk_answers(answers=disk_answers)
     if disk_answers:
         steps = index.prepare_load(refs_of(CHUNK))
@@ -215,7 +215,7 @@ def test_a_write_that_was_dropped_is_planned_again() -> None:
     (step,) = index.prepare_store(refs_of(32))
     assert step == StoreStep(second.ref, second.slot, (Place.DISK,), gather=False, trail=second.trail)
     assert index.prepare_store(refs_of(32)) == []  # on its way
-    index.complete_store([step], keys([step]))  # nothing was copied: the chunk is what it was
+    index.complete_store([step], keys([step]))  # nothing was copied: the chunk is unchanged
     assert known_tokens(index, 32) == 32
     index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
     index.check_invariants()
@@ -266,7 +266,7 @@ def test_a_tail_on_disk_waits_for_its_chunk(stored: bool) -> None:
 
 @pytest.mark.parametrize(("take_turns", "used"), [(False, [0, 0, 0, 0]), (True, [0, 1, 2, 0])])
 def test_slots_that_a_device_may_still_read_are_used_last(used: list[int], *, take_turns: bool) -> None:
-    """Who fills one that it reads has to wait; the host's copies have ended, and its caches hold the last slot."""
+    """A store into a slot that a device still reads has to wait, but the host's caches hold the last slot used."""
     index = ChunkIndex(
         3,
         keep_in_memory=False,
@@ -300,20 +300,20 @@ def test_a_trail_of_another_length_is_not_taken() -> None:
 
 
 def parting(shared: int, seed: int) -> PrefixHasher:
-    """A chunk that has so many tokens in common with all others of these."""
+    """Return a chunk that has so many tokens in common with all others of these."""
     hasher = PrefixHasher(CHUNK, BLOCK)
     hasher.update([*range(shared), *range(seed * 1000, seed * 1000 + CHUNK - shared)])
     return hasher
 
 
 def adopt(index: ChunkIndex, hasher: PrefixHasher) -> None:
-    """A chunk that the disk held at start, with its trail."""
+    """Add a chunk that the disk held at start, with its trail."""
     refs = chunk_refs(hasher, with_tail=False)
     index.adopt(((ref, FULL_BYTES) for ref in refs), trails(hasher, refs))
 
 
 def test_a_chunk_that_is_coming_is_not_taken_for_a_part() -> None:
-    """Whoever asks would wait for the load of another request."""
+    """A request that used part of it would wait for the load of another request."""
     index, coming = make(4, disk_chunks=8), parting(12, 1)
     index.adopt(
         [(chunk_refs(coming, with_tail=False)[0], FULL_BYTES)], trails(coming, chunk_refs(coming, with_tail=False))
@@ -349,7 +349,7 @@ def test_of_what_is_on_disk_no_part_is_read_where_that_is_not_wanted() -> None:
 
 @pytest.mark.parametrize("here", [0, 99, 199])
 def test_a_chunk_in_memory_is_seen_however_many_on_disk_share_as_much(here: int) -> None:
-    """Wherever it stands among them, and only for as long as it is there."""
+    """Its position among them does not matter, and it is seen only while it is in memory."""
     index, shared = make(2, disk_chunks=400), hasher_of(8)
     trail = b"".join(shared.block_keys(0))
     parted = sorted((parting(8, seed) for seed in range(1, 201)), key=lambda hasher: hasher.block_keys(0))

@@ -1,4 +1,4 @@
-"""What the index may not give away, a request's own prefix and what is leased; and what it does not send back."""
+"""Chunks that the index may not evict (a request's own prefix, leased ones), and chunks that it does not send back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def hasher_of(num_tokens: int, seed: int = 0) -> PrefixHasher:
 @pytest.mark.parametrize("policy", [*POLICIES, "FIFO"])
 @pytest.mark.parametrize("noted", [True, False], ids=["in one request", "in another one"])
 def test_a_store_never_evicts_its_own_prefix(policy: str, noted: bool) -> None:
-    """A pool smaller than the request keeps the front of it: the rest would be found by nobody."""
+    """A pool smaller than the request keeps the front of it, because the rest alone would never be found."""
     refs = chunk_refs(hasher_of(8 * CHUNK), with_tail=False)
     index = ChunkIndex(3, cache_policy=policy)
     front = [ref.prefix_key for ref in refs[:3]]
@@ -43,11 +43,11 @@ def test_a_store_never_evicts_its_own_prefix(policy: str, noted: bool) -> None:
 
 @pytest.mark.parametrize("why", ["silent", "unread"])
 def test_a_leased_chunk_on_a_disk_that_gives_nothing_is_not_discarded(why: str) -> None:
-    """Nobody could use it now, but somebody holds it; without the lease it is stored anew."""
+    """It cannot be used now, but it is leased; without the lease it is stored again."""
     refs = chunk_refs(hasher_of(CHUNK), with_tail=False)
     index = ChunkIndex(4, disk_capacity_bytes=400, stored_bytes=lambda blocks: 25 * blocks)
     index.adopt([(refs[0], 100)])
-    if why == "unread":  # a read that failed, of a chunk that may well be there
+    if why == "unread":  # a failed read of a chunk that may well be there
         loads = index.prepare_load(index.lookup(hasher_of(CHUNK)).refs)
         assert index.lease("one", refs, 10) == 1
         index.complete_load(loads, {refs[0].prefix_key}, set())
@@ -66,7 +66,7 @@ def test_a_leased_chunk_on_a_disk_that_gives_nothing_is_not_discarded(why: str) 
 
 
 def test_what_came_from_the_remote_tier_is_not_sent_there() -> None:
-    """Also when what was known of that tier counts no longer."""
+    """This holds even if knowledge of that tier has expired."""
     refs = chunk_refs(hasher_of(3 * CHUNK), with_tail=False)
     view = RemoteView(HOLD_S)
     index = ChunkIndex(4, remote=view)

@@ -1,4 +1,4 @@
-"""What the index keeps from eviction for a while: leases, and chunks with a time to live."""
+"""Temporary protection from eviction: leases, and chunks with a time to live."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_leases_hold_at_most_half_of_the_slots() -> None:
     index.release("one")
     index.release("two")
     assert index.lease("one", refs_of(64), 10) == 2
-    assert index.lease("one", refs_of(64)[2:], 10) == 2  # the new lease takes the old one's place
+    assert index.lease("one", refs_of(64)[2:], 10) == 2  # the new lease replaces the old one
     index.check_invariants()
     index.advance(10)
     assert (index.leases, uses_of(index)) == (0, 0)
@@ -41,7 +41,7 @@ def test_a_leased_chunk_stays_in_its_tier() -> None:
 
 
 def test_a_forgotten_chunk_is_no_longer_leased() -> None:
-    """Or it could not come back before the lease ends, which a pin never does."""
+    """Otherwise it could not be stored before the lease ends, which a pin never does."""
     index = make(4, disk_chunks=4)
     store(index, 32)
     assert index.lease("one", refs_of(32), float("inf")) == 2
@@ -88,7 +88,7 @@ def single(number: int) -> ChunkRef:
 
 @pytest.mark.parametrize("num_stores", [10_000, pytest.param(100_000, marks=pytest.mark.soak)])
 def test_times_to_live_take_memory_only_while_their_chunks_are_there(num_stores: int) -> None:
-    """A day of stores in a small pool, each with a time that ends long after its chunk has gone."""
+    """Stores of a day in a small pool have each a time that ends long after the chunk was evicted."""
     index = make(16)
     most = 0
     for number in range(num_stores):
@@ -108,7 +108,7 @@ def test_a_time_to_live_that_is_extended_again_and_again() -> None:
         index.complete_store(index.prepare_store(refs_of(16), ttl_s=60), set())
     assert len(index._chunks.expiries._heap) < 200
     index.check_invariants()
-    index.complete_store(index.prepare_store(refs_of(16)), set())  # for good now
+    index.complete_store(index.prepare_store(refs_of(16)), set())  # without a time now
     index.advance(20_000)
     assert (known_tokens(index, 16), index.counters.expired) == (16, 0)
 
@@ -150,7 +150,7 @@ def test_the_time_is_told_without_a_look_at_every_lease(monkeypatch: pytest.Monk
 
 
 class NoWalk(dict[str, Any]):
-    """A mapping that may be asked for names only."""
+    """A mapping that supports lookups by name only."""
 
     def __iter__(self) -> Iterator[str]:
         raise AssertionError("all leases are looked at")
@@ -161,7 +161,7 @@ class NoWalk(dict[str, Any]):
 
 def test_a_chunk_with_a_time_to_live_does_not_supersede_a_tail_for_good() -> None:
     index = make()
-    store(index, 8)  # a tail of two blocks, and nothing says for how long
+    store(index, 8)  # a tail of two blocks, without a time to live
     index.complete_store(index.prepare_store(refs_of(16), hasher=hasher_of(16), ttl_s=5), set())
     assert known_tokens(index, 16) == 16
     index.advance(6)

@@ -1,4 +1,4 @@
-"""The index against a model: random plans, in any order, some of them failing, with a pretended pool and disk."""
+"""The index against a model: random plans, in any order, some of them failing, with a simulated pool and disk."""
 
 from __future__ import annotations
 

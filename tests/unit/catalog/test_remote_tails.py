@@ -1,4 +1,4 @@
-"""Tails at a remote tier: not sent where a longer chunk leads to them, and gone once one does."""
+"""Tails at a remote tier: not sent if a longer chunk leads to them, and removed once one does."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def trail(num_tokens: int) -> bytes:
 
 
 def offer(index: ChunkIndex, num_tokens: int) -> list[StoreStep]:
-    """What a store would do; nothing of it is carried out."""
+    """Plan a store and return its steps, of which none is carried out."""
     steps = index.prepare_store(refs_of(num_tokens), hasher=hasher_of(num_tokens))
     index.check_invariants()
     return steps
 
 
 def send(index: ChunkIndex, num_tokens: int, *, stored: bool = True) -> list[StoreStep]:
-    """Store a sequence, and end what is sent of it."""
+    """Store a sequence, and end its writes to the remote tier."""
     steps = offer(index, num_tokens)
     index.complete_store(steps, set())
     for step in steps:
@@ -46,7 +46,7 @@ def send(index: ChunkIndex, num_tokens: int, *, stored: bool = True) -> list[Sto
 
 
 def others_have(index: ChunkIndex, num_tokens: int, *, is_told: bool) -> None:
-    """Another engine has stored a sequence, and the tier has said so."""
+    """Let another engine store a sequence, and the tier report it."""
     view = index._remote.view
     assert view is not None
     view.note([ref(num_tokens)], [True], 0.0)
@@ -98,7 +98,7 @@ def test_a_chunk_that_is_being_gathered_and_not_sent_stands_in_for_nothing() -> 
 
 @pytest.mark.parametrize("is_told", [True, False])
 def test_another_engines_chunk_stands_in_if_its_trail_was_told(is_told: bool) -> None:
-    """One of an older engine is found by its key only: whoever looks for the tail finds nothing else."""
+    """A chunk of an older engine is found by its key only, so a lookup of the tail does not find it."""
     index = make()
     others_have(index, WHOLE, is_told=is_told)
     assert [step.targets for step in send(index, WHOLE)] == [()]
@@ -117,7 +117,7 @@ def test_a_chunk_loaded_from_there_stands_in_if_its_trail_was_told(is_told: bool
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_tail_is_kept_here_and_not_sent_where_another_engines_chunk_holds_it(is_there: bool) -> None:
-    """Which has never been here: the tail was computed, although it could have been loaded."""
+    """That chunk has never been here; the tail was computed, although it could have been loaded."""
     index = make()
     others_have(index, WHOLE, is_told=True)
     if not is_there:
@@ -175,7 +175,7 @@ def test_a_tail_that_comes_after_its_chunk_goes_at_once() -> None:
 
 @pytest.mark.parametrize("is_told", [True, False])
 def test_an_older_engines_tail_stays(is_told: bool) -> None:
-    """It looks for it by its key; a newer one is led to the longer chunk."""
+    """An older engine looks for it by its key; a newer one is led to the longer chunk."""
     index = make()
     others_have(index, TAIL, is_told=is_told)
     send(index, WHOLE)
@@ -206,7 +206,7 @@ def test_what_is_remembered_of_tails_is_bounded(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_tail_that_would_be_recalled_is_not_sent() -> None:
-    """Its file keeps it from going into the longer chunk, which was sent and could not be written."""
+    """Its file keeps it out of the longer chunk, which was sent and could not be written."""
     view = RemoteView(9.0)
     index = ChunkIndex(8, remote=view, max_sends=4, disk_capacity_bytes=1 << 20, stored_bytes=lambda blocks: blocks)
     index.set_remote_answers(answers=True, keeps_trails=True)

@@ -1,4 +1,4 @@
-"""A tier that several engines share: what one has stored the others find, and what it does wrong costs only misses."""
+"""A tier that several engines share: they find each other's chunks, and its faults cost only misses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
 
 
 def store_elsewhere(rig: Rig, tokens: list[int] = TOKENS) -> None:
-    """Another engine stores a sequence, and is gone."""
+    """Let another engine store a sequence and close."""
     with rig.open(remote=REMOTE) as engine:
         assert rig.store(engine, tokens) == len(tokens)
         assert engine.flush(HANG_GUARD_S)
@@ -50,7 +50,7 @@ def broken() -> None:
     raise TierError("broken on purpose")
 
 
-# What others have stored
+# Chunks of others
 
 
 @pytest.mark.parametrize("local_cpu", [True, False])
@@ -69,7 +69,7 @@ def test_what_one_engine_stored_another_finds(rig: Rig, server: FakeServer, loca
 
 @pytest.mark.parametrize("known", [0, 16, 24, 32, 36])
 def test_a_part_of_a_sequence(rig: Rig, server: FakeServer, known: int) -> None:
-    """Whole chunks and tails, also those inside a chunk, which take a second round of questions."""
+    """Whole chunks and tails are found, also those inside a chunk, which take a second round of questions."""
     if known:
         store_elsewhere(rig, TOKENS[:known])
     with rig.open(remote=REMOTE) as engine:
@@ -155,7 +155,7 @@ def test_a_prefetch_brings_it_into_memory(rig: Rig, server: FakeServer) -> None:
         check_idle(engine)
 
 
-# What is sent
+# Sends
 
 
 def test_what_is_there_is_not_sent_again(rig: Rig, server: FakeServer) -> None:
@@ -205,7 +205,7 @@ def test_what_has_a_time_to_live_is_not_sent(rig: Rig, server: FakeServer) -> No
         assert server.puts == []
 
 
-# What is forgotten
+# Chunks that are forgotten
 
 
 def test_clear_of_a_sequence(rig: Rig, server: FakeServer) -> None:
@@ -280,7 +280,7 @@ def test_after_changed_weights_what_was_stored_since_is_asked_for(rig: Rig, serv
 
 
 def test_a_tier_that_cannot_be_asked(rig: Rig, server: FakeServer, tmp_path: Path) -> None:
-    """The other tiers go on."""
+    """The other tiers continue."""
     store_elsewhere(rig)
     server.before_contains = server.before_get = server.before_put = broken
     with rig.open(remote=REMOTE, local_disk=tmp_path) as engine:
@@ -376,7 +376,7 @@ def test_a_view_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("hold_s", [0.0, 3.0])
 @pytest.mark.parametrize("forgets", [False, True])
 def test_who_asks_again_and_again_keeps_only_what_counts(hold_s: float, *, forgets: bool) -> None:
-    """A request may wait for blocks, or for what another engine sends it, and asks with each pass until then."""
+    """A request may wait for blocks, or for chunks of another engine, and asks at each step until then."""
     view, told = RemoteView(hold_s), Told()
     ref = ChunkRef(bytes(16), 1)
     for now_s in range(100):

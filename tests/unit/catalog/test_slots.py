@@ -1,4 +1,4 @@
-"""Which free slot is used next."""
+"""Order in which free slots are used."""
 
 from __future__ import annotations
 

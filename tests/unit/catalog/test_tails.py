@@ -1,4 +1,4 @@
-"""Tails that a longer chunk holds: they are ways into it, and have no bytes of their own."""
+"""Tails that a longer chunk holds: they lead to it, and have no bytes."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from kvstore.keys import PrefixHasher
 
 
 def offer(index: ChunkIndex, num_tokens: int, ttl_s: float | None = None) -> list[StoreStep]:
-    """What a store would do; nothing of it is carried out."""
+    """Plan a store and return its steps, of which none is carried out."""
     steps = index.prepare_store(refs_of(num_tokens), hasher=hasher_of(num_tokens), ttl_s=ttl_s)
     index.check_invariants()
     return steps
 
 
 def parting(shared_tokens: int, seed: int, num_tokens: int = CHUNK) -> PrefixHasher:
-    """A sequence that leaves that of ``hasher_of`` behind so many tokens."""
+    """Return a sequence that leaves that of ``hasher_of`` after so many tokens."""
     hasher = PrefixHasher(CHUNK, BLOCK)
     hasher.update([*range(shared_tokens), *range(seed * 1000, seed * 1000 + num_tokens - shared_tokens)])
     return hasher
 
 
-# What is offered
+# Offered chunks
 
 
 @pytest.mark.parametrize("num_tokens", [CHUNK, CHUNK - BLOCK], ids=["chunk", "tail"])
@@ -58,7 +58,7 @@ def test_a_tail_that_a_longer_one_holds_is_not_stored(num_tokens: int) -> None:
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("tail_first", [False, True])
 def test_a_tail_is_not_lost_with_a_chunk_whose_store_fails(fails: bool, tail_first: bool) -> None:
-    """Whoever offered it has ended. It goes when the chunk is there."""
+    """The request that offered it has ended. The tail is dropped once the chunk is stored."""
     index = make(disk_chunks=4)
     chunk, tail = offer(index, 16), offer(index, 8)
     assert keys(tail) == keys(refs_of(8))
@@ -84,7 +84,7 @@ def test_a_chunk_that_is_about_to_go_stands_in_for_nothing() -> None:
 
 @pytest.mark.parametrize("way", ["answers", "silent", "unread"])
 def test_a_chunk_that_is_only_on_disk(way: str) -> None:
-    """Where it can be read, a tail of it is kept in memory only: it may be computed sooner than the chunk is read."""
+    """If it can be read, a tail of it is kept in memory only, as it may be computed sooner than the chunk is read."""
     index = make(disk_chunks=4)
     hasher = hasher_of(16)
     index.adopt([(refs_of(16)[0], FULL_BYTES)], trails(hasher, refs_of(16)))
@@ -136,7 +136,7 @@ def test_a_chunk_that_passes_through_memory_stands_in_for_nothing_until_it_is_wr
 
 @pytest.mark.parametrize(("ttl_s", "stored"), [(None, True), (9, True), (5, False), (1, False)])
 def test_a_chunk_that_goes_sooner_does_not_stand_in(ttl_s: float | None, stored: bool) -> None:
-    """Nor is it kept for longer: who stored the rest of it was told when that goes."""
+    """It is not kept for longer either, as the engine that stored the rest knows when that expires."""
     index = make()
     index.complete_store(offer(index, 16, ttl_s=5), set())
     index.complete_store(steps := offer(index, 8, ttl_s), set())
@@ -146,7 +146,7 @@ def test_a_chunk_that_goes_sooner_does_not_stand_in(ttl_s: float | None, stored:
 
 
 def test_where_a_remote_tier_is_written_to_tails_are_stored() -> None:
-    """As long as it is not known to find more than keys."""
+    """This holds as long as the tier is not known to find more than keys."""
     for max_sends in (0, 4):
         index = ChunkIndex(4, remote=RemoteView(9), max_sends=max_sends)
         index.complete_store(offer(index, 16), set())
@@ -188,7 +188,7 @@ def test_the_holder_is_written_in_the_stead_of_a_tail() -> None:
 
 def test_of_many_holders_one_in_memory_is_used() -> None:
     sequences = [parting(8, seed) for seed in range(1, 31)]
-    for here in sequences:  # whichever is the next to the tail
+    for here in sequences:  # any of them is next to the tail
         index = make(disk_chunks=40)
         for hasher in sequences:
             refs = chunk_refs(hasher, with_tail=False)
@@ -199,11 +199,11 @@ def test_of_many_holders_one_in_memory_is_used() -> None:
         assert keys(offer(index, 8)) == keys(steps), "which is written now"
 
 
-# What is here
+# Chunks in memory and on disk
 
 
 def test_a_tail_beside_a_chunk_on_disk_goes_when_it_is_offered() -> None:
-    """A crash may leave both, and so does what an engine stored before it knew block ends."""
+    """A crash may leave both, and so do chunks stored before an engine knew block ends."""
     index, hasher = make(disk_chunks=4), hasher_of(16)
     tail = refs_of(8)
     index.adopt([(tail[0], 50), (refs_of(16)[0], FULL_BYTES)], trails(hasher, refs_of(16)) | trails(hasher_of(8), tail))

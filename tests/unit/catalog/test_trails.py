@@ -1,4 +1,4 @@
-"""Which chunks share blocks with a sequence, against looking at all of them."""
+"""Search for chunks that share blocks with a sequence, compared with a look at all of them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvstore.catalog.trails import Trails, keys_of
 from kvstore.keys import PREFIX_KEY_BYTES
 
 BLOCKS = 4
-CHUNKS = st.lists(st.integers(0, 2), min_size=1, max_size=BLOCKS).map(tuple)  # what stands in each block
+CHUNKS = st.lists(st.integers(0, 2), min_size=1, max_size=BLOCKS).map(tuple)  # the content of each block
 
 
 def trail_of(blocks: tuple[int, ...]) -> bytes:
-    """A key for the end of each block that depends on all blocks before; their order is not that of the contents."""
+    """Return a key for the end of each block that depends on all blocks before; it is not ordered like the contents."""
     return b"".join(
         sum((block + 1) * 977**number for number, block in enumerate(blocks[:end]))
         .__mul__(0x9E3779B97F4A7C15)

@@ -1,4 +1,4 @@
-"""Which blocks a model needs to go on at a token, and how they are cut into parts."""
+"""Blocks that a model needs to continue at a token, and their division into parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY = b"k" * 16
 
 
 def tokens_needed(group: Group, end_tokens: int) -> set[int]:
-    """By the definition of each kind: the tokens whose KV the next token attends to."""
+    """Return the tokens whose KV the next token attends to, by the definition of each kind."""
     match group.kind:
         case Kind.FULL:
             return set(range(end_tokens))

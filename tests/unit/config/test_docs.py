@@ -1,4 +1,4 @@
-"""The examples load, and the documentation of the configuration is what the code says."""
+"""Examples of the configuration load, and its documentation agrees with the code."""
 
 from __future__ import annotations
 

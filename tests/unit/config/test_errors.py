@@ -1,4 +1,4 @@
-"""What the configuration refuses, and that each message names the place, the key, the value and the remedy."""
+"""Configurations that are refused, with a message that names the place, the key, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def load_text(file: Path, text: str | bytes) -> LoadedConfig:
 
 
 def problems_of(file: Path, text: str | bytes) -> list[str]:
-    """The lines of the error that a file gets, without the file's name."""
+    """Return the lines of the error for a file, without the file's name."""
     with pytest.raises(ConfigError) as caught:
         load_text(file, text)
     header, *lines = str(caught.value).splitlines()

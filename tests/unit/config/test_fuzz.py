@@ -1,4 +1,4 @@
-"""Whatever a file, a variable or the extra config holds: a configuration or a ConfigError, nothing else."""
+"""Any content of a file, a variable or the extra config gives a configuration or a ConfigError, and nothing else."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def load_or_refuse(file: Path | None = None, extra: dict[str, object] | None = None, **environ: str) -> None:
-    """Nothing but ConfigError may come out, and what loads is usable."""
+    """Load a configuration. Only ConfigError may be raised, and a loaded configuration is usable."""
     with contextlib.suppress(ConfigError):
         config = load_config(extra, path=file, environ=environ, log_warnings=False).config
         assert config.max_local_cpu_bytes >= 0

@@ -1,4 +1,4 @@
-"""Where the values of the configuration come from, and what becomes of LMCache's."""
+"""Sources of the configuration's values, and the treatment of LMCache's keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys of disaggregated prefill and of peers: LMCache's forms, what is refused, and who may be named."""
+"""Keys of disaggregated prefill and of peers: LMCache's forms, refusals, and engines that may be named."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TestLMCachesFiles:
 
     @pytest.mark.parametrize("size", ["0", "0.0"])
     def test_without_memory(self, tmp_path: Path, size: str) -> None:
-        """KV passes through it, so there must be some."""
+        """KV passes through memory, so there must be some."""
         file = tmp_path / "pd.yaml"
         file.write_text(f"max_local_cpu_size: {size}\nenable_pd: true\n")
         loaded = load_config(path=file, environ={})
@@ -217,7 +217,7 @@ PAIRS = {"enable_pd": True, "pd_bidirectional": True}
 def test_engines_that_requests_may_name_are_listed_with_their_ports(
     values: dict[str, object], expected: set[tuple[str, int]]
 ) -> None:
-    """No host is one by itself, loopback neither; and none without `pd_bidirectional`."""
+    """A host alone is not enough, not even loopback, and none may be named without `pd_bidirectional`."""
     assert load(**values).sources == expected
 
 

@@ -1,4 +1,4 @@
-"""The key of other tensor-parallel sizes: how it may be written, and when there is nothing to read from."""
+"""The key of other tensor-parallel sizes: its forms, and settings without a source to read from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chunk format: its exact bytes, what other tools make of it, and every way in which bytes can be wrong."""
+"""The chunk format: its exact bytes, its reading by other tools, and every way in which bytes can be wrong."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KEY = ChunkKey(bytes(range(8)), bytes(range(16, 32)))
 
 
 def make_payload(layout: KVLayout, num_blocks: int, seed: int = 0) -> ByteArray:
-    """A slot: the payload in random bytes, then zeros."""
+    """Return a slot: the payload in random bytes, then zeros."""
     slot = np.zeros(chunkfile.body_bytes(layout, num_blocks), np.uint8)
     size = layout.payload_bytes(num_blocks)
     slot[:size] = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
@@ -41,7 +41,7 @@ def make_payload(layout: KVLayout, num_blocks: int, seed: int = 0) -> ByteArray:
 
 
 def with_metadata(header: bytes, **changes: object) -> bytes:
-    """The header with other metadata, as another writer would make it."""
+    """Return the header with other metadata, as another writer would make it."""
     entries = json.loads(header[8:])
     entries["__metadata__"].update(changes)
     return header[:8] + json.dumps(entries, separators=(",", ":")).encode().ljust(len(header) - 8)
@@ -226,7 +226,7 @@ def test_worked_example_of_the_document() -> None:
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize(("excess", "is_fine"), [(-1, True), (0, True), (1, False), (1 << 30, False)])
 def test_an_encoded_layer_has_at_most_what_it_has_without_a_codec(layer: int, excess: int, is_fine: bool) -> None:
-    """What is longer would be decoded over the next layer. Nobody writes that: such a layer is stored as it is."""
+    """A longer layer would be decoded over the next one. No writer produces it: such a layer is stored as it is."""
     limits = [end - begin for begin, end in EVEN.layer_ranges(2)]
     lengths = [limit + excess * (number == layer) for number, limit in enumerate(limits)]
     encoding = chunkfile.Encoding("lz4", tuple(lengths))

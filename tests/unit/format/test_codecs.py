@@ -1,4 +1,4 @@
-"""Codecs: the very bytes come back from the lossless ones, nothing costs space, and malformed input ends cleanly."""
+"""Codecs: lossless ones return the same bytes, no layer grows, and malformed input ends cleanly."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def layout_of_any(element: str) -> KVLayout:
 
 
 def round_trip(codec: Codec, layer: ByteArray) -> tuple[int, ByteArray]:
-    """Encode and decode in the middle of larger buffers, at odd addresses; nothing beside them may change."""
+    """Encode and decode in the middle of larger buffers, at odd addresses; no byte outside them may change."""
     room = np.full(len(layer) + 35, 0xA5, np.uint8)
     size = codec.encode(layer, room[19 : 19 + len(layer)])
     assert (room[:19] == 0xA5).all()
@@ -54,7 +54,7 @@ def round_trip(codec: Codec, layer: ByteArray) -> tuple[int, ByteArray]:
 
 
 def as_element(values: np.ndarray, element: str) -> ByteArray:
-    """Numbers as the bytes of an element type."""
+    """Return numbers as the bytes of an element type."""
     tensor = torch.from_numpy(np.ascontiguousarray(values, np.float32))
     types = {
         "bf16": torch.bfloat16,
@@ -71,7 +71,7 @@ def normal(count: int, element: str = "bf16", seed: int = 0) -> ByteArray:
 
 
 def kv_like(tokens: int, channels: int, element: str = "bf16") -> ByteArray:
-    """Channels of unequal size and with a mean of their own, as in K."""
+    """Return channels of unequal size and with different means, as in K."""
     dice = np.random.default_rng(3)
     scales, means = np.exp(dice.normal(0, 1, channels)), dice.normal(0, 1, channels)
     return as_element(dice.standard_normal((tokens, channels)) * scales + means, element)
@@ -138,7 +138,7 @@ def test_every_kind_of_layer_comes_back(name: str, element: str, what: str) -> N
 
 
 class Swollen(Codec):
-    """Its packed layers are as long as they were."""
+    """Codec whose packed layers are as long as before."""
 
     name = "swollen"
 
@@ -158,10 +158,10 @@ def test_a_layer_that_did_not_shrink_is_stored_as_it_is() -> None:
 
 
 def test_a_piece_that_did_not_shrink_is_stored_as_it_is() -> None:
-    """Its length tells that it was not compressed, so a compressed one of the same length would be read as it is."""
+    """The length tells that it was not compressed, so a compressed one of the same length would be read as it is."""
 
     class Lz4:
-        """Compresses zeros only."""
+        """Codec that compresses only zeros."""
 
         def compress(self, data: memoryview, *, store_size: bool) -> bytes:
             return bytes(data)[::-1] if any(data) else b"zeros"
@@ -207,7 +207,7 @@ def test_one_codec_serves_many_threads() -> None:
 @schedules(50)
 @given(data=st.data())
 def test_malformed_input_ends_cleanly(name: str, element: str, data: st.DataObject) -> None:
-    """A flipped bit, a cut, an insertion, or garbage: a layer or a ``CodecError``, and nothing beside it changes."""
+    """A flipped bit, a cut, an insertion, or garbage gives a layer or a ``CodecError``, and changes nothing outside."""
     codec = open_codec(name, layout_of(element, (2, 16, 32)) if name == "int8" else layout_of_any(element))
     if name == "lz4":
         layer = np.resize(np.arange(97, dtype=np.uint8), 4096)

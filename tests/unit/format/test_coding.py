@@ -1,4 +1,4 @@
-"""Images of chunk files that went through a codec: they come back, and whatever is wrong with them is seen."""
+"""Images of chunk files after a codec: they are restored, and every fault in them is detected."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_image(codec: str = "split") -> tuple[ChunkCoder, ByteArray]:
 
 
 def with_encoding(coder: ChunkCoder, image: ByteArray, encoding: Encoding) -> ByteArray:
-    """The same layers under a header that tells other lengths; everything else in it is right."""
+    """Return the same layers under a header with other lengths; everything else in it is right."""
     changed = image.copy()
     parsed = chunkfile.parse_encoding(LAYOUT, 4, image[:4096], coder.codec.name)
     assert not isinstance(parsed, Damage)
@@ -62,7 +62,7 @@ def test_an_image_comes_back() -> None:
 
 @pytest.mark.parametrize("num_layers", [128, 160, 192, 193])
 def test_a_header_that_a_codec_makes_longer(num_layers: int) -> None:
-    """Of many layers: where the payload begins depends on the codec that the header names, and not on the reader's."""
+    """With many layers the begin of the payload depends on the codec that the header names, and not on the reader's."""
     layout = KVLayout((4096,) * num_layers, 1, 16, 16)
     coder = ChunkCoder(layout, open_codec("lz4", layout))
     payload = np.zeros(layout.slot_bytes, np.uint8)

@@ -1,4 +1,4 @@
-"""How far payloads are apart."""
+"""Deviation between payloads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VALUES = 512
 
 
 def layout_of(element: str) -> KVLayout:
-    """Two layers of one page."""
+    """Return a layout of two layers of one page."""
     size = DTYPES[element].itemsize if element in DTYPES else 1
     return KVLayout((VALUES * size,) * 2, 1, 4, 4, element=element)
 

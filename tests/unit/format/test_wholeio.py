@@ -1,4 +1,4 @@
-"""A call that the system cuts short is gone on with: only its answer of nothing is the end of a file."""
+"""Calls that the system cuts short are continued, and only an empty answer is the end of a file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BF16 = KVLayout(page_bytes=(4096,) * 4, planes=1, block_tokens=32, chunk_tokens=
 
 
 def cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call does a half of what it is asked for."""
+    """Let every call do half of the requested work."""
     preadv, pread, pwritev = os.preadv, os.pread, os.pwritev
 
     def half(views: Sequence[Any]) -> list[memoryview]:
@@ -41,7 +41,7 @@ def cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def filled(tmp_path: Path) -> Callable[[str], Path]:
-    """Makes a folder with a few chunks."""
+    """Return a function that makes a folder with a few chunks."""
 
     def fill(codec: str) -> Path:
         layout = BF16 if codec != "none" else EVEN
@@ -90,7 +90,7 @@ def test_no_chunk_of_a_pack_is_hidden(
 
 
 def test_an_export_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short read of what is there already must not look like its end: the rest would be cut off."""
+    """A short read of existing data must not look like its end, because the rest would be cut off."""
     folder = tmp_path / "cache"
     tier = DiskTier(folder, MINE, EVEN, 1 << 23)
     assert tier.put([make_transfer(ref) for ref in REFS]) == [Outcome.STORED] * len(REFS)

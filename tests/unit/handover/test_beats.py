@@ -1,4 +1,4 @@
-"""A sender is heard as long as something is on its way, whatever it waits for; a receiver gives up one that is not."""
+"""A sender is heard as long as a chunk is on its way, even during waits; a receiver gives up one that is silent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROMPT = list(range(2 * CHUNK + 1))
 
 
 class Listener(Transport):
-    """A receiver that takes everything, and notes how often it hears from the sender."""
+    """A receiver that takes everything, and counts how often it hears from the sender."""
 
     def __init__(self) -> None:
         self.num_heard = 0
@@ -47,10 +47,10 @@ class Listener(Transport):
         self.last = progress
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def is_heard(self) -> bool:
-        """Whether it is, again and again."""
+        """Tell if the sender is heard again and again; fails after a while if it is not."""
         before = self.num_heard
         wait_for("the sender is heard", lambda: self.num_heard >= before + 5)
         return True
@@ -83,7 +83,7 @@ def test_a_step_that_takes_long(pusher: Pusher, listener: Listener) -> None:
 
 
 def test_between_two_steps(pusher: Pusher, listener: Listener) -> None:
-    """The hand-over is not complete; and once it is, the next one may have begun, of which nothing was said yet."""
+    """The hand-over is not complete; once it is, the next one may have begun, of which nothing was reported yet."""
     pusher.begin([(HERE, [job()])]).finish(trusted=True)
     assert pusher.flush(10)
     assert listener.is_heard()
@@ -104,7 +104,7 @@ def test_a_chunk_that_is_wanted_no_longer(pusher: Pusher, listener: Listener) ->
 
 
 def test_who_hangs_is_given_up_and_waited_for_again_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stays connected, as a process does that was stopped, or a host that has gone. The deadline is an hour."""
+    """It stays connected, like a stopped process or a lost host. The deadline is an hour."""
     monkeypatch.setattr(tcp, "BEAT_S", BEAT_S)
     came, may_go, wire = Event(), Event(), Wire()
 
@@ -129,7 +129,7 @@ def test_who_hangs_is_given_up_and_waited_for_again_when_it_is_back(monkeypatch:
 
 
 def test_a_way_that_was_cut_is_there_again_before_the_next_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ZeroMQ connects anew by itself, to a server that knows nothing of the sender then, and nobody waits for it."""
+    """ZeroMQ reconnects by itself, to a server that does not know the sender then, and no request waits for it."""
     monkeypatch.setattr(tcp, "BEAT_S", BEAT_S)
     monkeypatch.setattr(sender_module, "BEAT_S", BEAT_S)
     with closing(consumer()) as second, closing(producer(Wire())) as first:
@@ -152,7 +152,7 @@ def test_a_way_that_was_cut_is_there_again_before_the_next_hand_over(monkeypatch
 def test_a_receiver_that_is_gone_between_two_steps(
     pusher: Pusher, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is said in vain does not end the sender."""
+    """A message that is not received does not end the sender."""
     pusher.begin([(HERE, [job()])]).finish(trusted=True)
     assert pusher.flush(10)
 

@@ -1,4 +1,4 @@
-"""Hand-overs on a device that does nothing before somebody waits for it."""
+"""Hand-overs on a device that does nothing until the host waits for it."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ class Inbox(Transport):
         return [Outcome.STORED if layers == LAYERS else Outcome.FAILED] * len(parcels)
 
     def tell(self, progress: Progress) -> None:
-        """Says nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_what_is_handed_over_is_what_the_step_has_computed(bench: Bench, slots: int) -> None:
-    """The model's thread waits for nothing, and goes on to write the blocks."""
+    """The model's thread does not wait, and continues to write the blocks."""
     inbox = Inbox(bench.rig.layout.payload_bytes(BLOCKS_PER_CHUNK) // LAYERS)
     pusher = Pusher(bench.paged, slots * SLOT_BYTES, lambda _: inbox, PushCounters())
     inbox.may_go.set()

@@ -1,4 +1,4 @@
-"""What a sender knows of its hand-overs, and what it tells each receiver."""
+"""A sender's ledger of its hand-overs, and the progress that it reports to each receiver."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_hand_over_of_which_nothing_was_sent_is_over(ledger: Ledger) -> None:
 
 
 def test_of_too_many_the_newest_count_as_not_begun(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And so they are waited for."""
+    """Therefore they are waited for."""
     monkeypatch.setattr(ledger_module, "MAX_OPEN", 2)
     ledger.begin(HERE, [job(number) for number in range(4)])
     progress = ledger.progress(HERE)
@@ -79,7 +79,7 @@ def test_of_too_many_the_newest_count_as_not_begun(ledger: Ledger, monkeypatch: 
 
 
 def test_what_lacks_chunks_is_told_after_its_end(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A receiver of several ranks would wait for what the others still send."""
+    """A receiver of several ranks would wait for the parts that the others still send."""
     monkeypatch.setattr(ledger_module, "_MAX_LOST", 2)
     for number in range(4):
         ledger.begin(HERE, [job(number), job(number, 16)])

@@ -1,4 +1,4 @@
-"""Handing over what a model computes: what is gathered when, what is trusted, and receivers that fail or hang."""
+"""Hand-overs of KV that a model computes: the order of gathers, trust in chunks, and receivers that fail or hang."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvstore.paged.streams import Streams
 from kvstore.protocol.progress import Progress
 from kvstore.transfer.mover import as_block_ids
 
-NUMBERS = itertools.count()  # each chunk is a hand-over of its own
+NUMBERS = itertools.count()  # each chunk is a separate hand-over
 HERE, THERE = Receiver("here", 1), Receiver("there", 2)
 
 
@@ -59,7 +59,7 @@ class Inbox(Transport):
         return [Outcome.STORED] * len(parcels)
 
     def tell(self, progress: Progress) -> None:
-        """Says nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
         self.is_closed = True
@@ -182,7 +182,7 @@ def test_more_than_the_buffer_holds(rig: Rig, inboxes: dict[Receiver, Inbox], op
 
 
 class Waits:
-    """Stands in for waiting for room: time passes only there. After ``frees_s`` each, a slot comes free."""
+    """Stands in for the wait for room: time passes only there. After ``frees_s`` each, a slot is freed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *frees_s: float) -> None:
         self.seconds: list[float] = []
@@ -212,7 +212,7 @@ def test_a_step_whose_room_comes_slowly_does_not_wait_as_long_for_each_chunk(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = Waits(monkeypatch, STALL_S / 2, STALL_S / 4, STALL_S / 2, STALL_S / 2)
-    monkeypatch.setattr(StepPush, "_start", lambda *_: None)  # nobody gives the slots back
+    monkeypatch.setattr(StepPush, "_start", lambda *_: None)  # the slots are not returned
     refused: list[PushJob] = []
     room, pool = _Room(1), SlabPool(1, SLOT_BYTES)
     assert room.take(1) == [0]
@@ -270,7 +270,7 @@ def test_a_receiver_that_fails_is_left_alone_for_a_while(
 def test_a_defect_of_a_transport_costs_its_own_deliveries_only(
     inboxes: dict[Receiver, Inbox], open_pusher: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What it raises would end the thread, and what waits for it would keep the buffer for ever."""
+    """The exception would end the thread, and deliveries that wait for it would hold the buffer forever."""
     pusher = open_pusher(slots=2)
     for number, (error, has_lost_count) in enumerate([(RuntimeError("a bug"), False), (None, True), (None, False)]):
         inboxes[HERE].error, inboxes[HERE].has_lost_count = error, has_lost_count

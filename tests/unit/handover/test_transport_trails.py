@@ -1,4 +1,4 @@
-"""With a chunk its trail is handed over: a receiver finds the parts of what it has not read itself."""
+"""A chunk is handed over with its trail, so that a receiver finds its parts without reading it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def key(number: int) -> bytes:
 
 
 def trail(first: int, last: int, num_blocks: int = 4) -> bytes:
-    """One that begins and ends with blocks of these numbers."""
+    """Return a trail that begins and ends with blocks of these numbers."""
     return b"".join([*map(key, range(first, first + num_blocks - 1)), key(last)])
 
 
@@ -79,7 +79,7 @@ def test_nothing_leads_to_what_was_not_to_be_trusted(server: ServerThread) -> No
 
 
 def test_what_waited_for_room_is_found_by_its_parts_as_well() -> None:
-    with serving_tcp(pool_bytes=100 << 20) as server:  # of which a client may be writing to a quarter
+    with serving_tcp(pool_bytes=100 << 20) as server:  # a client may be writing to a quarter of it
         transport, tier = transport_of(server, BIG), tier_of(server, BIG)
         trails = [trail(100 * number, number) for number in range(1, 7)]  # 10 MiB each
         sent = [parcel(told, BIG) for told in trails]
@@ -90,7 +90,7 @@ def test_what_waited_for_room_is_found_by_its_parts_as_well() -> None:
 
 
 def test_only_who_writes_a_chunk_describes_it(server: ServerThread) -> None:
-    """What is there is not sent again, and what was said of it stays."""
+    """A chunk that is there is not sent again, and its first trail stays."""
     transport, tier = transport_of(server), tier_of(server)
     first, second = trail(100, 7), trail(200, 7)
     for told in (first, second):
@@ -112,7 +112,7 @@ def test_what_is_no_trail_of_a_chunk_is_not_told(server: ServerThread, told: byt
 
 
 def test_an_older_receiver_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message that it does not know would end the connection, and with it the hand-over."""
+    """An unknown message would end the connection, and with it the hand-over."""
     asked: list[messages.Request] = []
     answer = Service._answer
 

@@ -1,4 +1,4 @@
-"""Handing chunks over to a real cache server: layer by layer, all or nothing, once."""
+"""Hand-overs of chunks to a real cache server: layer by layer, all or nothing, once."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_what_is_handed_over_is_found_there(transport: TcpTransport, tier: Tier,
 
 
 def test_layers_go_while_others_are_not_there_yet(transport: TcpTransport, tier: Tier) -> None:
-    """What a later layer holds is read only after it was named."""
+    """The bytes of a later layer are read only after the layer was named."""
     sent = parcel(1)
     wanted = sent.payload.copy()
     sent.payload[:] = 0
@@ -95,13 +95,13 @@ def test_without_the_last_layer_nothing_is_found(
 
 def test_what_is_there_is_not_sent_again(transport: TcpTransport, tier: Tier) -> None:
     transport.deliver([parcel(1)], iter([range(3)]))
-    other = Parcel(parcel(1).ref, parcel(9).payload)  # would be wrong bytes, if it were sent
+    other = Parcel(parcel(1).ref, parcel(9).payload)  # would be wrong bytes if it were sent
     assert transport.deliver([other, parcel(2)], iter([range(3)])) == [Outcome.STORED] * 2
     assert np.array_equal(read(tier, [other.ref])[0][1], parcel(1).payload)
 
 
 def test_more_than_one_client_may_hold_at_once() -> None:
-    """A quarter of the server's memory is all that a client may be writing to; the rest follows."""
+    """A client may be writing to a quarter of the server's memory; the rest follows."""
     with serving_tcp(pool_bytes=100 << 20) as server:
         transport = open_transport(server.url, MINE, BIG, {"timeout_s": 10.0})
         parcels = [parcel(number, layout=BIG) for number in range(6)]  # 10 MiB each
@@ -161,7 +161,7 @@ def test_nobody_there() -> None:
 
 @pytest.mark.parametrize("field", ["dtype", "model_config", "shard"])
 def test_an_engine_of_another_kind_is_refused_by_name(field: str) -> None:
-    """A receiver's own server takes only what its engine can use, and says what differs."""
+    """A receiver's own server takes only what its engine can use, and names what differs."""
     fields = {"model": "files 1", "model_config": "a", "dtype": "torch.float32", "shard": "pp 0/1 tp 0/2"}
     owner = Namespace(fields)
     options = EmbeddedOptions(16 << 20, "127.0.0.1", 0)

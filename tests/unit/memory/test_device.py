@@ -39,7 +39,7 @@ def test_closed_slots_hold_no_memory() -> None:
 
 
 def test_opened_in_inference_mode_they_can_be_used_outside() -> None:
-    with torch.inference_mode():  # in which engines like to start
+    with torch.inference_mode():  # engines like to start in this mode
         slots = DeviceSlots(1, 4096, CPU)
     with slots.using(0) as memory:
         memory.zero_()

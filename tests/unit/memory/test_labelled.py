@@ -1,4 +1,4 @@
-"""The labels of the CPU pool: a slot is read as what it holds, and as nothing else."""
+"""Labels of the CPU pool: a slot is read as the chunk that it holds, and as nothing else."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_slot_is_read_only_as_what_it_was_published_as(pool: LabelledPool) -> 
 
 
 def test_a_chunk_may_be_in_two_slots(pool: LabelledPool) -> None:
-    """The index gave one slot away without a word, and has the chunk read from disk again."""
+    """The index gave one slot away silently, and has the chunk read from disk again."""
     for slot in (1, 0):
         pool.claim(slot)[:] = slot + 1
         pool.publish(slot, ONE)
@@ -69,7 +69,7 @@ def test_each_content_of_a_slot_has_a_name_of_its_own(pool: LabelledPool) -> Non
 
 
 def test_a_slot_is_in_use_until_all_copies_have_ended() -> None:
-    """Whichever stream they are on: the last one that was launched may be the first that ends."""
+    """Copies on every stream count, as the last one that was launched may be the first to end."""
     device = LateDevice(0, eagerness=0.0)
     streams = LateStreams(device)
     pool = LabelledPool(SlabPool(1, 4096), streams)

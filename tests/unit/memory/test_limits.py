@@ -1,4 +1,4 @@
-"""Limits of control groups, read from made-up ``/proc`` and ``/sys`` trees."""
+"""Limits of control groups, read from fake ``/proc`` and ``/sys`` trees."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_require_memory_names_what_was_asked_what_is_left_and_the_key(tmp_path: 
 
 
 class Clock:
-    """Time that passes only when somebody sleeps, and frees memory then."""
+    """Clock that advances only in ``sleep``, which also frees memory."""
 
     def __init__(self, current: Path, freed: list[int]) -> None:
         self.now_s = 0.0
@@ -166,7 +166,7 @@ class Clock:
 def test_memory_that_is_being_freed_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, freed: list[int], gets: bool
 ) -> None:
-    """As long as it becomes more: of a server that was just killed, before its successor takes as much."""
+    """The wait lasts as long as free memory grows, as after the death of a server whose successor takes as much."""
     files = {
         "proc/self/cgroup": "0::/",
         "sys/fs/cgroup/memory.max": 4 * GIB,

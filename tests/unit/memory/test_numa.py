@@ -1,4 +1,4 @@
-"""The pool lies on the node of its GPU."""
+"""The pool is on the NUMA node of its GPU."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvstore.memory.mapped import map_bytes
 from kvstore.memory.numa import node_near, node_of, prefer_node
 from kvstore.memory.slabs import SlabPool
 
-ADDRESS = "0000:3b:00.0"  # of the second device of the made-up CUDA
+ADDRESS = "0000:3b:00.0"  # of the second device of the fake CUDA
 
 
 def sysfs(root: Path, nodes: int, node: str) -> Path:
-    """A machine with so many nodes, and what it says of the device's."""
+    """Make a machine with so many nodes, which reports a node for the device."""
     for number in range(nodes):
         (root / f"sys/devices/system/node/node{number}").mkdir(parents=True)
     folder = root / "sys/bus/pci/devices" / ADDRESS
@@ -50,7 +50,7 @@ def test_the_node_near_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 class SystemCalls:
-    """Remembers calls, and answers them."""
+    """System calls that are recorded and answered."""
 
     def __init__(self, answer: int) -> None:
         self.calls: list[list[Any]] = []

@@ -1,4 +1,4 @@
-"""Pinning beside a capture of CUDA graphs, on a CUDA that is made up."""
+"""Pinning during a capture of CUDA graphs, on a fake CUDA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the pool is pinned, and what happens while CUDA graphs are captured."""
+"""Pinning of the pool: its time, and its effect on the capture of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BEHIND = replace(IN_BACKGROUND, piece_bytes=4096, pause_s=0.0, retry_s=0.001)
 
 
 class FakePinner:
-    """Remembers what is pinned; refuses from a given call on; waits before each piece until it is let go."""
+    """Pinner that records calls, refuses from a given call on, and waits before each piece until it is released."""
 
     goes_beside_captures = True
 
@@ -58,7 +58,7 @@ class FakePinner:
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What the log says, as it is said."""
+    """Yield the log messages, each as soon as it is emitted."""
     said: list[str] = []
     handler = logging.Handler()
     monkeypatch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
@@ -138,7 +138,7 @@ def test_all_is_pinned_before_the_start_goes_on(lines: list[str]) -> None:
 
 
 def test_a_worker_pins_its_pool_before_it_registers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """When the worker is made, vLLM goes on to capture graphs."""
+    """As soon as the worker is made, vLLM captures graphs."""
     pinner = FakePinner()
     monkeypatch.setattr(slabs, "find_pinner", lambda device: pinner)
     cache = torch.zeros(16, 1, 4, 2, dtype=torch.int64)
@@ -186,7 +186,7 @@ def test_a_driver_that_does_not_answer_does_not_hold_up_the_end(
 
 
 class TestBesideACapture:
-    """The pool is pinned in the background, and a thread captures graphs meanwhile."""
+    """Pinning of the pool in the background, while a thread captures graphs."""
 
     @pytest.fixture
     def cuda(self, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:

@@ -1,4 +1,4 @@
-"""The pool of slots and the labels on them."""
+"""The pool of slots and their labels."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_close_ends_populating_and_may_be_repeated() -> None:
 
 @pytest.mark.parametrize("slot_pages", [1, 3, 16, 24])
 def test_no_page_of_the_machine_is_in_two_pieces(slot_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some have pages of 64 KiB: it would be pinned twice, which a driver refuses."""
+    """On machines with pages of 64 KiB it would be pinned twice, which a driver refuses."""
     pages, page_bytes = list[tuple[int, int]](), 1 << 16
     monkeypatch.setattr(slabs, "mmap", SimpleNamespace(PAGESIZE=page_bytes))
     monkeypatch.setattr(slabs, "Preparation", lambda _memory, pieces, _pinner, _pace: pages.extend(pieces))
@@ -68,7 +68,7 @@ def test_no_page_of_the_machine_is_in_two_pieces(slot_pages: int, monkeypatch: p
 
 
 def flags_of(memory: ByteArray) -> set[str]:
-    """What the kernel notes of a mapping."""
+    """Return the kernel's flags (``VmFlags``) of the mapping that holds the memory."""
     address, found = memory.ctypes.data, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         word = line.split(maxsplit=1)[0]

@@ -1,4 +1,4 @@
-"""The admin endpoint: over real HTTP, around a scheduler side with real workers."""
+"""The admin endpoint, over real HTTP, around a scheduler side with real workers."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_health(vllm: FakeVllm, client: httpx.Client) -> None:
 
 
 def test_a_probe_gets_another_status_while_it_is_degraded(vllm: FakeVllm, client: httpx.Client) -> None:
-    """A person reads the answer; a load balancer reads its number only."""
+    """A person reads the answer, but a load balancer only its status."""
     assert client.get("/healthz").status_code == 200
     vllm.scheduler._accounts._tally.show("breaker_state|remote", 2)
     vllm.scheduler.take_tally()
@@ -108,7 +108,7 @@ def test_a_probe_before_the_workers_have_reported() -> None:
 
 
 class TestKv:
-    """Where the KV of a sequence is, asked without a request."""
+    """Queries for the tiers that hold a sequence's KV, without a request."""
 
     def test_by_tier(self, vllm: FakeVllm, client: httpx.Client) -> None:
         vllm.ask("first", PROMPT, salt="a")
@@ -123,7 +123,7 @@ class TestKv:
         assert uses_of(vllm.index) == 0
 
     def test_tails_and_chunks_elsewhere(self, tmp_path: Path) -> None:
-        """As many as a request would find; a chunk counts where it is fastest."""
+        """As many tokens as a request would find; a chunk counts in its fastest tier."""
         server = FakeServer()
         vllm = FakeVllm(Setup(server=server, folder=tmp_path, local_cpu=False))
         vllm.ask("own", PROMPT[: CHUNK + 1])
@@ -217,7 +217,7 @@ def test_clear_of_an_idle_engine_is_done_before_the_next_request(
 
 
 class TestPins:
-    """What clients keep from eviction is seen, and undone, by the operator."""
+    """Pins of clients, which the operator can list and undo."""
 
     def test_listed_and_undone(self, vllm: FakeVllm, client: httpx.Client) -> None:
         assert client.get("/pins").raise_for_status().json() == {"pins": [], "counts": False}
@@ -311,7 +311,7 @@ def test_pages_in_a_browser_are_turned_away(client: httpx.Client) -> None:
     ids=["nothing", "half a head", "half a body", "all, and the answer is not read"],
 )
 def test_idle_and_slow_connections_keep_no_probe_out(client: httpx.Client, said: bytes) -> None:
-    """However many there are: those that wait for longest make room."""
+    """There may be many: those that have waited longest make room."""
     address = "127.0.0.1", client.base_url.port or 0
     with ExitStack() as stack:
         for _ in range(80):

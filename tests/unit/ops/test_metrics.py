@@ -1,4 +1,4 @@
-"""Tallies, totals and what is read into them: every number adds up."""
+"""Tallies, totals and metrics made of them: every number adds up."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TestTally:
 
 def test_a_meter_gives_each_event_once() -> None:
     meter, tally = Meter(), Tally()
-    for total in (3, 3, 10, 9, 12):  # 9: a difference of two totals that were not of one moment
+    for total in (3, 3, 10, 9, 12):  # 9: a difference of totals of two moments
         meter.advance({"lookups": total}, tally)
     assert tally.counters == {"lookups": 12}
 

@@ -1,4 +1,4 @@
-"""Copies shared between threads: all of them, once each, and nobody copies any more when the call is over."""
+"""Copies shared between threads: each is made once, and none runs after the call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much a device is given to do for some chunks: launches, copies, and their bytes."""
+"""Work of a device for some chunks: launches, copies, and their bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvstore.transfer.mover import as_block_ids
 
 
 def counted_copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How long each copy is, from now on, between the host and the device."""
+    """Return a list that gets the length of each copy between the host and the device from now on."""
     copies: list[int] = []
     copy = torch.Tensor.copy_
 
@@ -33,7 +33,7 @@ def counted_copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("layered", [False, True])
 @pytest.mark.parametrize("way", Way)
 def test_calls_for_each_launch(way: Way, layered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One kernel for three chunks or, by layer, for all planes of a layer; a copy for each slot; a few moments."""
+    """Calls are one kernel for three chunks or, by layer, for a layer's planes; a copy for each slot; a few moments."""
     device = LateDevice(0)
     model = Model(device, 3 * SMALL_BUFFERS)
     chunks = [
@@ -55,7 +55,7 @@ def test_calls_for_each_launch(way: Way, layered: bool, monkeypatch: pytest.Monk
 
 
 class CudaCalls(Counter[str]):
-    """Calls of the CUDA runtime, but for launches of kernels, made through ``CudaStreams``."""
+    """Calls of the CUDA runtime made through ``CudaStreams``, without launches of kernels."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class CudaCalls(Counter[str]):
 def test_calls_of_the_runtime(
     way: Way, chunks: int, in_a_buffer: int, launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For each launch of a kernel two waits and two moments; for each chunk a copy; for each call the places."""
+    """Each launch of a kernel has two waits and two moments, each chunk a copy, and each call the places."""
     device = LateDevice(0)
     caches = {
         f"l{n}": torch.zeros((BLOCKS, 512), dtype=torch.uint8) for n in range(4)
@@ -113,7 +113,7 @@ def test_calls_of_the_runtime_by_layer(way: Way, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("num_blocks", [1024, 3000])
 def test_a_load_by_layer_that_does_not_fit_into_a_buffer_waits_for_nothing(num_blocks: int) -> None:
-    """Its places are written once, and not for every part of every layer: that would fill the ring."""
+    """Its places are written once, and not for every part of every layer, which would fill the ring."""
     device = LateDevice(1, eagerness=0.0)
     caches = {f"l{n}": torch.zeros((num_blocks, 16), dtype=torch.uint8) for n in range(32)}
     paged = late_paged(device, caches, num_blocks=num_blocks, block_tokens=16, chunk_tokens=256)
@@ -137,7 +137,7 @@ def test_a_load_by_layer_that_does_not_fit_into_a_buffer_waits_for_nothing(num_b
 @pytest.mark.parametrize("way", Way)
 @pytest.mark.parametrize(("copy_bytes", "launches"), [(1, 3), (TWO_LAYERS, 2), (1 << 18, 1)])
 def test_small_layers_go_together(way: Way, copy_bytes: int, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until what a copy brings is worth its beginning: the fewer layers' launches, and copies for each chunk."""
+    """Layers are joined until a copy is worth its overhead, which saves launches, and copies of each chunk."""
     device = LateDevice(0)
     model = Model(device, 3 * SMALL_BUFFERS, copy_bytes=copy_bytes)
     chunks = [
@@ -157,7 +157,7 @@ def test_small_layers_go_together(way: Way, copy_bytes: int, launches: int, monk
     ("copy_bytes", "num_copies", "num_bytes"),
     [
         (1, 6, 6 * 24),  # a block of each plane
-        (25, 1, 6 * 48 - 24),  # to begin a copy is dearer than the block between two
+        (25, 1, 6 * 48 - 24),  # starting a copy costs more than the block between two
         (1 << 18, 1, 6 * 48 - 24),
     ],
 )
@@ -181,7 +181,7 @@ def test_what_is_not_scattered_is_not_copied(
 
 
 def test_nothing_but_its_blocks_is_written_to_a_payload() -> None:
-    """However dear it is to begin a copy."""
+    """This holds at any cost of starting a copy."""
     device = LateDevice(0)
     model = Model(device, copy_bytes=1 << 18)
     slot = model.slots[0]

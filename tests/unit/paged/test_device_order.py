@@ -1,4 +1,4 @@
-"""The order of work of a paged cache on a device that does things as late, and as mixed, as CUDA allows."""
+"""Order of work of a paged cache on a device that works as late, and in as mixed an order, as CUDA allows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_BLOCKS = 6  # of a launch: three chunks
 
 @pytest.fixture(autouse=True)
 def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that their parts are soon used again."""
+    """Shrink the rings, so that their parts are soon used again."""
     monkeypatch.setattr(places_module, "LAUNCHES", 2)
     monkeypatch.setattr(device_module, "MAX_BLOCKS", MAX_BLOCKS)
 
@@ -59,7 +59,7 @@ def work_at_random(model: Model) -> None:
                 model.gather(model.paged, number, layered=layered)
             case 3:
                 model.scatter(model.paged, number, layered=layered)
-            case 4:  # beside the model, which writes the same blocks at once
+            case 4:  # next to the model, which writes the same blocks at once
                 model.side.streams.hold(model.paged.streams.now())
                 used = model.gather(model.side, number, layered=layered)
                 model.paged.fence()
@@ -73,13 +73,13 @@ def work_at_random(model: Model) -> None:
 
 
 def device_eagerness(seed: int) -> float:
-    """Now as late as can be, now at once, now in between."""
+    """Return an eagerness between as late as can be and at once."""
     return (0.0, 0.3, 0.7, 0.95)[seed % 4]
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_streams_that_change_between_calls(seed: int) -> None:
-    """The current stream may be another one at every call, and what it has been given is not in order with the last."""
+    """The current stream may differ at every call, and its work is not ordered with that of the last one."""
     device = LateDevice(seed)
     model = Model(device)
     streams = [device.make_stream(), device.make_stream()]
@@ -211,7 +211,7 @@ def test_streams_have_ended_when_all_of_them_have(way: Way, on_cuda: bool, monke
 
 @pytest.mark.parametrize("are_caches_made_in_it", [False, True])
 def test_caches_bound_in_inference_mode_are_written_to_outside(*, are_caches_made_in_it: bool) -> None:
-    """Engines like to start in it; other threads are not in it, nor need the model's be."""
+    """Engines like to start in that mode; other threads are not in it, nor need the model's be."""
     with torch.inference_mode(are_caches_made_in_it):
         caches = {"l": torch.zeros((8, 2, 16), dtype=torch.bfloat16), "m": torch.zeros((8, 2, 3), dtype=torch.uint8)}
     layers = [find_planes(name, cache, 8) for name, cache in caches.items()]

@@ -1,4 +1,4 @@
-"""What a worker takes of a device is what was said before."""
+"""Device memory that a worker takes, compared with what was announced before."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCKS, LAYERS, TOKENS = 6, 3, 4
 
 
 class Counting(Streams):
-    """Counts the bytes that are asked for, by all threads together."""
+    """Streams that count the bytes requested by all threads together."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -30,7 +30,7 @@ class Counting(Streams):
 
 @pytest.mark.parametrize(("width", "planes"), [(64, 1), (64, 2), (1 << 17, 2)])
 def test_all_is_taken_at_start_and_was_said_before(width: int, planes: int) -> None:
-    """With chunks that are smaller than a staging buffer, and larger; the kernels' table may be missing."""
+    """Chunks may be smaller than a staging buffer, or larger; the kernels' table may be missing."""
     caches = [torch.zeros(*([2] * (planes - 1)), BLOCKS, TOKENS, width // 64, 64) for _ in range(LAYERS)]
     layers = [find_planes(f"layer.{number}", cache, BLOCKS) for number, cache in enumerate(caches)]
     page_bytes = layers[0][0].page_bytes

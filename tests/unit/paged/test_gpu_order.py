@@ -1,6 +1,6 @@
-"""The order of work on the device's slots, on a device that does things as late, and as mixed, as CUDA allows.
+"""Order of work on the device's slots, on a device that works as late, and in as mixed an order, as CUDA allows.
 
-Whatever is not put in order comes out with other bytes than the same calls carried out one after the other.
+Unordered work gives other bytes than the same calls carried out one after the other.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ BLOCKS, N, CHUNK_BLOCKS, SLOTS = 8, 4, 2, 2
 
 @pytest.fixture(autouse=True)
 def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that their parts are soon used again."""
+    """Shrink the rings, so that their parts are soon used again."""
     monkeypatch.setattr(device_module, "MAX_BLOCKS", CHUNK_BLOCKS)
 
 
 class Model:
-    """A paged cache with a stream of its own, and what its blocks must hold when all is done."""
+    """A paged cache with a separate stream, and the expected contents of its blocks after all work."""
 
     def __init__(self, device: LateDevice) -> None:
         self.device, self.stream = device, device.make_stream()
@@ -147,7 +147,7 @@ def test_work_that_raised_is_put_in_order_as_well(seed: int) -> None:
 
 
 def test_a_slot_is_filled_when_what_its_memory_was_used_for_is_done() -> None:
-    """By another stream than the one that the memory was lent to."""
+    """It is filled by another stream than the one that the memory was lent to."""
     device = LateDevice(0, eagerness=0.0)
     model = Model(device)
     slots = make_slots(model)

@@ -1,4 +1,4 @@
-"""A cache of several groups moves the rows it is given, and no others."""
+"""A cache of several groups moves the given rows, and no others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTHS = (24, 40, 16)  # bytes of a page of each group's layers
 
 
 def caches() -> list[dict[str, torch.Tensor]]:
-    """Two layers of each group, all bytes different within a layer."""
+    """Return two layers of each group, all bytes different within a layer."""
     fill = torch.Generator().manual_seed(0)
     return [
         {
@@ -34,7 +34,7 @@ def caches() -> list[dict[str, torch.Tensor]]:
 
 
 def grouped(layers: list[dict[str, torch.Tensor]]) -> GroupedPagedKV:
-    """The first keeps all tokens, the third has blocks twice as long."""
+    """Return a cache whose first group keeps all tokens, and whose third has blocks twice as long."""
     groups = [
         bind_paged_kv(tensors, num_blocks=NUM_BLOCKS, block_tokens=tokens, chunk_tokens=CHUNK_TOKENS, reserved_blocks=1)
         for tensors, tokens in zip(layers, (16, 16, 32), strict=True)
@@ -47,7 +47,7 @@ def ids(*rows: tuple[int, int]) -> BlockIds:
 
 
 def expected(layers: list[dict[str, torch.Tensor]], *runs: tuple[int, list[int]]) -> bytes:
-    """[group][layer][block][page], of runs of one group each."""
+    """Return [group][layer][block][page], of runs of one group each."""
     return b"".join(tensor[blocks].numpy().tobytes() for group, blocks in runs for tensor in layers[group].values())
 
 
@@ -172,7 +172,7 @@ def test_layers_are_not_moved_one_by_one() -> None:
 
 
 def on_device(device: LateDevice, layers: list[dict[str, torch.Tensor]]) -> GroupedPagedKV:
-    """As vLLM has them, layers of the first two groups lie in the same memory; the third's are others."""
+    """Return a cache as vLLM has it: layers of the first two groups share memory, the third's are separate."""
     bound: list[DevicePagedKV] = []
     for tensors in (layers[0], layers[0], layers[2]):
         planes = [find_planes(name, tensor, NUM_BLOCKS) for name, tensor in tensors.items()]
@@ -237,7 +237,7 @@ def test_a_chunk_is_there_when_the_last_of_its_groups_is() -> None:
 
 
 def test_the_rest_of_a_part_is_blanked_when_its_slot_has_been_read() -> None:
-    """On a device: a slot that is still scattered is gathered into, and the host would be ahead of both."""
+    """On a device a slot that is still scattered is gathered into, and the host would be ahead of both."""
     device, layers = LateDevice(0, eagerness=0.0), caches()
     paged, slot = on_device(device, layers), np.zeros(4096, np.uint8)
     paged.streams.reach(paged.gather_chunks([ChunkBlocks(ids((0, 3), (0, 7)), slot, 2, 0)])[0])
@@ -253,7 +253,7 @@ def test_the_rest_of_a_part_is_blanked_when_its_slot_has_been_read() -> None:
 
 
 def test_a_fence_comes_after_gathers_of_every_group() -> None:
-    """Also of those beside the model whose layers lie elsewhere."""
+    """This includes gathers of a background thread whose layers are elsewhere."""
     device, layers = LateDevice(0, eagerness=0.0), caches()
     paged = on_device(device, layers)
     beside = paged.for_thread()

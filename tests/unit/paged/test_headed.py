@@ -1,4 +1,4 @@
-"""KV heads in pages of every layout: what one engine stores, engines of any other tensor-parallel size take apart."""
+"""KV heads in pages of every layout: chunks of one engine are divided by engines of any other tensor-parallel size."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from kvstore.paged.headed import HeadedPages, find_heads
 B, N, D, LAYERS, CHUNK_BLOCKS = 6, 5, 3, 2, 4
 SHARDS = (1, 2, 3, 4, 6, 8, 12, 16)
 TOTALS = (1, 2, 3, 4, 6, 8, 12)
-Heads = torch.Tensor  # [blocks, KV heads, tokens, 2, head size]: what is computed, whoever holds it
+Heads = torch.Tensor  # [blocks, KV heads, tokens, 2, head size], independent of the holder
 
 
 def _in_order(values: torch.Tensor, *order: int) -> torch.Tensor:
-    """The same values and the same dimensions, with memory in another order."""
+    """Return the same values and dimensions, with memory in another order."""
     back = [order.index(dim) for dim in range(values.dim())]
     return values.permute(*order).contiguous().permute(*back)
 
@@ -34,7 +34,7 @@ def _flat(values: Heads) -> torch.Tensor:
 
 
 def _kernel_blocks(values: Heads) -> torch.Tensor:
-    """Each block of 5 tokens in 5 kernel blocks of one."""
+    """Return each block of 5 tokens in 5 kernel blocks of one."""
     return _in_order(values.permute(0, 2, 1, 3, 4).reshape(-1, values.shape[1], 1, 2 * D), 0, 1, 2, 3)
 
 
@@ -78,7 +78,7 @@ def _caches(make: Callable[[Heads], LayerCache], layers: list[Heads], heads: ran
 def test_any_size_reads_any_other(
     layout: str, total: int, sizes: tuple[int, int], num_blocks: int, dtype: torch.dtype, data: st.DataObject
 ) -> None:
-    """What a worker takes from others' payloads is what it would have gathered itself, byte for byte."""
+    """A worker takes from others' payloads, byte for byte, what it would have gathered itself."""
     if any(max(size, total) % min(size, total) for size in sizes):
         return
     make, (own_size, other_size) = LAYOUTS[layout], sizes

@@ -1,4 +1,4 @@
-"""Triton's kernels without a GPU: against PyTorch's indexing, and through the compiler."""
+"""Triton's kernels without a GPU, compared with PyTorch's indexing, and through the compiler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def triton_folder() -> Path | None:
-    """Where Triton is: beside the environment, as vLLM's CPU build would take it for a GPU's. None if in it."""
+    """Return Triton's folder, which is outside the environment so that vLLM's CPU build ignores it. None if inside."""
     if importlib.util.find_spec("triton") is not None:
         return None
     for folder in (Path(os.environ.get("TRITON_FOLDER", "")), Path(sys.prefix, "triton")):
@@ -48,7 +48,7 @@ def trials(cache: Path, *how: str) -> str:
 
 @pytest.mark.slow
 def test_the_kernels_compile_and_move_what_pytorch_moves(tmp_path: Path) -> None:
-    """In one process: to import PyTorch and Triton takes as long as much of it."""
+    """All trials share one process, because importing PyTorch and Triton takes as long as many of them."""
     said = trials(tmp_path)
     assert said.count("compiled") == 6
     assert said.count("same bytes") > 20

@@ -1,4 +1,4 @@
-"""Every layout through the whole engine: what comes back is the same, in other blocks, and nothing else is touched."""
+"""Every layout through the whole engine: loads bring the same bytes into other blocks, and touch nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHUNK_BLOCKS = 4
 TOKENS = list(range(6 * N))  # a chunk, and a tail of two blocks
 SOURCES = [7, 0, 11, 3, 8, 5]
 TARGETS = [2, 9, 0, 7, 10, 6]
-SKIPS = (0, 3)  # blocks that their owner has already
+SKIPS = (0, 3)  # blocks that the request has already
 # Elements of two bytes and of one; those of the other type of one byte, which are the same bytes, in the soak only.
 DTYPES = [torch.bfloat16, torch.float8_e4m3fn, pytest.param(torch.uint8, marks=pytest.mark.soak)]
 
@@ -48,7 +48,7 @@ def store(engine: CacheEngine, *, layerwise: bool) -> None:
 
 
 def retrieve(engine: CacheEngine, skip_blocks: int, *, layerwise: bool) -> None:
-    """Load all but the first blocks, which their owner has already."""
+    """Load all but the first blocks, which the request has already."""
     slots, mask = slots_of(TARGETS), [token >= skip_blocks * N for token in range(len(TOKENS))]
     if layerwise:
         loaded = [*engine.retrieve_layer(TOKENS, mask, slot_mapping=slots)][-1]
@@ -60,7 +60,7 @@ def retrieve(engine: CacheEngine, skip_blocks: int, *, layerwise: bool) -> None:
 
 @cache
 def expected(layout: str, dtype: torch.dtype) -> dict[int, list[bytes]]:
-    """What all storages hold after a load, element by element: by the blocks that it skipped."""
+    """Compute the contents of all storages after a load element by element, for each number of skipped blocks."""
     paged = LAYOUTS[layout](dtype)
     paged.fill(seed=1)
     stored = take_blocks(paged, SOURCES)

@@ -25,14 +25,14 @@ Pages = Callable[[LayerCache, int], list[torch.Tensor]]
 
 
 def noise(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Random bytes as any dtype; NaNs included, as nothing may look at values."""
+    """Return random bytes as any dtype, NaNs included, as no code may look at values."""
     item = torch.empty(0, dtype=dtype).element_size()
     generator = torch.Generator().manual_seed(sum(shape) + item)
     return torch.randint(0, 256, (*shape[:-1], shape[-1] * item), dtype=torch.uint8, generator=generator).view(dtype)
 
 
 def block_outermost(layers: int, dtype: torch.dtype) -> Caches:
-    """One tensor [block, layer, H, N, 2D]: the stride of a block spans all layers."""
+    """Return one tensor [block, layer, H, N, 2D], in which the stride of a block spans all layers."""
     whole = noise((B, layers, H, N, 2 * D), dtype)
     return {f"layer.{n}": whole[:, n] for n in range(layers)}
 
@@ -55,7 +55,7 @@ def logical(cache: LayerCache, block: int) -> list[torch.Tensor]:
 
 
 def tokens_first(cache: LayerCache, block: int) -> list[torch.Tensor]:
-    """Of a logical [B, H, N, C] that lies in memory as [B, N, H, C]."""
+    """Return the pages of a logical [B, H, N, C] that is in memory as [B, N, H, C]."""
     assert isinstance(cache, torch.Tensor)
     return [cache[block].permute(1, 0, 2)]
 
@@ -74,7 +74,7 @@ def kv_first_kernel_blocks(cache: LayerCache, block: int) -> list[torch.Tensor]:
 
 
 def spaced(cache: torch.Tensor, elements: int) -> torch.Tensor:
-    """The same blocks, each followed by ``elements`` of something else."""
+    """Return the same blocks, each followed by ``elements`` of other data."""
     length = cache[0].numel()
     wide = noise((cache.shape[0], length + elements), cache.dtype)
     view = wide[:, :length].view(cache.shape)
@@ -83,7 +83,7 @@ def spaced(cache: torch.Tensor, elements: int) -> torch.Tensor:
 
 
 def shifted(cache: torch.Tensor, elements: int) -> torch.Tensor:
-    """The same blocks, not at the beginning of their storage."""
+    """Return the same blocks, not at the beginning of their storage."""
     store = noise((cache.numel() + elements,), cache.dtype)
     view = store[elements:].view(cache.shape)
     view.copy_(cache)
@@ -127,7 +127,7 @@ def on_device(caches: Caches, device: str = "cpu") -> PagedKV:
 
 
 def _moved(cache: LayerCache, device: str) -> LayerCache:
-    """The same layout on another device; nothing is copied where it is there already."""
+    """Return the same layout on another device; nothing is copied if it is there already."""
     if device == "cpu":
         return cache
     if not isinstance(cache, torch.Tensor):
@@ -137,7 +137,7 @@ def _moved(cache: LayerCache, device: str) -> LayerCache:
 
 
 def slot_for(paged: PagedKV) -> ByteArray:
-    """As long as a slot, and full of something recognisable."""
+    """Return a buffer as long as a slot, full of something recognisable."""
     return np.full(paged.layout.slot_bytes, 0xEE, np.uint8)
 
 
@@ -195,7 +195,7 @@ def _storage(cache: LayerCache) -> list[bytes]:
 @cases
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=str)
 def test_layer_by_layer_is_the_same(layout: str, dtype: torch.dtype) -> None:
-    """Two chunks of different lengths at once, and parts of them back to other blocks."""
+    """Two chunks of different lengths are gathered at once, and parts of them scattered to other blocks."""
     make, _ = LAYOUTS[layout]
     check_layers(make, dtype, [bind, on_device])
 
@@ -253,7 +253,7 @@ def test_a_real_device_moves_the_same_bytes(layout: str, dtype: torch.dtype) -> 
     slot = slot_for(paged)
     gather(paged, as_block_ids([7, 0, 8, 3]), slot)
     assert slot.tobytes() == expected_payload(caches, pages, [7, 0, 8, 3]).ljust(len(slot), b"\xee")
-    paged.scatter(as_block_ids([1, 2]), slot, 4, 2)  # what was in 8 and 3
+    paged.scatter(as_block_ids([1, 2]), slot, 4, 2)  # the contents of 8 and 3
     again = slot_for(paged)
     gather(paged, as_block_ids([1, 7, 2]), again)
     assert again.tobytes() == expected_payload(caches, pages, [8, 7, 3]).ljust(len(again), b"\xee")

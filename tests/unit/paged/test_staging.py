@@ -1,4 +1,4 @@
-"""Staging on a device whose work comes as late as it may: whoever does not wait for it gets wrong bytes."""
+"""Staging on a device whose work is as late as allowed, where a missing wait gives wrong bytes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def late(layers: dict[str, torch.Tensor], seed: int = 0, staging_bytes: int = 0)
 
 
 def overwrite(device: LateDevice, *layers: torch.Tensor) -> None:
-    """The model goes on, and writes the blocks again."""
+    """Let the model continue, and write the blocks again."""
     for cache in layers:
         device.current.launch(partial(cache.fill_, 0))
 
@@ -70,7 +70,7 @@ def expected(layers: dict[str, torch.Tensor], planes: int, chunk: ChunkBlocks) -
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("planes", [1, 2])
 def test_chunks_pass_from_one_cache_to_another(planes: int, seed: int) -> None:
-    """Whole and layer by layer, while the model of the first one goes on."""
+    """They pass whole and layer by layer, while the model of the first cache continues."""
     layers, empty = caches(planes, 1), caches(planes, 2)
     (paged, device), (target, other) = late(layers, seed), late(empty, seed, staging_bytes=1 << 14)
     sources = chunks_of(paged, np.random.default_rng(0).permutation(BLOCKS))
@@ -93,7 +93,7 @@ def test_chunks_pass_from_one_cache_to_another(planes: int, seed: int) -> None:
 
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_an_engine_waits_for_what_it_needs(by_layer: bool) -> None:
-    """A chunk is known once it is in its slot, and a slot is let go once it has been copied."""
+    """A chunk is known once it is in its slot, and a slot is released once it has been copied."""
     layers = caches(2, 1)
     paged, device = late(layers)
     blocks = np.random.default_rng(0).permutation(BLOCKS)
@@ -121,7 +121,7 @@ def test_an_engine_waits_for_what_it_needs(by_layer: bool) -> None:
 
 
 def overwrite_slots(engine: CacheEngine) -> None:
-    """They are given back, so somebody else may fill them, after what the device still does with them."""
+    """Overwrite slots that were given back, after the work that the device still does with them."""
     pool = engine._mover.cpu
     for slot in range(pool.num_slots):
         buffer = pool.claim(slot)
@@ -198,7 +198,7 @@ def test_a_buffer_is_not_filled_again_before_its_last_use_has_ended() -> None:
 
 
 def test_a_buffer_is_filled_when_what_its_memory_was_used_for_is_done() -> None:
-    """By a copy stream, while the memory was lent to the current one."""
+    """The work is of a copy stream, while the memory was lent to the current one."""
     device = LateDevice(0, eagerness=0.0)
     staging, seen = Staging(8, LateStreams(device)), list[int]()
     device.stalled = [device.current]

@@ -1,4 +1,4 @@
-"""What is particular to each policy; what all have in common is in the conformance suite."""
+"""Behaviour particular to each policy; the conformance suite covers what all have in common."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def full(policy: P, keys: str) -> P:
 
 
 def use(policy: Policy, keys: str) -> None:
-    """A request for a chain, one letter a chunk, as the index makes it of a full tier."""
+    """Make a request for a chain, one letter a chunk, as the index does with a full tier."""
     chain = [key.encode() for key in keys]
     policy.touch_chain(chain)
     for key in chain:
@@ -132,7 +132,7 @@ def test_one_request_is_one_use() -> None:
 
 
 def test_what_all_use_says_nothing_about_others() -> None:
-    """A system prompt is in every request: nothing else that was used often would be given up for a while."""
+    """A system prompt is in every request, and no other chunk in frequent use would be evicted for a while."""
     policy = full(Adaptive(4), "a" * 100)
     assert (policy._units[b"a"].cls, policy._units[b"a"].time) == (NUM_CLASSES - 1, policy._clock)
     policy._table.update()
@@ -187,7 +187,7 @@ def refs(names: str, num_blocks: int = 4) -> list[ChunkRef]:
 
 
 def store(index: ChunkIndex, names: str, num_blocks: int = 4, ttl_s: float | None = None) -> int:
-    """Store a chain, its writes included; returns how many chunks were taken."""
+    """Store a chain, its writes included. Returns the number of chunks that were taken."""
     steps = index.prepare_store(refs(names, num_blocks), ttl_s=ttl_s)
     index.complete_store(steps, set())
     for step in steps:
@@ -201,7 +201,7 @@ def here(index: ChunkIndex, name: str) -> bool:
 
 
 def experienced_index(num_slots: int) -> ChunkIndex:
-    """An adaptive index that has seen one chain used again and again, and hundreds that were not."""
+    """Return an adaptive index that has seen one chain used again and again, and hundreds that were not."""
     index = ChunkIndex(num_slots, cache_policy="ADAPTIVE")
     for number in range(1500):
         store(index, "hot")
@@ -211,7 +211,7 @@ def experienced_index(num_slots: int) -> ChunkIndex:
 
 
 def test_conversations_one_after_the_other_are_stored() -> None:
-    """A turn loads what the turn before has stored, with nothing in between: that is a use, or none would be seen."""
+    """A turn loads what the turn before has stored, with nothing in between; it must count as a use, or none would."""
     index = ChunkIndex(200)
     for number in range(300):
         first, second = (
@@ -304,7 +304,7 @@ def test_experience_fades() -> None:
 
 @pytest.mark.parametrize("lost", ["", "c", "bd", "e"])
 def test_adaptive_chains_go_from_their_end(lost: str) -> None:
-    """Also where a chunk between was lost: what stands behind the hole is found by nobody, and the head still is."""
+    """This holds even if a chunk between was lost: chunks behind the gap are never found, but the head still is."""
     policy = Adaptive(6)
     for _ in range(2):
         use(policy, "abcdef")

@@ -1,4 +1,4 @@
-"""Traces: both formats are read, our own is written, and nothing of a prompt is in it."""
+"""Traces: both formats are read, our own is written, and it contains nothing of a prompt."""
 
 from __future__ import annotations
 

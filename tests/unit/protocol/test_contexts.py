@@ -1,4 +1,4 @@
-"""Contexts of ZeroMQ that nobody closed."""
+"""ZeroMQ contexts that were never closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What programs on this machine are given."""
+"""Sizes of the kernel's socket buffers, which are small for programs on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The protocol of the cache server: its bytes, its limits, and where a part of a chunk lies."""
+"""The protocol of the cache server: its bytes, its limits, and the place of a part of a chunk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYOUT = KVLayout(page_bytes=(4, 8), planes=1, block_tokens=2, chunk_tokens=4)
 
 
 def test_golden_bytes() -> None:
-    """The example in docs/FORMAT.md. If this changes, so must the version of the protocol."""
+    """The example is that of docs/FORMAT.md. If it changes, so must the version of the protocol."""
     data = bytes.fromhex("93 02 05 c4 14 d0 54 9f 4f 41 c6 32 60 8c ec 3e fe 89 77 12 b0 02 00 00 00")
     assert messages.encode(messages.Lookup(5, messages.pack_refs([REF]))) == data
     assert messages.decode_request(data) == messages.Lookup(5, messages.pack_refs([REF]))
@@ -83,7 +83,7 @@ def test_parts_of_what_lies_in_runs() -> None:
 
 @given(st.lists(st.integers(1, 40), max_size=60), st.randoms())
 def test_pages_are_given_once(sizes: list[int], dice: object) -> None:
-    """And come back whole: runs never overlap, and at the end one run is free."""
+    """They are returned whole: runs never overlap, and at the end one run is free."""
     free = FreePages(200)
     held: list[tuple[tuple[int, int], ...]] = []
     for size in sizes:

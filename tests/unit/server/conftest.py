@@ -1,4 +1,4 @@
-"""What the tests of the server share."""
+"""Fixtures shared by the tests of the server."""
 
 from __future__ import annotations
 

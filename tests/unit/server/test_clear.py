@@ -1,4 +1,4 @@
-"""A namespace is cleared at once, however much it has; what it had is dropped bit by bit, and is in nobody's way."""
+"""A namespace is cleared at once, whatever its size; its chunks are dropped in slices, and delay no other client."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REFS = [make_ref(number, 4) for number in range(8)]
 
 
 def full(**options: int) -> Shop:
-    """Its memory is full of the chunks of one namespace."""
+    """Return a shop whose memory is full of the chunks of one namespace."""
     shop = Shop(chunks=len(REFS), **options)
     for ref in REFS:
         shop.store(ref)
@@ -63,7 +63,7 @@ def test_nothing_is_found_before_anything_is_dropped() -> None:
 
 @pytest.mark.parametrize("policy", ["LRU", "LFU", "ARC", "S3FIFO", "ADAPTIVE"])
 def test_it_makes_room_before_any_living_chunk(policy: str) -> None:
-    """For a large chunk, too, which needs the pages of many, and although the policy would rather keep it."""
+    """It does so for a large chunk, too, which needs the pages of many, and against the policy's preference."""
     large = KVLayout((4 * PAGE_BYTES,), 1, 16, 16)
     free = FreePages(10)
     stock = Stock(10 * PAGE_BYTES, free, policy=policy)
@@ -107,7 +107,7 @@ def test_its_pins_count_no_more() -> None:
 
 
 def test_what_is_stored_after_it_stays() -> None:
-    """Under the same names, while an old chunk is read and another one written, and after a second clear."""
+    """Chunks have the same names, an old one is read and another written meanwhile, and a second clear follows."""
     shop = full()
     reading, coming = shop.acquire(ONE), shop.stock.reserve(shop.space, THREE)
     assert isinstance(reading, Chunk)
@@ -137,7 +137,7 @@ def test_a_namespace_that_comes_again_is_none_of_its_business() -> None:
 
 
 def test_what_finds_room_while_it_is_cleared_is_not_there() -> None:
-    """Reads from disk and stores that had begun to make room before."""
+    """They are reads from disk and stores that had begun to make room before."""
     shop = Shop(chunks=1, disk_chunks=4)
     shop.stock.found_on_disk(shop.space, ONE, CHUNK_BYTES)
     other = enter(shop.stock, "other", KVLayout((PAGE_BYTES // 2,), 1, 16, 16))
@@ -170,7 +170,7 @@ def test_it_leaves_the_disk_before_any_living_chunk() -> None:
 
 
 def test_its_files_are_left_to_who_deletes_all_of_them() -> None:
-    """Deleted one by one they would take the place of those that are written after the clear."""
+    """Deleted one by one they would delay the files that are written after the clear."""
     shop = full(disk_chunks=8)
     for chunk in list(shop.space.chunks.values())[:4]:
         write(shop, chunk)
@@ -184,7 +184,7 @@ def test_its_files_are_left_to_who_deletes_all_of_them() -> None:
 
 
 def test_no_search_for_room_looks_at_what_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of all chunks may be, and the longest unused: each store would look at all of them."""
+    """Half of all chunks may be pinned, and be the longest unused, so each store would look at all of them."""
     shop = full()
     assert shop.stock.pins.pin(shop.space, REFS, LATER_S) == 4
     looked_at: list[Chunk] = []
@@ -203,7 +203,7 @@ def test_no_search_for_room_looks_at_what_is_pinned(monkeypatch: pytest.MonkeyPa
         assert shop.reserve(make_ref(number, 4)) is not None, "what was pinned goes again"
 
 
-# Of the server: others have their turn
+# The server lets others have their turn
 
 
 def stocked(desk: Desk) -> None:
@@ -287,7 +287,7 @@ def test_a_second_clear_in_the_middle_of_the_first(desk: Desk) -> None:
 
 
 def test_what_waited_for_a_clear_is_written(tmp_path: Path) -> None:
-    """While what was cleared is dropped it has its share of the disk."""
+    """It has its share of the disk while cleared chunks are dropped."""
     desk, token = Desk(disk=DiskOptions(tmp_path / "disk", 64 * CHUNK_BYTES)), b"t" * messages.TOKEN_BYTES
     desk.open_tokens.add(token)
     desk.hello(token)

@@ -1,4 +1,4 @@
-"""The disk of the cache server: a namespace whose files hang keeps no other from being read."""
+"""The disk of the cache server: a namespace whose files hang does not block reads of others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FULL, READ, WRITTEN = (Space(Namespace({"model": name}), EVEN) for name in ("ful
 
 
 class Desk:
-    """Calls of a disk, and the thread that decides, which is this one."""
+    """Calls of a disk, and the deciding thread, which is this one."""
 
     def __init__(self, folder: Path, capacity_bytes: int, timeout_s: float = HANG_GUARD_S) -> None:
         self._reports: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -50,24 +50,24 @@ class Desk:
         return ended
 
     def read(self, space: Space, number: int) -> list[Outcome]:
-        """Begin to read one."""
+        """Begin to read a chunk; the list has its outcome once ``wait`` has seen the end."""
         ended: list[Outcome] = []
         self.disk.read(Chunk(space, make_ref(number)), [make_slot()], ended.append, lambda: None)
         return ended
 
     def remove(self, space: Space, *numbers: int) -> None:
-        """Remove chunks, and wait until their files are spare ones."""
+        """Remove chunks, and wait until their files are spares."""
         self.disk.remove([(space, make_ref(number)) for number in numbers])
         wait_for("removals", lambda: not self.disk.is_busy)
 
     def wait(self, ended: list[Any]) -> Any:
-        """What came of something, as it is reported."""
+        """Wait until an operation reports its result, and return it."""
         while not ended:
             self._reports.get(timeout=HANG_GUARD_S)()
         return ended[0]
 
     def wait_a_while(self, ended: list[Any]) -> None:
-        """Let something end that might."""
+        """Give an operation time to end, if it can."""
         with suppress(queue.Empty):
             while not ended:
                 self._reports.get(timeout=A_WHILE_S)()
@@ -91,7 +91,7 @@ def open_desk(tmp_path: Path) -> Iterator[Callable[..., Desk]]:
 
 
 def test_spares_of_one_make_room_for_another(open_desk: Callable[..., Desk], tmp_path: Path) -> None:
-    """As many as are needed, and no more."""
+    """Only as many are deleted as are needed."""
     desk = open_desk(4 * CHUNK_BYTES)
     for number in range(4):
         assert desk.wait(desk.write(FULL, number)) == CHUNK_BYTES
@@ -105,7 +105,7 @@ def test_spares_of_one_make_room_for_another(open_desk: Callable[..., Desk], tmp
 def test_a_spare_that_cannot_be_deleted_holds_up_nobody_else(
     open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What hangs is a thread that writes. Others are read, and so is a namespace that is new."""
+    """Only a writing thread hangs. Other namespaces are read, and so is a new one."""
     desk = open_desk(4 * CHUNK_BYTES)
     for space, number in ((FULL, 0), (FULL, 1), (READ, 2), (READ, 3)):
         assert desk.wait(desk.write(space, number)) == CHUNK_BYTES
@@ -133,7 +133,7 @@ def test_a_spare_that_cannot_be_deleted_holds_up_nobody_else(
 def test_a_hanging_spare_ends_with_its_deadline(
     open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The write that wanted its bytes is not stored, and the thread goes on to the next."""
+    """The write that needed its bytes is not stored, and the thread continues with the next."""
     desk = open_desk(2 * CHUNK_BYTES, timeout_s=0.2)
     for number in range(2):
         assert desk.wait(desk.write(FULL, number)) == CHUNK_BYTES
@@ -174,7 +174,7 @@ def test_a_folder_that_cannot_be_made_holds_up_nobody_else(
 def test_a_folder_that_is_opened_again_keeps_its_name_whatever_happens(
     open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Killed while it says whose it is, or on a disk that cannot be read now: the next start must not delete it."""
+    """It may be killed while it writes its owner's name, or be on an unreadable disk: the next start must keep it."""
     desk = open_desk(4 * CHUNK_BYTES)
     assert desk.wait(desk.write(FULL, 1)) == CHUNK_BYTES
     desk.disk.close(HANG_GUARD_S)
@@ -195,7 +195,7 @@ def test_a_folder_that_is_opened_again_keeps_its_name_whatever_happens(
 def test_a_folder_is_not_opened_while_it_is_deleted(
     open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A read that comes late would lock it anew, and nobody could write there any more."""
+    """A late read would lock it again, and nothing could be written there any more."""
     desk = open_desk(4 * CHUNK_BYTES)
     assert desk.wait(desk.write(FULL, 1)) == CHUNK_BYTES
     desk.remove(FULL, 1)
@@ -247,7 +247,7 @@ def test_a_folder_whose_deletion_hangs_takes_nothing_along_that_came_later(
 def test_a_clear_that_fails_takes_nothing_along_that_is_stored_later(
     open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was there before goes, file by file."""
+    """Chunks stored before are removed file by file."""
     desk = open_desk(4 * CHUNK_BYTES)
     for number in (1, 2):
         assert desk.wait(desk.write(FULL, number)) == CHUNK_BYTES

@@ -1,4 +1,4 @@
-"""The rules of the server's disk, one by one and without sockets."""
+"""Rules of the server's disk, one by one and without sockets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 
 def open_disk(folder: Path) -> Disk:
-    """One thread for each kind of work; what is reported happens at once."""
+    """Open a disk with one thread for each kind of work, whose reports are carried out at once."""
     return Disk(DiskOptions(folder, 64 << 20, read_threads=1), lambda work: work())
 
 
@@ -87,7 +87,7 @@ def test_what_went_while_it_waited_for_the_disk_is_not_written(disk: Disk) -> No
 
 
 def test_works_on_one_file_end_in_their_order(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The removal of an older version, behind the write of a newer one, would delete that."""
+    """The removal of an older version, after the write of a newer one, would delete the newer one."""
     chunk, order = chunk_of(ONE), []
     assert written(disk, chunk, payload(1)) is not None
     opened = tier_of(disk, chunk)
@@ -110,7 +110,7 @@ def test_works_on_one_file_end_in_their_order(disk: Disk, monkeypatch: pytest.Mo
     disk.write(chunk, payload(1), lambda _: None)
     assert began.wait(HANG_GUARD_S)
     disk.remove([(chunk.space, chunk.ref)])
-    threads = disk._writers.submit(lambda: None)  # behind the removal, were that not to wait
+    threads = disk._writers.submit(lambda: None)  # behind the removal, if that did not wait
     threads.result(HANG_GUARD_S)
     goes_on.set()
     assert removed.wait(HANG_GUARD_S)

@@ -1,4 +1,4 @@
-"""A server inside an engine's worker: it takes the KV of that engine, and of nobody else."""
+"""A server inside an engine's worker, which takes the KV of that engine only."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_what_others_send_the_engine_reads_and_the_other_way_round() -> None:
 
 
 def test_everything_sent_is_taken_and_what_was_used_last_stays() -> None:
-    """A policy that refuses what comes once would lose a hand-over."""
+    """A policy that refuses chunks used once would lose a hand-over."""
     with embedded() as server, client(at_tcp(server)) as other:
         for number in range(500):
             assert other.put([make_transfer(EVEN, make_ref(number))]) == [Outcome.STORED]

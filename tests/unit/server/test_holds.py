@@ -1,4 +1,4 @@
-"""What was handed over is held until it is read, and never for longer than once."""
+"""Holds of handed-over chunks, which last until the chunks are read and which a repeated request does not extend."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_what_was_read_is_held_when_it_is_handed_over_again() -> None:
 
 
 def test_what_several_workers_need_is_held_until_all_have_read_it() -> None:
-    """One reads it here, the others over the network; what only the owner's worker needs is not for others to end."""
+    """One worker reads it here, the others over the network. Only the owner releases a chunk for its worker alone."""
     holds, shared, own = Holds(), Chunk(SPACE, make_ref(1)), Chunk(SPACE, make_ref(2))
     for now_s in (0.0, 20.0):
         holds.hold(shared, now_s + 10.0, num_readers=3)

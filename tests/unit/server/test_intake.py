@@ -1,4 +1,4 @@
-"""What one message can cost the thread that receives for all: a bounded number of frames, kept or thrown away."""
+"""Cost of one message for the thread that receives for all: a bounded number of frames, kept or thrown away."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvstore.server.intake import Intake
 
 
 class Router:
-    """A socket that has one message after the other, and counts the frames that were taken from it."""
+    """A socket with a queue of messages, which counts the frames taken from it."""
 
     def __init__(self, *messages: int) -> None:
         self.taken = 0

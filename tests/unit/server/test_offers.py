@@ -1,4 +1,4 @@
-"""What a server reads from its clients' memory: what it believes, and what it keeps until it may be sure."""
+"""Reads of a server from its clients' memory: what it verifies, and pages that it keeps until a read has ended."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def server() -> Iterator[ServerThread]:
 
 
 def reading_end() -> HeldChannel:
-    """The server's."""
+    """Return the server's end of the channel."""
     return HeldChannel.made[0]
 
 
@@ -93,7 +93,7 @@ def sending(server: ServerThread) -> Iterator[Sending]:
 
 @pytest.fixture
 def link(server: ServerThread) -> Iterator[Link]:
-    """A client that says what it likes."""
+    """Yield a client that sends whatever a test wants."""
     links = Links(parse_server(server.url, {}), MINE, Geometry.of(LAYOUT))
     held: list[Link] = []
     _, give_back = links.hold(held.append)
@@ -123,13 +123,13 @@ def test_what_was_damaged_on_its_way_is_not_found(
     assert sending.deliver(1) == [FAILED]
     assert stats(server)["channel"]["read_bytes"] == 0
     assert (used_bytes(server), sending.exposed.read_bytes) == (0, 0)
-    assert sending.deliver(1) == [STORED]  # in messages: what is broken is not tried twice over one connection
+    assert sending.deliver(1) == [STORED]  # in messages: a broken channel is not tried twice over one connection
     assert sending.exposed.read_bytes == 0
     assert "failed to read, or what it read was damaged" in caplog.text
 
 
 def test_what_was_overwritten_before_it_was_read_is_not_found(server: ServerThread, sending: Sending) -> None:
-    """A sender that has given up uses its buffer again."""
+    """A sender that has given up reuses its buffer."""
     HeldChannel.holds = True
     results: list[list[Outcome]] = []
     delivering = threading.Thread(target=lambda: results.append(sending.deliver(1)))
@@ -155,13 +155,13 @@ class TestPagesOfAReadThatHangs:
         sending.close()
         wait_for("the client is gone", lambda: stats(server)["clients"] == 0)
         assert stats(server)["leases"] == 0
-        assert used_bytes(server) == LAYOUT.slot_bytes  # nobody else gets them
+        assert used_bytes(server) == LAYOUT.slot_bytes  # no other chunk gets them
         assert not server.hub.stock.spaces or not any(space.chunks for space in server.hub.stock.spaces.values())
         reading_end().let_end()
         wait_for("they are free", lambda: used_bytes(server) == 0)
 
     def test_it_is_given_up(self, server: ServerThread, sending: Sending, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The sender learns it in time to go on in messages; the pages stay."""
+        """The sender learns it in time to continue with messages; the pages stay."""
         monkeypatch.setattr(pulling, "READ_S", 0.05)
         assert sending.deliver(1) == [FAILED]
         assert used_bytes(server) == LAYOUT.slot_bytes
@@ -173,7 +173,7 @@ class TestPagesOfAReadThatHangs:
     def test_nothing_more_is_read_from_there(
         self, server: ServerThread, sending: Sending, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Not over another connection either: or each would keep more pages."""
+        """Another connection may not read either, or each would keep more pages."""
         monkeypatch.setattr(pulling, "READ_S", 0.05)
         assert sending.deliver(1) == [FAILED]
         num_held = len(reading_end().held)
@@ -186,7 +186,7 @@ class TestPagesOfAReadThatHangs:
     def test_who_comes_again_with_new_memory_keeps_no_more_of_them(
         self, server: ServerThread, sending: Sending, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Nothing more is attached, until what hangs has ended."""
+        """No more memory is attached until the hung read has ended."""
         monkeypatch.setattr(pulling, "READ_S", 0.05)
         for number in (1, 2):
             with closing(Sending(server)) as hanging:
@@ -212,7 +212,7 @@ class TestPagesOfAReadThatHangs:
     def test_its_client_may_begin_another_in_its_place(
         self, server: ServerThread, sending: Sending, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Or it would be cut off for too many, and not go on in messages."""
+        """Otherwise it would be disconnected for too many, and not continue with messages."""
         monkeypatch.setattr(pulling, "READ_S", 0.05)
         monkeypatch.setattr(payload, "MAX_PIECES", 5)
         assert sending.deliver(1) == [FAILED]
@@ -227,7 +227,7 @@ class TestPagesOfAReadThatHangs:
 def test_a_channel_with_a_bug_does_not_stop_the_others(
     server: ServerThread, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    """What it may have begun to read keeps its pages."""
+    """Pages of a read that may have begun are kept."""
     monkeypatch.setattr(pulling, "READ_S", 0.05)
     with monkeypatch.context() as patch:
         patch.setattr(HeldChannel, broken, Mock(side_effect=RuntimeError("a bug")))
@@ -286,7 +286,7 @@ class TestWhatAClientMaySay:
             self.offer(link, self.lease(link), LAYOUT.payload_bytes(4) - 8, 9, 0, bytes(8))
 
     def test_a_part_that_is_offered_twice(self, server: ServerThread, link: Link, sending: Sending) -> None:
-        """What was verified must not be written again: then nothing of the chunk counts."""
+        """Verified bytes must not be written again, so after that nothing of the chunk counts."""
         self.attach(link, sending.channel.describe())
         lease, size = self.lease(link), LAYOUT.payload_bytes(4)
         parts = [(begin, min(4 << 20, size - begin)) for begin in range(0, size, 4 << 20)]

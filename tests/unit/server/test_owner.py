@@ -1,4 +1,4 @@
-"""Who is let in by the server of an engine."""
+"""Admission of clients by the server of an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool in pieces: what is free can be used, and making room costs no more than it must."""
+"""A pool in pieces: all free pages can be used, and making room costs no more than it must."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def enter(stock: Stock, model: str, layout: KVLayout) -> Space:
 
 @pytest.mark.parametrize("policy", ["LRU", "ADAPTIVE"])
 def test_a_large_chunk_displaces_no_more_than_it_needs(policy: str) -> None:
-    """Among small ones whose age has nothing to do with their place."""
+    """It is among small chunks whose age is unrelated to their place."""
     free = FreePages(POOL_PAGES)
     stock = Stock(POOL_PAGES * PAGE_BYTES, free, policy=policy)
     small, large = enter(stock, "small", SMALL), enter(stock, "large", LARGE)
@@ -70,7 +70,7 @@ def test_a_quota_names_a_namespace_by_its_id_or_by_the_one_that_earlier_versions
 
 
 class CountedDict(dict[int, int]):
-    """Counts how many entries were looked at in a row."""
+    """Dictionary that counts how many entries are read in a row."""
 
     seen = 0
 
@@ -96,7 +96,7 @@ def test_single_pages_are_found_without_looking_at_all() -> None:
 
 
 def test_the_rest_of_a_chunk_takes_the_run_that_fits_best() -> None:
-    """And leaves the long ones to those who need them."""
+    """The long runs stay for chunks that need them."""
     free = FreePages(100)
     a, b, c, d = (free.take(size) for size in (10, 1, 40, 1))
     e, f = free.take(3), free.take(45)

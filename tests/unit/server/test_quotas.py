@@ -1,4 +1,4 @@
-"""Quotas bound what all namespaces of one name hold together, and a tenant's name is that of its key."""
+"""Quotas bound the sum of all namespaces of one name, and a tenant's name is that of its key."""
 
 from __future__ import annotations
 

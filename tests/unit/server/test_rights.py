@@ -1,4 +1,4 @@
-"""The rights of a client at a cache server follow from its key: for every kind of request, and for every tenant."""
+"""Rights of a client at a cache server, which follow from its key, for every kind of request and every tenant."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def ask(desk: Desk, request: Request) -> messages.Answer | None:
 
 
 def test_every_kind_of_request_has_its_right() -> None:
-    """Who adds one decides who may send it, says so in docs/FORMAT.md, and adds one to this file."""
+    """The author of a new kind decides who may send it, says so in docs/FORMAT.md, and adds one to this file."""
     kinds = set(Request.__subclasses__())
     assert set(NEEDED) == kinds == {type(request) for request in REQUESTS}
     page = FORMAT.read_text(encoding="utf-8")
@@ -114,7 +114,7 @@ def test_with_it_alone_a_request_is_answered(desk: Desk, request_: Request) -> N
         desk.client, desk.peer = client("able", right), Peer(TCP, right.name.encode() if right.name else b"")
         desk.hello()
         if isinstance(request_, messages.Hello | messages.Offer | messages.Attach):
-            continue  # said already; without a channel there is nothing to attach
+            continue  # sent already; without a channel there is nothing to attach
         answer = ask(desk, request_)
         assert not (isinstance(answer, messages.Refused) and answer.reason == Refusal.NO_RIGHT)
 
@@ -135,7 +135,7 @@ class TestTenants:
 
     @pytest.fixture(autouse=True)
     def _two(self, desk: Desk) -> None:
-        """Both use the same model; b comes last."""
+        """Let both use the same model; b comes last."""
         come_as(desk, self.A, b"a")
         desk.store(ONE)
         come_as(desk, self.B, b"b")

@@ -1,4 +1,4 @@
-"""The rules of the cache server, one by one and without sockets: stock, leases, requests, pieces, keys."""
+"""Rules of the cache server, one by one and without sockets: stock, leases, requests, pieces, keys."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_stays_while_others_want_its_pages(how: str) -> None:
     if how == "it is read":
         assert shop.acquire(ONE) is chunk
     else:
-        shop.stock.pins.set(chunk, LATER_S)  # whatever share of the memory may be pinned
+        shop.stock.pins.set(chunk, LATER_S)  # any share of the memory may be pinned
     assert shop.reserve(TWO) is None
     assert ONE in shop.space.chunks
     if how == "it is read":
@@ -92,7 +92,7 @@ def test_a_replaced_chunk_is_counted_once() -> None:
 def test_what_was_removed_is_not_written_to_disk() -> None:
     shop = Shop()
     chunk = shop.store(ONE)
-    assert shop.acquire(ONE) is chunk  # so that its pages are still there
+    assert shop.acquire(ONE) is chunk  # so that its pages stay
     shop.stock.remove(shop.space, [ONE])
     assert not shop.stock.prepare_write(chunk, CHUNK_BYTES)
     assert shop.stock.num_on_disk == 0
@@ -251,7 +251,7 @@ def test_chunks_have_the_size_of_their_namespace(desk: Desk, blocks: int) -> Non
 
 
 def test_nothing_behind_the_end_of_a_chunk_is_read_or_written(desk: Desk) -> None:
-    """What is there belongs to others, or was theirs."""
+    """The bytes there belong to other chunks, or did before."""
     short = make_ref(7, 1)  # a quarter of a chunk: half a page
     lease = desk.lease(messages.Reserve, short)
     with pytest.raises(ProtocolError, match="behind its end"):
@@ -271,7 +271,7 @@ def test_nothing_behind_the_end_of_a_chunk_is_read_or_written(desk: Desk) -> Non
 def test_nothing_behind_the_leading_blocks_of_a_chunk_is_read(
     desk: Desk, front_blocks: int, offset: int, num_bytes: int
 ) -> None:
-    """Nor are all of its blocks its leading ones: whoever asks for these has made a mistake."""
+    """Not all of its blocks are its leading ones, so a request for all of them is a mistake."""
     desk.store(ONE)
     reading = desk.lease(messages.Acquire, ONE)
     with pytest.raises(ProtocolError, match="behind their end"):
@@ -279,7 +279,7 @@ def test_nothing_behind_the_leading_blocks_of_a_chunk_is_read(
 
 
 def test_leading_blocks_that_are_asked_for_many_times_are_bounded(desk: Desk) -> None:
-    """Each is joined in memory of its own; no checksum of them is kept."""
+    """Each is joined in separate memory, and no checksum of them is kept."""
     desk.store(ONE)
     reading = desk.lease(messages.Acquire, ONE)
     sums = dict(next(iter(desk.stock.spaces.values())).chunks[ONE].sums)
@@ -293,7 +293,7 @@ def test_leading_blocks_that_are_asked_for_many_times_are_bounded(desk: Desk) ->
 
 
 def test_a_place_to_write_to_is_not_read(desk: Desk) -> None:
-    """Its pages hold what another client's chunk has left."""
+    """Its pages still hold another client's chunk."""
     lease = desk.lease(messages.Reserve, ONE)
     for request in (messages.Fetch(6, lease, 0, PAGE_BYTES), messages.Front(6, lease, 1, 0, 8)):
         answer = desk.ask(request)

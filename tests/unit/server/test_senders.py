@@ -1,4 +1,4 @@
-"""What the owner of an embedded server hears of what is on its way, and when it hears that nothing more comes."""
+"""Reports to the owner of an embedded server of chunks on their way, and of senders from which nothing more comes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstore.server.senders import Senders
 
 
 def test_what_one_connection_of_a_sender_has_not_said_is_not_over() -> None:
-    """After new weights one ends what it had begun, while another begins; or they are of several ranks."""
+    """After new weights one ends its old work while another begins, or they are of several ranks."""
     senders = Senders()
     first, second = Progress("a", 3, {2: 64}), Progress("a", 5, {4: 32}, {1: 16})
     senders.note(1, None, first)

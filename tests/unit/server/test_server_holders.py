@@ -1,4 +1,4 @@
-"""A prompt's tail that a longer chunk holds, as an operator sees it: found, pinned and let go by that chunk."""
+"""A prompt's tail that a longer chunk holds, as an operator sees it: found, pinned and removed with that chunk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def key(number: int) -> bytes:
 
 
 def ends_of(trail: bytes) -> list[ChunkRef]:
-    """The tails that end with each block."""
+    """Return the tails that end with each block."""
     return [chunk_of(trail[:end]) for end in range(16, len(trail) + 1, 16)]
 
 
@@ -101,7 +101,7 @@ class TestPins:
         assert [(chunk.ref, chunk.pin_end_s) for chunk in shop.stock.pins] == [(ONE, kept_s)]
 
     def test_it_ends_with_the_last_chunk_that_holds_the_blocks(self) -> None:
-        """As when a prefix is cleared: what holds it goes as well."""
+        """The clear of a prefix removes its holders as well."""
         shop = stocked()
         store(shop, key(50) + key(51))
         shop.stock.pins.pin(shop.space, [TAIL], LATER)
@@ -110,7 +110,7 @@ class TestPins:
         assert shop.stock.pins.used_bytes == 0
 
     def test_it_keeps_to_the_bound(self) -> None:
-        """Half of the memory: the longer chunk is larger."""
+        """The bound is half of the memory, and the longer chunk is larger."""
         shop = Shop(chunks=3, disk_chunks=0)
         store(shop, LONGER)
         store(shop, key(50) + key(51))

@@ -1,4 +1,4 @@
-"""Who tells the server where the blocks of a chunk end, what is kept of it, and who is answered what."""
+"""Trails at the server, which say where the blocks of a chunk end: who sends them, what is kept, who gets them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstore.testing.harness import make_ref
 
 
 def trail_of(ref: ChunkRef, first: int = 50) -> bytes:
-    """A trail that begins with a block of this number."""
+    """Return a trail that begins with a block of this number."""
     keys = [make_ref(first + number, 1).prefix_key for number in range(ref.num_blocks - 1)]
     return b"".join([*keys, ref.prefix_key])
 
@@ -86,7 +86,7 @@ def test_what_is_named_fits_into_a_message(desk: Desk) -> None:
 
 
 def test_a_client_that_tells_no_trail_takes_none_away(desk: Desk) -> None:
-    """An older one, that stores the same chunk again."""
+    """An older client stores the same chunk again."""
     store_with_trail(desk, ONE, trail_of(ONE))
     desk.store(ONE)
     assert nearest(desk, trail_of(THREE)) == [[trail_of(ONE)]]

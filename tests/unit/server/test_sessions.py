@@ -1,4 +1,4 @@
-"""What has arrived of a chunk."""
+"""Bytes of a chunk that have arrived."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bounds on what one key, or one socket, may take of the server, so that others still can be served."""
+"""Bounds on what one key, or one socket, may take of the server, so that it can still serve others."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_sessions_by_key_and_by_socket() -> None:
 
 @pytest.mark.parametrize("num_keys", [0, 2])
 def test_leases_leave_room_for_others(num_keys: int) -> None:
-    """Of 32 chunks, all may lease 24, the network 20, one of several keys 16, and one session 8."""
+    """Of 32 chunks, all clients may lease 24, the network 20, one of several keys 16, and one session 8."""
     shop = Shop(chunks=32)
     sessions = Sessions(shop.stock, 32 * CHUNK_BYTES, {IPC: 9, TCP: 9}, num_keys)
     chunk = shop.store(ONE)
@@ -112,7 +112,7 @@ def test_the_door_is_shut_while_few_files_are_left(monkeypatch: pytest.MonkeyPat
     def is_open_at(share: float) -> bool:
         nonlocal used
         used = int(room * share)
-        for _ in range(100):  # what it was bound to is let go of by a thread of ZeroMQ's
+        for _ in range(100):  # a thread of ZeroMQ releases the address
             made.look()
         return made.is_open
 

@@ -1,6 +1,6 @@
-"""The state of the cache server, in any order of events: every page accounted for, what is in use left alone.
+"""The state of the cache server, under any order of events: every page accounted for, chunks in use left alone.
 
-What takes steps is under way while anything else happens, and so is the dropping of what was cleared.
+Work in steps is under way while anything else happens, and so is the dropping of cleared chunks.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class StockMachine(RuleBasedStateMachine):
             self.clients.append(self.sessions.begin(Peer(TCP, bytes([number])), OURSELVES, space, b"", 0.0))
         self.loading: list[tuple[Chunk, Session]] = []
         self.writing: list[Chunk] = []
-        self.in_vain: set[Chunk] = set()  # of those, whose files will be deleted at once
+        self.in_vain: set[Chunk] = set()  # those of them whose files will be deleted at once
         self.under_way: list[Iterator[None]] = []
 
     @rule(chance=SELDOM)
     def restart(self, chance: int) -> None:
-        """What is on disk then is found again, and nothing else; what was being written is lost."""
+        """Restart: all files on disk are found again, and nothing else; chunks that were being written are lost."""
         if not chance:
             return
         self.open()
@@ -100,7 +100,7 @@ class StockMachine(RuleBasedStateMachine):
                 return
 
     def watched(self, space: Space, steps: Generator[None, None, Any]) -> Generator[None, None, Any]:
-        """Room is made by what was cleared, as long as there is any; nobody's chunk is evicted, and none refused."""
+        """Run steps, and check that cleared chunks make room first: meanwhile none is evicted or refused."""
         while True:
             evicted = self.num_evicted()
             try:
@@ -134,7 +134,7 @@ class StockMachine(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, 5), refs=st.lists(REFS, min_size=1, max_size=4))
     def store(self, who: int, refs: list[ChunkRef]) -> None:
-        """As engines do, who then want them on disk."""
+        """Store as engines do, which then want the chunks on disk."""
         for ref in refs:
             session = self.clients[who]
             chunk = whole(self.stock.reserve(session.space, ref))
@@ -192,7 +192,7 @@ class StockMachine(RuleBasedStateMachine):
             self._end_write(0, is_written=True)
 
     def _end_write(self, number: int, *, is_written: bool) -> None:
-        """Of one file, in order. A write that was overtaken is deleted before its end is heard of."""
+        """End writes of one file in order. A write that was overtaken is deleted before its end is reported."""
         key = self.writing[number].key
         chunk = self.writing.pop(next(place for place, other in enumerate(self.writing) if other.key == key))
         is_lost = chunk in self.in_vain
@@ -269,7 +269,7 @@ class StockMachine(RuleBasedStateMachine):
 
     @invariant()
     def pages_add_up(self) -> None:
-        """Each page is free, or belongs to one chunk: one that can be found, or one that is in use."""
+        """Each page is free, or belongs to one chunk, which can be found or is in use."""
         chunks: dict[int, Chunk] = {}
         for space in self.stock.spaces.values():
             chunks.update({id(chunk): chunk for chunk in space.chunks.values()})
@@ -295,7 +295,7 @@ class StockMachine(RuleBasedStateMachine):
 
     @invariant()
     def files_are_those_of_what_is_there(self) -> None:
-        """What was stored after a clear keeps its file, and a restart finds nothing of before."""
+        """Chunks stored after a clear keep their files, and a restart finds none from before it."""
         self.sweep()
         assert all(not chunk.is_gone and chunk.disk_bytes for chunk in self.files.values())
         for space in self.stock.spaces.values():

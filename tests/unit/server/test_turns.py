@@ -1,4 +1,4 @@
-"""In which order the server works on files, with threads that do what is asked when the test says so."""
+"""Order of the server's work on files, with threads that work on the test's command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ End = Callable[[], None]
 
 
 class Bench:
-    """Turns whose works begin at once, and end when they are told to."""
+    """Turns whose works begin at once, and end on command."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []
@@ -76,7 +76,7 @@ def test_a_clear_waits_for_what_was_before_and_keeps_what_comes_after(bench: Ben
 
 
 def test_what_comes_while_a_clear_ends_stays_behind_what_came_before_it(bench: Bench) -> None:
-    """Of one file: a removal that overtook a write would leave the file there."""
+    """A removal that overtook a write of the same file would leave the file there."""
     turns, order = bench.turns, []
 
     def newcomer(end: End) -> None:

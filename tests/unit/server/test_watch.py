@@ -1,4 +1,4 @@
-"""Which connections are watched: those of the server's own port, whatever a number stood for before."""
+"""Watched connections: only those of the server's own port, even if their file descriptor was another file before."""
 
 from __future__ import annotations
 

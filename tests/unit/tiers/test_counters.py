@@ -1,4 +1,4 @@
-"""What a tier counts."""
+"""Counters of a tier."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_no_outcome_is_lost_among_threads() -> None:
 
 
 def test_they_are_plain_data() -> None:
-    """Whoever asks an engine what it did may send or print the answer."""
+    """A caller may send or print the counters that an engine returns."""
     counters = TierCounters(hits=3)
     assert deepcopy(counters) == counters, "a lock among them could not be copied"
     assert TierCounters(**asdict(counters)) == counters

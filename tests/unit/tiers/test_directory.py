@@ -1,4 +1,4 @@
-"""Questions to a remote tier: beside the caller, or on the caller's thread."""
+"""Questions to a remote tier, on other threads or on the caller's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvstore.tiers.directory import RemoteDirectory, all_have
 
 
 def test_an_answer_waits_for_the_reset_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or it would tell what the old weights have left."""
+    """Otherwise it would report chunks of the old weights."""
     tier, gate = FakeTier(), Gate()
     entered: list[Namespace] = []
 
@@ -33,7 +33,7 @@ def test_an_answer_waits_for_the_reset_before_it(monkeypatch: pytest.MonkeyPatch
     assert gate.reached.wait(HANG_GUARD_S)
     asking = threading.Thread(target=directory.answer, args=([make_ref(1)],))
     asking.start()
-    asking.join(0.1)  # long enough to ask, did it not wait
+    asking.join(0.1)  # long enough to ask, if it did not wait
     gate.open()
     asking.join(HANG_GUARD_S)
     directory.close()
@@ -49,7 +49,7 @@ def test_a_chunk_is_there_if_all_its_parts_are(parts: tuple[bool | None, ...], w
 
 
 def test_a_close_during_a_question_about_trails_says_that_it_is_closed() -> None:
-    """Its threads are gone then, and whoever waits for its answer hears so."""
+    """Its threads are gone then, and a caller that waits for an answer is told."""
     directory = RemoteDirectory([FakeTier()])
     assert directory.answer([bytes(16), make_ref(1)]) == [(), False]
     directory.close()

@@ -52,7 +52,7 @@ def no_memfd() -> int:
 
 
 class Stranger:
-    """Some program that listens where a cache server would, and hands out a file."""
+    """A program that listens in the place of a cache server, and hands out a file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -66,7 +66,7 @@ class Stranger:
     def _hand_out(self, make_file: Callable[[], int]) -> None:
         try:
             client, _ = self._socket.accept()
-        except OSError:  # closed: nobody came
+        except OSError:  # closed: no client came
             return
         fd = make_file()
         with client, suppress(BrokenPipeError):
@@ -94,7 +94,7 @@ def test_sealed_memory_is_taken(stranger: Stranger) -> None:
 
 @pytest.mark.parametrize("make_file", [growing, no_memfd])
 def test_memory_that_could_shrink_is_refused(stranger: Stranger, make_file: Callable[[], int]) -> None:
-    """Whoever has mapped it would be killed by SIGBUS."""
+    """A process that has mapped it would be killed by SIGBUS."""
     stranger.serve(make_file)
     before = psutil.Process().num_fds()
     with pytest.raises(TierSetupError, match="not sealed"):
@@ -112,7 +112,7 @@ def test_a_folder_that_others_can_enter_is_refused(stranger: Stranger, mode: int
 
 def test_the_folder_of_another_user_is_refused(stranger: Stranger, monkeypatch: pytest.MonkeyPatch) -> None:
     stranger.serve(sealed)
-    if os.geteuid() == 0:  # who trusts only itself
+    if os.geteuid() == 0:  # a user that trusts only itself
         os.chown(stranger.folder, _NOBODY, -1)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: _NOBODY)
@@ -122,8 +122,8 @@ def test_the_folder_of_another_user_is_refused(stranger: Stranger, monkeypatch: 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can listen as somebody else")
 def test_the_server_of_another_user_is_refused(stranger: Stranger) -> None:
-    """Also in a folder of ours, into which it came somehow."""
-    os.seteuid(_NOBODY)  # the kernel notes who listens
+    """It may be in a folder of ours, into which it was put somehow."""
+    os.seteuid(_NOBODY)  # the kernel records who listens
     try:
         stranger.serve(sealed)
     finally:

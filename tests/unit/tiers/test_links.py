@@ -1,4 +1,4 @@
-"""Connections to a cache server that are closed while one of them is in use, or for which no more files may be open."""
+"""Connections to a cache server that are closed while one is in use, or for which no more files may be opened."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvstore.tiers.server.url import parse_server
 
 @pytest.mark.parametrize("is_stuck", [False, True])
 def test_the_last_use_ends_the_context(is_stuck: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_CLOSE_WAIT_S", -10.0)  # wait for nobody
+    monkeypatch.setattr(links, "_CLOSE_WAIT_S", -10.0)  # no wait at all
     gate = Gate()
     with serving_tcp() as server:
         tier = open_tier(server.url)
@@ -45,7 +45,7 @@ def test_the_last_use_ends_the_context(is_stuck: bool, monkeypatch: pytest.Monke
 
 @contextmanager
 def no_more_files() -> Iterator[None]:
-    """This process may open no more files."""
+    """Let this process open no more files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest_free = os.dup(0)
     os.close(lowest_free)
@@ -57,7 +57,7 @@ def no_more_files() -> Iterator[None]:
 
 
 def test_what_cannot_be_opened_is_an_error_of_the_tier() -> None:
-    """Senders and lanes expect those; and nothing of the connection stays."""
+    """Senders and lanes expect such errors, and nothing of the connection stays."""
     with serving_tcp() as server:
         target = parse_server(server.url, {})
         with no_more_files(), pytest.raises(TierError, match="Too many open files"):

@@ -20,7 +20,7 @@ PEER, SOURCE = "kvs://peer:1", "kvs://source:1"
 
 
 class Engine(FakeTier):
-    """Has the chunk, and takes note of what is asked; brings no bytes of leading blocks."""
+    """Engine that has the chunk and records questions, but sends no leading blocks alone."""
 
     def __init__(self, *, reads_fronts: bool, holds: bool = True) -> None:
         super().__init__(capacity_bytes=1 << 30)

@@ -1,4 +1,4 @@
-"""The tier over what other engines hold: who is asked, who is read, and what one that fails or hangs costs."""
+"""The tier over other engines' chunks: questions, reads, and the cost of an engine that fails or hangs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ONE, TWO = "kvs://one:1", "kvs://two:1"
 
 
 class Storage(FakeTier):
-    """Counts what it is asked."""
+    """Storage that counts its calls."""
 
     def __init__(self) -> None:
         super().__init__(capacity_bytes=1 << 30)
@@ -47,7 +47,7 @@ class Storage(FakeTier):
 
 
 class World:
-    """Other engines by their addresses, and the tiers that were opened to them."""
+    """Other engines by their addresses, and the tiers opened to them."""
 
     def __init__(self) -> None:
         self.engines = {ONE: Storage(), TWO: Storage()}
@@ -182,7 +182,7 @@ class TestFailures:
         world.engines[TWO].hold(1)
         for engine in world.engines.values():
             lose = engine.chunks.clear
-            engine.before_get = lose  # of whom is asked first
+            engine.before_get = lose  # of the peer that is asked first
         assert get(tier, 1) == [Outcome.MISS]
         assert world.engines[ONE].read == world.engines[TWO].read == refs(1)
 
@@ -354,7 +354,7 @@ class TestSources:
 
 
 def test_nobody_can_say_what_one_that_fails_holds(tier: PeersTier, world: World, own: Storage) -> None:
-    """Unless somebody else says yes: a "no" is remembered, and must be one."""
+    """Only another peer's yes counts then: a "no" is remembered, and must be certain."""
 
     def fail() -> None:
         raise TierError("broken")
@@ -399,7 +399,7 @@ def test_a_question_about_trails_that_never_began_ends_with_the_tier(
 def test_what_a_peer_that_failed_might_have_named_is_asked_again(
     tier: PeersTier, world: World, own: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not for as long as an answer counts: it may be back at once."""
+    """It may recover at once, so the question does not wait until an answer expires."""
     trail, named = bytes(16), bytes(32)
     monkeypatch.setattr(world.engines[ONE], "nearest", failing)
     assert (tier.look_near([trail]), tier.nearest([trail])) == ([None], [()])

@@ -1,4 +1,4 @@
-"""The registry of tiers: ours, those of other packages, and what is said when there is none."""
+"""The registry of tiers: built-in ones, those of other packages, and the errors of missing ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_setup(**options: object) -> TierSetup:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is searched for packages."""
+    """Return a folder that is searched for packages."""
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(str(folder))
@@ -104,7 +104,7 @@ print("same", all(torch.equal(layers[name][:37], before[name][:37]) for name in 
 
 @pytest.mark.slow
 def test_a_configuration_uses_a_tier_of_another_package(site: Path, tmp_path: Path) -> None:
-    """From the installed package to loaded KV, with nothing but its URL in the file, in a process of its own."""
+    """It is used from the installed package to loaded KV, with only its URL in the file, in a separate process."""
     install_example(site)
     (page,) = (block for block in example_tier.blocks("tiers.md", "yaml") if "sqlite" in block)
     (tmp_path / "kv").mkdir()
@@ -123,7 +123,7 @@ def test_a_configuration_uses_a_tier_of_another_package(site: Path, tmp_path: Pa
 
 
 def test_a_scheme_means_what_the_registry_says(site: Path) -> None:
-    """Ours are in it like those of others; a plugin may bring what is known of LMCache's only."""
+    """Built-in tiers are in it like others; a plugin may provide a scheme that only LMCache knows."""
     names = {entry.name: tier_behind(f"{entry.name}://x") for entry in BUILT_IN_SCHEMES}
     assert names == {
         **dict.fromkeys(("redis", "rediss", "unix", "redis-sentinel", "redis-cluster"), "redis"),

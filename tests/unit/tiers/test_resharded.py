@@ -1,4 +1,4 @@
-"""Chunks made of the heads in other engines' chunks: what is asked, in which order, and what a failure costs."""
+"""Chunks assembled from the heads in other engines' chunks: questions, their order, and the cost of a failure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OURS = Worker(0, 1)
 
 
 class Storage(FakeTier):
-    """Counts what it is asked."""
+    """Storage that counts its calls."""
 
     def __init__(self) -> None:
         super().__init__(capacity_bytes=1 << 30)

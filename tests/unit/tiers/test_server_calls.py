@@ -1,4 +1,4 @@
-"""What is sent to a cache server about trails: as much as a message holds, and no more."""
+"""Messages to a cache server about trails: each carries as much as fits, and no more."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEY = b"k" * 16
 
 
 class FakeLink:
-    """Notes what is sent; answers that nobody is near."""
+    """Link that records messages, and answers that no chunk is near."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []

@@ -1,4 +1,4 @@
-"""What the URL of a cache server means, and what is wrong with one."""
+"""Meaning of cache server URLs, and errors in them."""
 
 from __future__ import annotations
 

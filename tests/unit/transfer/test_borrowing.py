@@ -1,4 +1,4 @@
-"""Loads from what a tier lends: every chunk once, nothing stays lent, whatever is refused and wherever it breaks."""
+"""Loads of chunks that a tier lends: each is loaded once, and none stays lent after refusals and failures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REFS = [make_ref(number) for number in range(40)]
 
 
 class Lender:
-    """As a lane. Lends so many chunks at once; some are missing; after so many calls it is broken."""
+    """Stand-in for a lane. It lends so many chunks at once, lacks some, and is broken after so many calls."""
 
     def __init__(self, most: int, missing: set[int], broken_after: int) -> None:
         self.most = most
@@ -88,7 +88,7 @@ def test_every_chunk_once(count: int, most: int, missing: set[int], broken_after
 
 
 def test_no_view_is_left_when_a_loan_ends() -> None:
-    """The last view of a server's memory unmaps it, for which the model's thread has no time."""
+    """The last view of a server's memory unmaps it, which takes too long for the model's thread."""
     seen: list[weakref.ref[ByteArray]] = []
     left_at_end: list[bool] = []
 

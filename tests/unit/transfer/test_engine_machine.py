@@ -1,4 +1,4 @@
-"""The engine against a model: any calls in any order; and runs that once failed, each made short."""
+"""The engine against a model: any calls in any order, and shortened runs that once failed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_engine_against_a_model_for_long() -> None:
     run_state_machine_as_test(EngineMachine, settings=profile)
 
 
-# Runs that once failed, each made short
+# Shortened runs that once failed
 
 ONE = FAMILIES[0][:32]
 
@@ -73,7 +73,7 @@ def test_a_write_overtaken_by_new_weights_stores_nothing(place: str) -> None:
 
 def test_what_was_found_wrong_is_removed_though_the_clear_behind_it_fails() -> None:
     with machine(hot_slots=0) as run:
-        for _ in range(20):  # whether the removal still waits is a matter of threads
+        for _ in range(20):  # threads decide if the removal still waits
             run.trouble("remote", "clear", [0])
             run.store(ONE)
             run.remove(ONE, "condemn")

@@ -1,4 +1,4 @@
-"""Chunks kept on the device: faster the third time, never wrong, and nobody misses them. The device is the CPU."""
+"""Chunks kept on the device: faster the third time, never wrong, and not required. The device is the CPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rig() -> Rig:
 
 
 def from_gpu(engine: CacheEngine) -> int:
-    """Chunks loaded from the device so far; no slot of it is lost."""
+    """Return the chunks loaded from the device so far, and check that no slot of it is lost."""
     hot = engine._tiers.hot
     assert hot is not None
     slots = [*hot._free, *(held.slot for held in hot._copies.values())]
@@ -145,7 +145,7 @@ def test_a_copy_does_not_outlive_a_chunk_that_was_damaged(rig: Rig, tmp_path: Pa
 
 @pytest.mark.parametrize("advances", range(1, 8))
 def test_no_copy_is_taken_of_what_a_load_given_up_left(advances: int) -> None:
-    """Its blocks hold some layers of the chunk, or what somebody else has written there since."""
+    """Its blocks hold some layers of the chunk, or what others have written there since."""
     rig = Rig(num_layers=6)
     with rig.open(max_local_gpu_bytes=4 * SLOT_BYTES) as engine:
         rig.store(engine, TOKENS)
@@ -161,7 +161,7 @@ def test_no_copy_is_taken_of_what_a_load_given_up_left(advances: int) -> None:
 
 
 def test_no_copy_is_taken_before_every_layer_was_asked_for() -> None:
-    """As under vLLM, if a forward pass ends early."""
+    """vLLM does this if a forward pass ends early."""
     rig = Rig(num_layers=6)
     with rig.open(max_local_gpu_bytes=4 * SLOT_BYTES) as engine:
         rig.store(engine, TOKENS)
@@ -177,7 +177,7 @@ def test_no_copy_is_taken_before_every_layer_was_asked_for() -> None:
 
 
 def test_a_copy_of_what_is_replaced_meanwhile_does_not_count(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under vLLM, where other threads fill slots while the model's takes its copies."""
+    """Under vLLM other threads fill slots while the model's thread takes its copies."""
     gather = HotChunks._gather
     with rig.open(max_local_gpu_bytes=4 * SLOT_BYTES) as engine:
         cpu = engine._tiers.cpu
@@ -222,7 +222,7 @@ def test_a_pool_without_room_for_a_chunk_is_refused(rig: Rig) -> None:
 
 
 def test_rows_of_which_some_are_null_are_not_kept_as_the_whole() -> None:
-    """Of several groups of layers a part of a chunk has as many rows as the whole."""
+    """With several groups of layers, a part of a chunk has as many rows as the whole."""
     layers = [
         {f"{group}.{n}": torch.zeros((20, width), dtype=torch.uint8) for n in range(2)}
         for group, width in enumerate((24, 40))

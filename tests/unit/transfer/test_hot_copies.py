@@ -1,4 +1,4 @@
-"""Hot copies by themselves, over paged caches of several layouts, against a dictionary. The device is the CPU."""
+"""Hot copies alone, over paged caches of several layouts, compared with a dictionary. The device is the CPU."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ IDS, OTHERS = as_block_ids([7, 0, 4]), as_block_ids([1, 2, 3])
 
 
 def make_caches() -> Caches:
-    """Layers of three layouts with blocks of different sizes, K/V in one block each; 12 blocks of noise."""
+    """Return layers of three layouts with blocks of different sizes, K/V in one block each; 12 blocks of noise."""
     noise = torch.Generator().manual_seed(1)
     whole = torch.randint(0, 256, (BLOCKS, 2 * N * 15), dtype=torch.uint8, generator=noise)
     apart = torch.randint(0, 256, (BLOCKS, N * 6 + 5), dtype=torch.uint8, generator=noise)
     half = torch.randn((BLOCKS, N, 3, 2), generator=noise).to(torch.bfloat16)
     return {
         "dense": whole.view(BLOCKS, 2, N, 3, 5),
-        "apart": apart[:, : N * 6].view(BLOCKS, N, 6),  # something else lies between the blocks
+        "apart": apart[:, : N * 6].view(BLOCKS, N, 6),  # other data is between the blocks
         "tokens first": half.permute(0, 2, 1, 3),
     }
 
@@ -50,7 +50,7 @@ Bind = Callable[[Caches], PagedKV]
 
 
 def contents(caches: Caches) -> list[list[list[float]]]:
-    """For every block what its elements are, in logical order, layer by layer: slow, and blind to how it lies."""
+    """Return the elements of every block, in logical order, layer by layer: slow, and independent of the layout."""
     return [[cache[block].flatten().tolist() for cache in caches.values()] for block in range(BLOCKS)]
 
 
@@ -69,7 +69,7 @@ def keep(hot: HotChunks, ref: ChunkRef, filling: Filling, block_ids: BlockIds) -
 
 
 def check_slots(hot: HotChunks, slots: int) -> None:
-    """No slot is lost, and none is used twice."""
+    """Check that no slot is lost, and that none is used twice."""
     assert sorted([*hot._free, *(held.slot for held in hot._copies.values())]) == list(range(slots))
 
 
@@ -126,13 +126,13 @@ def test_a_copy_of_another_content_makes_room() -> None:
     assert not hot.scatter(A, ONE, OTHERS, 0), "it is forgotten"
     check_slots(hot, 1)
     keep(hot, A, OTHER, IDS)
-    keep(hot, A, ONE, IDS)  # while the copy of the other content is there
+    keep(hot, A, ONE, IDS)  # while the copy of the other content exists
     check_slots(hot, 1)
     assert hot.scatter(A, ONE, OTHERS, 0)
 
 
 class Failing(HostPagedKV):
-    """A paged cache whose device fails when it is told to."""
+    """A paged cache whose device fails on command."""
 
     is_broken = False
 

@@ -1,4 +1,4 @@
-"""The lane between slots and one tier: order and epochs, with the tier held up wherever it can be."""
+"""The lane between slots and one tier: order and epochs, with the tier held up wherever possible."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def gate() -> Iterator[Gate]:
 
 
 def test_a_write_overtaken_by_reset_stores_nothing(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
-    """Between the look at its slot and the tier lies a question to others, which takes its time."""
+    """Between the check of its slot and the tier is a question to others, which takes time."""
     bench = Bench(asks=True)
     puts: list[None] = []
     bench.tier.before_put = lambda: puts.append(None)
@@ -62,7 +62,7 @@ def test_a_write_overtaken_by_reset_stores_nothing(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_put_overtaken_by_reset_stores_nothing(bench: Bench, gate: Gate) -> None:
-    """Held up later, between the lane and the tier's own lock; and no removal could make good for it."""
+    """It is held up later, between the lane and the tier's own lock, and no removal could repair it."""
     bench.tier.before_put = gate
     bench.write(1)
     assert gate.reached.wait(HANG_GUARD_S)
@@ -98,7 +98,7 @@ def test_writes_that_wait_for_a_thread_end_with_their_epoch(bench: Bench, gate: 
 
 
 def test_a_write_reads_only_a_slot_that_still_has_its_chunk(bench: Bench, gate: Gate) -> None:
-    """The index keeps slots from others until their writes have ended. Should it not, the answer is no write."""
+    """The index keeps slots from others until their writes have ended. If it does not, the answer is no write."""
     bench.tier.before_put = gate
     bench.write(*range(1, WRITE_THREADS + 1), 10)
     bench.cpu.claim(10)[:] = 77
@@ -132,7 +132,7 @@ def test_a_read_begun_before_brings_nothing(bench: Bench, gate: Gate, sweep: str
 
 @pytest.mark.parametrize("sweep", ["clear", "reset"])
 def test_nothing_is_read_while_everything_goes(bench: Bench, gate: Gate, sweep: str) -> None:
-    """Nobody waits: neither who asks for it, nor who reads."""
+    """Neither the caller of the reset nor a reader waits."""
     bench.store(1)
     bench.before_forgetting = gate
     bench.lane.clear() if sweep == "clear" else bench.lane.reset(NEW)
@@ -212,7 +212,7 @@ def test_removals_that_wait_are_carried_out_together(bench: Bench, gate: Gate) -
 def test_a_clear_that_fails_removes_what_is_known_one_by_one(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, *, fails: bool
 ) -> None:
-    """Or what nobody knows any more would keep its room."""
+    """Otherwise forgotten chunks would keep their room."""
     bench.store(1, 2, 3)
     if fails:
         monkeypatch.setattr(bench.tier, "clear", Mock(side_effect=TierError("no")))
@@ -225,7 +225,7 @@ def test_a_clear_that_fails_removes_what_is_known_one_by_one(
 def test_removals_that_wait_are_carried_out_though_the_clear_behind_them_fails(
     bench: Bench, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if two of them fail: what was found to be wrong must not be found again."""
+    """This holds even if two of them fail: chunks that were found to be wrong must not be found again."""
     bench.store(1, 2, 3)
     bench.before_forgetting = gate
     bench.lane.remove([ref_of(4)])
@@ -256,9 +256,9 @@ def test_many_removals_are_carried_out_in_parts(bench: Bench, gate: Gate) -> Non
 
 
 def test_a_reset_takes_the_place_of_what_waits(bench: Bench, gate: Gate) -> None:
-    """And of an earlier one, but for removals, which come first: others may still be in the epoch that ends.
+    """It also replaces an earlier reset, but no removals, which come first: others may still be in the epoch that ends.
 
-    A clear after it has nothing to do. What comes later is carried out later.
+    A clear after it has nothing to do. Later calls are carried out later.
     """
     bench.before_forgetting = gate
     bench.lane.remove([ref_of(1)])
@@ -291,7 +291,7 @@ def test_a_chunk_removed_while_it_waits_is_not_written(bench: Bench, gate: Gate)
 
 
 def test_an_errand_that_fails_holds_up_nobody(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    """Neither an error of the tier, nor a defect, of which somebody must hear."""
+    """This holds for an error of the tier and for a defect, which must be reported."""
 
     def fail(error: Exception) -> None:
         raise error
@@ -305,12 +305,12 @@ def test_an_errand_that_fails_holds_up_nobody(bench: Bench, caplog: pytest.LogCa
     bench.write(3)
     assert bench.lane.flush(HANG_GUARD_S)
     assert bench.written == [(ref_of(3), True)]
-    bench.lane.close()  # or the last one might not have said it yet
+    bench.lane.close()  # or the last one might not have reported it yet
     assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.ERROR]
 
 
 def test_a_report_that_fails_keeps_no_other_from_being_made(bench: Bench, gate: Gate) -> None:
-    """Two chunks were removed while they were written: both are reported by the errand that takes them off."""
+    """Two chunks were removed while they were written: both are reported by the errand that removes them."""
 
     def report(ref: ChunkRef, stored: bool) -> None:
         bench.written.append((ref, stored))
@@ -326,7 +326,7 @@ def test_a_report_that_fails_keeps_no_other_from_being_made(bench: Bench, gate: 
 
 
 def test_close_gives_up_what_waits(bench: Bench, gate: Gate) -> None:
-    """Also a write that waits behind it: its chunk is reported, and no thread is left."""
+    """This includes a write that waits behind it: its chunk is reported, and no thread is left."""
     bench.store(1, 2)
     bench.before_forgetting = gate
     bench.lane.remove([ref_of(1)])
@@ -409,7 +409,7 @@ def test_an_engine_tells_what_was_never_queued(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_storing_waits_for_no_removal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gate: Gate) -> None:
-    """A disk that hangs in each removal: room is made for what is stored, and nobody waits for it."""
+    """Although the disk hangs in each removal, room is made for stores, which do not wait for it."""
     tier = FakeTier(capacity_bytes=2 * FILE_BYTES)
     install(monkeypatch, tier)
     rig = Rig()
@@ -428,7 +428,7 @@ def test_storing_waits_for_no_removal(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_a_buffer_is_read_before_its_slot_is_given_back(bench: Bench, gate: Gate) -> None:
-    """What waits behind a removal is in use: it is reported when it has been written, and not before."""
+    """A slot that waits behind a removal is in use: it is reported once it has been written, and not before."""
     seen: list[ByteArray] = []
     put = bench.tier.put
 

@@ -1,4 +1,4 @@
-"""A chunk that others have stored is written once more where its blocks cannot be found."""
+"""A chunk that others have stored is written once more if its blocks cannot be found."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ TRAIL = b"".join(bytes([number]) * 16 for number in range(2, BLOCKS_PER_CHUNK + 
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    """Another engine has stored the chunk, with its trail or without."""
+    """Yield a bench in which another engine has stored the chunk, with its trail or without."""
     bench = Bench(asks=True)
     yield bench
     bench.lane.close()
 
 
 def puts_of(bench: Bench, trail: bytes) -> int:
-    """How often the tier is written to."""
+    """Count the calls of the tier's ``put`` for one write."""
     puts: list[None] = []
     bench.tier.before_put = lambda: puts.append(None)
     bench.fill(1)

@@ -1,4 +1,4 @@
-"""Moves on a device that does nothing before somebody waits for it: who waits for what, and what comes after what."""
+"""Moves on a device that does nothing until the host waits for it: the waits, and the order of work."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_tier_fills_a_slot_when_it_has_been_read(bench: Bench) -> None:
 
 
 def test_a_gather_fills_a_slot_when_it_has_been_read(bench: Bench) -> None:
-    """By another stream: that of a thread beside the model."""
+    """It was read by another stream, that of a background thread."""
     bench.mover.store([store_job(1, 0)])
     saver, loader = bench.mover.for_thread(), bench.mover.for_thread()
     assert not loader.load([load_job(1, 0)]).failed
@@ -74,7 +74,7 @@ def test_a_closed_pool_has_no_slot_in_use(bench: Bench, monkeypatch: pytest.Monk
 
 
 def test_a_mover_that_is_closed_uses_no_buffer() -> None:
-    """Slots are free before the blocks are there, by a stream of which the allocator was not told."""
+    """Slots are free before the blocks are there, by a stream that the allocator does not know."""
     with Bench.running() as bench:
         bench.mover.store([store_job(1, 0)])
         bench.device.run_all()
@@ -102,7 +102,7 @@ def test_what_is_verified_is_compared_when_it_has_come(bench: Bench) -> None:
     assert bench.mover.deviation(computed_again) == 0
 
 
-# -- who waits -----------------------------------------------------------------------------------------------------
+# -- waits -----------------------------------------------------------------------------------------------------
 
 
 def test_a_load_waits_for_nothing(bench: Bench) -> None:
@@ -190,7 +190,7 @@ def test_small_layers_are_loaded_together_when_all_of_them_have_come(monkeypatch
 
 @pytest.mark.parametrize("seed", range(8))
 def test_layers_may_be_loaded_by_several_threads(seed: int) -> None:
-    """Each has a current stream of its own; small layers came on that of the first."""
+    """Each has a separate current stream; small layers came on that of the first."""
     with Bench.running(copy_bytes=1 << 18, device=LateDevice(seed, eagerness=0.3)) as bench:
         bench.mover.store([store_job(1, 0)])
         bench.device.run_all()
@@ -210,7 +210,7 @@ def test_layers_may_be_loaded_by_several_threads(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_layers_may_be_stored_by_several_threads(seed: int) -> None:
-    """Small ones are gathered on the stream of the last, after what was computed on those of the others."""
+    """Small ones are gathered on the stream of the last, after the work on those of the others."""
     with Bench.running(copy_bytes=1 << 18, device=LateDevice(seed, eagerness=0.3)) as bench:
         store = LayerStore(bench.mover, [store_job(1, 0)])
 

@@ -1,8 +1,8 @@
-"""Everything that a worker does with a late device, in random order: never a byte that the model did not write.
+"""Everything that a worker does with a late device, in random order: no byte is wrong.
 
-The model writes blocks, and zeroes and copies some; chunks of them are stored in the step, by layer, and beside the
-steps, and loaded in these ways, from slots, from the tier behind them and from copies on the device, while slots and
-blocks are given away as early as a worker gives them. What blocks must hold is known from the order of the calls alone.
+The model writes blocks, and zeroes and copies some. Chunks of them are stored in the step, by layer, or
+asynchronously, and loaded in these ways, from slots, from the tier behind them and from copies on the device. Slots
+and blocks are given away as early as by a worker. Blocks' expected contents follow from the order of calls alone.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Values = list[int | None]
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the device is sent of each launch is soon overwritten by the next ones; layers are read one by one."""
+    """Shrink the launch buffers, so that they are soon reused, and let layers be read one by one."""
     monkeypatch.setattr(places_module, "LAUNCHES", 3)
     monkeypatch.setattr(device_module, "MAX_BLOCKS", 2 * BLOCKS_PER_CHUNK)
     monkeypatch.setattr(layerwise, "READ_BYTES", 1)
 
 
 class Save(NamedTuple):
-    """Stores beside the steps that have begun, and the blocks that nobody may write before they have ended."""
+    """Asynchronous stores that have begun, and the blocks that must not be written before they have ended."""
 
     stores: Stores
     jobs: Sequence[StoreJob]
@@ -54,7 +54,7 @@ class Save(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """A load beside the steps: its slots and blocks are its own until ``end``."""
+    """An asynchronous load, which owns its slots and blocks until ``end``."""
 
     end: Moment
     slots: Sequence[int]
@@ -62,7 +62,7 @@ class Fetch(NamedTuple):
 
 
 class Worker:
-    """Plays a worker and its scheduler around one mover. ``act`` does one thing at random."""
+    """Simulates a worker and its scheduler around one mover. ``act`` does one random action."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench, self.device, self.dice = bench, bench.device, bench.device.dice
@@ -79,7 +79,7 @@ class Worker:
         self.num_stored = self.num_resets = 0
 
     def act(self) -> None:
-        """Whatever comes next."""
+        """Do one random action."""
         actions = (
             [self.compute] * 3
             + [self.zero_and_copy] * 2
@@ -99,13 +99,13 @@ class Worker:
     # -- the model -------------------------------------------------------------------------------------------------
 
     def compute(self) -> None:
-        """A step writes some blocks."""
+        """Let a step write some blocks."""
         for block in self._free_blocks(self.dice.randint(1, 12)):
             self.wanted[block] = self.dice.randrange(256)
             self.bench.model_writes(block, self.wanted[block] or 0)
 
     def zero_and_copy(self) -> None:
-        """As model runner V2 takes in a step: blocks that were given away are zeroed, and others copied to some."""
+        """Zero blocks that were given away, and copy others to some, as model runner V2 does at the begin of a step."""
         blocks = self._free_blocks(4)
         for block in blocks:
             self.bench.model_writes(block, 0)
@@ -119,12 +119,12 @@ class Worker:
     # -- stores ----------------------------------------------------------------------------------------------------
 
     def store(self) -> None:
-        """Within the step."""
+        """Store within the step."""
         jobs, values = self._new_chunks()
         self._note_stores(jobs, values, self.mover.store(jobs))
 
     def store_by_layer(self) -> None:
-        """While the step computes the chunks' blocks, layer by layer."""
+        """Store while the step computes the chunks' blocks, layer by layer."""
         jobs, _ = self._new_chunks()
         blocks = {int(block) for job in jobs for block in job.block_ids} - self.held.keys()
         computed = {block: self.dice.randrange(256) for block in blocks}
@@ -138,7 +138,7 @@ class Worker:
         self._note_stores(jobs, [[self.wanted[int(block)] for block in job.block_ids] for job in jobs], failed)
 
     def save(self) -> None:
-        """Beside the steps; the blocks are given away at once, behind a fence, or when the save has ended."""
+        """Save asynchronously; the blocks are given away at once, behind a fence, or when the save has ended."""
         jobs, values = self._new_chunks()
         blocks = [int(block) for job in jobs for block in job.block_ids]
         self.storer.paged.streams.hold(self.mover.paged.streams.now())
@@ -156,7 +156,7 @@ class Worker:
         self.saves.append(Save(stores, jobs, blocks))
 
     def _new_chunks(self) -> tuple[list[StoreJob], list[Values]]:
-        """Stores of some chunks into slots, and what their blocks hold; as many as there are slots for."""
+        """Return stores of some chunks into slots, and the contents of their blocks; as many as there are slots for."""
         known = [block for block in range(BLOCKS) if self.wanted[block] is not None and block not in self._loading()]
         jobs, values = [], []
         for _ in range(self.dice.randint(1, 5)):
@@ -188,13 +188,13 @@ class Worker:
     # -- loads -----------------------------------------------------------------------------------------------------
 
     def load(self) -> None:
-        """Within the step: its slots are given away when the call returns."""
+        """Load within the step, whose slots are given away when the call returns."""
         jobs = self._some_loads()
         self._note_loads(jobs, self.mover.load(jobs))
         self._release(jobs)
 
     def load_by_layer(self) -> None:
-        """While the step computes."""
+        """Load while the step computes."""
         jobs = self._some_loads()
         moving = LayerLoad(self.mover, jobs)
         for layer in range(LAYERS):
@@ -206,7 +206,7 @@ class Worker:
         self._release(jobs)
 
     def fetch(self) -> None:
-        """Beside the steps, into blocks that the step which begins it has zeroed."""
+        """Load asynchronously, into blocks that the step which begins the load has zeroed."""
         jobs = self._some_loads()
         for job in jobs:
             for block in job.block_ids:
@@ -217,7 +217,7 @@ class Worker:
         self.fetches.append(Fetch(end, slots, [int(n) for job in jobs for n in job.block_ids]))
 
     def _some_loads(self) -> list[LoadJob]:
-        """Loads of chunks, or their ends, to blocks that are theirs from now on."""
+        """Return loads of chunks, or their ends, to blocks that they own from now on."""
         jobs: list[LoadJob] = []
         for _ in range(self.dice.randint(1, 4)):
             free = [number for number in self.slots if self.slots[number] not in self.taken]
@@ -250,7 +250,7 @@ class Worker:
     # -- the scheduler ---------------------------------------------------------------------------------------------
 
     def collect(self) -> None:
-        """Take note of what has ended beside the steps."""
+        """Take note of the asynchronous moves that have ended."""
         for fetch in [fetch for fetch in self.fetches if self.loader.paged.streams.is_reached(fetch.end)]:
             self.fetches.remove(fetch)
             self.taken.difference_update(fetch.slots)
@@ -263,7 +263,7 @@ class Worker:
             self._note_stores(save.jobs, values, self.storer.finish_store(save.stores))
 
     def reset(self) -> None:
-        """All chunks are forgotten, those that are being saved too."""
+        """Forget all chunks, including those that are being saved."""
         self.num_resets += 1
         self.mover.reset(Namespace({"model": f"weights {self.num_resets}"}))
         assert self.mover.settle(HANG_GUARD_S)
@@ -271,7 +271,7 @@ class Worker:
         self.written.clear()
 
     def sleep(self) -> None:
-        """When all is at rest, the device loses what it held."""
+        """Wait until all is at rest, let the device lose its contents, and restore what kvstore keeps there."""
         self.rest()
         self.reset()
         for cache in self.bench.rig.caches.values():
@@ -300,7 +300,7 @@ class Worker:
         return {block for fetch in self.fetches for block in fetch.blocks}
 
     def _take_slot(self) -> int | None:
-        """One that no move uses, as far as the host knows; what it holds is forgotten."""
+        """Return a slot that no move uses, as far as the host knows; its chunk is forgotten."""
         used = {*self.taken, *self.slots.values()}
         unused = [slot for slot in range(SLOTS) if slot not in used]
         if unused:

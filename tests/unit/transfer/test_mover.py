@@ -1,4 +1,4 @@
-"""The mover by itself: what it reports of each plan, and that every write is reported exactly once."""
+"""The mover alone: its reports of each plan, and that every write is reported exactly once."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Bench:
         self.targets = tuple(lanes)
 
     def store(self, *numbers: int, write: bool = True) -> set[bytes]:
-        """Store chunk n, of the blocks 4n ..., in slot n."""
+        """Store chunk n, of the blocks 4n ..., in slot n. Returns the keys of those that failed."""
         return self.mover.store([self.store_job(number, write=write) for number in numbers])
 
     def store_job(self, number: int, *, write: bool = True) -> StoreJob:
@@ -60,7 +60,7 @@ class Bench:
         )
 
     def load(self, *numbers: int, from_disk: bool = False, first_block: int = 0) -> set[bytes]:
-        """Load chunk n through slot n to the blocks 60, 59, ...; the keys of those that failed."""
+        """Load chunk n through slot n to the blocks 60, 59, ... Returns the keys of those that failed."""
         return self.results(*numbers, from_disk=from_disk, first_block=first_block).failed
 
     def results(self, *numbers: int, from_disk: bool = True, first_block: int = 0) -> LoadResult:
@@ -69,7 +69,7 @@ class Bench:
         return self.mover.load([LoadJob(LoadStep(ref_of(n), n, source), ids, first_block) for n in numbers])
 
     def held(self) -> list[int]:
-        """What fills the blocks 60, 59, 58, 57."""
+        """Return the values that fill the blocks 60, 59, 58, 57."""
         return [int(self.rig.held(block)[0]) for block in range(60, 56, -1)]
 
 
@@ -146,7 +146,7 @@ def test_every_write_is_reported_once_when_gather_raises(bench: Bench) -> None:
 
 
 def test_a_slot_whose_gather_fails_midway_holds_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not what was in it before, either: some of that has been overwritten."""
+    """It does not hold the former content either, as some of that has been overwritten."""
     bench.store(1, write=False)
 
     def broken(_block_ids: BlockIds, payload: ByteArray) -> None:
@@ -167,7 +167,7 @@ def test_a_slot_whose_gather_fails_midway_holds_nothing(bench: Bench, monkeypatc
 def test_a_chunk_is_named_only_when_its_copy_is_there(
     bench: Bench, tier: FakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device a gather is only launched: what it brings is there once it was waited for."""
+    """On a device a gather is only launched, and its bytes are there once it was waited for."""
     gather, paged = bench.mover.paged.gather, bench.mover.paged
     launched: list[tuple[BlockIds, ByteArray]] = []
 
@@ -272,7 +272,7 @@ def test_a_slot_of_a_hanging_read_is_not_used(tier: FakeTier) -> None:
     finally:
         gate.set()
     assert read.result(HANG_GUARD_S) == [Outcome.HIT]
-    assert bench.load(1) == {key_of(1)}  # what came too late is not readable
+    assert bench.load(1) == {key_of(1)}  # a late read is not readable
     assert bench.store(1) == set()
     assert bench.load(1) == set()
     assert bench.mover.close(HANG_GUARD_S)
@@ -341,7 +341,7 @@ def test_only_what_is_missing_or_damaged_is_lost(
 
 
 def test_all_reads_are_over_when_several_raise(bench: Bench, tier: FakeTier) -> None:
-    """Or one of them would write to a slot that was given back."""
+    """Otherwise one of them would write to a slot that was given back."""
     lock, begun, ended = threading.Lock(), [0], [0]
 
     def fail() -> None:

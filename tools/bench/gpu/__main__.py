@@ -19,7 +19,7 @@ _WRONG_USAGE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for; the exit status is 1 if a step failed, 2 if nothing can run."""
+    """Run the command line; the exit status is 1 if a step failed, 2 if nothing can run."""
     given = _parser().parse_args(arguments)
     missing = missing_packages()
     if missing:
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _one(given: argparse.Namespace, device: torch.device) -> int:
-    """One step, in this process."""
+    """Run one step in this process."""
     from kvstore.tools.bench.gpu.child import run_one  # noqa: PLC0415 - see main
 
     run_one(given.step, device, given.out, small=given.small)
@@ -49,7 +49,7 @@ def _one(given: argparse.Namespace, device: torch.device) -> int:
 
 
 def _run(given: argparse.Namespace, device: torch.device) -> int:
-    """Some steps, each in its own process, and the table."""
+    """Run the selected steps, each in a separate process, and print the table."""
     from rich.console import Console  # noqa: PLC0415 - see main
 
     from kvstore.tools.bench.gpu.run import RESULTS, machine, run_steps  # noqa: PLC0415

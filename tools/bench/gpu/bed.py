@@ -1,4 +1,4 @@
-"""What the paths of the GPU are measured on: a paged cache, a pool of pinned slots, and a mover between them."""
+"""Test bed of the GPU paths: a paged cache, a pool of pinned slots, and a mover between them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KEY_BYTES = 16
 class Bed:
     """A workbench on the device, and a mover over a pool with room for two batches.
 
-    A batch is stored into one half of the pool's slots, 0 or 1. ``close`` ends its threads.
+    A batch is stored into one half of the pool's slots, 0 or 1. ``close`` ends the mover's threads.
     """
 
     def __init__(self, geometry: Geometry, scale: Scale) -> None:
@@ -44,35 +44,35 @@ class Bed:
         self.mover.close(_TIMEOUT_S)
 
     def new_batch(self) -> torch.Tensor:
-        """Put new random KV into random blocks; returns them."""
+        """Put new random KV into random blocks, and return their ids."""
         slots = self.workbench.new_batch().view(-1, self.workbench.geometry.block_tokens)
         self._refs = [[self._new_ref() for _ in refs] for refs in self._refs]
         return slots[:, 0] // self.workbench.geometry.block_tokens
 
     def stores(self, half: int, block_ids: torch.Tensor) -> list[StoreJob]:
-        """Jobs that store a batch from its blocks into half of the pool."""
+        """Return jobs that store a batch from its blocks into half of the pool."""
         return [
             StoreJob(StoreStep(ref, slot, ()), ids)
             for ref, slot, ids in zip(self._refs[half], self._slots(half), self.of_chunks(block_ids), strict=True)
         ]
 
     def loads(self, half: int, block_ids: torch.Tensor) -> list[LoadJob]:
-        """Jobs that load a batch from half of the pool into these blocks."""
+        """Return jobs that load a batch from half of the pool into these blocks."""
         return [
             LoadJob(LoadStep(ref, slot, Place.MEMORY), ids, 0)
             for ref, slot, ids in zip(self._refs[half], self._slots(half), self.of_chunks(block_ids), strict=True)
         ]
 
     def payloads(self, half: int) -> list[ByteArray]:
-        """The slots of half of the pool."""
+        """Return the slots of half of the pool."""
         return [self._pool.slot(slot) for slot in self._slots(half)]
 
     def of_chunks(self, block_ids: torch.Tensor) -> list[BlockIds]:
-        """The blocks of a batch, those of each chunk apart."""
+        """Return the blocks of a batch, grouped by chunk."""
         return list(block_ids.view(self.num_chunks, -1).numpy())
 
     def store(self, half: int, block_ids: torch.Tensor) -> None:
-        """Store a batch, and wait until all of it is in memory.
+        """Store a batch, and wait until all of it is in host memory.
 
         Raises:
             BenchError: a chunk was not stored.

@@ -1,4 +1,4 @@
-"""What saves and loads cost a model that computes meanwhile: the times of its steps, with them and without."""
+"""Slowdown of a computing model by concurrent saves and loads: step times with and without them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from kvstore.tools.processes import wait_until
 
 P99_GOAL = 1.05
 MODES = ("alone", "with saves", "with loads", "with both")
-_TURNS = 6  # of each mode, so that a machine that slows down slows all of them
+_TURNS = 6  # turns of each mode, so that a machine that slows down affects all modes
 _WARM_UP_STEPS = 5
 _TIMEOUT_S = 20.0
 _POLL_S = 0.001
 
 
 class Traffic:
-    """Saves and loads of one chunk a step, through the threads that a worker under vLLM has for them.
+    """Saves and loads of one chunk per step, on the background threads that a vLLM worker uses.
 
-    Saved blocks and loaded blocks are two halves of the cache. A save begins when the one before the last has ended,
-    and so does a load: as many are under way as a step can follow.
+    Saved blocks and loaded blocks are two halves of the cache. At most two saves and two loads are in flight.
     """
 
     def __init__(self, bed: Bed) -> None:
@@ -44,21 +43,21 @@ class Traffic:
         self.saved = self.loaded = 0
 
     def save(self) -> None:
-        """Start to save the next chunk, unless two are under way."""
+        """Start to save the next chunk, unless two saves are in flight."""
         if self._saving < 2:
             job = self._stores[(self.saved + self._saving) % len(self._stores)]
             self._saving += 1
             self._background.save(next(self._numbers), [job], ())
 
     def load(self) -> None:
-        """Start to load the next chunk, unless two are under way."""
+        """Start to load the next chunk, unless two loads are in flight."""
         if self._loading < 2:
             job = self._loads[(self.loaded + self._loading) % len(self._loads)]
             self._loading += 1
             self._background.fetch(Fetch(next(self._numbers), "bench", [job]))
 
     def take(self) -> None:
-        """Take what has ended, as a worker does once a step.
+        """Collect finished saves and loads, as a worker does once per step.
 
         Raises:
             BenchError: a chunk was not moved.
@@ -70,10 +69,10 @@ class Traffic:
         self._loading, self.loaded = self._loading - len(fetched), self.loaded + len(fetched)
 
     def drain(self) -> None:
-        """Wait until nothing is under way.
+        """Wait until nothing is in flight.
 
         Raises:
-            BenchError: something did not end.
+            BenchError: a save or load did not end.
         """
         if not wait_until(self._has_ended, _TIMEOUT_S, every_s=_POLL_S):
             raise BenchError(f"{self._saving} saves, {self._loading} loads did not end within {_TIMEOUT_S:.0f} s")
@@ -83,7 +82,7 @@ class Traffic:
         return not (self._saving or self._loading)
 
     def check(self) -> None:
-        """Move the chunks that have not been, and compare every byte.
+        """Move the chunks that were not moved yet, and compare every byte.
 
         Raises:
             BenchError: something differs.
@@ -104,10 +103,10 @@ class Traffic:
 
 
 def measure_beside(geometry: Geometry, scale: Scale) -> Iterator[Figure]:
-    """p50 and p99 of a step alone, with saves, with loads, and with both; alone is the limit.
+    """Measure p50 and p99 of a step alone, with saves, with loads, and with both; the step alone is the limit.
 
     Raises:
-        BenchError: a chunk was not moved, or not every byte of it.
+        BenchError: a chunk was not moved, or a byte differs.
     """
     with ExitStack() as opened:
         bed = opened.enter_context(closing(Bed(geometry, scale)))

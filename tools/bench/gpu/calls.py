@@ -1,4 +1,4 @@
-"""The GPU's lines of ``kvstore bench``: stores and retrieves, against pinned copies of as many bytes."""
+"""GPU lines of ``kvstore bench``: stores and retrieves, against pinned copies of as many bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYER_RETRIEVE = Subject("host to GPU by layer", "pinned copy", f"{_CALL}, copy 
 
 
 def measure_gpu(workbench: Workbench, rounds: int, tick: Tick) -> list[Line]:
-    """Move batches between a cache on a device and memory. With a workbench on the CPU, no GPU is needed.
+    """Move batches between a cache on a device and memory; a workbench on the CPU needs no GPU.
 
     Raises:
         BenchError: a path lost or changed a byte.

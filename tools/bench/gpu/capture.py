@@ -1,4 +1,4 @@
-"""CUDA graphs captured while a pool is pinned: vLLM captures its graphs right after the caches are registered."""
+"""CUDA graph captures during pinning of a pool, because vLLM captures its graphs right after it registers caches."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _PORTABLE = 1  # cudaHostRegisterPortable
 
 
 def check_captures(mode: Mode, scale: Scale) -> Iterator[Figure]:
-    """Capture graphs behind a pool that was pinned at start, and beside one that is pinned in the background.
+    """Capture graphs after a pool was pinned at start, and while another pool is pinned in the background.
 
     Raises:
-        BenchError: a capture failed or computed something else, or a slot is not pinned in the end.
+        BenchError: a capture failed or its graph computed a wrong result, or a slot is not pinned at the end.
     """
     for in_background in (False, True):
         when = "in the background" if in_background else "at start"
@@ -48,9 +48,9 @@ def _check_captures(mode: Mode, scale: Scale, title: str, *, in_background: bool
 
 
 def find_collisions(scale: Scale) -> Iterator[Figure]:
-    """What happens without any care: ``cudaHostRegister`` on one thread, captures in the default mode on another.
+    """Run ``cudaHostRegister`` on one thread during captures in the default mode on another, without precautions.
 
-    Both figures below 1 mean that care is needed; so does a run that hangs.
+    A figure below 1, or a run that hangs, shows that the precautions of ``SlabPool`` are needed.
     """
     memory = torch.ones(1024, device=scale.device)
     host = map_bytes(round_up(scale.pool_bytes, _RAW_PIECE_BYTES))
@@ -77,7 +77,7 @@ def _register(address: int, num_bytes: int) -> int:
 def _captures(
     memory: torch.Tensor, scale: Scale, mode: Mode, is_over: Callable[[], bool]
 ) -> tuple[int, list[RuntimeError]]:
-    """Capture and replay small graphs until something is over; how many, and the errors of those that failed."""
+    """Capture and replay small graphs until ``is_over()``; return their number, and the errors of failed ones."""
     captures, failed = 0, []
     while captures < _LEAST_CAPTURES or not is_over():
         captures += 1

@@ -1,4 +1,4 @@
-"""One step in this process: its figures go to the file of the run, or to standard output."""
+"""Run of one step in this process, with its figures written to the run's file or to standard output."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def run_one(name: str, device: torch.device, folder: Path | None, *, small: bool
     """Measure a step, and write every figure as soon as it is known.
 
     Args:
-        name: of the step.
-        device: of the paged cache.
-        folder: with the results of the run; None prints them, and keeps no files.
-        small: take the small scale.
+        name: name of the step.
+        device: device of the paged cache.
+        folder: folder of the run's results; None prints the figures, and keeps no files.
+        small: use the small scale.
 
     Raises:
-        ConfigError: there is no such step, or it is a program, or it cannot run here.
+        ConfigError: there is no such step, the step is a program, or it cannot run here.
         BenchError: a byte was wrong.
     """
     step, scale = find_step(name), make_scale(device, small=small)

@@ -1,4 +1,4 @@
-"""The limit of every path: plain copies between device memory and pinned host memory, each way and both at once."""
+"""Limit of every GPU path: plain copies between device memory and pinned host memory, each way and both at once."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class PinnedCopies:
     """Copies of ``size_bytes`` in pieces. Host memory is pinned if the device is a GPU.
 
     Args:
-        size_bytes: of one direction.
-        device: on the other end.
-        piece_bytes: copied by one call.
+        size_bytes: bytes of one direction.
+        device: device to copy to and from.
+        piece_bytes: bytes copied by one call.
     """
 
     def __init__(self, size_bytes: int, device: torch.device, piece_bytes: int = MEMCPY_PIECE_BYTES) -> None:
@@ -43,7 +43,7 @@ class PinnedCopies:
         self._wait()
 
     def both_ways(self) -> None:
-        """Copy as much each way, at once."""
+        """Copy the whole size each way, at once."""
         with self._on(0):
             self._launch_out()
         with self._on(1):
@@ -73,7 +73,7 @@ class PinnedCopies:
 
 
 def measure_limit(scale: Scale) -> Iterator[Figure]:
-    """Copies in smaller pieces, and both ways at once, against those in one direction and pieces of 32 MiB."""
+    """Measure copies in smaller pieces, and both ways at once, against copies in one direction in pieces of 32 MiB."""
     whole = PinnedCopies(scale.batch_bytes, scale.device)
     measure = partial(_measure, scale)
     yield measure("out", whole.to_host, whole.to_host, scale.batch_bytes)

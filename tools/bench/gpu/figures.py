@@ -1,4 +1,4 @@
-"""Figures of a visit: each with the limit measured in the same run, and the ratio of both."""
+"""Figures of a GPU run, each with the limit measured in the same run and the ratio of both."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ GB_PER_S, MS, US, COUNT = "GB/s", "ms", "us", ""
 
 @dataclass(frozen=True)
 class Figure:
-    """One result.
+    """Result of one measurement.
 
     Attributes:
-        name: what was measured.
-        value: in ``unit``.
-        limit: what it is held against, measured in the same run, in the same unit.
-        ratio: of the limit; a median over pairs of samples where there are any, so not exactly the quotient.
-        unit: of value and limit.
-        goal: for the ratio; None if it is for information only.
+        name: name of the measurement.
+        value: measured value in ``unit``.
+        limit: value it is compared with, measured in the same run, in the same unit.
+        ratio: speed, time or count relative to the limit. For speeds it is the median over pairs of samples, not the
+            quotient of ``value`` and ``limit``.
+        unit: unit of value and limit.
+        goal: goal of the ratio; None if it is for information only.
         at_most: the ratio must not exceed the goal, instead of reaching it.
-        more: samples and whatever else explains the figure.
+        more: samples and other data that explain the figure.
     """
 
     name: str
@@ -44,14 +45,14 @@ class Figure:
 
     @property
     def verdict(self) -> str:
-        """The ratio against its goal, in a word; empty without a goal."""
+        """Ratio against its goal, in a word; empty without a goal."""
         if self.goal is None:
             return ""
         is_kept = self.ratio <= self.goal if self.at_most else self.ratio >= self.goal
         return "ok" if is_kept else "short"
 
     def to_json(self) -> dict[str, object]:
-        """Everything known about the figure."""
+        """Return all data of the figure."""
         return {
             "figure": self.name,
             "value": self.value,
@@ -66,13 +67,13 @@ class Figure:
 
     @classmethod
     def from_json(cls, found: Mapping[str, object]) -> Figure:
-        """A figure as ``to_json`` gave it."""
+        """Return the figure that ``to_json`` serialized."""
         names = ("value", "limit", "ratio", "unit", "goal", "at_most", "more")
         return cls(str(found["figure"]), **{name: found[name] for name in names})  # type: ignore[arg-type]
 
 
 def speed(name: str, pairs: Sequence[Pair], size_bytes: int, goal: float | None = None) -> Figure:
-    """The speed of a path that moved ``size_bytes`` in each sample, against that of its limit."""
+    """Return the speed of a path that moved ``size_bytes`` in each sample, against that of its limit."""
     path_s = statistics.median(pair.path_s for pair in pairs)
     limit_s = statistics.median(pair.limit_s for pair in pairs)
     ratio = statistics.median(pair.limit_s / pair.path_s for pair in pairs)
@@ -89,23 +90,23 @@ def duration(
     *,
     more: Mapping[str, object] | None = None,
 ) -> Figure:
-    """A time, which should not exceed its limit by more than ``goal``."""
+    """Return a time, whose ratio to its limit should not exceed ``goal``."""
     scale = {MS: 1e3, US: 1e6}[unit]
     return Figure(name, value_s * scale, limit_s * scale, value_s / limit_s, unit, goal, at_most=True, more=more or {})
 
 
 def count(name: str, value: int, of: int, goal: float | None = 1.0) -> Figure:
-    """How many of ``of`` there were."""
+    """Return a count as a fraction of ``of``."""
     return Figure(name, value, of, value / of, COUNT, goal)
 
 
 def percentile(samples_s: Iterable[float], share: float) -> float:
-    """The sample that ``share`` percent do not exceed."""
+    """Return the smallest sample that ``share`` percent do not exceed."""
     return float(np.percentile(list(samples_s), share, method="higher"))
 
 
 def append_line(file: Path, line: Mapping[str, object]) -> None:
-    """Add one JSON line to a file and see it onto the disk, so that it survives whatever comes next."""
+    """Append one JSON line to a file and sync it to disk, so that it survives a crash of the machine."""
     data = (json.dumps(line) + "\n").encode()
     fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:

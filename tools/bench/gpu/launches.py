@@ -1,4 +1,4 @@
-"""What the device is given for one chunk: kernels and copies, counted in a profile that is kept as a trace."""
+"""Kernels and copies that are launched for one chunk, counted in a profile that is kept as a trace."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvstore.tools.bench.gpu.figures import COUNT, Figure
 from kvstore.tools.bench.gpu.scale import Scale
 
 CHUNKS = 10
-MAX_KERNELS, MAX_COPIES = 1, 1 + 1 / CHUNKS  # a gather or a scatter; the payload, and once where all blocks lie
+MAX_KERNELS, MAX_COPIES = 1, 1 + 1 / CHUNKS  # a gather or a scatter; the payload, and one copy of all block addresses
 
 
 def measure_launches(geometry: Geometry, scale: Scale, folder: Path) -> Iterator[Figure]:
-    """Profile ten chunks each way; the trace goes to ``folder``, for a browser's ``chrome://tracing``.
+    """Profile ten chunks each way, and write traces to ``folder``, for a browser's ``chrome://tracing``.
 
     Raises:
         BenchError: a path lost or changed a byte.
@@ -42,7 +42,7 @@ def _ten(jobs: list[Any]) -> list[Any]:
 
 
 def _is_work(event: Any) -> bool:  # noqa: ANN401 - torch's
-    """Whether an event is a kernel or a copy, and not a range that somebody named."""
+    """Tell if an event is a kernel or a copy, and not a user annotation."""
     return event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
 
 

@@ -1,4 +1,4 @@
-"""A model that computes: a loop of matrix products, as one CUDA graph where there is a CUDA device."""
+"""Synthetic model: a loop of matrix products, as one CUDA graph on a CUDA device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _WARM_UP_STEPS = 3
 
 
 class Model:
-    """Steps like a decoding engine: launches all of a step, and waits for its end before the next one.
+    """Model that steps like a decoding engine: it launches a whole step, and waits for its end before the next one.
 
     Args:
-        scale: how large a step is.
-        more: launched in every step behind the products, and part of the graph.
+        scale: size of a step.
+        more: work launched in every step after the products, as part of the graph.
     """
 
     def __init__(self, scale: Scale, more: Callable[[], object] = lambda: None) -> None:
@@ -33,11 +33,11 @@ class Model:
     def step(
         self, *, before: Callable[[], object] = lambda: None, behind: Callable[[], object] = lambda: None
     ) -> float:
-        """Take one step. Returns the seconds until its end, host work around it included.
+        """Take one step, and return the seconds until its end, the host work of the callbacks included.
 
         Args:
             before: called before the step is launched, as a worker starts its loads.
-            behind: called when it is launched, as a worker starts its saves.
+            behind: called after the launch, as a worker starts its saves.
         """
         begin_s = perf_counter()
         before()
@@ -60,7 +60,7 @@ class Model:
 
 
 def _captured(work: Callable[[], object], device: torch.device) -> torch.cuda.CUDAGraph:
-    """A graph of what ``work`` launches, after some runs without one, as torch asks for."""
+    """Capture ``work`` as a graph, after the warm-up runs on a side stream that torch requires."""
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):

@@ -1,4 +1,4 @@
-"""The paths between a GPU and host memory, as a worker uses them: out, in, both at once, whole and layer by layer."""
+"""Paths between a GPU and host memory, as a worker uses them: out, in, both at once, whole and layer by layer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 ONE_WAY_GOALS = {"llama-8b": 0.90, "llama-70b-tp8": 0.85, "deepseek-mla": 0.85, "qwen-0.5b": 0.70}
 BOTH_WAYS_GOAL = 0.85
-_OTHER_GOAL = 0.85  # of geometries that nobody has named
+_OTHER_GOAL = 0.85  # of geometries not listed above
 
 
 class Issue(NamedTuple):
@@ -38,7 +38,7 @@ class Issue(NamedTuple):
 
 
 def measure_moves(geometry: Geometry, scale: Scale) -> Iterator[Figure]:
-    """Every path of one geometry against pinned copies of as many bytes, and what launching costs the host.
+    """Measure every path of one geometry against pinned copies of as many bytes, and the host time of launches.
 
     Raises:
         BenchError: a path lost or changed a byte.
@@ -59,7 +59,7 @@ def measure_moves(geometry: Geometry, scale: Scale) -> Iterator[Figure]:
 
 
 def _one_way(bed: Bed, copies: PinnedCopies, rounds: int) -> dict[str, list[Pair]]:
-    """Out and in, whole and by layer, in turn; every byte is compared after each load."""
+    """Measure out and in, whole and by layer, in turn; every byte is compared after each load."""
     samples: dict[str, list[Pair]] = {"out": [], "in": [], "out by layer": [], "in by layer": []}
     for number in range(WARM_UP_ROUNDS + rounds):
         timed = partial(paired, limit_first=number % 2 == 0)
@@ -95,7 +95,7 @@ def _load_layers(mover: Mover, jobs: list[LoadJob]) -> LoadResult:
 
 
 def _both_ways(bed: Bed, copies: PinnedCopies, threads: list[ThreadPoolExecutor], rounds: int) -> list[Pair]:
-    """A store and a load on two threads at once, as when a worker saves and fetches beside its steps."""
+    """Measure a store and a load on two threads at once, as when a worker saves and fetches during its steps."""
     saver, loader = bed.mover.for_thread(), bed.mover.for_thread()
     pairs = []
     for number in range(WARM_UP_ROUNDS + rounds):
@@ -124,14 +124,14 @@ def _after(moment: Moment, mover: Mover, work: Callable[[], T]) -> T:
 
 
 def _done(mover: Mover, work: Callable[[], T]) -> T:
-    """Do something until its last copy has ended: a mover may return when all is launched."""
+    """Run ``work`` and wait for its last copy, because a mover may return when all copies are launched."""
     result = work()
     mover.paged.streams.wait()
     return result
 
 
 def _issues(bed: Bed, scale: Scale) -> dict[str, list[Issue]]:
-    """How long the host is busy launching a batch, and when all of it is done."""
+    """Measure the host time to launch a batch, and the time until all of it is done, for each way."""
     issues: dict[str, list[Issue]] = {"out": [], "in": []}
     for _ in range(WARM_UP_ROUNDS + scale.rounds):
         source = bed.new_batch()
@@ -154,9 +154,9 @@ def _issued(bed: Bed, launch: Callable[[list[ChunkBlocks]], object], block_ids: 
 
 
 def _issue_figures(name: str, issues: list[Issue], bed: Bed, pairs: list[Pair]) -> Iterator[Figure]:
-    """Host time and wall time of each chunk, against the time of its pinned copy.
+    """Yield host time and wall time per chunk, against the time of its pinned copy.
 
-    With host time above the copy's, launches bound the path.
+    If the host time exceeds the copy's, launches limit the path.
     """
     copy_s = median(pair.limit_s for pair in pairs) / bed.num_chunks
     for what, samples_s in (

@@ -1,4 +1,4 @@
-"""The packages that a visit needs, found out before anything is imported: the machine may have no network."""
+"""Packages that a GPU run needs, checked before any import, because the machine may have no network."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import sys
 from importlib.util import find_spec
 
 PACKAGES = ("numpy", "psutil", "pydantic", "pytest", "pytest_timeout", "rich", "torch", "xxhash", "hypothesis", "yaml")
-_BROUGHT = {"yaml": "pyyaml", "pytest_timeout": "pytest-timeout"}  # where a distribution has another name
+_BROUGHT = {"yaml": "pyyaml", "pytest_timeout": "pytest-timeout"}  # modules whose distribution has another name
 
 
 def missing_packages() -> list[str]:
-    """What to install, as pip names it."""
+    """Return the missing packages, by their names for pip."""
     return [_BROUGHT.get(name, name) for name in PACKAGES if find_spec(name) is None]
 
 
 def explain(missing: list[str]) -> str:
-    """What is missing, and how to bring it."""
+    """Return a message that names the missing packages, and how to install them without a network."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     names = " ".join(missing)
     return (

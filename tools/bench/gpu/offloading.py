@@ -1,4 +1,4 @@
-"""vLLM's own OffloadingConnector beside ours, on the same copies in the same run."""
+"""Comparison with vLLM's OffloadingConnector, on the same caches in the same run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvstore.tools.bench.samples import WARM_UP_ROUNDS, Limit, Pair, paired
 
 
 def why_not(scale: Scale) -> str | None:
-    """Why vLLM's copies cannot be measured here; None if they can."""
+    """Return the reason why vLLM's copies cannot be measured here; None if they can."""
     if importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed"
     return None if scale.is_cuda else "vLLM's copies need a GPU"
 
 
 def measure_offloading(scale: Scale) -> Iterator[Figure]:
-    """Of every geometry: ours against vLLM's copies, and those against pinned copies.
+    """Measure, for every geometry, our moves against vLLM's copies, and vLLM's copies against pinned copies.
 
     Raises:
         BenchError: a path lost or changed a byte.

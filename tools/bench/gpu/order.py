@@ -1,8 +1,8 @@
-"""The order of work across streams: kernels that only wait hold up the model's stream, and every byte is compared.
+"""Checks of the order of work across streams, with sleeping kernels that delay the model's stream.
 
-A gather must read what the kernels before it wrote, and not what the kernels behind it write; kernels behind a scatter
-must see it, and no copy may enter a staging buffer that a scatter still reads. ``check_broken_order`` leaves the waits
-out, and must find wrong bytes: otherwise the check shows nothing.
+A gather must read the bytes written by the kernels before it, and not those written by the kernels after it. Kernels
+after a scatter must see its bytes, and no copy may enter a staging buffer that a scatter still reads.
+``check_broken_order`` leaves the waits out, and must find wrong bytes, because otherwise the check proves nothing.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from kvstore.tools.bench.samples import BenchError, require
 LAYERS, BLOCKS, BLOCK_TOKENS, CHUNK_BLOCKS, CHUNKS = 3, 64, 16, 4, 8
 _PAGE = (2, BLOCK_TOKENS, 8, 64)  # 32 KiB in bfloat16
 _SLEEP_CYCLES = (1_000_000, 20_000_000)  # up to 10 ms
-_LATER = 251  # what kernels behind a gather write
+_LATER = 251  # written by kernels after a gather or scatter
 _TIMEOUT_S = 30.0
 
 
 class Ground:
-    """A paged cache in which every byte of a block is one number, and slots beside it, pinned and not."""
+    """Paged cache in which all bytes of a block have one value, with pinned and unpinned slots."""
 
     def __init__(self, scale: Scale) -> None:
         self._scale = scale
@@ -49,16 +49,16 @@ class Ground:
         self._plain = [np.zeros(layout.slot_bytes, np.uint8) for _ in range(CHUNKS)]
 
     def bind(self, caches: Mapping[str, torch.Tensor]) -> PagedKV:
-        """The paged cache of these tensors."""
+        """Return the paged cache of these tensors."""
         chunk_tokens = CHUNK_BLOCKS * BLOCK_TOKENS
         return bind_paged_kv(caches, num_blocks=BLOCKS, block_tokens=BLOCK_TOKENS, chunk_tokens=chunk_tokens)
 
     def slots(self, *, pinned: bool) -> list[ByteArray]:
-        """One slot for each chunk."""
+        """Return one slot for each chunk."""
         return [self._pool.slot(n) for n in range(CHUNKS)] if pinned else self._plain
 
     def on_device(self, ids: BlockIds) -> torch.Tensor:
-        """Block ids for ``write`` and ``read``. Copying them there waits for the device: do it before."""
+        """Return block ids for ``write`` and ``read``; call it in advance, because the copy waits for the device."""
         return torch.from_numpy(ids).to(self._scale.device)
 
     def write(self, where: torch.Tensor, value: int) -> None:
@@ -67,17 +67,17 @@ class Ground:
             cache.index_fill_(0, where, value)
 
     def read(self, where: torch.Tensor) -> torch.Tensor:
-        """Launch kernels that read blocks; the smallest and the largest byte of each layer."""
+        """Launch kernels that read blocks, and return the smallest and the largest byte of each layer."""
         found = [cache.index_select(0, where) for cache in self._bytes]
         return torch.stack([edge for part in found for edge in (part.min(), part.max())])
 
     def hold_up(self, dice: random.Random) -> None:
-        """Let the current stream wait for a random time."""
+        """Delay the current stream for a random time."""
         if self._scale.is_cuda:
             torch.cuda._sleep(dice.randint(*_SLEEP_CYCLES))  # type: ignore[no-untyped-call]  # noqa: SLF001
 
     def wait(self) -> None:
-        """Wait for everything."""
+        """Wait for all launched work."""
         self.paged.streams.wait()
         self._scale.wait()
 
@@ -87,7 +87,7 @@ class Ground:
 
 
 class Chunk(NamedTuple):
-    """Blocks, their ids on the device, the number that fills them, and a slot."""
+    """Block ids, on the host and on the device, the byte value that fills the blocks, and a slot."""
 
     ids: BlockIds
     where: torch.Tensor
@@ -96,7 +96,7 @@ class Chunk(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One random order: its way, its number, and whether host memory is pinned."""
+    """One random order: its direction, its seed, and whether host memory is pinned."""
 
     way: str
     seed: int
@@ -104,11 +104,11 @@ class Case(NamedTuple):
 
 
 def check_order(scale: Scale, make: Callable[[Scale], Ground] = Ground) -> Iterator[Figure]:
-    """Random orders of writes, gathers, scatters and reads, each way, to pinned memory and to other.
+    """Check random orders of writes, gathers, scatters and reads, each way, with pinned and unpinned memory.
 
     Args:
-        scale: how many orders.
-        make: the cache that they are tried on.
+        scale: number of orders.
+        make: makes the cache that they run on.
 
     Raises:
         BenchError: a byte was wrong.
@@ -124,12 +124,12 @@ def check_order(scale: Scale, make: Callable[[Scale], Ground] = Ground) -> Itera
 def check_broken_order(
     scale: Scale, make: Callable[[Scale], Ground] = Ground, streams: type[Streams] = CudaStreams
 ) -> Iterator[Figure]:
-    """The same without the waits between streams: wrong bytes must come out.
+    """Run the orders of ``check_order`` without the waits between streams, which must give wrong bytes.
 
     Args:
-        scale: how many orders.
-        make: the cache that they are tried on.
-        streams: whose waits are left out.
+        scale: number of orders.
+        make: makes the cache that they run on.
+        streams: class whose waits are left out.
 
     Raises:
         BenchError: all bytes were right.
@@ -144,9 +144,9 @@ def check_broken_order(
 
 @contextmanager
 def without_waits(streams: type[Streams]) -> Iterator[None]:
-    """Let copy streams wait for nothing: neither for a gather, nor for a scatter that still reads the buffer.
+    """Remove the waits of copy streams, both for a gather and for a scatter that still reads the buffer.
 
-    What waits for copies stays: places of blocks that are not there yet would be addresses outside of the cache.
+    Waits for copies stay, because block addresses that have not been copied yet would point outside of the cache.
     """
     launch = streams.launch
 
@@ -170,7 +170,7 @@ def _is_right(ground: Ground, case: Case) -> bool:
 
 
 def _out(ground: Ground, dice: random.Random, chunks: list[Chunk]) -> bool:
-    """Write, gather, and write the same blocks again at once."""
+    """Write, gather, and immediately overwrite the same blocks; return True if the slots hold the first write."""
     for chunk in chunks:
         chunk.slot[:] = 0
     moments = []
@@ -185,7 +185,7 @@ def _out(ground: Ground, dice: random.Random, chunks: list[Chunk]) -> bool:
 
 
 def _in(ground: Ground, dice: random.Random, chunks: list[Chunk]) -> bool:
-    """Scatter, read, and write the same blocks again at once."""
+    """Scatter, read, and immediately overwrite the same blocks; return True if the reads saw the scattered bytes."""
     for chunk in chunks:
         chunk.slot[:] = chunk.value
     found = []

@@ -1,4 +1,4 @@
-"""Pinning host memory: how fast it goes in pieces of several sizes, and what launches cost meanwhile."""
+"""Pinning of host memory: its speed in pieces of several sizes, and the time of launches during it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LEAST_S = 1e-9  # where there is nothing to pin
 
 
 def measure_pinning(scale: Scale) -> Iterator[Figure]:
-    """Registration against touching as many fresh pages, and launches meanwhile against launches alone.
+    """Measure registration against touching as many fresh pages, and launches during it against launches alone.
 
     Raises:
         BenchError: memory could not be pinned.
@@ -52,7 +52,7 @@ def measure_pinning(scale: Scale) -> Iterator[Figure]:
 
 
 class _Pinning(threading.Thread):
-    """Pins a range piece by piece; ``end`` unpins it."""
+    """Thread that pins a range piece by piece; ``end`` unpins it."""
 
     def __init__(self, pinner: Pinner | None, memory: ByteArray, piece_bytes: int) -> None:
         super().__init__(daemon=True)
@@ -75,7 +75,7 @@ class _Pinning(threading.Thread):
         self._seconds = max(perf_counter() - begin_s, _LEAST_S)
 
     def end(self) -> float:
-        """The seconds that pinning took.
+        """Wait for the thread, unpin the range, and return the seconds that pinning took.
 
         Raises:
             BenchError: a piece could not be pinned.
@@ -93,7 +93,7 @@ def _while_alive(thread: threading.Thread, number: int) -> bool:
 
 
 def _launches(tiny: torch.Tensor, scale: Scale, goes_on: Callable[[int], bool]) -> list[float]:
-    """Seconds that the host takes for each launch of a small kernel, while ``goes_on(number)``."""
+    """Return the host seconds of each launch of a small kernel, while ``goes_on(number)``."""
     samples: list[float] = []
     while goes_on(len(samples)):
         begin_s = perf_counter()

@@ -1,4 +1,4 @@
-"""A run: one process a step, its figures written as they come, and its end, whatever that was."""
+"""Run of GPU steps: one process per step, with figures written as they arrive, and the outcome of every step."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from kvstore.tools.bench.gpu.steps import MODULE, Step
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS, LOG = "gpu.jsonl", "gpu.log"
-END_WAIT_S = 10.0  # for a process that was killed: what waits in a driver for its device never ends
+END_WAIT_S = 10.0  # for a killed process, because one that hangs in the driver never ends
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a step ended.
+    """Outcome of a step.
 
     Attributes:
-        name: of the step.
-        outcome: done, failed, timed out, skipped; or answered, of a question that failed.
-        said: why it failed or was skipped; of a program, its last line.
-        seconds: it took.
-        figures: what it found before its end.
+        name: name of the step.
+        outcome: done, failed, timed out, skipped; or answered, for a question that failed.
+        said: reason of a failure or skip; last line of a program.
+        seconds: duration of the step.
+        figures: figures measured before its end.
     """
 
     name: str
@@ -45,17 +45,17 @@ class Ended:
 
     @property
     def is_failed(self) -> bool:
-        """Whether the run fails because of it."""
+        """True if the step makes the run fail."""
         return self.outcome in {"failed", "timed out"}
 
 
 def run_steps(steps: Iterable[Step], scale: Scale, folder: Path, *, small: bool) -> Iterator[Ended]:
-    """Run steps one after the other; each one's figures and end are in the folder's ``gpu.jsonl`` at once.
+    """Run steps one after the other, and write their figures and outcomes to the folder's ``gpu.jsonl`` at once.
 
     Args:
-        steps: what to run.
-        scale: for which device.
-        folder: for results; made if it is not there.
+        steps: steps to run.
+        scale: device and sizes.
+        folder: folder of the results; created if missing.
         small: whether steps run at the small scale.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def run_steps(steps: Iterable[Step], scale: Scale, folder: Path, *, small: bool)
 
 
 def machine(scale: Scale) -> dict[str, object]:
-    """What the figures were measured on."""
+    """Return facts about the machine that the figures were measured on."""
     return {
         "device": torch.cuda.get_device_name(scale.device) if scale.is_cuda else "CPU",
         "torch": str(torch.__version__),
@@ -116,7 +116,7 @@ def _one(name: str, scale: Scale, folder: Path, *, small: bool) -> list[str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> bool:
-    """End a step and whatever it has started. False if it goes on all the same."""
+    """Kill a step's process group, and return False if the step's process does not end."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
@@ -125,7 +125,7 @@ def _end(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _figures(results: Path, begin_bytes: int) -> list[Figure]:
-    """The figures in a file of results from a position on."""
+    """Return the figures in a results file from a byte position on."""
     with results.open("rb") as lines:
         lines.seek(begin_bytes)
         found: list[dict[str, Any]] = [loads(line) for line in lines]

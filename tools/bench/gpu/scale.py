@@ -1,4 +1,4 @@
-"""How much the steps of a visit move: all of it on a GPU, little where only the bench itself is tested."""
+"""Sizes of the GPU steps: full sizes on a GPU, and small ones for tests of the bench itself."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class Scale:
     """Sizes and numbers of rounds.
 
     Attributes:
-        device: where the paged cache is.
-        batch_bytes: moved by one call, in whole chunks.
+        device: device of the paged cache.
+        batch_bytes: bytes moved by one call, in whole chunks.
         rounds: samples of each path, warm-up excluded.
         model_steps: steps of the computing model in each mode.
         model_side: rows of the model's matrices.
-        products: of matrices in one step.
-        pool_bytes: pinned while graphs are captured.
-        pinned_bytes: pinned in pieces of each size.
-        seeds: random orders that are tried.
-        layers: layers of every geometry at most; None leaves them.
+        products: matrix products in one step.
+        pool_bytes: bytes pinned while graphs are captured.
+        pinned_bytes: bytes pinned in pieces of each size.
+        seeds: number of random orders.
+        layers: maximum layers of a geometry; None for no limit.
     """
 
     device: torch.device
@@ -41,25 +41,25 @@ class Scale:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the device is a GPU."""
+        """True if the device is a GPU."""
         return self.device.type == "cuda"
 
     def fit(self, geometry: Geometry) -> Geometry:
-        """A geometry with no more layers than this scale takes."""
+        """Return the geometry, with its layers reduced to the limit of this scale."""
         return geometry if self.layers is None else replace(geometry, layers=min(self.layers, geometry.layers))
 
     def batch_chunks(self, geometry: Geometry) -> int:
-        """Chunks that one call moves: at least two, and no more than 64."""
+        """Return the chunks that one call moves, at least 2 and at most 64."""
         return min(max(2, self.batch_bytes // geometry.chunk_bytes), 64)
 
     def wait(self) -> None:
-        """Wait for everything that the device was given."""
+        """Wait until the device has finished all launched work."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
 
 def make_scale(device: torch.device, *, small: bool) -> Scale:
-    """The scale of a GPU, or one that takes seconds on a CPU."""
+    """Return the scale of a GPU, or a small one that takes seconds on a CPU."""
     if not small:
         return Scale(device)
     return Scale(

@@ -1,6 +1,6 @@
-"""The steps of a visit: what each one does, and how long it may take.
+"""Steps of a GPU run, with their time limits.
 
-A step is a function of this library that yields figures, or a program. Each runs in a process of its own.
+A step is a function of this library that yields figures, or a program. Each runs in a separate process.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ GPU_TESTS = (
     "tests/conformance/test_gpu_streams.py",
     "tests/conformance/test_gpu_paths.py",
 )
-_SMALLEST = "moves-qwen-0.5b"  # what checkers and profilers of kernels run, as they make everything slow
+_SMALLEST = "moves-qwen-0.5b"  # run by kernel checkers and profilers, which make everything slow
 Measure = Callable[[Scale, Path], Iterator[Figure]]
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step.
+    """Step of a GPU run.
 
     Attributes:
         name: as ``--only`` takes it.
-        limit_s: it is ended after that.
+        limit_s: seconds after which it is killed.
         measure: yields its figures, given the scale and the folder for files; None for a program.
-        program: its command line, given the folder for files.
-        needs: the program that must be on the PATH.
-        why_not: says why it cannot run on a device, if it cannot.
-        is_question: whether it only asks what the driver does: no answer is a failure.
+        program: returns its command line, given the folder for files.
+        needs: program that must be on the PATH.
+        why_not: returns the reason why it cannot run on a device; None if it can.
+        is_question: whether it only explores the driver's behaviour, so that no result counts as a failure.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Step:
     is_question: bool = False
 
     def hindrance(self, scale: Scale) -> str | None:
-        """Why it cannot run here; None if it can."""
+        """Return the reason why the step cannot run here; None if it can."""
         if self.needs is not None and shutil.which(self.needs) is None:
             return f"{self.needs} is not on the PATH"
         return self.why_not(scale)
@@ -122,10 +122,10 @@ STEPS = {step.name: step for plan in PLANS.values() for step in plan}
 
 
 def find_step(name: str) -> Step:
-    """A step by its name.
+    """Return a step by its name.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no step of that name.
     """
     if name not in STEPS:
         raise ConfigError(f"there is no step {name!r}: take one of {', '.join(STEPS)}")

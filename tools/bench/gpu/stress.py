@@ -1,6 +1,6 @@
-"""Saves and loads on their threads beside a model whose graph keeps writing the blocks: every byte must be right.
+"""Stress test of background saves and loads while a model's graph keeps writing the blocks; every byte must be right.
 
-As under vLLM, blocks are used again only when their save or load has been taken, and then at once.
+As under vLLM, blocks are reused only after their save or load has been collected, and then immediately.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from kvstore.tools.bench.gpu.scale import Scale
 from kvstore.tools.bench.samples import BenchError
 from kvstore.tools.processes import wait_until
 
-_VALUES = 250  # of a byte: the step's number, 1 to 250 and again
+_VALUES = 250  # byte values, which cycle with the step's number
 _TIMEOUT_S = 30.0
 _POLL_S = 0.0005
 
 
 class Stress:
-    """A model that fills one chunk's blocks in each step, whose save and load follow.
+    """Model that fills one chunk's blocks in each step, followed by the chunk's save and load.
 
-    The chunks of a batch are filled, saved and loaded in turn: a chunk that was filled in a step is saved behind it;
-    when the save has ended its slot is loaded into other blocks, and those are read. Each is right if it holds the
-    number of the step that filled it.
+    The chunks of a batch are filled, saved and loaded in turn. A chunk filled in a step is saved after that step. When
+    the save has ended, its slot is loaded into other blocks, which are then read. Slot and blocks are right if they
+    hold the value of the step that filled the chunk.
     """
 
     def __init__(self, bed: Bed, scale: Scale) -> None:
@@ -42,7 +42,7 @@ class Stress:
         self._stores, self._loads = bed.stores(0, source), bed.loads(0, target)
         self._sources = [torch.from_numpy(ids).to(scale.device) for ids in bed.of_chunks(source)]
         self._targets = [torch.from_numpy(ids).to(scale.device) for ids in bed.of_chunks(target)]
-        self._where = self._sources[0].clone()  # which blocks the graph fills, and with what
+        self._where = self._sources[0].clone()  # blocks that the graph fills, and below the value
         self._value = torch.zeros((), dtype=torch.uint8, device=scale.device)
         self._model = Model(scale, more=self._fill)
         self._background = Background(bed.mover)
@@ -54,7 +54,7 @@ class Stress:
         self.checked = self.wrong = 0
 
     def step(self) -> None:
-        """Fill a free chunk, save it, and go on with what has ended."""
+        """Fill and save a free chunk, if there is one, and continue with finished saves and loads."""
         chunk = self._free.pop(0) if self._free else None
         if chunk is None:
             self._model.step(behind=self._take)
@@ -75,7 +75,7 @@ class Stress:
         """Wait until everything has been saved, loaded and compared.
 
         Raises:
-            BenchError: something did not end.
+            BenchError: a save or load did not end.
         """
         if not wait_until(self._has_ended, _TIMEOUT_S, every_s=_POLL_S):
             raise BenchError(f"{len(self._saving)} saves, {len(self._loading)} loads do not end")
@@ -117,10 +117,10 @@ class Stress:
 
 
 def check_stress(geometry: Geometry, scale: Scale) -> Iterator[Figure]:
-    """Drive the model, its saves and its loads for some hundred steps.
+    """Run the model with its saves and loads for ``scale.model_steps`` steps.
 
     Raises:
-        BenchError: a chunk held something else than what its step had written.
+        BenchError: a chunk did not hold the value that its step had written.
     """
     with ExitStack() as opened:
         bed = opened.enter_context(closing(Bed(geometry, scale)))

@@ -1,4 +1,4 @@
-"""The one table at the end of a run: every figure beside its limit, and how every step ended."""
+"""Table at the end of a GPU run: every figure next to its limit, and the outcome of every step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STYLES = {"ok": "green", "short": "yellow", "failed": "red", "timed out": "red"
 
 
 def figure_table(ended: Sequence[Ended], title: str) -> Table:
-    """Limit, figure, ratio, goal and verdict of each figure, and a line for each step without any or with a failure."""
+    """Return a table with a line for each figure, and one for each step that failed or has no figures."""
     table = Table("step", "figure", *numbers("limit", "measured", "ratio", "goal"), "verdict", title=title)
     for step in ended:
         for figure in step.figures:

@@ -44,7 +44,7 @@ from kvstore.tools.dev.beside.lmcache import GIB, Lmcache, LmcacheServer, lmcach
 from kvstore.tools.dev.beside.systems import SETTLE_S, Kvstore, System
 
 LOOKUPS = 20
-HOLD_S = 0.05  # how long kvstore may answer from an earlier lookup
+HOLD_S = 0.05  # kvstore may reuse an earlier lookup's result for this time
 GEOMETRY = GEOMETRIES["llama-8b"]
 
 
@@ -57,7 +57,7 @@ class Samples(NamedTuple):
 
 
 def measure(systems: dict[str, System], workbench: Workbench, rounds: int) -> dict[str, Samples]:
-    """Interleaved rounds, after one of warm-up; memcpy of as many bytes beside them."""
+    """Measure interleaved rounds after one of warm-up, with memcpy of as many bytes."""
     samples = {name: Samples([], [], []) for name in (*systems, "memcpy")}
     for number in range(1 + rounds):
         slots = workbench.new_batch()
@@ -75,7 +75,7 @@ def measure(systems: dict[str, System], workbench: Workbench, rounds: int) -> di
 
 
 def retrieved_s(name: str, system: System, workbench: Workbench) -> float:
-    """The time of a retrieve; every byte of it is compared afterwards."""
+    """Return the seconds of a retrieve, whose bytes are all compared afterwards."""
     blocks, slots = workbench.destination()
     seconds, loaded = timed(partial(system.retrieve, workbench.tokens, slots))
     require(loaded == workbench.num_tokens, f"{name} loaded {loaded} of {workbench.num_tokens} tokens")
@@ -84,7 +84,7 @@ def retrieved_s(name: str, system: System, workbench: Workbench) -> float:
 
 
 def looked_up_s(name: str, system: System, workbench: Workbench) -> float:
-    """The median time of some lookups, which find everything."""
+    """Return the median seconds of some lookups, which must find everything."""
     seconds = []
     for _ in range(LOOKUPS):
         time.sleep(1.2 * HOLD_S)
@@ -96,7 +96,7 @@ def looked_up_s(name: str, system: System, workbench: Workbench) -> float:
 
 @contextmanager
 def opened(tier: str, workbench: Workbench, folder: Path) -> Iterator[dict[str, System]]:
-    """Both systems over one tier, with room in memory for a prompt and a quarter."""
+    """Yield both systems over one tier, with room in memory for a prompt and a quarter."""
     pool_bytes = int(1.25 * workbench.batch_bytes)
     theirs: dict[str, Any] = {"local_cpu": tier == "memory", "max_local_cpu_size": pool_bytes / GIB}
     with ExitStack() as stack:
@@ -110,7 +110,7 @@ def opened(tier: str, workbench: Workbench, folder: Path) -> Iterator[dict[str, 
                 max_write_queue=workbench.num_chunks,
             )
             theirs |= {"local_disk": f"file://{folder}/theirs/", "extra_config": {"use_odirect": True}}
-            theirs |= {"max_local_disk_size": 32 * room_bytes / GIB}  # its clear deletes files, but frees no room
+            theirs |= {"max_local_disk_size": 32 * room_bytes / GIB}  # its clear() frees no room
         elif tier == "redis":
             port = stack.enter_context(redis.private_server(shutil.which("redis-server"), folder))
             url = f"redis://127.0.0.1:{port}"
@@ -126,12 +126,12 @@ def opened(tier: str, workbench: Workbench, folder: Path) -> Iterator[dict[str, 
 
 
 def remote(url: str, workbench: Workbench) -> RemoteOptions:
-    """A remote tier that every lookup here asks anew."""
+    """Return the options of a remote tier that every lookup here queries again."""
     return RemoteOptions(url, lookup_timeout_s=SETTLE_S, hold_s=HOLD_S, max_queue=workbench.num_chunks)
 
 
 def table(samples: dict[str, Samples], num_bytes: int, title: str) -> Table:
-    """Medians, and how many times faster ours is."""
+    """Return a table of medians, and of the speed-up of kvstore."""
     made = Table(*numbers("", *samples, "times"), title=title)
     for name in Samples._fields:
         times = {system: getattr(part, name) for system, part in samples.items()}
@@ -148,7 +148,7 @@ def _shown(name: str, seconds: float | None, num_bytes: int) -> str:
 
 
 def main() -> None:
-    """Measure one tier; the table, and the samples as one line of JSON."""
+    """Measure one tier, and print the table and the samples as one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tier", choices=["memory", "disk", "redis", "server"])
     parser.add_argument("--rounds", type=int, default=7)
@@ -159,7 +159,7 @@ def main() -> None:
     given = parser.parse_args()
     os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("LMCACHE_MP_TRANSFER_MODE", "engine_driven")  # through shared memory: its way on a CPU
+    os.environ.setdefault("LMCACHE_MP_TRANSFER_MODE", "engine_driven")  # through shared memory, as on a CPU
     geometry = replace(GEOMETRY, chunk_tokens=given.chunk_tokens)
     workbench = Workbench(geometry, (given.mib << 20) // geometry.chunk_bytes, split=True)
     torch.set_num_threads(given.torch_threads)

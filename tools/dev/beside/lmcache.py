@@ -1,4 +1,4 @@
-"""LMCache 0.5.6 on the CPU: in process, with a stand-in for its GPU connectors, and its server mode."""
+"""Drivers of LMCache 0.5.6 on the CPU: in process, with a stand-in for its GPU connectors, and in server mode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GIB = 1 << 30
 
 
 class CpuConnector:
-    """What LMCache's engine asks of a GPU connector, for tensors on the CPU; the copies are LMCache's own."""
+    """GPU connector for LMCache's engine on CPU tensors, with LMCache's own copy operation."""
 
     def __init__(self, workbench: Workbench) -> None:
         from lmcache import device_ops  # noqa: PLC0415
@@ -37,10 +37,10 @@ class CpuConnector:
         self._layers = [cache.view(2, self._slots_total, self._row) for cache in workbench.caches]
 
     def initialize_kvcaches_ptr(self, **_: object) -> None:
-        """The caches are known."""
+        """Do nothing, because the caches are known."""
 
     def get_shape(self, num_tokens: int) -> torch.Size:
-        """Of a chunk: K and V, layers, tokens, elements."""
+        """Return the shape of a chunk: K and V, layers, tokens, elements."""
         return torch.Size([2, self._geometry.layers, num_tokens, self._row])
 
     def _move(
@@ -131,7 +131,7 @@ class LmcacheServer:
         layers = {f"layers.{layer}": cache for layer, cache in enumerate(workbench.caches)}
         self._worker.register_kv_caches(layers, layout_hints={"kv_layout": "NHD"})
         self._requests = 0
-        self._looked_up: list[str] = []  # and not retrieved yet: each holds a lock
+        self._looked_up: list[str] = []  # looked up but not retrieved yet; each holds a lock
 
     def store(self, tokens: list[int], slots: torch.Tensor) -> None:
         """See ``System``."""
@@ -154,14 +154,14 @@ class LmcacheServer:
         return found[0] or 0
 
     def retrieve(self, tokens: list[int], slots: torch.Tensor) -> int:
-        """See ``System``. Loads what the last lookup locked, as vLLM does."""
+        """See ``System``. It loads the chunks that the last lookup locked, as vLLM does."""
         name = self._looked_up.pop()
         self._worker.submit_retrieve_request(name, self._of(tokens, slots), self._worker.create_recorded_event())
         self._await(lambda: name in (self._worker.get_finished(set())[1] or ()))
         return 0 if self._worker.get_block_ids_with_load_errors() else len(tokens)
 
     def clear(self, tokens: list[int]) -> None:
-        """See ``System``. LMCache forgets only what is not locked."""
+        """See ``System``. Locks are released first, because LMCache keeps locked chunks."""
         while self._looked_up:
             self._scheduler.free_lookup_locks(tokens, 0, len(tokens), self._looked_up.pop())
         self._scheduler.reset_cache()
@@ -180,13 +180,13 @@ class LmcacheServer:
 
 @contextmanager
 def lmcache_server(folder: Path, pool_bytes: int, chunk_tokens: int) -> Iterator[str]:
-    """LMCache's own server, with memory only."""
+    """Run LMCache's server, with memory only, and yield its URL."""
     port = free_port()
     command = [str(Path(sys.executable).parent / "lmcache"), "server", "--port", str(port)]
     command += ["--http-port", str(free_port()), "--chunk-size", str(chunk_tokens), "--eviction-policy", "LRU"]
     command += ["--l1-size-gb", str(1.5 * pool_bytes / GIB)]
     command += ["--supported-transfer-mode", "auto", "--shm-name", f"side_{os.getpid()}"]
-    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # its threads and ours would fight for the same cores
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # its threads and ours would compete for the same cores
     with (folder / "lmcache.log").open("wb") as log, running(command, stdout=log, stderr=log, env=alone):
         wait_until(lambda: is_listening(port), SETTLE_S, every_s=0.2)
         yield f"tcp://127.0.0.1:{port}"

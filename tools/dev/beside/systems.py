@@ -1,4 +1,4 @@
-"""What both systems can do, and how kvstore does it."""
+"""Common interface of both systems, and kvstore's implementation."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ SETTLE_S = 60.0  # for everything written behind to reach its tier
 
 
 class System(Protocol):
-    """One of the two, over the caches of a workbench. It shares its storage with nobody."""
+    """One of the two systems, over the caches of a workbench, with private storage."""
 
     def store(self, tokens: list[int], slots: torch.Tensor) -> None:
         """Store all tokens, and wait until every chunk is in its tier."""
 
     def lookup(self, tokens: list[int]) -> int:
-        """How many leading tokens can be loaded."""
+        """Return the leading tokens that can be loaded."""
 
     def retrieve(self, tokens: list[int], slots: torch.Tensor) -> int:
-        """Load all tokens; returns how many were loaded."""
+        """Load all tokens, and return the number of loaded tokens."""
 
     def clear(self, tokens: list[int]) -> None:
         """Forget everything."""
 
 
 class Kvstore:
-    """kvstore, through ``CacheEngine``."""
+    """kvstore, used through ``CacheEngine``."""
 
     def __init__(self, workbench: Workbench, options: EngineOptions) -> None:
         self._engine = CacheEngine(workbench.paged, NAMESPACE, options)

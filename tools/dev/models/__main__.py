@@ -1,8 +1,8 @@
-"""Which models does kvstore work with? A tiny random one of every architecture, under real vLLM on the CPU.
+"""Tries kvstore with a tiny random model of every architecture, under real vLLM on the CPU.
 
-Takes the architectures that vLLM generates text with and transformers can build. For each: does vLLM run it here, which
-KV cache groups has it, how many tokens does a hit bring, and are outputs equal to plain vLLM's? Results are lines of
-JSON; what a run has not done, the next one does.
+Takes the architectures that vLLM generates text with and transformers can build. For each, it records whether vLLM runs
+it here, its KV cache groups, the tokens of a hit, and whether outputs equal plain vLLM's. Results are lines of JSON; a
+run continues where the last one ended.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EXAMPLE: Final = """examples:
 """
 COMMAND: Final = (sys.executable, "-m", "kvstore.tools.dev.models.trial")
 _MARK: Final = "TRIAL "
-_REFUSAL: Final = "kvstore.errors.LayoutError"  # with its reason
+_REFUSAL: Final = "kvstore.errors.LayoutError"  # the error's reason is kept
 _ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -41,11 +41,11 @@ _ENVIRONMENT: Final = {
 }
 
 Result = dict[str, Any]
-"""What is known of an architecture: the stages of its trial, as far as it came, and the error that ended it."""
+"""Result of an architecture: the finished stages of its trial, and the error that ended it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try what has not been tried, and print the table; the exit status."""
+    """Try architectures without results, print the table, and return the exit status."""
     parser = parser_of("models", __doc__, EXAMPLE)
     parser.add_argument("--only", metavar="NAME", action="append", help="an architecture, as vLLM calls it")
     parser.add_argument("--again", action="store_true", help="also those of which there are results")
@@ -71,20 +71,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def architectures() -> list[str]:
-    """Names, as vLLM's registry has them."""
+    """Return the names of architectures in vLLM's registry."""
     from kvstore.tools.dev.models import shapes  # noqa: PLC0415 - vLLM and transformers take seconds
 
     return list(shapes.architectures())
 
 
 def read(path: Path) -> dict[str, Result]:
-    """The last result of each architecture."""
+    """Return the last result of each architecture."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return {result["architecture"]: result for result in map(json.loads, lines)}
 
 
 def attempt(name: str, timeout_s: float) -> Result:
-    """Try one architecture in a process of its own."""
+    """Try one architecture in a separate process."""
     with tempfile.TemporaryDirectory(prefix="kvstore-models-") as folder:
         command = [*COMMAND, name, str(Path(folder) / "model")]
         try:
@@ -107,7 +107,7 @@ def attempt(name: str, timeout_s: float) -> Result:
 
 
 def stages(name: str, output: str) -> Result:
-    """What a trial has said."""
+    """Return the stages that a trial has printed."""
     result: Result = {"architecture": name}
     for line in output.splitlines():
         if line.startswith(_MARK):
@@ -116,7 +116,7 @@ def stages(name: str, output: str) -> Result:
 
 
 def verdict(result: Mapping[str, Any]) -> str:
-    """One word for a result."""
+    """Return the verdict of a result."""
     if "built" not in result:
         return "not built"
     if "own_cached" not in result:
@@ -129,7 +129,7 @@ def verdict(result: Mapping[str, Any]) -> str:
 
 
 def table(results: Sequence[Result]) -> Table:
-    """A row for each architecture."""
+    """Return a table with a row for each architecture."""
     shown = Table("architecture", "verdict", "runs", "groups", "hit", "vLLM's own", "remark")
     for result in results:
         groups = Counter(name.removesuffix("Spec") for name in result.get("groups", ()))
@@ -146,7 +146,7 @@ def table(results: Sequence[Result]) -> Table:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """How many of those that vLLM runs here work."""
+    """Return a sentence with the number of architectures that work, of those that vLLM runs here."""
     verdicts = Counter(verdict(result) for result in results)
     running = sum(verdicts.values()) - verdicts["not built"] - verdicts["not run"]
     others = f"{verdicts['not run']} do not run on this CPU, {verdicts['not built']} cannot be built"

@@ -18,7 +18,7 @@ _FULL: Final = "full_attention"
 
 _LAYER_FIELDS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
-# What a field of that name is in a tiny model. A field that a configuration lacks, or has None in, stays as it is.
+# Values of fields in a tiny model. Fields that a configuration lacks, or that are None, stay unchanged.
 SIZES: Final = {
     name: size
     for size, names in (
@@ -47,9 +47,9 @@ SIZES: Final = {
     for name in names.split()
 }
 
-# What no rule can know.
+# Exceptions from the rules.
 SPECIAL: Final[Mapping[str, Mapping[str, Any]]] = {
-    # Of this and others: what vLLM reads, and only published configurations have.
+    # Here and below: fields that vLLM reads, and that only published configurations have.
     "AfmoeForCausalLM": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "DbrxForCausalLM": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
@@ -85,14 +85,14 @@ SPECIAL: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 def architectures() -> Iterator[str]:
-    """Names of those that transformers has a class for, and that take text only."""
+    """Return the names of text-only architectures that transformers has a class for."""
     return (
         name for name in GENERATING if hasattr(transformers, name) and not name.endswith("ForConditionalGeneration")
     )
 
 
 def build(architecture: str, folder: Path) -> None:
-    """Write a tiny model. Errors of transformers pass through."""
+    """Write a tiny model; errors of transformers propagate."""
     model_class = getattr(transformers, architecture)
     config_class = model_class.config_class
     fields = {**tiny(config_class().to_dict()), **SPECIAL.get(architecture, {})}
@@ -102,7 +102,7 @@ def build(architecture: str, folder: Path) -> None:
 
 
 def tiny(usual: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a usual configuration that a tiny one has other values in."""
+    """Return the fields of a usual configuration that differ in a tiny one, with their values."""
     fields: dict[str, Any] = {name: SIZES[name] for name, value in usual.items() if name in SIZES and is_size(value)}
     heads = usual.get("num_attention_heads")
     if "num_key_value_heads" in fields and usual["num_key_value_heads"] == heads:
@@ -115,12 +115,12 @@ def tiny(usual: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_size(value: object) -> bool:
-    """Whether a field is a number to be replaced."""
+    """Tell if a field is a number to be replaced."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def pattern(usual: Sequence[Any]) -> list[Any]:
-    """What a few layers are: every kind that the usual ones are, in turn. One that attends to everything comes last."""
+    """Return the kinds of a few layers: every kind of the usual layers in turn, with full attention last."""
     kinds = [kind for number, kind in enumerate(usual) if kind not in usual[:number]][:LAYERS]
     if _FULL in kinds:
         kinds = [*(kind for kind in kinds if kind != _FULL), _FULL]

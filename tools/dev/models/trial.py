@@ -1,9 +1,9 @@
-"""One model under vLLM without the connector, then with it, in this process.
+"""Trial of one model under vLLM without the connector, then with it, in this process.
 
     python -m kvstore.tools.dev.models.trial ARCHITECTURE FOLDER
 
-Each stage that succeeds is a line of JSON on standard output, after ``MARK``: what is known by then. The process may
-end at any stage.
+Each stage that succeeds prints its results as a line of JSON on standard output, after ``MARK``. The process may end at
+any stage.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from kvstore.tools.dev.models.shapes import VOCAB, build
 
 MARK: Final = "TRIAL "
 STORE: Final = transfer_config({"kvstore.max_local_cpu_size": 0.5, "kvstore.load_only_if_faster": False})
-_TIE_GAP: Final = 1e-4  # two best logprobs closer than this change places between plain runs, too
+_TIE_GAP: Final = 1e-4  # two best logprobs closer than this swap between plain runs as well
 _LENGTHS: Final = (700, 1300)  # of prompts: the longer one has a block of any model
 _MAX_TOKENS: Final = 16
 
 
 class Answer(NamedTuple):
-    """What a prompt led to."""
+    """vLLM's answer to a prompt."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -68,12 +68,12 @@ def main() -> None:
 
 
 def say(**known: object) -> None:
-    """Tell the process that started this one."""
+    """Print results for the parent process."""
     print(MARK + json.dumps(known), flush=True)
 
 
 def plain(folder: Path, dtype: str) -> tuple[list[Answer], list[str]]:
-    """What vLLM answers without any cache, and what its groups keep where it has one."""
+    """Return vLLM's answers without any cache, and the spec names of its KV cache groups."""
     with opened(str(folder), None, dtype=dtype, enable_prefix_caching=False) as llm:
         core: Any = llm.llm_engine.engine_core
         config = core.engine_core.scheduler.kv_cache_config
@@ -81,7 +81,7 @@ def plain(folder: Path, dtype: str) -> tuple[list[Answer], list[str]]:
 
 
 def ask(llm: LLM) -> list[Answer]:
-    """Prompts that begin differently, each alone in its batch."""
+    """Generate answers to prompts that begin differently, each alone in its batch."""
     rng = random.Random(0)  # noqa: S311 - not a secret
     prompts = [[rng.randrange(5, VOCAB - 8) for _ in range(length)] for length in _LENGTHS]
     params = SamplingParams(temperature=0, max_tokens=_MAX_TOKENS, ignore_eos=True, logprobs=2)
@@ -91,7 +91,7 @@ def ask(llm: LLM) -> list[Answer]:
 
 
 def answer(output: Any) -> Answer:  # noqa: ANN401 - vLLM's
-    """What vLLM's answer says."""
+    """Convert vLLM's output to an answer."""
     best = output.outputs[0]
     tokens = list(best.token_ids)
     ranked = [sorted((entry.logprob for entry in at.values()), reverse=True) for at in best.logprobs]
@@ -101,7 +101,7 @@ def answer(output: Any) -> Answer:  # noqa: ANN401 - vLLM's
 
 
 def are_equal(expected: Sequence[Answer], got: Sequence[Answer]) -> bool:
-    """Whether all tokens before a tie are the same."""
+    """Tell if all tokens before the first tie are the same."""
     pairs = zip(expected, got, strict=True)
     return all(one.tokens[: one.sure_tokens] == other.tokens[: one.sure_tokens] for one, other in pairs)
 

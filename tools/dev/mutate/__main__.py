@@ -31,7 +31,7 @@ EXAMPLE = """examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the mutations and print the table; the exit status."""
+    """Run the mutations, print the table, and return the exit status."""
     parser = parser_of("mutate", __doc__, EXAMPLE)
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--only", metavar="GLOB", default="*", help="those whose name (area/name) or file matches")

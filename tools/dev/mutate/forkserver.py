@@ -1,9 +1,9 @@
-"""Runs pytest repeatedly in forks of a process that has imported what all tests import, but nothing of the tree.
+"""Fork server for pytest, which has imported the modules that all tests import, but none of the tree.
 
-Importing torch takes longer than most tests. Start it in the tree, with the names of the modules to import. Each line
-on standard input is a JSON object with ``arguments`` for pytest and the path of its ``output``; the answers are
-``{"pid": ...}`` when the run has begun, and ``{"status": ...}`` when it has ended. Every run leads a process group of
-its own.
+It exists because importing torch takes longer than most tests. Start it in the tree, with the names of the modules to
+import. Each line on standard input is a JSON object with ``arguments`` for pytest and the path of its ``output``; the
+answers are ``{"pid": ...}`` when the run has begun, and ``{"status": ...}`` when it has ended. Every run leads a new
+process group.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def _run(arguments: list[str], output: str) -> None:
-    """In the fork. Does not return, and does not wait for threads that a broken test has left."""
+    """Run pytest in the fork; it never returns, and does not wait for threads that a broken test has left."""
     status = 3  # pytest's code for an internal error
     try:
         os.setsid()

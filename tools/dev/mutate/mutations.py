@@ -1,4 +1,4 @@
-"""The list of mutations: one YAML file per area, each a list of small defects and the tests that should fail."""
+"""List of mutations: one YAML file per area, each a list of small defects and the tests that should fail."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class ListError(Exception):
-    """The list cannot be used as it stands."""
+    """The list of mutations is invalid."""
 
 
 class Mutation(BaseModel):
-    """One defect.
+    """Mutation of the source, which is one small defect.
 
     Attributes:
-        name: what is wrong, in a few words; when the list is read, the file's stem is put in front.
-        file: where, from the root of the tree.
+        name: the defect in a few words; when the list is read, the file's stem is prepended.
+        file: path of the file, relative to the root of the tree.
         before: text that the file contains exactly once.
-        after: what replaces it.
+        after: replacement of the text.
         tests: files or node ids of pytest, the smallest selection that should fail.
-        survives: why no test can notice, if that is so.
+        survives: reason why no test can notice the defect, if there is one.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -38,7 +38,7 @@ class Mutation(BaseModel):
     survives: Text | None = None
 
     def line_in(self, text: str) -> int | None:
-        """The line of a file's text where ``before`` begins; None unless the text contains it exactly once."""
+        """Return the line of a file's text where ``before`` begins; None unless the text contains it exactly once."""
         return text[: text.index(self.before)].count("\n") + 1 if text.count(self.before) == 1 else None
 
 
@@ -46,7 +46,7 @@ _LIST = TypeAdapter(list[Mutation])
 
 
 def read_mutations(folder: Path, pattern: str = "*") -> list[Mutation]:
-    """The mutations of all areas whose name or file matches a glob pattern.
+    """Return the mutations of all areas whose name or file matches a glob pattern.
 
     Raises:
         ListError: a file of the list is malformed, or two mutations have one name.

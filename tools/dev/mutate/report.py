@@ -1,4 +1,4 @@
-"""The results of the mutations, for people and for programs."""
+"""Reports of the results of mutations, for people and for programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIN_CAUGHT = 0.95
 
 
 def faults(results: Sequence[Result]) -> list[str]:
-    """Why the run failed, one reason per line; none if it succeeded."""
+    """Return the reasons why the run failed, one per line; none if it succeeded."""
     lines = [
         f"{result.mutation.name}: {result.verdict}: {result.by}"
         for result in results
@@ -32,20 +32,20 @@ def faults(results: Sequence[Result]) -> list[str]:
 
 
 def explained(results: Sequence[Result]) -> list[str]:
-    """The survivors that have a written reason, by name: what no test here can notice, such as what only CUDA shows."""
+    """Return the survivors with a written reason, such as defects that only CUDA shows, with their names."""
     survivors = [result.mutation for result in results if result.verdict is Verdict.SURVIVED]
     return [f"{mutation.name} survived: {mutation.survives}" for mutation in survivors if mutation.survives]
 
 
 def summary(results: Sequence[Result]) -> str:
-    """How many were caught."""
+    """Return a sentence with the number of caught mutations."""
     caught = sum(result.verdict.is_caught for result in results)
     return f"{caught} of {len(results)} mutations are caught ({caught / max(1, len(results)):.0%})"
 
 
 def table(results: Sequence[Result]) -> Table:
-    """Which test caught each mutation; for a survivor, why none did."""
-    # Folded, not cut off: a test is run again by its whole name.
+    """Return a table with the test that caught each mutation or, for a survivor, the reason why none did."""
+    # Folded, not cut off, because running a test again needs its whole name.
     columns = (Column(name, overflow="fold") for name in ("mutation", "place", "result", "by"))
     shown = Table(*columns, Column("s", justify="right"), title="Mutations")
     for result in results:
@@ -58,7 +58,7 @@ def table(results: Sequence[Result]) -> Table:
 
 
 def as_json(results: Sequence[Result]) -> dict[str, Any]:
-    """The results as a JSON object."""
+    """Return the results as a JSON object."""
     return {
         "caught": sum(result.verdict.is_caught for result in results),
         "total": len(results),

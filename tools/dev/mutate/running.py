@@ -1,4 +1,4 @@
-"""Which tests notice which mutation: first all tests without mutations, then each mutation alone, several at once."""
+"""Run of mutations: first all tests without mutations, then the tests of each mutation, several in parallel."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _NOT_FOUND = 4
 
 
 class Verdict(StrEnum):
-    """The result of a mutation."""
+    """Verdict on a mutation."""
 
     CAUGHT = "caught"
     HUNG = "caught (time ran out)"
     SURVIVED = "survived"
     STALE = "stale"  # its file does not contain its text exactly once
-    BROKEN = "broken"  # tests could not be collected: nobody would commit such a defect
+    BROKEN = "broken"  # tests could not be collected, so the defect would never be committed
     UNTESTED = "untested"  # the tests that it names fail without it, or none of them runs here
 
     @property
     def is_caught(self) -> bool:
-        """Whether a test noticed it."""
+        """True if a test noticed the mutation."""
         return self in {Verdict.CAUGHT, Verdict.HUNG}
 
 
 class Result(NamedTuple):
-    """A mutation, its line, its verdict, and which test noticed it or why that is unknown."""
+    """Mutation, its line, its verdict, and the test that noticed it or the reason why that is unknown."""
 
     mutation: Mutation
     line: int | None
@@ -46,7 +46,7 @@ class Result(NamedTuple):
 
 
 class Options(NamedTuple):
-    """How to run: copies at once, seconds for the tests of one mutation, and seconds for all tests without any."""
+    """Options of a run: parallel copies, timeout of one mutation's tests, timeout of all tests without mutations."""
 
     jobs: int
     timeout_s: float = 120.0
@@ -60,10 +60,10 @@ def run_mutations(root: Path, mutations: Sequence[Mutation], options: Options, s
     """Try every mutation; the results are in the order of the list.
 
     Args:
-        root: the working tree. Nothing in it is changed.
-        mutations: what to try.
-        options: how to run.
-        say: called with each result when it is known, from any thread.
+        root: the working tree, which is not changed.
+        mutations: mutations to try.
+        options: options of the run.
+        say: called with each result as soon as it is known, from any thread.
     """
     passed: dict[str, bool] = {}
     free: SimpleQueue[Tree] = SimpleQueue()
@@ -92,7 +92,7 @@ def run_mutations(root: Path, mutations: Sequence[Mutation], options: Options, s
 
 
 def _parts(mutations: Iterable[Mutation], count: int) -> list[list[str]]:
-    """All tests that mutations name, divided into ``count`` parts; tests of one file stay together."""
+    """Divide all tests that mutations name into ``count`` parts; tests of one file stay together."""
     files: dict[str, dict[str, None]] = {}
     for mutation in mutations:
         for test in mutation.tests:
@@ -104,7 +104,7 @@ def _parts(mutations: Iterable[Mutation], count: int) -> list[list[str]]:
 
 
 def _unmutated(tree: Tree, tests: Sequence[str], options: Options) -> list[PytestRun]:
-    """Run tests without a mutation. If one of them does not exist pytest runs none, so then each runs alone."""
+    """Run tests without a mutation; if one does not exist, each runs alone, because pytest would run none."""
     run = tree.test(tests, options.baseline_timeout_s)
     if run.status != _NOT_FOUND:
         return [run]
@@ -112,7 +112,7 @@ def _unmutated(tree: Tree, tests: Sequence[str], options: Options) -> list[Pytes
 
 
 def _passed(runs: Iterable[PytestRun]) -> dict[str, bool]:
-    """Node ids of all tests that ran without a mutation, and whether they passed."""
+    """Return the node ids of all tests that ran without a mutation, and whether they passed."""
     found: dict[str, bool] = {}
     for run in runs:
         found |= dict.fromkeys(run.passed, True) | dict.fromkeys(run.failed, False)

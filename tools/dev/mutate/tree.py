@@ -1,4 +1,4 @@
-"""A copy of the working tree in which tests run, so that a defect never touches the tree itself."""
+"""Copies of the working tree in which tests run, so that a defect never touches the tree itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FORKSERVER = Path(__file__).with_name("forkserver.py")
 
 
 class PytestRun(NamedTuple):
-    """A run of pytest: its exit status (None: it took too long), the node ids that passed and failed, its output."""
+    """Run of pytest: exit status (None after a timeout), node ids that passed and failed, and output."""
 
     status: int | None
     passed: frozenset[str]
@@ -29,11 +29,11 @@ class PytestRun(NamedTuple):
 
 
 class Tree:
-    """A copy of all files that git tracks or would add. One thread uses it.
+    """Copy of all files that git tracks or would add, for use on one thread.
 
     Args:
         root: the working tree.
-        home: the folder of the copy; it must not exist.
+        home: folder of the copy, which must not exist.
     """
 
     def __init__(self, root: Path, home: Path) -> None:
@@ -43,7 +43,7 @@ class Tree:
             target = home / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, target, follow_symlinks=False)
-        # By content, not by time: a mutation may come and go within the resolution of file times.
+        # By content, not by time, because a mutation may be made and undone within the resolution of file times.
         compiling = ("compileall", "-q", "--invalidation-mode", "checked-hash", ".")
         subprocess.run([sys.executable, "-m", *compiling], cwd=home, check=False, env=self._environment())  # noqa: S603
         modules: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ class Tree:
             path.write_text(text, encoding="utf-8")
 
     def test(self, tests: Sequence[str], timeout_s: float, *, at_first: bool = False) -> PytestRun:
-        """Run tests, all of them or up to the first failure. No process that they start outlives the call."""
+        """Run tests, all of them or up to the first failure, and kill all processes that they started."""
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._scratch.mkdir()
         arguments = ["-q", "-rpfEs", "--tb=short", "--no-header", "--hypothesis-seed=0", "-p", "no:randomly"]
@@ -82,7 +82,7 @@ class Tree:
         return _read(status, output.read_text(encoding="utf-8", errors="replace") if output.exists() else "")
 
     def _run(self, task: dict[str, object], timeout_s: float) -> int | None:
-        """The exit status of pytest; None if time ran out."""
+        """Run a task, and return the exit status of pytest; None after a timeout."""
         server = self._server
         assert server.stdin is not None
         assert server.stdout is not None
@@ -104,11 +104,11 @@ class Tree:
             ended = server.stdout.readline()
         finally:
             timer.cancel()
-            _kill(pid)  # with all processes that the tests have left
+            _kill(pid)  # and all processes that the tests have left
         return None if ran_out.is_set() or not ended else int(json.loads(ended)["status"])
 
     def close(self) -> None:
-        """End running tests. Any thread may call it."""
+        """End running tests, from any thread."""
         with suppress(ProcessLookupError):
             os.killpg(self._server.pid, signal.SIGKILL)
         with self._server:  # closes its pipes, and waits for its end
@@ -119,12 +119,12 @@ class Tree:
             **os.environ,
             "PYTHONPATH": str(self.home),
             "PYTHONDONTWRITEBYTECODE": "1",
-            "HYPOTHESIS_STORAGE_DIRECTORY": str(self._scratch / "h"),  # or a run would use what another has found
+            "HYPOTHESIS_STORAGE_DIRECTORY": str(self._scratch / "h"),  # otherwise a run would reuse another's examples
             "COLUMNS": "240",
         }
 
     def _check_imports(self) -> None:
-        """Make sure that tests import this copy, and not an installed package."""
+        """Check that tests import this copy, and not an installed package."""
         program = "import kvstore; print(kvstore.__file__)"
         said = subprocess.run(  # noqa: S603
             [sys.executable, "-c", program], cwd=self.home, env=self._environment(), check=True, capture_output=True
@@ -135,8 +135,8 @@ class Tree:
 
 @contextmanager
 def copies(root: Path, count: int) -> Iterator[list[Tree]]:
-    """Copies of a tree, deleted at the end."""
-    prefix = "mutate-"  # short: tests create unix sockets below it
+    """Yield copies of a tree, which are deleted at the end."""
+    prefix = "mutate-"  # short, because tests create unix sockets below it
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder, ExitStack() as opened:
         trees = []
         for number in range(count):

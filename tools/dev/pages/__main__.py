@@ -26,7 +26,7 @@ _SAID_LINES: Final = 30
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the pages, and say what became of each block."""
+    """Run the pages, and print the result of each block."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -61,7 +61,7 @@ def run(chosen: Sequence[Path], *, with_vllm: bool) -> Iterator[Result]:
 
 
 def render(results: Sequence[Result]) -> str:
-    """The log: what stood in for what, then everything in order, and numbers at the end."""
+    """Return the log: the replacements, then all results in order, then counts."""
     lines = ["Stood in:", *(f"  {item.pattern}  ->  {item.replacement}  ({item.why})" for item in STAND_INS), ""]
     for result in results:
         lines += [f"{result.place}  {result.verdict}  {result.seconds:.1f} s", _indented(result.text)]

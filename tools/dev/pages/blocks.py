@@ -1,4 +1,4 @@
-"""What a page shows: fenced blocks in order, the commands in them, and what is said to be printed."""
+"""Parser of pages: fenced blocks in order, the commands in them, and the output shown for each command."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _HERE_DOCUMENT: Final = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?")
 
 
 class Block(NamedTuple):
-    """A fenced block.
+    """Fenced block.
 
     Attributes:
         page: name of the page's file.
-        line: where its text begins.
-        kind: what stands behind the fence, such as ``console``; ``sh`` if that is nothing, and commands are shown.
-        body: its text.
-        reason: why nobody runs it, from a comment above it; empty for most.
-        given: the script lays the sandbox before it.
+        line: line at which its text begins.
+        kind: word after the fence, such as ``console``; ``sh`` for a block of commands without a word.
+        body: text of the block.
+        reason: reason why it is not run, from a comment above it; empty for most.
+        given: a new sandbox is made before the block is run.
     """
 
     page: str
@@ -38,7 +38,7 @@ class Block(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A command of a block, in one line or several, and the lines that it is said to print."""
+    """Command of a block, on one line or several, and the lines of output shown for it."""
 
     page: str
     line: int
@@ -47,13 +47,13 @@ class Command(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """As the shell divides it, without comments, and without a document that stands below it."""
+        """Words of the command as the shell splits it, without comments and here-document."""
         own = self.text.partition("\n")[0] if _HERE_DOCUMENT.search(self.text) else self.text
         return shlex.split(own.replace("\\\n", " "), comments=True)
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    """README, then the pages in the order of its guides, then the rest."""
+    """Return README, then the pages in the order of its guides, then the rest."""
     readme = root / "README.md"
     named = _LINK.findall(readme.read_text(encoding="utf-8").partition("\n## Guides\n")[2])
     order = {name: number for number, name in reversed(list(enumerate(named)))}
@@ -61,7 +61,7 @@ def pages(root: Path = ROOT) -> list[Path]:
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """All fenced blocks of a page, in order."""
+    """Yield all fenced blocks of a page, in order."""
     lines = iter(enumerate(page.read_text(encoding="utf-8").splitlines(), 1))
     reason, given = "", False
     for number, line in lines:
@@ -83,7 +83,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def commands(block: Block) -> Iterator[Command]:
-    """The commands of a block of a terminal or a shell, in order."""
+    """Yield the commands of a terminal or shell block, in order."""
     prompt = "$ " if block.kind == "console" else ""
     lines = iter(enumerate(block.body.splitlines(), block.line))
     found: Command | None = None
@@ -103,7 +103,7 @@ def commands(block: Block) -> Iterator[Command]:
 
 
 def _goes_on(text: str) -> bool:
-    """Whether the shell would ask for another line."""
+    """Tell if the shell would ask for another line."""
     if match := _HERE_DOCUMENT.search(text):
         return match[1] not in text.splitlines()[1:]
     try:

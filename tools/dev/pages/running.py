@@ -1,4 +1,4 @@
-"""Runs what a page shows, block by block, in a folder of the page's own."""
+"""Runner of a page's blocks, one by one, in a separate folder for each page."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ NO_VLLM: Final = "needs vLLM, which a fast run leaves out"
 _COMMAND_TIMEOUT_S: Final = 600.0
 _MAX_POSITION: Final = 8192
 _START_TIMEOUT_S: Final = {"vllm serve": 900.0}
-_REFUSAL: Final = '{"error"'  # of a server, for which curl ends with 0
+_REFUSAL: Final = '{"error"'  # of a server, for which curl exits with 0
 _OTHER_START_TIMEOUT_S: Final = 60.0
 _STOP_TIMEOUT_S: Final = 90.0
 _ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
-    "PYTHONUNBUFFERED": "1",  # what a server says is read from its log
+    "PYTHONUNBUFFERED": "1",  # servers' output is read from their logs
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; ignored on a GPU
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
@@ -61,14 +61,14 @@ _OF_THIS_MACHINE: Final = ("kvstore doctor", "kvstore version")
 
 
 class Result(NamedTuple):
-    """What became of a block or command.
+    """Result of a block or command.
 
     Attributes:
         place: page and line.
-        text: as the page shows it.
-        run_as: as it was run, where something stood in.
+        text: text on the page.
+        run_as: text that was run, if parts were replaced.
         verdict: ``ok``, ``failed`` or ``not run``.
-        remark: what it printed, or why it was not run.
+        remark: its output, or the reason why it was not run.
     """
 
     place: str
@@ -80,11 +80,11 @@ class Result(NamedTuple):
 
 
 class PageRun:
-    """A page that is being run: its folder, its servers, its Python. Use it as a context manager, then ``run`` it.
+    """Context manager of a page's run, with its folder, its servers and its Python variables; ``run`` runs a block.
 
     Args:
-        folder: exists, and is empty.
-        with_vllm: also run what starts vLLM or asks one. Without it, our own commands run in this process.
+        folder: existing empty folder.
+        with_vllm: also run blocks that start or query vLLM. Without it, our own commands run in this process.
     """
 
     def __init__(self, folder: Path, *, with_vllm: bool) -> None:
@@ -98,7 +98,7 @@ class PageRun:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_OUR_VARIABLES)}
         self._environment = {**kept, **_ENVIRONMENT}
         if with_vllm:
-            os.environ.update(_ENVIRONMENT)  # a page's Python runs in this process, and so does its vLLM
+            os.environ.update(_ENVIRONMENT)  # a page's Python and its vLLM run in this process
 
     def __enter__(self) -> Self:
         return self
@@ -108,7 +108,7 @@ class PageRun:
             self._stop(name)
 
     def run(self, block: Block) -> Iterator[Result]:
-        """Run a block; one result for it, or for each of its commands."""
+        """Run a block, and yield a result for it, or for each of its commands."""
         place = f"{block.page}:{block.line}"
         if block.given:
             _lay_sandbox(self._folder)
@@ -131,7 +131,7 @@ class PageRun:
         return substitute(text, self._places, self._ports.__getitem__)
 
     def _configuration(self, body: str) -> str:
-        """Write a file that the page shows under the name in its first line; what is wrong with it."""
+        """Write a block to the file named in its first line, and return the configuration's problems."""
         named = re.match(r"# ([\w.-]+\.yaml)\b", body)
         file = Path(named[1] if named else "unnamed.yaml")
         file.write_text(body, encoding="utf-8")
@@ -141,7 +141,7 @@ class PageRun:
             return str(error)
 
     def _python(self, block: Block, body: str) -> str:
-        """Go on with the page's program; how it failed."""
+        """Run a block of the page's program, and return the error, empty if there is none."""
         source = "\n" * (block.line - 1) + body
         try:
             exec(compile(source, block.page, "exec"), self._names)  # noqa: S102 - our own pages
@@ -172,7 +172,7 @@ class PageRun:
         return program not in SHELL_WORDS and shutil.which(program, path=self._environment["PATH"]) is None
 
     def _call(self, command: Command, text: str) -> tuple[str, str]:
-        """Run a command to its end; the verdict, and what it printed."""
+        """Run a command to its end, and return the verdict and the output."""
         code, said = self._execute(text)
         said = said.replace(f"{self._folder}/", "").rstrip("\n")
         if code == _UNUSABLE and _EXTRA in said:
@@ -188,7 +188,7 @@ class PageRun:
         return "ok" if is_right else "failed", said
 
     def _execute(self, text: str) -> tuple[int, str]:
-        """The exit code and the output of a command; of ours in this process, where it must be fast."""
+        """Return the exit code and the output of a command; a fast run executes kvstore's commands in this process."""
         if self._is_fast and _OURS.fullmatch(text):
             cleared = {name: None for name in os.environ if name.startswith(_OUR_VARIABLES)}
             with contextlib.chdir(self._folder):
@@ -209,7 +209,7 @@ class PageRun:
         return done.returncode, done.stdout
 
     def _serve(self, name: str, text: str) -> tuple[str, str]:
-        """Start a command that goes on, in place of one like it at the same port; wait until it can be asked."""
+        """Start a server in place of an earlier one at the same port, and wait until it is ready."""
         port = re.search(r"--port[ =](\d+)", text)
         key = f"{name} {port[1]}" if port else name
         self._stop(key)
@@ -236,7 +236,7 @@ class PageRun:
         return ("ok", "it serves") if is_up else ("failed", said[-3000:])
 
     def _stop(self, key: str) -> None:
-        """End a server as Ctrl-C does, if it is there, and whatever it has started."""
+        """End a server as Ctrl-C does, if it runs, and kill all processes that it has started."""
         process = self._servers.pop(key, None)
         if process is None:
             return
@@ -249,7 +249,7 @@ class PageRun:
 
 
 def _in_order(shown: list[str], said: list[str], *, any_numbers: bool) -> bool:
-    """Whether a command printed what is shown: ``...`` stands for any lines, a number for any where machines differ."""
+    """Tell if a command printed the shown lines; ``...`` matches any lines, and ``any_numbers`` ignores numbers."""
     pieces: list[list[str]] = [[]]
     for line in shown:
         if line == "...":
@@ -281,7 +281,7 @@ def _numbers_free(line: str) -> str:
 
 
 def _in_any_order(shown: list[str], said: list[str]) -> bool:
-    """Whether a report about this machine is as shown: what is worst comes last, and what is bad is the machine's."""
+    """Tell if a report on this machine has the shown findings, in any order and with any state."""
     text = "\n".join(said)
     if not all(line == "..." or re.search(f"^{_finding(line)}$", text, re.MULTILINE) for line in shown):
         return False
@@ -289,7 +289,7 @@ def _in_any_order(shown: list[str], said: list[str]) -> bool:
 
 
 def _finding(line: str) -> str:
-    """A line of a report on any machine; a remedy is as it is."""
+    """Return a pattern for a finding on any machine; a remedy must match exactly."""
     if line.startswith(_REMEDY):
         return re.escape(line)
     state, _, rest = line.partition(" ")
@@ -302,14 +302,14 @@ def _findings(lines: list[str]) -> list[str]:
 
 
 def _build_model(folder: Path) -> Path:
-    """A small model that takes the pages' prompts: long ones, and chats."""
+    """Build a small model that accepts the pages' prompts: long ones, and chats."""
     build_llama(folder, TINY, max_position=_MAX_POSITION)
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}")
     return folder
 
 
 def _lay_sandbox(folder: Path) -> None:
-    """What a reader of this page has already: chunks, one damaged, models, prompts, configurations; all of it new."""
+    """Create the files that a page assumes: chunks, one of them damaged, models, prompts and configurations."""
     for name in ("cache", "broken", "target"):
         shutil.rmtree(folder / name, ignore_errors=True)
     tests = str(ROOT / "tests")

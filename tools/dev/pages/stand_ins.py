@@ -1,4 +1,4 @@
-"""What stands in for what a page names and this machine lacks, and what is not run at all."""
+"""Replacements for resources that a page names and this machine lacks, and blocks that are not run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore.tools.dev.pages.blocks import COMMANDS, Block
 
 
 class StandIn(NamedTuple):
-    """Text that is replaced before it is run. ``{model}`` and ``{folder}`` are the model's folder and the page's."""
+    """Replacement in text before it is run; ``{model}`` and ``{folder}`` are the model's folder and the page's."""
 
     pattern: str
     replacement: str
@@ -40,21 +40,21 @@ STAND_INS: Final = (
     StandIn(r"(kvstore flags.* --disk-size) \d+", r"\1 1", "a small machine"),
 )
 PORTS: Final = re.compile(r"(?<=[:= ])(6379|7300|80[08]0|8[12]00|9464|5566)\b")
-"""Ports that become free ones of this machine."""
+"""Ports that are replaced by free ports of this machine."""
 
 LEFT_OUT: Final = (
     (r"^pip install ", "an installation; the environment of this checkout has it"),
     (r"^(sudo|systemctl|docker|kubectl|helm) ", "needs a cluster or another user's rights"),
     (r"\b10\.\d+\.\d+\.\d+\b|\bredis\.conf\b", "needs other hosts"),
 )
-"""Commands that are not run, and why."""
+"""Commands that are not run, with reasons."""
 
 OF_PAGES: Final = {
     ("tiers.md", "python"): "a module and its test: tests/conformance/test_example.py runs them",
     ("policies.md", "python"): "a test: tests/conformance/test_example.py runs it",
     ("tiers.md", "yaml"): "needs that module: tests/packaging/test_transcripts.py installs it",
 }
-"""Blocks that the tests know better, by page and kind."""
+"""Blocks that tests run in another way, by page and kind."""
 
 _ASSIGNMENT: Final = re.compile(r"[A-Z_]+=")
 _NEEDS_VLLM: Final = re.compile(
@@ -68,16 +68,16 @@ SERVERS: Final = {
     "kvstore proxy": "status: ready",
     "redis-server": "Ready to accept connections",
 }
-"""Commands that go on until they are stopped, and the words that they print when they can be asked."""
+"""Commands that run until they are stopped, and the words that they print when they are ready."""
 
 
 def substitute(text: str, places: Mapping[str, str], port_of: Callable[[str], int]) -> str:
-    """The text as it is run here.
+    """Return the text as it is run here.
 
     Args:
-        text: as the page has it.
-        places: ``model`` and ``folder``.
-        port_of: this machine's port for one that a page names.
+        text: text of the page.
+        places: paths for ``model`` and ``folder``.
+        port_of: returns this machine's port for one that a page names.
     """
     for item in STAND_INS:
         replacement = item.replacement
@@ -88,29 +88,29 @@ def substitute(text: str, places: Mapping[str, str], port_of: Callable[[str], in
 
 
 def needs_vllm(text: str) -> bool:
-    """Whether a block or command starts vLLM, or asks one."""
+    """Tell if a block or command starts or queries vLLM."""
     return _NEEDS_VLLM.search(text) is not None
 
 
 def reason_of(block: Block) -> str:
-    """Why a block is not run; empty if it is, or if its commands are looked at one by one."""
+    """Return the reason why a block is not run; empty if it is, or if its commands are checked one by one."""
     if not block.reason and block.kind not in {*COMMANDS, "python", "yaml"}:
         return "shown, not run"
     return block.reason or OF_PAGES.get((block.page, block.kind), "")
 
 
 def reason_of_command(text: str) -> str:
-    """Why a command is not run; empty if it is."""
+    """Return the reason why a command is not run; empty if it is run."""
     return next((why for pattern, why in LEFT_OUT if re.search(pattern, text)), "")
 
 
 def program_of(words: list[str]) -> str:
-    """What a command starts."""
+    """Return the program that a command starts."""
     return next((word for word in words if not _ASSIGNMENT.match(word)), "true")
 
 
 def server_of(words: list[str]) -> str | None:
-    """Which of ``SERVERS`` a command starts; None if it ends by itself."""
+    """Return the name in ``SERVERS`` that a command starts; None if it ends by itself."""
     words = [word for word in words if not _ASSIGNMENT.match(word)]
     if "--check" in words:
         return None

@@ -1,4 +1,4 @@
-"""Random schedules against a model that knows what every block must hold: no wrong byte, and nothing left behind."""
+"""Random schedules against a model of what every block must hold: no byte is wrong, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SETUPS = st.builds(
 )
 
 
-# On a device whose work is done as late as it may be: what nobody puts in order comes out wrong.
+# On a device whose work is done as late as allowed, so that unordered work gives wrong bytes.
 LATE_SETUPS = st.builds(
     replace,
     SETUPS,
@@ -61,8 +61,8 @@ LATE_SETUPS = st.builds(
     hot_slots=st.sampled_from([0, 2, 8]),
     async_save=st.sampled_from([True, True, False]),
     local_cpu=st.sampled_from([True, True, False]),
-    gpu_blocks=st.sampled_from([24, 40, 80]),  # few, so that they are taken away and given to others
-    budget=st.sampled_from([32, 100, 200]),  # of chunks enough for a step to use all buffers several times
+    gpu_blocks=st.sampled_from([24, 40, 80]),  # few, so that they are soon reused by other requests
+    budget=st.sampled_from([32, 100, 200]),  # enough chunks for a step to use all buffers several times
     staging_chunks=st.sampled_from([1, 1, 2]),
     copy_bytes=st.sampled_from([1, 100, 1 << 18]),
     copies=st.booleans(),
@@ -71,14 +71,14 @@ LATE_SETUPS = st.builds(
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the device is sent of each launch is soon overwritten by the next ones; layers are read one by one."""
+    """Shrink the launch buffers, so that they are soon reused, and let layers be read one by one."""
     monkeypatch.setattr(layerwise, "READ_BYTES", 1)
     monkeypatch.setattr(places_module, "LAUNCHES", 2)
     monkeypatch.setattr(device_module, "MAX_BLOCKS", 8)
 
 
 class _Client(RandomClient):
-    """Also pins prompts, and gives the device's memory away."""
+    """Client that also pins prompts, and lets the engine sleep."""
 
     vllm: FakeVllm
     reset_preempts = 0.5
@@ -100,7 +100,7 @@ class _Client(RandomClient):
         )
 
     def sleep(self, device: LateDevice) -> None:
-        """The engine gives its device's memory away, and gets it back later, with something else in it."""
+        """Let the engine give its device's memory away, and get it back later with other contents."""
         for request in self.alive():
             self.vllm.abort(request)
         weights = self.vllm.weights
@@ -116,7 +116,7 @@ class _Client(RandomClient):
 
 
 def assert_books_balance(vllm: FakeVllm) -> None:
-    """What was counted on the way is what the parts themselves have counted."""
+    """Assert that the counts taken step by step equal the counts of the parts themselves."""
     vllm.scheduler.take_tally()
     totals, counters = vllm.scheduler.totals, vllm.index.counters
     hits = sum(totals[metrics.HIT_TOKENS.key(*tier)] for tier in metrics.HIT_TOKENS.values)
@@ -156,14 +156,14 @@ def test_any_schedule_with_a_disk_that_fails(setup: Setup, *, with_faults: bool)
 @given(setup=LATE_SETUPS, on_disk=st.booleans(), with_faults=st.booleans())
 @pytest.mark.usefixtures("small_parts")
 def test_any_schedule_on_a_device(setup: Setup, *, on_disk: bool, with_faults: bool) -> None:
-    """Writes, preemption, blocks zeroed and copied, saves, loads, by layer, sleep, resets, a full device."""
+    """Steps write, preempt, zero, copy, save, load, load by layer, sleep and reset, at times on a full device."""
     with tempfile.TemporaryDirectory() as folder:
         _play(replace(setup, folder=Path(folder) if on_disk else None), with_faults=with_faults)
 
 
 @pytest.mark.parametrize("overwrites_early", [False, True])
 def test_a_late_save_reads_blocks_before_others_get_them(*, overwrites_early: bool) -> None:
-    """What random schedules seldom come to: blocks of a preempted request are overwritten before they are stored."""
+    """Cover a case that random schedules seldom reach: a preempted request's blocks are overwritten before its save."""
     vllm = FakeVllm(Setup(gpu_blocks=12, async_save=True, eagerness=0.0, overwrites_early=overwrites_early))
     prompt, other = list(range(2 * CHUNK + 1)), list(range(49, 49 - 2 * CHUNK - 1, -1))
     device, saves, gate = vllm.late, vllm.workers[0]._background, Gate()

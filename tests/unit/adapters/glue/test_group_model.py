@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[FakeGroup, ...]] = {
     "two full": (FULL, WIDE),
 }
 
-# Layers of each group on each rank, for a model of so many groups: one rank, two with equal parts, or stages.
+# Layers of each group on each rank, by the number of groups: one rank, two with equal parts, or stages.
 STAGES: dict[int, list[tuple[tuple[int, ...], ...]]] = {
     1: [((2,),), ((1,), (1,)), ((1,), (2,))],
     2: [((2, 2),), ((1, 1), (1, 1)), ((1, 2), (1, 0)), ((0, 1), (2, 2))],
@@ -66,7 +66,7 @@ SETUPS = st.builds(
     seed=st.integers(0, 2**32),
 )
 
-# On a device whose work is done as late as it may be: what nobody puts in order comes out wrong.
+# On a device whose work is done as late as allowed, so that unordered work gives wrong bytes.
 LATE_SETUPS = st.builds(
     replace,
     SETUPS,
@@ -112,7 +112,7 @@ def test_any_schedule_with_a_remote_tier(setup: GroupSetup, *, with_faults: bool
 @schedules(12)
 @given(setup=LATE_SETUPS, on_disk=st.booleans(), with_faults=st.booleans())
 def test_any_schedule_on_a_device(setup: GroupSetup, *, on_disk: bool, with_faults: bool) -> None:
-    """Writes, preemption, blocks zeroed and copied, saves, loads, sleep, resets, a full device."""
+    """Steps write, preempt, zero and copy blocks, save, load, sleep and reset, with a full device at times."""
     with tempfile.TemporaryDirectory() as folder:
         _play(replace(setup, folder=Path(folder) if on_disk else None), with_faults=with_faults)
 

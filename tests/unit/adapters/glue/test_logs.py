@@ -1,4 +1,4 @@
-"""Our lines among vLLM's."""
+"""Log lines of kvstore among vLLM's."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvstore.adapters.vllm.glue import logs
 
 @pytest.fixture
 def loggers() -> Iterator[tuple[logging.Logger, logging.Logger]]:
-    """vLLM's logger with one handler, and ours without; both put back afterwards."""
+    """Yield vLLM's logger with one handler, and ours without; both are restored afterwards."""
     pair = logging.getLogger("vllm"), logging.getLogger("kvstore")
     before = [(logger.handlers[:], logger.level, logger.propagate) for logger in pair]
     pair[0].handlers[:] = [logging.NullHandler()]
     pair[1].handlers.clear()
-    pair[1].propagate = True  # pytest gives loggers that do not propagate a handler of its own
+    pair[1].propagate = True  # pytest adds a handler to loggers that do not propagate
     yield pair
     for logger, (handlers, level, propagate) in zip(pair, before, strict=True):
         logger.handlers[:] = handlers
@@ -50,7 +50,7 @@ def test_the_level_comes_from_the_environment(
 
 
 class Printed(logging.StreamHandler[io.StringIO]):
-    """A handler such as vLLM's: at a level of its own, with a format that says where a line comes from."""
+    """A handler like vLLM's, with its own level and a format that names the origin of a line."""
 
     def __init__(self, level: int) -> None:
         super().__init__(io.StringIO())
@@ -79,7 +79,7 @@ def test_the_level_that_was_asked_for_counts_over_that_of_vllms_handler(
     theirs: int,
     seen: set[str],
 ) -> None:
-    """vLLM's handler keeps DEBUG back even where our logger lets it through."""
+    """vLLM's handler holds DEBUG back even if our logger lets it through."""
     monkeypatch.setenv(logs.LEVEL_VARIABLE, name)
     printed = Printed(theirs)
     loggers[0].handlers[:] = [printed]

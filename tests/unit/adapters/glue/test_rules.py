@@ -1,4 +1,4 @@
-"""What must hold after a failure: one rule a test, each side of the adapter alone; random schedules seldom get here."""
+"""Rules that hold after a failure, one a test and each side of the adapter alone; random schedules seldom get here."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def refs_of(tokens: list[int]) -> list[ChunkRef]:
 def make(
     *survivors: ChunkRef, ranks: int = 1, rules: LoadRules = WITHIN, disk_bytes: int = 1 << 20, **options: Any
 ) -> StoreScheduler:
-    """The scheduler's side over workers whose disks hold ``survivors``."""
+    """Make the scheduler side over workers whose disks hold ``survivors``."""
     scheduler = StoreScheduler(SchedulerOptions(RULES, load_rules=rules, **options))
     layout = KVLayout(page_bytes=(64,), planes=1, block_tokens=BLOCK, chunk_tokens=CHUNK)
     held = [(ref, 4096) for ref in survivors]
@@ -69,7 +69,7 @@ def report(scheduler: StoreScheduler, number: int, ranks: int = 1, failed: Seque
 
 
 def load_within(scheduler: StoreScheduler, name: str) -> StepPlan:
-    """A step that loads all that the disk has of the prompt."""
+    """Plan a step that loads all that the disk has of the prompt."""
     request = begin(scheduler, name, PROMPT)
     num_tokens = scheduler.num_new_matched_tokens(request, 0)
     assert num_tokens
@@ -80,7 +80,7 @@ def load_within(scheduler: StoreScheduler, name: str) -> StepPlan:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_no_store_is_kept_of_steps_planned_before_a_failure_was_known(ranks: int) -> None:
-    """A rank that could load knows nothing of the other's failure, and stores all the same."""
+    """A rank whose load succeeded knows nothing of the other's failure, and stores all the same."""
     (first, *_) = refs_of(PROMPT)
     scheduler = make(first, ranks=ranks)
     index = scheduler.index
@@ -114,7 +114,7 @@ def test_a_step_that_ended_before_the_failure_keeps_its_stores() -> None:
 
 
 def test_a_request_whose_load_failed_does_not_try_again() -> None:
-    """Although the chunk is still on the disk, which only did not answer: it would try for ever."""
+    """The chunk is still on the disk, which only did not answer, so the request would try forever."""
     (first, *_) = refs_of(PROMPT)
     scheduler = make(first, rules=ASYNC)
     request = begin(scheduler, "one", PROMPT)
@@ -192,7 +192,7 @@ def test_the_blocks_of_an_ended_request_are_kept_until_its_stores_beside_are_ove
 
 
 def one_loads_and_two_waits() -> tuple[StoreScheduler, FakeRequest, Fetch]:
-    """Two requests with the same prompt: the first one's load, and the second one, which waits for that."""
+    """Return two requests with the same prompt: one that loads, and one that waits for that load."""
     scheduler = make(*refs_of(PROMPT)[:2], rules=ASYNC)
     one, two = (begin(scheduler, name, PROMPT) for name in ("one", "two"))
     assert scheduler.num_new_matched_tokens(one, 0) == 2 * CHUNK
@@ -203,7 +203,7 @@ def one_loads_and_two_waits() -> tuple[StoreScheduler, FakeRequest, Fetch]:
 
 
 class TestWaiting:
-    """For a chunk that is on its way to another request."""
+    """Waits for a chunk that another request loads."""
 
     @pytest.fixture
     def refs(self) -> list[ChunkRef]:
@@ -223,7 +223,7 @@ class TestWaiting:
     def test_one_that_comes_beside_the_steps(
         self, planner: LoadPlanner, refs: list[ChunkRef], *, async_load: bool
     ) -> None:
-        """It may fail, and nobody would tell the other request."""
+        """An asynchronous load may fail, and the other request would not be told."""
         spec, other = (LoadSpec(Match((ref,), CHUNK), 0, CHUNK, async_load=True) for ref in refs)
         tracker = RequestTracker(FakeRequest("one", list(PROMPT)), NO_EXTRAS, RULES)
         planner.plan(tracker, spec, [TABLE], CHUNK)
@@ -238,7 +238,7 @@ class TestWaiting:
     def test_it_ends_when_the_chunk_has_come_everywhere(
         self, index: ChunkIndex, refs: list[ChunkRef], ranks: int
     ) -> None:
-        """While the load goes on with others, which may take long, or fail."""
+        """The load may continue with other chunks, which can take long or fail."""
         planner = LoadPlanner(index, RULES, LoadChoice(WITHIN), ranks, ONE_GROUP)
         both = LoadSpec(Match(tuple(refs), 2 * CHUNK), 0, 2 * CHUNK, async_load=True)
         first = LoadSpec(Match((refs[0],), CHUNK), 0, CHUNK)
@@ -255,7 +255,7 @@ class TestWaiting:
         (step,) = index.prepare_load([refs[0]])
         assert step.source is Place.MEMORY
         index.complete_load([step], set(), set())
-        for _ in range(ranks):  # their blocks fail, too: what has come stays
+        for _ in range(ranks):  # their blocks fail, too: chunks that arrived stay
             failed = {ref.prefix_key for ref in refs}
             planner.complete_fetch(fetch.number, FetchResult(failed_loads=failed, ranks_ended=1))
         assert index.in_memory(refs[0].prefix_key)
@@ -263,7 +263,7 @@ class TestWaiting:
         assert planner.awaited(both, async_load=True) is None
 
     def test_nothing_is_looked_up_before_it_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Hundreds of requests may wait for one load, and are asked about at every step."""
+        """Hundreds of requests may wait for one load, and vLLM asks about each at every step."""
         scheduler, two, fetch = one_loads_and_two_waits()
         with monkeypatch.context() as patch:
             patch.setattr(ChunkIndex, "lookup", _refuse)
@@ -281,7 +281,7 @@ class TestWaiting:
         assert scheduler.num_new_matched_tokens(two, 0) is None
 
     def test_what_is_forgotten_is_not_waited_for(self) -> None:
-        """After a reset; the load that was to bring it may hang until its tier's deadline."""
+        """After a reset the load that was to bring it may hang until its tier's deadline."""
         scheduler, two, _ = one_loads_and_two_waits()
         scheduler.reset_cache()
         assert scheduler.num_new_matched_tokens(two, 0) == 0
@@ -290,7 +290,7 @@ class TestWaiting:
     def test_one_that_comes_within_a_step(
         self, planner: LoadPlanner, index: ChunkIndex, refs: list[ChunkRef], *, async_load: bool
     ) -> None:
-        """A load beside might be carried out before that step; one within a step comes after it."""
+        """An asynchronous load might run before that step, but one within a step runs after it."""
         spec = LoadSpec(Match((refs[0],), CHUNK), 0, CHUNK)
         steps = index.prepare_load([refs[0]])
         assert (planner.awaited(spec, async_load=async_load) is not None) is async_load
@@ -350,7 +350,7 @@ def test_a_step_that_preempts_waits_for_the_stores_beside(
 
 
 def test_a_load_that_a_reset_overtakes_has_failed(worker: StoreWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it brings is the old weights' KV."""
+    """The load brings KV of the old weights."""
     goes_on = threading.Event()
 
     def slow_load(jobs: Sequence[LoadJob]) -> LoadResult:

@@ -1,4 +1,4 @@
-"""LoRA adapters: files are read beside the scheduler, whole only when they have changed, and within a deadline."""
+"""LoRA adapters: files are read off the scheduler's thread, whole only if they have changed, and within a deadline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ A_TICK_S = 0.02  # times of files are those of the kernel's last tick
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """An adapter that was written a while ago."""
+    """Return an adapter that was written some time ago."""
     made = tmp_path / "adapter"
     made.mkdir()
     (made / "adapter_config.json").write_text("{}")
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let files that were made just now be those that vLLM loads."""
+    """Let files that were just made count as those that vLLM loads."""
     monkeypatch.setattr(adapterfiles, "_CLOCK_S", -A_TICK_S)
 
 
@@ -47,7 +47,7 @@ def adapters(monkeypatch: pytest.MonkeyPatch) -> Iterator[AdapterFiles]:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the files that are read whole, as it happens."""
+    """Return a list that gets the names of files as they are read whole."""
     names: list[str] = []
     digest = digest_whole
 
@@ -93,7 +93,7 @@ def test_files_are_read_once_and_again_when_they_have_changed(
 def test_what_was_written_just_now_is_read_again(
     folder: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may change once more without its times telling."""
+    """It may change again without a change of its times."""
     monkeypatch.setattr(adapterfiles, "_SETTLED_S", 3600.0)
     adapters = AdapterFiles()
     assert fingerprint(adapters, named(folder)) == fingerprint(adapters, named(folder))
@@ -131,7 +131,7 @@ def test_an_adapter_whose_files_changed_is_never_trusted_again(
 def test_files_replaced_between_the_load_and_the_first_request(
     adapters: AdapterFiles, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
-    """vLLM loads an adapter when it is registered. Tomorrow's is then copied over it, for the next start."""
+    """vLLM loads an adapter when it is registered. The next day's is then copied over it, for the next start."""
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     (other / "adapter_model.safetensors").write_bytes(b"87654321")
@@ -207,7 +207,7 @@ def test_a_folder_that_hangs_holds_up_no_other_adapter_and_is_asked_once_more_no
 def test_a_look_begins_after_it_was_asked_for(
     adapters: AdapterFiles, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who comes while the files are read might have others in mind."""
+    """A request that arrives during a read may mean newer files."""
     gate, digest = Gate(), digest_whole
 
     def digest_of(path: Path) -> str:

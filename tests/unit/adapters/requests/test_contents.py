@@ -1,4 +1,4 @@
-"""Images that vLLM does not name by their content: their inputs are hashed beside the scheduler."""
+"""Images that vLLM does not name by their content, whose inputs are hashed off the scheduler's thread."""
 
 from __future__ import annotations
 

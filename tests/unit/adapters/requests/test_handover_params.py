@@ -1,4 +1,4 @@
-"""What a request says about the engines that share it: read right, or refused."""
+"""Parsing of a request's hand-over parameters: valid ones are read, all others are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client asks for one request: read right, or refused in words that show nothing of what the client wrote."""
+"""Parsing of a client's parameters for one request: read, or refused without a word of what the client wrote."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_fields_that_do_not_count_are_not_looked_at() -> None:
 
 
 def test_pins_do_not_count_unless_the_operator_says_so() -> None:
-    """What else there is concerns the KV of the request alone; a pin takes the room of others."""
+    """All other fields concern only the KV of the request; a pin takes room from others."""
     default = load_config(environ={}).config.request_fields
     assert default == tuple(name for name in REQUEST_FIELDS if name != "pin")
     every = load_config({"kvstore.request_fields": ", ".join(REQUEST_FIELDS)}, environ={}).config.request_fields

@@ -1,4 +1,4 @@
-"""From block tables to rows: what is stored and loaded of chunks and checkpoints, and what a request does not have."""
+"""Rows of block tables: what is stored and loaded of chunks and checkpoints, and which rows a request lacks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROWS = row_map(FULL, WINDOW, STATE)
 
 
 def pairs(rows: BlockIds | None) -> list[tuple[int, int]] | None:
-    """Each row as its group and block."""
+    """Return each row as its group and block."""
     return None if rows is None else [(int(row) >> 32, int(row) & 0xFFFF) for row in rows]
 
 
@@ -69,7 +69,7 @@ def test_a_checkpoint_is_the_window_before_it_and_the_state_there() -> None:
 @pytest.mark.parametrize(
     ("states", "end_tokens"),
     [
-        (NO_STATES, 32),  # nobody says where the state is
+        (NO_STATES, 32),  # the place of the state is unknown
         ({(2, 24): 9}, 32),  # of another token
         ({(2, 16): 9}, 16),  # blocks have left that window
         ({(2, 40): 9}, 40),  # not computed yet
@@ -100,7 +100,7 @@ def test_a_step_leaves_states_where_it_ends_with_a_block_of_every_group(
 
 
 def test_the_state_that_a_step_began_with_is_still_there() -> None:
-    """With run-ahead scheduling a token is known one step late: the step that reached the end of its block is over."""
+    """With run-ahead scheduling a token is known one step late, after the step that reached the end of its block."""
     assert ROWS.states_at(TABLES, (32, 33), NO_STATES) == {(2, 32): 34}
     assert ROWS.states_at(TABLES, (31, 33), NO_STATES) == {}
 

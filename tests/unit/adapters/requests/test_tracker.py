@@ -1,4 +1,4 @@
-"""What a request has left to save, step by step."""
+"""Tracker of what a request has left to save, step by step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_chunked_prefill_saves_each_chunk_once_and_the_tail_last() -> None:
 
 
 def test_the_tail_is_saved_in_the_step_that_ends_with_it() -> None:
-    """The state of a model is there then, and overwritten by the next step."""
+    """The state of a model exists then, and the next step overwrites it."""
     request, tracker = tracker_of(42)
     assert sizes(tracker.take_save(40)) == [4, 4, 2]
     request.num_computed_tokens = 40
@@ -72,7 +72,7 @@ def test_final_save_ends_where_known_and_computed_meet() -> None:
     request, tracker = tracker_of(CHUNK, decode=True)
     tracker.take_save(CHUNK)
     request.all_token_ids += range(9)
-    request.num_computed_tokens = CHUNK + 8  # the last token's KV is not there
+    request.num_computed_tokens = CHUNK + 8  # the last token's KV is not computed
     assert sizes(tracker.take_final_save()) == [2]
 
 
@@ -111,16 +111,16 @@ def test_who_does_not_save_has_nothing_to_save() -> None:
 
 
 def test_nothing_is_saved_of_steps_that_ran_ahead_of_what_is_known() -> None:
-    """Replays a schedule of asynchronous steps with two drafts: one token is sampled beside each draft accepted.
+    """Replays a schedule of asynchronous steps with two drafts; a step samples one token more than drafts are accepted.
 
     A step's row: tokens computed as vLLM counts them when it plans the step, drafts not yet judged included; tokens the
-    step computes; tokens known by then. What was rejected is taken back in the next row but one.
+    step computes; tokens known by then. Rejected drafts are taken back in the next row but one.
     """
     request, tracker = tracker_of(CHUNK - 3, decode=True)
     schedule = [
         (0, 13, 13),  # the prompt
         (13, 3, 13),  # planned before its token is known: a placeholder and two drafts
-        (16, 3, 14),  # the prompt's token is known; of the two drafts nothing
+        (16, 3, 14),  # the prompt's token is known; the outcome of the two drafts is not
         (17, 3, 15),  # both were rejected: 16 tokens' KV could be there, but 15 are known
         (18, 3, 16),  # rejected again; but now the chunk's tokens are known, and the step before computes the last
         (21, 3, 19),
@@ -149,7 +149,7 @@ def test_tags_are_unknown_to_vllms_own_prefix_cache() -> None:
 
 
 def test_a_probe_is_unknown_to_vllms_own_prefix_cache() -> None:
-    """It shares blocks by the request's salt: a load under way is one for whoever has that salt."""
+    """vLLM shares blocks by the request's salt, so a load under way counts for all requests with that salt."""
     request = FakeRequest("one", list(range(CHUNK)), salt="s")
     rules = SaveRules(BLOCK, CHUNK, save_decode=False, save_tails=True)
     plain = RequestTracker(request, KeyExtras(cache_salt="s"), rules)
@@ -162,7 +162,7 @@ def test_a_probe_is_unknown_to_vllms_own_prefix_cache() -> None:
 
 
 def test_vllms_own_prefix_cache_knows_an_adapter_by_its_name() -> None:
-    """One request may have come before its files could be read, and another share its blocks."""
+    """One request may come before the adapter's files could be read, and another share its blocks."""
     request = FakeRequest("one", list(range(CHUNK)))
     rules = SaveRules(BLOCK, CHUNK, save_decode=False, save_tails=True)
     lora = [("french", "1234"), ("french", ""), ("german", ""), None]
@@ -229,7 +229,7 @@ def test_without_tails_a_prompt_ends_with_its_last_chunk(expected: int, *, spare
 
 @pytest.mark.parametrize("decode", [False, True])
 def test_where_hits_end_in_blocks_a_prompt_ends_before_its_last_token(*, decode: bool) -> None:
-    """And the chunk that ends with that token comes with what is generated, as soon as it is computed."""
+    """The chunk that ends with that token is stored with the generated ones, as soon as it is computed."""
     request = FakeRequest("one", list(range(2 * CHUNK)))
     rules = SaveRules(BLOCK, CHUNK, decode, save_tails=True, spares_last_token=True)
     tracker = RequestTracker(request, NO_EXTRAS, rules)

@@ -1,4 +1,4 @@
-"""A field that is wrong: the client, the log and a counter say which."""
+"""Reports of a wrong field: the client, the log and a counter name it."""
 
 from __future__ import annotations
 

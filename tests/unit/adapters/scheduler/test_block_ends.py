@@ -22,13 +22,13 @@ WAYS: list[dict[str, Any]] = [{}, {"async_load": True}, {"layerwise": True}, {"r
 
 
 def parting(shared: int) -> list[int]:
-    """A prompt that has so many tokens in common with the first one."""
+    """Return a prompt that has so many tokens in common with the first one."""
     return [*FIRST[:shared], *range(100, 100 + 2 * CHUNK)]
 
 
 @pytest.fixture
 def build() -> Iterator[Build]:
-    """Makes engines, one after the other."""
+    """Yield a function that makes engines, one after the other."""
     with one_after_the_other(Setup()) as build:
         yield build
 
@@ -54,7 +54,7 @@ def test_what_is_shared_is_loaded(
 def test_a_part_is_announced_as_far_as_a_request_has_it(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of what a disk held at start nobody knows the blocks before a request comes with them; the rest comes later."""
+    """The blocks of chunks on disk at start are unknown until a request has them; the rest is announced later."""
     build(folder=tmp_path).ask("first", FIRST)
     vllm = build(folder=tmp_path, saves=False)
     heard: list[object] = []
@@ -71,7 +71,7 @@ def test_a_part_is_announced_as_far_as_a_request_has_it(
 
 
 def test_a_part_is_not_compared(build: Build) -> None:
-    """What the request computes are other tokens from some block on."""
+    """From some block on the request computes other tokens."""
     vllm = build(verify_fraction=1.0)
     vllm.ask("first", FIRST)
     vllm.forget_local()
@@ -103,7 +103,7 @@ def test_a_part_that_is_computed_faster_is_not_read(build: Build, tmp_path: Path
 
 
 def test_a_part_that_was_computed_instead_is_in_memory_from_then_on(build: Build, tmp_path: Path) -> None:
-    """Or it would be computed whenever somebody asks: the chunk that has it stays on disk."""
+    """Otherwise it would be computed for each request, as the chunk that has it stays on disk."""
     build(folder=tmp_path).ask("first", FIRST)
     vllm = build(folder=tmp_path)
     choice = vllm.scheduler._connected.choice  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Hits that are computed all the same: what is stored wrong is found, counted, removed and stored anew."""
+"""Hits that are computed all the same: chunks that were stored wrong are found, counted, removed and stored again."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Build = Callable[..., FakeVllm]
 
 @pytest.fixture
 def build() -> Iterator[Build]:
-    """Makes engines, one after the other."""
+    """Yield a function that makes engines, one after the other."""
     with one_after_the_other(Setup()) as build:
         yield build
 
 
 def loaded_again(vllm: FakeVllm, name: str = "again", prompt: list[int] = PROMPT) -> int:
-    """Ask with vLLM's own cache empty; how many tokens were loaded?"""
+    """Ask with vLLM's own cache empty. Returns the tokens loaded."""
     vllm.forget_local()
     vllm.ask(name, prompt)
     vllm.settle()
@@ -39,14 +39,14 @@ def loaded_again(vllm: FakeVllm, name: str = "again", prompt: list[int] = PROMPT
 
 
 def verified(vllm: FakeVllm) -> tuple[int, int]:
-    """How many chunks were compared: equal, and not."""
+    """Return the numbers of compared chunks that were equal and that were not."""
     vllm.scheduler.take_tally()
     totals = vllm.scheduler.totals
     return int(totals[metrics.VERIFIED_CHUNKS.key("equal")]), int(totals[metrics.VERIFIED_CHUNKS.key("mismatch")])
 
 
 def spoil(vllm: FakeVllm, rank: int = 0) -> None:
-    """Change what all slots hold."""
+    """Change the contents of all slots."""
     cpu = vllm.workers[rank]._tiers.cpu
     held = [(chunk.slot, chunk.ref) for chunk in vllm.index._chunks.values() if chunk.memory is not NO_SLOT]
     assert held
@@ -120,7 +120,7 @@ def test_wrong_bytes_leave_the_remote_tier_too(build: Build, monkeypatch: pytest
 
 
 def test_what_comes_from_a_remote_tier_to_be_compared_is_announced(build: Build) -> None:
-    """It is in memory then, like any chunk that was loaded, and routers may send others here for it."""
+    """It is then in memory, like any loaded chunk, and routers may send other requests to it."""
     server = FakeServer()
     build(server=server, max_write_queue=64).ask("first", PROMPT)
     vllm = build(server=server, max_write_queue=64, verify_fraction=1.0, saves=False)

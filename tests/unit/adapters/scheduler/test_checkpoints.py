@@ -1,4 +1,4 @@
-"""Pins and questions of people, about a model that needs checkpoints."""
+"""Pins and queries of operators, about a model that needs checkpoints."""
 
 from __future__ import annotations
 

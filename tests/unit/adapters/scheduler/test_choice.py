@@ -1,4 +1,4 @@
-"""How a hit is loaded: decided by what was configured, and by what was measured."""
+"""Choice of the way to load a hit, by configuration and by measurement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MEMORY, DISK, REMOTE = ({place: 256} for place in Place)
 
 
 def measured(choice: LoadChoice, *, load_s: float, compute_s: float, place: Place = Place.DISK) -> LoadChoice:
-    """Let a choice learn what 256 tokens take."""
+    """Let a choice learn the times of 256 tokens."""
     for _ in range(3):
         choice.loaded({place: 256}, load_s)
         choice.computed(256, compute_s)

@@ -1,4 +1,4 @@
-"""Loads that fail, aborts, preemption, new weights: nothing wrong is used, and nothing stays behind."""
+"""Failed loads, aborts, preemption, new weights: no wrong KV is used, and nothing is left behind."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Leading blocks of a chunk at a remote tier that brings them alone; `support/fake_vllm.py` checks every byte.
+"""Leading blocks of a chunk that a remote tier sends alone; `support/fake_vllm.py` checks every byte.
 
-And whether a part of a chunk is worth its load, by what is really read of it.
+They also decide if a part of a chunk is worth its load, by the bytes that are really read.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ WAYS: list[dict[str, Any]] = [{}, {"async_load": True}, {"layerwise": True}, {"r
 
 
 def parting(shared: int, begin: int = 100) -> list[int]:
-    """A prompt that has so many tokens in common with the first one."""
+    """Return a prompt that has so many tokens in common with the first one."""
     return [*FIRST[:shared], *range(begin, begin + CHUNK)]
 
 
 @pytest.fixture
 def build() -> Iterator[Build]:
-    """Makes engines, one after the other."""
+    """Yield a function that makes engines, one after the other."""
     with one_after_the_other(Setup()) as build:
         yield build
 
 
 def filled(build: Build, **way: object) -> FakeServer:
-    """A remote tier that has the first prompt."""
+    """Return a remote tier that has the first prompt."""
     server = FakeServer()
     vllm = build(server=server, max_write_queue=16, **way)
     vllm.ask("first", FIRST)
@@ -50,7 +50,7 @@ def filled(build: Build, **way: object) -> FakeServer:
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("shared_blocks", [1, 2, 3])
 def test_leading_blocks_come_alone(build: Build, shared_blocks: int, way: dict[str, Any]) -> None:
-    """As far as half of the chunk; the chunks before are whole."""
+    """Up to half of the chunk comes alone; the chunks before are whole."""
     server = filled(build, **way)
     vllm = build(server=server, max_write_queue=16, **way)
     shared = CHUNK + shared_blocks * BLOCK
@@ -103,7 +103,7 @@ def test_leading_blocks_that_are_gone_are_computed(build: Build, way: dict[str, 
 
 
 def measured(vllm: FakeVllm, place: Place) -> None:
-    """A token takes twice as long to compute as to load."""
+    """Let a token take twice as long to compute as to load."""
     for _ in range(3):
         vllm.connected.choice.loaded({place: 256}, 0.1)
         vllm.connected.choice.computed(256, 0.2)

@@ -43,7 +43,7 @@ def build() -> Iterator[Build]:
 
 
 def again(vllm: FakeGroups, tokens: list[int] = PROMPT, **how: object) -> int:
-    """The tokens that a request brings from the store, when vLLM has forgotten its own."""
+    """Return the tokens that a request loads from the store, with vLLM's own cache empty."""
     vllm.settle()
     vllm.forget_local()
     return vllm.ask("again", tokens, **how).hit
@@ -58,7 +58,7 @@ def damage(folder: Path, name: bytes) -> None:
 
 
 def test_a_state_is_stored_in_the_step_that_leaves_it_behind(build: Build) -> None:
-    """The prompt's last step begins there: its state is that of the last token."""
+    """The prompt's last step begins there, and leaves the state of the last token instead."""
     vllm = build(FULL, STATE)
     vllm.ask("first", PROMPT)
     assert again(vllm) == 60
@@ -192,7 +192,7 @@ def test_an_answer_is_stored_up_to_its_end(build: Build, run_ahead: int, *, asyn
 
 @pytest.mark.parametrize(("run_ahead", "retention"), [(0, 0.0), (0, 1.0), (1, 1.0), (2, 1.0)])
 def test_states_of_what_is_generated_are_stored_where_they_are(build: Build, run_ahead: int, retention: float) -> None:
-    """A step that ends with a chunk leaves one; where the tokens are known a step later, vLLM offers it then."""
+    """A step that ends with a chunk leaves one; if the tokens are known a step later, vLLM offers it then."""
     vllm = build(FULL, STATE, run_ahead=run_ahead, retention=retention, save_decode=True, interval=16)
     first = vllm.ask("first", PROMPT[:30], max_tokens=24)
     assert again(vllm, [*first.all_token_ids, 1, 2]) == 48

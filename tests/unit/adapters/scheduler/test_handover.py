@@ -1,4 +1,4 @@
-"""Two engines around vLLM's model, one computing prompts and one going on: what is sent, waited for, and answered."""
+"""Two engines around vLLM's model, one for prefill and one for decode: what is sent, waited for, and answered."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def consumer(inbox: FakeServer, options: HandoverOptions = RECEIVES, **how: Any)
 
 
 def refs_of(tokens: list[int], salt: str = "") -> list[tuple[ChunkRef, int]]:
-    """The chunks of a prompt, its tail included, each with the token at which it ends."""
+    """Return the chunks of a prompt, its tail included, each with the token at which it ends."""
     hasher = PrefixHasher(CHUNK, BLOCK, KeyExtras(cache_salt=salt))
     hasher.update(tokens)
     refs = chunk_refs(hasher, with_tail=True)
@@ -66,7 +66,7 @@ def flushed(vllm: FakeVllm) -> None:
 
 
 def sent_of(request: FakeRequest) -> dict[str, Any]:
-    """What the answer says was handed over."""
+    """Return the part of the answer that describes the hand-over."""
     assert request.answer is not None
     spec = request.answer["disagg_spec"]
     assert isinstance(spec, dict)
@@ -132,7 +132,7 @@ class TestProducer:
             assert lost.answer == {}
 
     def test_what_is_sent_again_is_another_hand_over(self) -> None:
-        """What the first one lost, as it was computed on garbage, says nothing of the second."""
+        """The first hand-over was computed on garbage, so its losses say nothing of the second."""
         outbox = FakeServer()
         with running(producer(outbox, budget=CHUNK)) as vllm:
             request = vllm.add("one", PROMPT, handover=Handover(SPEC))
@@ -358,7 +358,7 @@ SETUPS = st.builds(
 
 @schedules(12)
 @given(SETUPS, st.booleans())
-@example(  # rank 1 handed over what rested on chunks that rank 0 could not load
+@example(  # rank 1 handed over KV that rests on chunks that rank 0 could not load
     Setup(
         ranks=2,
         gpu_blocks=24,
@@ -377,7 +377,7 @@ def test_any_schedule_hands_over_right_bytes_only(
     setup: Setup,
     with_faults: bool,
 ) -> None:
-    """Preemption, aborts, new weights, loads and receivers that fail: never a wrong byte; and without, never a gap."""
+    """Preemption, aborts, new weights, failed loads and receivers give no wrong byte; without them there is no gap."""
     outbox, folder = FakeServer(), tmp_path_factory.mktemp("cache")
     setup.__dict__.update(handover=SENDS, receiver=outbox, folder=folder)
     with running(setup) as vllm:
@@ -431,7 +431,7 @@ def _refuse() -> None:
 
 
 def _assert_right(vllm: FakeVllm, outbox: FakeServer, sent: list[FakeRequest]) -> None:
-    """Whatever arrived is what its key and namespace promise."""
+    """Assert that every chunk that arrived holds what its key and namespace promise."""
     wanted: dict[ChunkRef, tuple[list[int], str]] = {}
     for request in sent:
         tokens = request.all_token_ids[: request.num_prompt_tokens]

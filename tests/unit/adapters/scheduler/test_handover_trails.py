@@ -14,7 +14,7 @@ PROMPT = list(range(2 * CHUNK + 3 * BLOCK + 1))
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("shared", [BLOCK, CHUNK + BLOCK, 2 * CHUNK - 1, 2 * CHUNK + 2 * BLOCK])
 def test_a_part_of_what_was_handed_over_is_loaded(ranks: int, shared: int) -> None:
-    """By a prompt that nobody handed over, at a receiver that has not read the chunk."""
+    """A prompt that was not handed over loads it, at a receiver that has not read the chunk."""
     with closing(consumer(ranks=ranks)) as second, closing(producer(Wire(), ranks=ranks)) as first:
         first.ask("asked", PROMPT, handover=to(second))
         flush(first)
@@ -23,7 +23,7 @@ def test_a_part_of_what_was_handed_over_is_loaded(ranks: int, shared: int) -> No
 
 
 def test_a_tail_has_the_trail_of_its_own_blocks() -> None:
-    """Also where it is sent again after the request has decoded beyond it."""
+    """This holds even if it is sent again after the request has decoded beyond it."""
     with closing(consumer()) as second, closing(producer(Wire(), budget=CHUNK)) as first:
         request = first.add("asked", PROMPT, handover=to(second), max_tokens=2 * CHUNK)
         while request.num_tokens < len(PROMPT) + CHUNK:

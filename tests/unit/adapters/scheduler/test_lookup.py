@@ -1,4 +1,4 @@
-"""Lookups at a remote tier beside the scheduler: how many questions, how long a pass waits, whom an answer is for."""
+"""Lookups at a remote tier off the scheduler's thread: number of questions, wait of a step, validity of an answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def world() -> Iterator[World]:
     made.lookup.close()
 
 
-# How many questions
+# Number of questions
 
 
 def test_what_queues_behind_a_question_is_asked_together(world: World) -> None:
@@ -91,11 +91,11 @@ def test_the_answer_for_a_request_that_is_gone_is_not_lost(world: World) -> None
     assert not world.lookup._open
 
 
-# How long a pass waits
+# Wait of a step
 
 
 class Clock:
-    """Stands still but for those who wait."""
+    """Clock that stands still except during waits."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -124,7 +124,7 @@ def test_all_requests_of_a_pass_have_one_budget(world: World, monkeypatch: pytes
         begin_s, first = clock.now_s, len(world.remote.questions) * 1000
         for number in range(first, first + 256):
             if len(clock.waits) == 2:
-                gate = world.hang(world.remote)  # nobody answers any more
+                gate = world.hang(world.remote)  # no answer comes any more
             else:
                 gate.open()
             world.lookup.answered(str(number), refs(number))
@@ -157,7 +157,7 @@ def test_while_the_tier_is_slow_a_pass_does_not_wait_at_all(world: World, monkey
     assert len(waits) == 1, "it answers soon again"
 
 
-# For whom an answer counts
+# Validity of an answer
 
 
 def test_who_has_waited_too_long_finds_nothing_and_others_are_told_all_the_same(world: World) -> None:
@@ -228,7 +228,7 @@ def test_what_was_removed_is_not_loaded_by_who_was_told_of_it_before(world: Worl
 @pytest.mark.parametrize("hold_s", [0.0, 60.0])
 @pytest.mark.parametrize("source", ["", SOURCE])
 def test_what_was_removed_while_the_tier_was_asked_is_not_there(world: World, hold_s: float, source: str) -> None:
-    """The answer is older than the removal, although it comes later."""
+    """The answer is older than the removal, although it arrives later."""
     world.new(hold_s=hold_s)
     world.lookup.begin("one", source)
     gate = world.hang(world.remote)
@@ -307,7 +307,7 @@ def test_a_source_that_hangs_holds_up_only_who_names_it(world: World) -> None:
     assert world.ask("names 9", refs(9)) == [True]
 
 
-# Its end
+# Close
 
 
 def test_a_pass_waits_once_for_a_source_that_hangs_and_goes_on_waiting_for_the_tier(
@@ -319,7 +319,7 @@ def test_a_pass_waits_once_for_a_source_that_hangs_and_goes_on_waiting_for_the_t
 
     def counted(questions: Sequence[Question], timeout_s: float) -> bool:
         waits.append(len(questions))
-        wait(questions[:1], HANG_GUARD_S)  # the tier answers in time, whatever this machine is busy with
+        wait(questions[:1], HANG_GUARD_S)  # the tier answers in time, even if this machine is busy
         return all(question.is_done for question in questions)
 
     monkeypatch.setattr(lookup._directory, "wait", counted)
@@ -359,7 +359,7 @@ def test_close_answers_who_waits_and_ends_the_threads(world: World) -> None:
 
 
 def test_close_waits_for_all_that_hang_at_once(world: World) -> None:
-    """Or each source might begin one more question while others are waited for."""
+    """Otherwise each source might begin one more question during the wait for the others."""
     gates = world.hang(world.remote), world.hang(world.source)
     directory = world.lookup._directory
     for gate, source in zip(gates, ("", SOURCE), strict=True):

@@ -1,4 +1,4 @@
-"""One rank of a consumer has lost its part, and the other one waits for its own. Over real sockets."""
+"""One rank of a consumer has lost its part, and the other one waits for its own, over real sockets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT = list(range(2 * CHUNK + 1))
 
 
 def test_what_one_rank_has_refused_is_not_waited_for_on_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other's sender hangs in its layers, and stays connected; silence would not be noticed."""
+    """The other's sender hangs in its layers and stays connected, so silence would not be noticed."""
     monkeypatch.setattr(tcp, "BEAT_S", 3600.0)
     real, hangs, may_go, wire = Stock.reserve, threading.Event(), threading.Event(), Wire(shard=1)
     with closing(consumer(ranks=2)) as second, closing(producer(wire, ranks=2)) as first:

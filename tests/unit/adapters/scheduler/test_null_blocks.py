@@ -1,4 +1,4 @@
-"""Tables with vLLM's null block in them, as models with sliding windows have: nobody reads it, and nobody writes it."""
+"""Tables with vLLM's null block, as of models with sliding windows: it is never read, and never written."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_a_request_with_gaps_begins_anew_when_its_load_fails(worker: StoreWorker
 
 
 def test_no_plan_whatever_moves_the_null_block(worker: StoreWorker, cache: torch.Tensor) -> None:
-    """The last defence: an error of the program, and not a wrong byte."""
+    """It is the last defence: an error of the program, instead of a wrong byte."""
     before = cache.clone()
     store = ReqMeta("store", stores=[StoreJob(StoreStep(REF, 0, ()), as_block_ids([3, 0]))])
     with pytest.raises(InvalidCallError, match=r"block id 0 is not in 1\.\.15"):

@@ -1,6 +1,6 @@
-"""What a consumer learns of what is on its way: it waits for what comes, and for nothing else. Over real sockets.
+"""Outcomes of hand-overs at the consumer, over real sockets: it waits for chunks that arrive, and for nothing else.
 
-The deadline is an hour: who waits for it does not end its test.
+The deadline is an hour, so a test whose request waits for it does not end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WHOLE = len(PROMPT) - 1
 
 
 class Gate:
-    """Holds the sender's thread up until it is opened, and says when it is there."""
+    """Gate that holds up the sender's thread until it is opened, and knows when the thread waits."""
 
     def __init__(self) -> None:
         self.came, self.may_go = threading.Event(), threading.Event()
@@ -54,7 +54,7 @@ def engines(wire: Wire, **how: Any) -> Iterator[tuple[FakeVllm, FakeVllm]]:
 
 
 def waits(vllm: FakeVllm, request: FakeRequest) -> bool:
-    """Whether a request still waits after some passes."""
+    """Tell if a request still waits after five steps."""
     for _ in range(5):
         vllm.step()
     return request.state == "waiting"
@@ -75,7 +75,7 @@ def test_all_of_it_is_waited_for(ranks: int) -> None:
 
 
 def test_what_one_rank_loses_is_computed_at_once() -> None:
-    """The other one's part has come, and is of no use."""
+    """The other rank's part has arrived, and is of no use."""
     wire, gate = Wire(), Gate()
     wire.after_delivery = gate
     with engines(wire, ranks=2) as (first, second):
@@ -89,7 +89,7 @@ def test_what_one_rank_loses_is_computed_at_once() -> None:
 
 
 def _senders(vllm: FakeVllm) -> list[int]:
-    """The threads that send, one for each rank."""
+    """Return the threads that send, one for each rank."""
     pushers = [worker._pushes._pusher for worker in vllm.workers]
     return [sender._thread.ident or 0 for pusher in pushers if pusher for sender in pusher._senders.values()]
 
@@ -127,7 +127,7 @@ def test_a_sender_that_never_came_is_not_waited_for() -> None:
 
 
 def test_what_a_full_receiver_refuses_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What came before it is used."""
+    """The chunks before the refused one are loaded."""
     real = Stock.reserve
 
     def reserve(stock: Stock, space: Space, ref: ChunkRef) -> Generator[None, None, Chunk | None]:
@@ -155,7 +155,7 @@ def test_what_was_thrown_away_there_is_not_waited_for() -> None:
 
 
 def test_what_the_step_got_wrong_is_not_waited_for() -> None:
-    """The request of a prompt that is taken back is computed; what is sent later goes under another number."""
+    """The request of a prompt that is taken back is computed; a later hand-over has another number."""
     wire = Wire()
     with engines(wire, budget=CHUNK) as (first, second):
         request = first.add("one", PROMPT, handover=to(second))
@@ -178,7 +178,7 @@ def test_what_the_step_got_wrong_is_not_waited_for() -> None:
 
 
 def test_hand_overs_behind_one_that_is_slow_are_waited_for() -> None:
-    """Nothing was said of them when their request came; but their sender is there."""
+    """Nothing was reported of them when their request came, but their sender is connected."""
     wire, gate = Wire(), Gate()
     wire.before_layers = gate
     others = [token + 100 for token in PROMPT]
@@ -212,7 +212,7 @@ def test_twelve_chunks_into_a_buffer_of_eight() -> None:
 
 
 def test_what_was_handed_over_stays_until_it_is_read() -> None:
-    """A second hand-over is refused before its bytes are sent; a third one takes the place of what was read."""
+    """A second hand-over is refused before its bytes are sent; a third one replaces chunks that were read."""
     wire = Wire()
     with engines(wire, server_bytes=BUFFER) as (first, second):
         prompts = [[seed, *LONG[: 8 * CHUNK]] for seed in range(3)]
@@ -253,7 +253,7 @@ def test_a_host_that_is_not_listed_is_not_asked_for_what_was_refused() -> None:
 
 
 def test_what_is_here_already_is_not_held_there() -> None:
-    """It is handed over again, and not read, as the consumer has it in memory."""
+    """It is handed over again and not read, as the consumer has it in memory."""
     with engines(Wire(), server_bytes=BUFFER) as (first, second):
         prompt, other = [3, *LONG[: 8 * CHUNK]], [4, *LONG[: 8 * CHUNK]]
         for name in ("one", "again"):
@@ -283,7 +283,7 @@ def test_what_nobody_reads_makes_room_after_the_deadline() -> None:
 
 
 def test_an_older_receiver_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would cut off who sends what it does not know; who goes on there waits until its deadline."""
+    """It would disconnect the sender of an unknown message; a request that continues there waits until its deadline."""
     real_hello, real_answer = Service._hello, Service._answer
     heard: list[object] = []
 

@@ -27,7 +27,7 @@ Build = Callable[..., FakeVllm]
 
 @pytest.fixture
 def build() -> Iterator[Build]:
-    """Makes engines, which live beside each other until the end of the test."""
+    """Yield a function that makes engines, which live side by side until the end of the test."""
     engines: list[FakeVllm] = []
 
     def build_(**setup: object) -> FakeVllm:
@@ -46,14 +46,14 @@ def url_of(vllm: FakeVllm) -> str:
 
 
 def loaded(vllm: FakeVllm, name: str, prompt: list[int] = PROMPT) -> int:
-    """Ask with vLLM's own cache empty; how many tokens were loaded?"""
+    """Ask with vLLM's own cache empty. Returns the tokens loaded."""
     vllm.forget_local()
     vllm.ask(name, prompt)
     return vllm.loaded_tokens[name]
 
 
 def filled(build: Build, **setup: object) -> FakeVllm:
-    """An engine with a server, which has all of the prompt."""
+    """Return an engine with a server, which has all of the prompt."""
     vllm = build(port=free_port(), **setup)
     vllm.ask("first", PROMPT)
     vllm.settle()
@@ -81,9 +81,9 @@ def test_an_engine_finds_in_its_own_server_what_it_has_no_room_for(build: Build)
 
 @pytest.mark.parametrize("layerwise", [False, True])
 def test_what_only_passes_through_is_lent_by_its_own_server(build: Build, *, layerwise: bool) -> None:
-    """Then no slot has it; layer by layer it goes through slots."""
+    """No slot has it then; layer by layer it goes through slots."""
     engine = filled(build, local_cpu=False, layerwise=layerwise)
-    engine.workers[0]._tiers.cpu.clear()  # what was stored passed through slots, which still have it
+    engine.workers[0]._tiers.cpu.clear()  # chunks that were stored passed through slots, which still have them
     assert loaded(engine, "again") == WHOLE
     assert any(label is not None for label in engine.workers[0]._tiers.cpu._labels) is layerwise
 
@@ -107,18 +107,18 @@ def test_an_engine_with_other_shards_is_a_stranger(build: Build, caplog: pytest.
 
 
 class FakePeer(NamedTuple):
-    """A port at which nobody listens."""
+    """A port on which nothing listens."""
 
     port: int
 
 
 def naming(engine: FakeVllm) -> Handover:
-    """What a request says that was answered by an engine before."""
+    """Return the hand-over parameters of a request that an engine has answered before."""
     return Handover(None, Source("127.0.0.1", engine.setup.port or 0, WHOLE))
 
 
 def allowing(*engines: FakeVllm) -> dict[str, object]:
-    """An engine whose requests may name some others."""
+    """Return the options of an engine whose requests may name some others."""
     ports = {engine.setup.port for engine in engines}
     options = HandoverOptions(sends=True, receives=False, allows_source=lambda _, port: port in ports)
     return {"peers": (), "sources": tuple(map(url_of, engines)), "handover": options}
@@ -142,7 +142,7 @@ class TestNamedByRequests:
         assert not reader.recovered
 
     def test_it_changes_nothing_for_others(self, build: Build) -> None:
-        """Neither while its request is under way, nor afterwards."""
+        """Neither during its request nor afterwards."""
         engine = filled(build)
         engine.ask("more", OTHER)
         engine.settle()
@@ -178,7 +178,7 @@ class TestNamedByRequests:
         assert sum(said in record.getMessage() for record in caplog.records) == 1
 
     def test_one_that_is_dead_costs_only_who_names_it(self, build: Build) -> None:
-        """Requests of others, each behind one that names an engine that nobody is at."""
+        """Requests of others come each after one that names an engine that does not exist."""
         engine = build(port=free_port())
         others = [[number * 3 + token % 7 for token in PROMPT] for number in range(10)]
         for number, prompt in enumerate(others):
@@ -187,7 +187,7 @@ class TestNamedByRequests:
         dead = [FakePeer(free_port()) for _ in range(3)]
         options = HandoverOptions(sends=True, receives=False, allows_source=lambda _host, _port: True)
         urls = tuple(f"kvs://127.0.0.1:{peer.port}" for peer in dead)
-        patient = {"lookup_timeout_s": HANG_GUARD_S}  # of a machine that does much else
+        patient = {"lookup_timeout_s": HANG_GUARD_S}  # enough for a busy machine
         reader = build(peers=(url_of(engine),), sources=urls, handover=options, slots=64, **patient)
         for number, prompt in enumerate(others):
             source = Source("127.0.0.1", dead[number % 3].port, WHOLE)
@@ -198,7 +198,7 @@ class TestNamedByRequests:
         assert [reader.loaded_tokens[f"other {number}"] for number in range(len(others))] == [WHOLE] * len(others)
 
     def test_an_engine_that_borrows_from_its_own_server_reads_it(self, build: Build) -> None:
-        """What others have is copied, so nothing is borrowed."""
+        """Chunks of other engines are copied, so nothing is borrowed."""
         engine = filled(build)
         reader = build(port=free_port(), local_cpu=False, **allowing(engine))
         reader.ask("names", PROMPT, handover=naming(engine))
@@ -207,7 +207,7 @@ class TestNamedByRequests:
 
 
 def test_new_weights(build: Build) -> None:
-    """The engine itself goes on with its server; nobody else reads it any more, whose weights may be the old ones."""
+    """The engine itself continues with its server; others, whose weights may be old, no longer read it."""
     engine = filled(build, ranks=2, local_cpu=False)
     reader = build(ranks=2, peers=(url_of(engine),))
     engine.reset(preempt=True)
@@ -240,7 +240,7 @@ def test_what_peers_would_add_must_be_worth_it(build: Build, min_tokens: int, fe
 
 @pytest.mark.parametrize("seed", range(3))
 def test_two_engines_that_read_each_other(build: Build, seed: int) -> None:
-    """With pools that hold a part of it only, random prefixes, aborts and a change of weights."""
+    """Their pools hold only a part of it; prefixes are random, with aborts and a change of weights."""
     random, ports = Random(seed), (free_port(), free_port())
     engines = [
         build(port=mine, peers=(f"kvs://127.0.0.1:{other}",), slots=8, seed=seed, async_load=None, run_ahead=seed)

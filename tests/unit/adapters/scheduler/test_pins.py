@@ -1,4 +1,4 @@
-"""How long chunks stay: times to live, and pins."""
+"""Lifetimes of chunks: times to live, and pins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of the adapter by themselves: who waits for whom, and what the last of several ranks decides."""
+"""Parts of the adapter alone: the order of waits, and decisions of the last of several ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FACTS = WorkerFacts(4, 4096, 0, (0,) * 4, [], Namespace({}), LAYOUT)
 
 
 class FakeMover:
-    """Moves nothing, and remembers in which order it was asked."""
+    """Mover that moves nothing, and records the order of its calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -63,7 +63,7 @@ class FakeMover:
 
 
 def fetched_by(mover: Any, *, revoked: bool) -> LoadResult:
-    """What a courier says of a load of one chunk that came to its end."""
+    """Return the result that a courier reports for a finished load of one chunk."""
     courier = Background(mover)
     step = LoadStep(make_ref(1), 0, Place.DISK)
     courier.fetch(Fetch(1, "one", [LoadJob(step, as_block_ids([1]), 0)]))
@@ -92,7 +92,7 @@ def test_a_load_beside_waits_for_what_was_launched_before_it() -> None:
 def test_slow_loads_go_side_by_side_and_their_time_in_the_queue_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As many hang as may go at once, and one more waits for a thread."""
+    """As many loads hang as may run at once, and one more waits for a thread."""
     gate, began = Gate(), threading.Semaphore(0)
 
     def load(_self: FakeMover, _jobs: Sequence[LoadJob]) -> LoadResult:
@@ -174,7 +174,7 @@ def acked(scheduler: StoreScheduler) -> int:
 
 
 def test_a_step_is_known_when_its_last_rank_has_reported_its_loads() -> None:
-    """What a rank fails to load poisons the steps planned before that was known, on every rank."""
+    """A failed load of one rank spoils, on every rank, the steps planned before the failure was known."""
     scheduler = scheduler_of(2)
     scheduler._steps.in_flight[1] = Step(acked=0)
     scheduler.complete(StepReport({1: StepResult(ranks_loaded=1)}))
@@ -202,7 +202,7 @@ def test_what_seems_wrong_is_removed_only_if_it_was_compared_with_what_is_right(
 
 @pytest.mark.parametrize(("computed_tokens", "sent_tokens"), [(CHUNK, 0), (len(PROMPT), 2 * CHUNK)])
 def test_an_answer_says_how_much_was_handed_over_only_of_a_whole_prompt(computed_tokens: int, sent_tokens: int) -> None:
-    """A request that was ended early: the receiver must not wait for what nobody sends."""
+    """It may have been ended early, and the receiver must not wait for chunks that are never sent."""
     handovers = Handovers(HandoverOptions(sends=True, receives=False, allows_host=lambda *_: True), RULES)
     request = FakeRequest("one", PROMPT)
     tracker = RequestTracker(request, NO_EXTRAS, RULES)

@@ -1,4 +1,4 @@
-"""Several workers under one scheduler, and several engines beside each other; `support/fake_vllm.py` checks them."""
+"""Several workers of one scheduler, and several engines side by side; `support/fake_vllm.py` checks them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Build = Callable[[Setup], FakeVllm]
 
 @pytest.fixture
 def build() -> Iterator[Build]:
-    """Makes engines, which live beside each other until the end of the test."""
+    """Yield a function that makes engines, which live side by side until the end of the test."""
     engines: list[FakeVllm] = []
 
     def build_(setup: Setup) -> FakeVllm:
@@ -44,7 +44,7 @@ def build() -> Iterator[Build]:
 
 
 def loaded_again(vllm: FakeVllm, name: str = "again") -> int:
-    """Ask with vLLM's own cache empty; how many tokens were loaded?"""
+    """Ask with vLLM's own cache empty. Returns the tokens loaded."""
     vllm.forget_local()
     vllm.ask(name, PROMPT)
     return vllm.loaded_tokens[name]
@@ -138,19 +138,19 @@ def test_stages_in_a_remote_tier(build: Build) -> None:
 
 
 def spoilt(vllm: FakeVllm, rank: int) -> None:
-    """Damage all that a rank has on its disk; vLLM itself has nothing."""
+    """Damage all that a rank has on its disk; vLLM's own cache is empty."""
     for path in vllm.chunk_files(rank):
         path.write_bytes(b"garbage")
     vllm.forget_local()
 
 
 def assert_right(vllm: FakeVllm, server: FakeServer, tokens: list[int]) -> None:
-    """Whatever ranks have sent is what its key promises."""
+    """Assert that every chunk that a rank has sent holds what its key promises."""
     wanted = {ref: tokens[:end] for ref, end in chunks_of(tokens)}
     for rank in range(len(vllm.workers)):
         for ref, payload in server.chunks[vllm.namespace(rank).id].items():
             right = vllm.payload(wanted[ref], ref.num_blocks, "", rank, 0)
-            assert payload[: len(right)] == right, f"rank {rank}"  # a tier is given a whole slot
+            assert payload[: len(right)] == right, f"rank {rank}"  # a tier gets a whole slot
 
 
 def chunks_of(tokens: list[int]) -> list[tuple[ChunkRef, int]]:
@@ -188,7 +188,7 @@ def test_nothing_is_handed_over_that_rests_on_what_another_rank_could_not_load(
 def test_nothing_is_sent_that_rests_on_what_another_rank_could_not_load(
     build: Build, tmp_path: Path, rank: int, replicas: bool
 ) -> None:
-    """It would stay there: who finds a chunk at a shared tier does not send it again."""
+    """It would stay there, because an engine that finds a chunk at a shared tier does not send it again."""
     server = FakeServer()
     setup = Setup(ranks=2, replicas=replicas, folder=tmp_path, local_cpu=False, async_load=False, max_write_queue=64)
     vllm = build(setup)

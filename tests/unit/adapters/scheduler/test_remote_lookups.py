@@ -1,4 +1,4 @@
-"""Lookups at a remote tier with everything around them."""
+"""Lookups at a remote tier through the whole engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT = list(range(2 * CHUNK + 1))
 
 @pytest.fixture
 def build() -> Iterator[Callable[..., FakeVllm]]:
-    """Makes engines over one remote tier, which live until the end of the test."""
+    """Yield a function that makes engines over one remote tier, which live until the end of the test."""
     engines: list[FakeVllm] = []
 
     def build_(**setup: object) -> FakeVllm:
@@ -31,7 +31,7 @@ def build() -> Iterator[Callable[..., FakeVllm]]:
 
 
 def filled(build: Callable[..., FakeVllm]) -> FakeServer:
-    """A remote tier that has a prompt."""
+    """Return a remote tier that has a prompt."""
     server = FakeServer()
     vllm = build(server=server, max_write_queue=16)
     vllm.ask("first", PROMPT)
@@ -58,7 +58,7 @@ def test_an_answer_that_nobody_else_may_use_is_enough_to_load(
 
 
 def test_a_lookup_that_times_out_is_computed_and_the_next_one_is_not(build: Callable[..., FakeVllm]) -> None:
-    """They share the prompt; that nobody answered the first one says nothing about it."""
+    """They share the prompt, and the missing answer to the first one says nothing about it."""
     server, gate = filled(build), Gate()
     vllm = build(server=server, lookup_timeout_s=HANG_GUARD_S)
     vllm.connected.remote._timeout_s = 0.02  # of the request, and not of the tier

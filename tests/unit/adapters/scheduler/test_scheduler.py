@@ -59,7 +59,7 @@ def test_only_what_vllm_lacks_is_loaded(build: Build) -> None:
 def test_steps_that_only_wait_for_loads_do_not_count_as_computing(
     build: Build, on_disk: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM tells nothing of most of them. Taken for steps that compute, they made computing look like no work."""
+    """vLLM reports most of them not at all. Counted as compute steps, they made computing look free."""
     computed: list[int] = []
     monkeypatch.setattr(choice, "_LEAST_TOKENS", 1)  # the prompts are short
     monkeypatch.setattr(LoadChoice, "computed", lambda _, num_tokens, seconds: computed.append(num_tokens))
@@ -73,7 +73,7 @@ def test_steps_that_only_wait_for_loads_do_not_count_as_computing(
 
 @pytest.mark.parametrize("async_load", [True, False])
 def test_a_request_is_one_use_of_each_chunk(build: Build, monkeypatch: pytest.MonkeyPatch, *, async_load: bool) -> None:
-    """Also if vLLM has it, it is loaded, or others come in between: or policies would see hits that were none."""
+    """This holds if vLLM has it, it is loaded, or others come in between; otherwise policies would count false hits."""
     uses: Counter[PrefixKey] = Counter()
     on_touch = Adaptive._on_touch
 
@@ -321,7 +321,7 @@ def test_a_full_chunk_replaces_the_tail_in_its_place(build: Build) -> None:
 
 
 def test_a_chunk_is_written_in_the_stead_of_a_tail(build: Build, tmp_path: Path) -> None:
-    """The queue has room for one write a step: the rest is made good for when any of it is offered again."""
+    """The queue has room for one write a step, and lost writes are repeated when any of it is offered again."""
     vllm = build(folder=tmp_path, max_write_queue=1)
     vllm.ask("longer", [*PROMPT, *range(CHUNK)])
     for number in range(4):
@@ -353,7 +353,7 @@ def test_before_the_workers_have_reported_nothing_is_cached() -> None:
 
 
 def test_an_emptied_index_still_sends_its_removals(build: Build, tmp_path: Path) -> None:
-    """Or the files would stay, and be found again after a restart."""
+    """Otherwise the files would stay, and be found again after a restart."""
     vllm = build(folder=tmp_path)
     vllm.ask("first", PROMPT)
     vllm.settle()

@@ -1,4 +1,4 @@
-"""A request that shares a prefix with one whose load takes long: what has come counts, the rest is not waited for."""
+"""A request that shares a prefix with one whose load takes long: it uses what has arrived, and waits for no more."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHORT = [*SHARED, 9, 8, 7, 6, 5]
 
 
 def test_who_shares_a_chunk_does_not_wait_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a restart, one user's long context on a disk that hangs holds up nobody behind the same system prompt."""
+    """After a restart, one user's long context on a hung disk delays no other user with the same system prompt."""
     hasher = PrefixHasher(CHUNK, BLOCK)
     hasher.update(LONG)
     last, gate, get = hasher.chunk_keys()[-1], Gate(), DiskTier.get

@@ -1,6 +1,6 @@
-"""What a full receiver refuses lies in a tier that both engines share: the answer says so, and it is read there.
+"""Chunks that a full receiver refuses, in a tier that both engines share: the answer names it, and they are read there.
 
-Over real sockets. The deadline is an hour: who waits for it does not end its test.
+Over real sockets. The deadline is an hour, so a test whose request waits for it does not end.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_what_a_full_receiver_refuses_is_read_there(engines: tuple[FakeVllm, Fak
 def test_what_is_still_being_written_there_is_waited_for(
     engines: tuple[FakeVllm, FakeVllm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer leaves before; but not for long, if it does not come."""
+    """The answer may precede the write. The wait is short if the chunk never arrives."""
     monkeypatch.setattr(handovers, "SOURCE_GRACE_S", HANG_GUARD_S)
     first, second = engines
     real, came, may_go = ServerTier.put, threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""The block at start: what one may have got wrong, and no password."""
+"""The log block at start, which shows the settings that are often wrong, and no password."""
 
 from __future__ import annotations
 

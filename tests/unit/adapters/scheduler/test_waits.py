@@ -1,4 +1,4 @@
-"""Who waits for a hand-over, and until when, with several ranks."""
+"""Waits for a hand-over with several ranks: which requests wait, and until when."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OVER = Progress("prefill", 4, {})
 
 
 def waiting(*told: Progress | None) -> Waits:
-    """A request that waits for 64 tokens, with what its sender says to each rank."""
+    """Return the waits of a request for 64 tokens, with its sender's report to each rank."""
     waits = Waits()
     waits.num_ranks = len(told)
     waits.begin("request", 64, 3600.0, DisaggSpec("request", "127.0.0.1", (1,), sender="prefill", handover=3))
@@ -28,7 +28,7 @@ def test_what_still_comes_to_one_rank_is_waited_for() -> None:
 
 
 def test_a_sender_that_left_one_rank_is_waited_for_on_none() -> None:
-    """What the others still get is of no use without that one's part."""
+    """The parts that other ranks still get are of no use without that rank's part."""
     waits = waiting(None, COMING)
     assert waits.must_wait("request", 32), "it may be about to come"
     wait = waits._waits["request"]

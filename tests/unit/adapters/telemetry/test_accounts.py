@@ -1,4 +1,4 @@
-"""What the scheduler side counts, around real workers: hits add up by tier, misses have their reason."""
+"""Counts of the scheduler side with real workers: hits add up by tier, and each miss has its reason."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def reasons(vllm: FakeVllm) -> dict[str, int]:
 
 
 def again(vllm: FakeVllm, prompt: list[int] = PROMPT) -> int:
-    """Ask with vLLM's own cache empty; how many tokens were loaded?"""
+    """Ask with vLLM's own cache empty. Returns the tokens loaded."""
     vllm.forget_local()
     vllm.ask("again", prompt)
     return vllm.loaded_tokens["again"]
@@ -143,7 +143,7 @@ class TestReasons:
     def test_lost(self, build: Build, tmp_path: Path) -> None:
         setup = Setup(folder=tmp_path, local_cpu=False)
         build(setup).ask("first", PROMPT)
-        vllm = build(setup, saves=False)  # or what was lost would be stored anew at once
+        vllm = build(setup, saves=False)  # else lost chunks would be stored again at once
         for path in vllm.chunk_files():
             path.write_bytes(b"")
         assert again(vllm) == len(PROMPT) - 1, "promised, and computed after all"
@@ -272,7 +272,7 @@ class TestLog:
     def test_a_wait_ends_with_the_load(
         self, build: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, async_load: bool
     ) -> None:
-        """A load beside the steps is waited for; one within a step is part of it."""
+        """An asynchronous load is waited for; one within a step is part of it."""
         caplog.set_level(logging.DEBUG, "kvstore")
         vllm = build(async_load=async_load)
         vllm.ask("first", PROMPT)

@@ -1,4 +1,4 @@
-"""What routers hear of chunks of which no request has all blocks, or that hold the blocks of others that go."""
+"""Router events of chunks whose blocks no request has in full, or that hold blocks of other chunks that are dropped."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ Build = Callable[..., FakeVllm]
 
 @pytest.fixture
 def build() -> Iterator[Build]:
-    """Makes engines, one after the other."""
+    """Yield a function that makes engines, one after the other."""
     with one_after_the_other(Setup()) as build:
         yield build
 
 
 def parting(shared_blocks: int, seed: int, more_blocks: int) -> list[int]:
-    """A prompt that has so many blocks in common with the first one, and one token more than whole blocks."""
+    """Return a prompt that has so many blocks in common with the first one, and one token more than whole blocks."""
     begin = 60 * (seed + 1)
     return [*FIRST[: shared_blocks * BLOCK], *range(begin, begin + more_blocks * BLOCK + 1)]
 
 
 def announced(vllm: FakeVllm, request: FakeRequest) -> dict[Place, int]:
-    """How many of a request's blocks are announced in each place."""
+    """Count a request's announced blocks in each place."""
     vllm.settle()
     vllm.assert_nothing_leaked()
     return {place: sum(name in there for name in request.block_hashes) for place, there in vllm.heard.blocks.items()}
 
 
 def test_blocks_that_another_chunk_still_has_are_not_taken_back(build: Build, tmp_path: Path) -> None:
-    """It was on disk at start, and nobody knew its blocks."""
+    """It was on disk at start, and its blocks were unknown."""
     build(folder=tmp_path).ask("first", FIRST)
     vllm = build(folder=tmp_path)
     other = vllm.ask("other", parting(3, 1, 1), params=SKIPS)
@@ -56,7 +56,7 @@ def test_blocks_that_another_chunk_still_has_are_not_taken_back(build: Build, tm
 
 
 def test_a_tail_that_a_chunk_holds_is_announced_as_a_part_of_that(build: Build, tmp_path: Path) -> None:
-    """Of which only the first block was known."""
+    """Only its first block was known."""
     build(folder=tmp_path).ask("first", FIRST)
     vllm = build(folder=tmp_path)
     assert announced(vllm, vllm.ask("other", parting(1, 1, 0))) == {Place.MEMORY: 1, Place.DISK: 1}
@@ -75,7 +75,7 @@ ACTIONS = st.lists(ASKS | ASKS | OTHERS, min_size=2, max_size=10)
 def test_what_is_announced_can_be_found_and_what_is_taken_back_cannot(
     actions: list[tuple[str, list[int], bool]], slots: int, disk_chunks: int, *, local_cpu: bool
 ) -> None:
-    """After any prompts that part inside chunks, hits, evictions, removals, clears and restarts."""
+    """This holds after any prompts that part inside chunks, hits, evictions, removals, clears and restarts."""
     with tempfile.TemporaryDirectory() as name, one_after_the_other(Setup()) as build:
         setup = {"folder": Path(name), "slots": slots, "disk_chunks": disk_chunks, "local_cpu": local_cpu}
         build(**setup).ask("first", FIRST)

@@ -1,4 +1,4 @@
-"""What routers hear. That it is true after any schedule, `test_vllm_adapter_model.py` checks."""
+"""Events for routers. `tests/unit/adapters/glue/test_adapter_model.py` checks that they are true after any schedule."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Build = Callable[..., FakeVllm]
 
 @pytest.fixture
 def build() -> Iterator[Build]:
-    """Makes engines, one after the other."""
+    """Yield a function that makes engines, one after the other."""
     with one_after_the_other(Setup()) as build:
         yield build
 
 
 def events_of(vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> list[Stored | Removed]:
-    """All that is announced from now on."""
+    """Return a list that gets all later announcements."""
     heard: list[Stored | Removed] = []
     monkeypatch.setattr(vllm.heard, "hear", heard.extend)
     return heard
@@ -132,7 +132,7 @@ def test_nothing_is_said_of_a_request_without_hashes(build: Build, monkeypatch: 
 
 
 class CountedBlock(bytes):
-    """The hash of a block; counts how often it is looked at."""
+    """Hash of a block that counts how often it is read."""
 
     looks = 0
 
@@ -146,7 +146,7 @@ class CountedBlock(bytes):
 
 
 def test_what_an_event_costs_does_not_depend_on_how_many_chunks_begin_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As all prompts with the same system prompt do: the scheduler's thread must not walk over them."""
+    """All prompts with the same system prompt begin alike, and the scheduler's thread must not walk over them."""
     monkeypatch.setattr(CountedBlock, "looks", 0)
     system = tuple(CountedBlock(b"system %d" % number) for number in range(BLOCKS_PER_CHUNK - 1))
     shelf, looks = _Shelf(), []
@@ -168,7 +168,7 @@ def test_what_an_event_costs_does_not_depend_on_how_many_chunks_begin_alike(monk
 def test_a_block_is_said_by_the_first_chunk_that_has_it_and_taken_back_with_the_last(
     chunks: list[tuple[int, int, int]], random: Random
 ) -> None:
-    """Chunks of any length that branch anywhere, in any order."""
+    """Chunks have any length, branch anywhere, and come in any order."""
     shelf = _Shelf()
     here: dict[bytes, tuple[bytes, ...]] = {}
     for number, (length, first, second) in enumerate(chunks):

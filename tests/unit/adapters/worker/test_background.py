@@ -1,4 +1,4 @@
-"""Loads and stores beside the steps: others go on, nothing is read or written at the wrong time, nothing is left."""
+"""Asynchronous loads and stores: other requests continue, no access is at a wrong time, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Build = Callable[..., FakeVllm]
 
 @pytest.fixture
 def build(tmp_path: Path) -> Iterator[Build]:
-    """Makes engines over one folder, whose hits all come from disk and beside the steps."""
+    """Yield a function that makes engines over one folder, whose hits are all loaded from disk asynchronously."""
     plain = Setup(folder=tmp_path, local_cpu=False, async_load=True, async_save=True)
     with one_after_the_other(plain) as build:
         yield build
@@ -39,18 +39,18 @@ def build(tmp_path: Path) -> Iterator[Build]:
 def gate() -> Iterator[Gate]:
     gate = Gate()
     yield gate
-    gate.open()  # or the interpreter would wait for the thread at its end
+    gate.open()  # or the interpreter would wait for the thread at exit
 
 
 @pytest.fixture
 def slow_disk(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """Reads wait at the gate."""
+    """Return a gate at which reads wait."""
     monkeypatch.setattr(DiskTier, "get", gate.before(DiskTier.get))
     return gate
 
 
 def warm(vllm: FakeVllm) -> FakeVllm:
-    """Have the prompt on disk, and nowhere else."""
+    """Put the prompt on disk, and nowhere else."""
     vllm.ask("first", PROMPT)
     vllm.settle()
     vllm.forget_local()
@@ -74,7 +74,7 @@ def raising(error: Exception) -> Callable[..., None]:
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[type[BaseException] | None]:
-    """The kinds of exceptions whose tracebacks are in the log."""
+    """Return the kinds of exceptions whose tracebacks are in the log."""
     return [record.exc_info[0] for record in caplog.records if record.exc_info]
 
 
@@ -97,7 +97,7 @@ def test_others_compute_while_a_request_waits(build: Build, slow_disk: Gate, ran
 
 
 def fail_chunk(monkeypatch: pytest.MonkeyPatch, number: int) -> list[None]:
-    """Let every read of the prompt's chunk of this number fail; returns what grows with each."""
+    """Let every read of the prompt's chunk of this number fail. Returns a list that grows with each."""
     hasher = PrefixHasher(CHUNK, BLOCK, NO_EXTRAS)
     hasher.update(PROMPT)
     original, tries = DiskTier.get, list[None]()
@@ -201,7 +201,7 @@ def test_a_load_that_new_weights_overtake_is_of_no_use(build: Build, slow_disk: 
     vllm.scheduler.reset_cache()
     vllm.step()
     slow_disk.open()
-    vllm.run()  # the model of vLLM notices if one byte of the old weights is used
+    vllm.run()  # vLLM's model notices if one byte of the old weights is used
     assert request.state == "finished"
     assert vllm.recovered == 1
     assert_idle(vllm)
@@ -298,7 +298,7 @@ def test_a_fault_in_a_store_beside_the_steps_fails_that_store(
 
 
 def test_those_that_have_ended_do_not_count_as_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One chat, turn after turn: nobody would gain from a load beside the steps, so none goes there."""
+    """In one chat, turn after turn, no other request would gain from an asynchronous load, so none is made."""
     monkeypatch.setattr(choice, "BRIEF_S", 0.0)
     with one_after_the_other(Setup(gpu_blocks=200, slots=40, async_load=None)) as build:
         vllm = build()

@@ -1,4 +1,4 @@
-"""A worker on a device that does nothing before somebody waits for it: stores and loads beside the steps, and rest."""
+"""A worker on a device that does nothing until the host waits: asynchronous stores and loads, and idle states."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bench() -> Iterator[Bench]:
         yield bench
 
 
-# -- stores beside the model ---------------------------------------------------------------------------------------
+# -- asynchronous stores -------------------------------------------------------------------------------------------
 
 
 def test_a_chunk_is_found_when_its_bytes_are_there(bench: Bench) -> None:
@@ -59,7 +59,7 @@ def background(bench: Bench) -> Iterator[Background]:
 
 
 def saved(bench: Bench, background: Background) -> list[int]:
-    """What was saved of chunk 1."""
+    """Return the saved contents of chunk 1, as a load brings them back."""
     assert background.wait(HANG_GUARD_S)
     (step,) = background.take_saved()
     assert not step.failed
@@ -68,7 +68,7 @@ def saved(bench: Bench, background: Background) -> list[int]:
 
 
 def test_a_save_reads_blocks_before_a_fence(bench: Bench, background: Background) -> None:
-    """However late its thread, and its stream, come."""
+    """Its thread and its stream may be late."""
     gate = threading.Event()
     background._stores.submit(gate.wait)
     bench.device.stalled = [background._storer.paged.streams.current]  # type: ignore[attr-defined]
@@ -123,7 +123,7 @@ def test_loads_that_go_side_by_side_use_buffers_one_after_the_other(
 
     def carry_in(self: Staging, *work: Any) -> Moment:
         inside.append(None)
-        time.sleep(0.005)  # for another thread to come in, if it can
+        time.sleep(0.005)  # lets another thread in, if possible
         most.append(len(inside))
         inside.pop()
         return original(self, *work)
@@ -156,14 +156,14 @@ def test_what_is_forgotten_while_it_is_copied_is_not_found(bench: Bench, backgro
 
 
 def test_a_write_of_what_was_forgotten_stores_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """New weights come between the chunk's end and its write, which would name them."""
+    """New weights arrive between the end of the chunk and its write, which would use their name."""
     stores = bench.mover.start_store([store_job(1, 1, write=True)])
     lane = bench.mover._lanes[Place.DISK]
     write = lane.write
 
     def forget_then_write(*arguments: Any) -> None:
         lane.reset(Namespace({"model": "another"}))
-        write(*arguments)  # and what is in memory is forgotten only then
+        write(*arguments)  # and chunks in memory are forgotten only then
 
     monkeypatch.setattr(lane, "write", forget_then_write)
     bench.mover.finish_store(stores)
@@ -247,7 +247,7 @@ def test_a_worker_at_rest_leaves_nothing_to_the_device(bench: Bench) -> None:
     carry_out(worker, StepPlan(1, 0, [ReqMeta("one", stores=[store_job(1, 1)])]))
     assert bench.drain(worker)
     gate = threading.Event()
-    worker._background._stores.submit(gate.wait)  # it lets the device go on when it waits for its copies
+    worker._background._stores.submit(gate.wait)  # it lets the device continue when it waits for its copies
     carry_out(worker, StepPlan(2, 1, [ReqMeta("two", loads=[load_job(1, 1)], stores=[store_job(2, 2)])]))
     worker.begin_step(StepPlan(3, 2, fetches=[Fetch(1, "three", [load_job(1, 1)])]))
     idle = [bench.device.is_idle]
@@ -260,7 +260,7 @@ def test_a_worker_at_rest_leaves_nothing_to_the_device(bench: Bench) -> None:
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_worker_is_not_at_rest_before_blocks_are_there(bench: Bench, *, beside: bool) -> None:
-    """Their slots are free by then."""
+    """The slots of the blocks are free by then."""
     worker = worker_of(bench, async_save=False)
     carry_out(worker, StepPlan(1, 0, [ReqMeta("one", stores=[store_job(1, 1)])]))
     assert bench.drain(worker)
@@ -280,7 +280,7 @@ def test_a_worker_is_not_at_rest_before_blocks_are_there(bench: Bench, *, beside
 
 
 def test_a_worker_is_not_at_rest_before_what_it_hands_over_is_copied() -> None:
-    """Into memory that is no slot of the pool."""
+    """They are copied into memory that is no slot of the pool."""
     with Bench.running(copy_bytes=1 << 18) as bench:
         worker, gate = worker_of(bench), threading.Event()
         pusher = Pusher(bench.paged, 4 * SLOT_BYTES, lambda _: HeldUp(gate), PushCounters())
@@ -300,7 +300,7 @@ def test_a_worker_is_not_at_rest_before_what_it_hands_over_is_copied() -> None:
 
 
 class HeldUp(Transport):
-    """Takes nothing before a gate opens."""
+    """Transport that takes nothing until a gate opens."""
 
     def __init__(self, gate: threading.Event) -> None:
         self.gate = gate
@@ -312,10 +312,10 @@ class HeldUp(Transport):
         return [Outcome.STORED] * len(parcels)
 
     def tell(self, progress: Progress) -> None:
-        """Says nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
 def test_a_worker_does_not_wait_for_ever_for_a_device_that_hangs(bench: Bench) -> None:

@@ -1,4 +1,4 @@
-"""The worker side alone: what it does with plans, and in which order hooks may come."""
+"""The worker side alone: its work on plans, and the order of its hooks."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_loads_may_start_twice_or_after_the_forward_pass(worker: StoreWorker, ca
 
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_step_that_computes_nothing_ends_without_a_store(cache: torch.Tensor, *, async_save: bool) -> None:
-    """vLLM 0.30 does not ask for one then; the last chunks of a request that has ended are stored in such a step."""
+    """vLLM 0.30 does not ask for one then, and the last chunks of an ended request are stored in such a step."""
     paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
     worker = StoreWorker(paged, ONE, EngineOptions(4 * 4096), WorkerOptions(async_save=async_save))
     worker.facts()
@@ -167,7 +167,7 @@ def test_an_empty_plan_reports_nothing(worker: StoreWorker) -> None:
 
 
 def test_a_step_that_computes_is_reported(worker: StoreWorker) -> None:
-    """vLLM tells when it was over, and steps that compute nothing come in between, of which it may tell nothing."""
+    """vLLM tells when it was over. Steps that compute nothing come in between, and vLLM may not report them."""
     assert carry_out(worker, StepPlan(1, 0, computes=True)) == StepReport(computed=1)
     assert carry_out(worker, StepPlan(2, 1)) is None
 
@@ -221,13 +221,13 @@ def test_removals_leave_the_disk_before_the_steps_own_loads(worker: StoreWorker)
 def test_a_step_waits_for_no_removal_and_no_reset(
     cache: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk may hang in each of them: the model's thread goes on, and what was there is found no more."""
+    """A disk may hang in each of them: the model's thread continues, and the chunks are no longer found."""
     tier, gate = FakeTier(), Gate()
     install(monkeypatch, tier)
     paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
     options = EngineOptions(
         4 * 4096, local_disk=tmp_path, max_local_disk_bytes=1 << 20, io_timeout_s=2 * HANG_GUARD_S
-    )  # no deadline ends what hangs
+    )  # no deadline ends a hung call
     worker = StoreWorker(paged, Namespace({"model": "one"}), options)
     carry_out(worker, StepPlan(1, 0, [store(REF, 0, [1, 2], write_behind=True)]))
     assert worker._mover.flush(HANG_GUARD_S)
@@ -254,7 +254,7 @@ def test_a_step_waits_for_no_removal_and_no_reset(
 
 
 def test_what_is_handed_over_stays_in_its_epoch(cache: torch.Tensor) -> None:
-    """Also if its receiver is connected to later; the model's thread does not wait for what is on its way."""
+    """This holds even if its receiver is connected later; the model's thread does not wait for chunks on their way."""
     connected: list[Namespace] = []
     gate, namespace = Gate(), Namespace({"model": "one"})
 
@@ -287,7 +287,7 @@ def test_what_is_handed_over_stays_in_its_epoch(cache: torch.Tensor) -> None:
 
 
 def buffer_of(worker: StoreWorker) -> int:
-    """The address of what is handed over."""
+    """Return the address of the buffer of hand-overs."""
     assert worker._pushes._pusher is not None
     return int(worker._pushes._pusher._pool.slot(0).ctypes.data)
 
@@ -337,7 +337,7 @@ def test_a_start_that_fails_leaves_the_folder_to_the_next(
 
 
 def test_a_recall_takes_what_an_earlier_step_still_sends(cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk was found to be wrong while a thread beside the model was about to send it."""
+    """A chunk was found to be wrong just before a background thread would have sent it."""
     server = install_remote(monkeypatch)
     paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
     worker = StoreWorker(
@@ -362,7 +362,7 @@ def test_a_recall_takes_what_an_earlier_step_still_sends(cache: torch.Tensor, mo
 def test_a_device_without_room_for_the_worker_leaves_the_folder_to_the_next(
     cache: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM has taken its memory by then, and staging buffers want some, too."""
+    """vLLM has taken its memory by then, and staging buffers need some, too."""
     paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
     options = EngineOptions(4 * 4096, local_disk=tmp_path, max_local_disk_bytes=1 << 20, use_odirect=False)
 
@@ -379,7 +379,7 @@ def test_a_device_without_room_for_the_worker_leaves_the_folder_to_the_next(
 @pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.parametrize("slot", [0, 1])
 def test_a_copy_on_the_device_does_not_outlive_its_chunk(cache: torch.Tensor, slot: int, async_save: bool) -> None:
-    """The scheduler tells of no removal from memory; the chunk is stored again, into the same slot or another."""
+    """The scheduler reports no removal from memory; the chunk is stored again, into the same slot or another."""
     paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
     worker = StoreWorker(
         paged,

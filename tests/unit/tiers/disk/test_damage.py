@@ -1,4 +1,4 @@
-"""Whatever happens to a chunk's file, reading it is a hit with the right bytes, or a miss."""
+"""Any damage to a chunk's file: reading it is a hit with the right bytes, or a miss."""
 
 from __future__ import annotations
 
@@ -141,14 +141,14 @@ def test_unreadable_sector_fails_one_chunk(open_tier: Open, monkeypatch: pytest.
 
 @pytest.fixture
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large chunk is four pieces."""
+    """Let a large chunk be four pieces."""
     monkeypatch.setattr(chunkio, "PIECE_BYTES", 1 << 20)
 
 
 @pytest.mark.usefixtures("in_pieces")
 @pytest.mark.parametrize("direct", [None, False])
 def test_large_chunks_that_several_threads_read_in_pieces(folder: Path, direct: bool | None) -> None:
-    """Each is what its own file holds, whoever has read it, and no read outlives its call."""
+    """Each read brings what its own file holds, on any thread, and none outlives its call."""
     refs = [make_ref(number) for number in range(6)]
     tier = DiskTier(folder, MINE, LARGE, len(refs) * chunkfile.file_bytes(LARGE, 8), direct=direct)
     put(tier, *refs, layout=LARGE)
@@ -204,7 +204,7 @@ def test_recycled_while_it_is_read_is_a_miss(open_tier: Open, monkeypatch: pytes
 def test_damage_of_a_chunk_that_was_replaced_meanwhile(
     open_tier: Open, folder: Path, monkeypatch: pytest.MonkeyPatch, damage: Damage | None
 ) -> None:
-    """What was read belongs to the file of before: the chunk that stands there now is not removed for it."""
+    """The bytes read belong to the file of before, so the chunk that replaced it is not removed."""
     tier = open_tier()
     ref = make_ref(1)
     put(tier, ref)

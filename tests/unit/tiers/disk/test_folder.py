@@ -1,4 +1,4 @@
-"""The folder of the disk tier: who owns it, what happens when it goes, and when it is given back."""
+"""The folder of the disk tier: its owner, its loss, and its release."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of disk tiers that others own, or nobody: what is read there, and that nothing is changed."""
+"""Folders of disk tiers with another owner, or none: their chunks are read, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def owner(tmp_path: Path) -> Iterator[DiskTier]:
 
 @pytest.fixture
 def reader(tmp_path: Path) -> Iterator[FolderReader]:
-    """Of two folders, of which the second appears later, or never."""
+    """Yield a reader of two folders, of which the second appears later, or never."""
     made = FolderReader([tmp_path / "one", tmp_path / "two"], MINE, EVEN)
     yield made
     made.close()
@@ -96,7 +96,7 @@ def test_damage_is_no_hit_and_stays_where_it_is(owner: DiskTier, reader: FolderR
 def test_what_looks_damaged_is_read_again(
     owner: DiskTier, reader: FolderReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its owner had removed it, and overwrote the file; and has stored it again."""
+    """Its owner had removed it and overwritten the file, and has stored it again."""
     found = [Damage.CHECKSUM]
     read_file = ChunkIO.read
 
@@ -121,7 +121,7 @@ def test_another_namespace_has_nothing(owner: DiskTier, tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_looked_into_is_a_broken_tier(
     owner: DiskTier, reader: FolderReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one of another user's: an engine that runs as root would see no difference."""
+    """A folder of another user is such a one, but an engine that runs as root would see no difference."""
 
     def refuse(_: Path) -> os.stat_result:
         raise PermissionError(13, "Permission denied")

@@ -1,4 +1,4 @@
-"""The disk tier finds its chunks after a restart, in order of use, and sweeps what a crash left behind."""
+"""The disk tier finds its chunks after a restart, in order of use, and sweeps the remains of a crash."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_restart_evicts_the_tail_of_a_prompt_before_its_head(open_tier: Open, fo
 def test_a_chunk_counts_as_used_when_its_read_began(
     open_tier: Open, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Head and tail of a prompt are read at once; the tail is there first, and still goes first."""
+    """Head and tail of a prompt are read at once; the tail arrives first, and is still evicted first."""
     tier = open_tier()
     head, tail = make_ref(1), make_ref(2)
     put(tier, tail, head)
@@ -74,7 +74,7 @@ def test_a_chunk_counts_as_used_when_its_read_began(
 
 
 def test_order_of_use_without_pauses() -> None:
-    """Under steady load a session lasts ten seconds, so that what is old still goes first."""
+    """Under steady load a session lasts ten seconds, so that old chunks are still evicted first."""
     second_ns = 10**9
     found = [survey.Use(number * second_ns // 2, make_ref(number), CHUNK_BYTES) for number in range(120)]
     ordered = [use.ref for use in survey.in_order_of_use(found)]

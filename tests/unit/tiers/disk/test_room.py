@@ -1,4 +1,4 @@
-"""The disk tier keeps within its bound, and what it no longer needs gives way."""
+"""The disk tier keeps within its bound, and files that it no longer needs make room."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvstore.tiers.disk.tier import DiskTier
 
 
 def test_spare_files_can_be_given_up(open_tier: Open, folder: Path) -> None:
-    """For others that share the disk; the chunks stay."""
+    """They make room for others that share the disk; the chunks stay."""
     tier = open_tier()
     put(tier, make_ref(1, 8), make_ref(2, 8))
     tier.remove([make_ref(1, 8)])
@@ -43,7 +43,7 @@ def test_spare_files_can_be_given_up(open_tier: Open, folder: Path) -> None:
 
 
 def test_a_bound_larger_than_the_filesystem(folder: Path) -> None:
-    """Is refused, unless somebody else sees to it."""
+    """It is refused, unless another component checks it."""
     with pytest.raises(ConfigError, match="does not fit"):
         DiskTier(folder, MINE, EVEN, 1 << 60)
     DiskTier(folder, MINE, EVEN, 1 << 60, checks_room=False).close()

@@ -17,7 +17,7 @@ WAIT_S = 20.0
 
 
 class Gate:
-    """A read that has begun when ``begun`` is set, and ends when it is let."""
+    """A read that has begun when ``begun`` is set, and ends on command."""
 
     def __init__(self, result: bool = True) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Spare files of other sizes are used again, and every byte stays accounted."""
+"""Spare files of other sizes are reused, and every byte stays accounted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def space(tmp_path: Path) -> Space:
 
 
 def make_spare(space: Space, size_bytes: int) -> Path:
-    """A file that was written and is not needed any more."""
+    """Make a file that was written and is not needed any more."""
     path = space.claim(size_bytes)
     assert path is not None
     path.write_bytes(bytes(size_bytes))
@@ -40,7 +40,7 @@ def test_a_spare_of_about_the_size_is_taken(space: Space, pages: int) -> None:
     assert space.used_bytes == SIZE
     assert spare.stat().st_size == min(
         SIZE, SIZE + 4096 * pages
-    )  # what is longer is cut before its bytes are given back
+    )  # a longer file is cut before its bytes are given back
 
 
 @pytest.mark.parametrize("size_bytes", [SIZE // 2, SIZE - 4096 * 5, SIZE + 4096 * 5, 2 * SIZE])
@@ -61,7 +61,7 @@ def test_one_that_cannot_grow_gives_way(space: Space) -> None:
     spare = make_spare(space, SIZE - 4096)
     assert space.claim(3 * SIZE + 4096) is not None
     assert space.used_bytes == 4 * SIZE
-    assert space.claim(SIZE) is None  # the spare went, and what it left is not enough
+    assert space.claim(SIZE) is None  # the spare was deleted, and its bytes are not enough
     assert not spare.exists()
     assert space.used_bytes == 3 * SIZE + 4096
 
@@ -85,7 +85,7 @@ def test_one_that_is_gone_is_no_loss(space: Space) -> None:
 
 
 def test_what_cannot_be_deleted_is_tried_again(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its bytes stay counted while it is there, and no longer."""
+    """Its bytes stay counted as long as it exists, and no longer."""
     spares = [make_spare(space, SIZE + 4096 * pages) for pages in (20, 40)]
 
     def refuse(*_: object) -> None:
@@ -107,7 +107,7 @@ def test_what_cannot_be_deleted_is_tried_again(space: Space, monkeypatch: pytest
 
 
 def work_of(call: Callable[[], object]) -> int:
-    """How many instructions of Python a call takes."""
+    """Count the Python instructions of a call."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -148,7 +148,7 @@ def test_a_claim_costs_the_same_however_many_spares(tmp_path: Path, sizes: int) 
     st.integers(0, 40),
 )
 def test_the_nearest_that_fits_is_taken(spares: list[int], wanted: list[int], room: int) -> None:
-    """As one finds who looks at all of them."""
+    """The result is that of a search of all spares."""
     space = Space(sum(spares) + room, Path("/nowhere"), threading.Condition())
     left: list[int] = []
     for size in spares:

@@ -1,4 +1,4 @@
-"""Several folders as one tier: spread by key, served at once, and one that fails loses only its own chunks."""
+"""Several folders as one tier: spread by key, served at once, and a failed one loses only its own chunks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def folders(tmp_path: Path) -> list[Path]:
 
 @pytest.fixture
 def open_tier(folders: list[Path]) -> Iterator[Open]:
-    """Opens tiers and closes the last one; opening again is a restart."""
+    """Yield a function that opens tiers and closes the last one; opening again is a restart."""
     opened: list[BoundedTier] = []
 
     def open_(names: list[Path] = folders, capacity_bytes: int = CAPACITY_BYTES) -> BoundedTier:
@@ -143,7 +143,7 @@ def test_a_deleted_folder(open_tier: Open, folders: list[Path]) -> None:
 
 
 def test_all_usable_bytes_can_be_filled(open_tier: Open, folders: list[Path]) -> None:
-    """However unevenly the keys fall: what finds its home full goes elsewhere, and is found again."""
+    """This holds however unevenly the keys fall: a chunk whose home is full is put elsewhere, and found again."""
     tier = open_tier()
     room = tier.usable_bytes // CHUNK_BYTES
     refs = [make_ref(number) for number in range(room)]
@@ -188,7 +188,7 @@ def test_a_chunk_in_two_folders_is_one(open_tier: Open, folders: list[Path], new
 
 
 def test_a_start_walks_each_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the disk has no room left for the bound, what lies in the folders counts as room, and is added up."""
+    """If the disk has no room left for the bound, the files in the folders are added up and count as room."""
     folders = [tmp_path / f"disk{number}" for number in range(8)]
     for folder in folders:
         (folder / ".free").mkdir(parents=True)
@@ -297,7 +297,7 @@ def test_restart_orders_over_all_folders(open_tier: Open, folders: list[Path]) -
 
 
 def test_later_scans_order_over_all_folders(open_tier: Open, folders: list[Path]) -> None:
-    """By what was touched since, in whatever folder it is."""
+    """The order is by later touches, in any folder."""
     put(open_tier(), *REFS)
     for age, ref in enumerate(REFS):
         path = next(path_of(folder, ref) for folder in folders if path_of(folder, ref).exists())
@@ -311,7 +311,7 @@ def test_later_scans_order_over_all_folders(open_tier: Open, folders: list[Path]
 
 
 def test_the_first_look_is_guarded(folders: list[Path]) -> None:
-    """A folder that hangs makes the start fail, and not hang."""
+    """A hung folder makes the start fail instead of hang."""
     injectors: list[FaultInjector] = []
 
     def wrap(disk: DiskTier) -> BoundedTier:

@@ -1,4 +1,4 @@
-"""The disk tier stores, reads, and forgets when told to."""
+"""The disk tier stores, reads, and removes chunks."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_clear_leaves_other_namespaces(open_tier: Open) -> None:
 
 
 def test_a_reset_that_the_folder_refuses(open_tier: Open, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was stored before is out of reach at once, and nothing is stored before it is gone."""
+    """Chunks stored before are out of reach at once, and nothing is stored until they are gone."""
     tier = open_tier()
     put(tier, make_ref(1), make_ref(2))
     rename, refuses = Path.rename, True
@@ -183,7 +183,7 @@ def test_a_reset_that_the_folder_refuses(open_tier: Open, folder: Path, monkeypa
 
 
 def test_past_epochs_are_swept(open_tier: Open, folder: Path) -> None:
-    """Nobody enters one again, unlike other namespaces."""
+    """An old epoch is never entered again, unlike other namespaces."""
     put(open_tier(OTHER), make_ref(1))
     tier = open_tier()
     tier.reset(MINE.at_epoch("1"))
@@ -214,7 +214,7 @@ def test_put_under_way_does_not_survive_clear(open_tier: Open, folder: Path, mon
 
 
 class Immovable:
-    """Makes the files of chunks refuse to be renamed, until it is told not to."""
+    """Makes the files of chunks refuse renames until told otherwise."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.refuses = True

@@ -1,4 +1,4 @@
-"""The note of trails in a folder: what is read of it after a restart, a crash and damage."""
+"""The note of trails in a folder, as read after a restart, a crash and damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that do not answer as a Redis does: errors of the tier, within bounds of memory and of questions."""
+"""Servers that do not answer like a Redis: errors of the tier, within bounds of memory and of questions."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ CALLS: dict[str, Callable[[RedisTier], Any]] = {
 
 
 class Impostor:
-    """Answers every command with what the test says, but for those with which redis-py begins a connection."""
+    """Server that gives the test's answer to every command, except those with which redis-py opens a connection."""
 
     def __init__(self, answer: Callable[[], bytes]) -> None:
         self._answer = answer
@@ -121,10 +121,10 @@ def test_an_epoch_that_is_another_one_at_every_look() -> None:
 
 @contextmanager
 def reading(sent: bytes) -> Iterator[Reader]:
-    """A reader of what a server has sent before it hung up."""
+    """Yield a reader of what a server has sent before it hung up."""
     ours, theirs = socket.socketpair()
     with ours:
-        ours.settimeout(5.0)  # a reader that waits for what never comes has failed
+        ours.settimeout(5.0)  # a reader that waits for missing bytes has failed
         with theirs:
             sender = threading.Thread(target=theirs.sendall, args=(sent,))
             sender.start()

@@ -1,4 +1,4 @@
-"""What is asked about trails in Redis, and what answers mean; ``tests/faults/test_redis_trails.py`` asks servers."""
+"""Queries for trails in Redis, and the meaning of answers; ``tests/faults/test_redis_trails.py`` asks real servers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def commands(errand: Errand) -> list[bytes]:
 
 
 def names(errand: Errand) -> set[bytes]:
-    """Of the commands."""
+    """Return the names of the commands."""
     return {command.split(b"\r\n")[2] for command in commands(errand)}
 
 
@@ -39,7 +39,7 @@ def pick(sets: TrailSets, home: Home, *paths: tuple[int, ...]) -> None:
 
 
 def settle(sets: TrailSets, home: Home, reply: Reply | TierError) -> Errand:
-    """The next look, all of whose questions have the same answer."""
+    """Return the next look, all of whose questions get the same answer."""
     errand, _ = sets.look(home, [trail_of((7,))])
     errand.take([reply] * len(errand.questions))
     return errand
@@ -81,7 +81,7 @@ def test_a_put_goes_on_with_many_doubts_together(sets: TrailSets) -> None:
 
 
 def test_where_nothing_is_evicted_few_puts_look(sets: TrailSets) -> None:
-    """Until one of them sees that something is gone."""
+    """They do so until one of them sees that a chunk is gone."""
 
     def looks() -> int:
         return sum(b"ZRANGE" in names(sets.tell(HOME, ref_of((1,)), trail_of((1,)))) for _ in range(2 * CALM_PUTS))
@@ -125,7 +125,7 @@ def test_a_set_that_fails_rests(
 
 
 def test_doubts_rest_while_chunks_cannot_be_looked_for(sets: TrailSets) -> None:
-    """In a cluster, or every put would wait for a node that is down."""
+    """In a cluster every put would otherwise wait for a node that is down."""
     pick(sets, HOME, (1, 2))
     errand, _ = sets.look(HOME, [trail_of((7,))])
     errand.take([TierError("down"), [], []])

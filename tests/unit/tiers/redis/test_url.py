@@ -1,4 +1,4 @@
-"""What a Redis URL means, and what is wrong with one."""
+"""Meaning of Redis URLs, and errors in them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_options_of_the_tier() -> None:
 
 
 class MovingNodes:
-    """Two nodes, of which the second has the slot; that is not known before the map is asked for again."""
+    """Two nodes, of which the second has the slot; that is unknown until the map is requested again."""
 
     def __init__(self) -> None:
         self.known = "former"
