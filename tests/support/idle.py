@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 
 def are_loads_idle(loads: LoadPlanner) -> bool:
-    return not (loads._coming.requests or loads._coming_fetches or loads._in_flight or loads._fetching)
+    is_awaited = any(loads._fetched_keys.values())
+    return not (loads._coming.requests or loads._coming_fetches or loads._in_flight or loads._fetching or is_awaited)
 
 
 def are_saves_idle(saves: SavePlanner) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_parts import BLOCK, CHUNK, ONE_GROUP, FakeRequest
+from support.idle import are_loads_idle
 
 from kvstore.adapters.vllm.plan import Fetch, FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
@@ -261,6 +262,7 @@ class TestWaiting:
         assert index.in_memory(refs[0].prefix_key)
         assert not index.in_memory(refs[1].prefix_key)
         assert planner.awaited(both, async_load=True) is None
+        assert are_loads_idle(planner)
 
     def test_nothing_is_looked_up_before_it_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Hundreds of requests may wait for one load, and vLLM asks about each at every step."""

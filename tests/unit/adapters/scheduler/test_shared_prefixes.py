@@ -38,7 +38,7 @@ def test_who_shares_a_chunk_does_not_wait_for_the_others(tmp_path: Path, monkeyp
         vllm.settle()
         vllm = build()
         monkeypatch.setattr(DiskTier, "get", get_or_hang)
-        vllm.add("long", LONG)
+        long = vllm.add("long", LONG)
         vllm.step()
         assert gate.reached.wait(HANG_GUARD_S)
         short = vllm.add("short", SHORT)
@@ -49,6 +49,7 @@ def test_who_shares_a_chunk_does_not_wait_for_the_others(tmp_path: Path, monkeyp
 
         try:
             wait_for("the short one is computed", is_done)
+            assert any(request is long for request, _ in vllm.loading.values()), "the long one still waits"
         finally:
             gate.open()
         vllm.run()
