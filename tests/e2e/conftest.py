@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from support.cache_server import ServerProcess, serving_process
+from support.forked_vllm import forker
 from support.modes import MODES
 from support.vllm_engine import Completion, Engine, Prompt, make_prompts, prepare_environment
+
+from kvstore.tools.demo.server import VllmServer
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _environment() -> None:
     prepare_environment(two_processes=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _servers_fork() -> Iterator[None]:
+    """Let each ``vllm serve`` be a fork of one process that has imported vLLM."""
+
+    def launch(_: VllmServer, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> Any:
+        return forker().launch(command, environment, output)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VllmServer, "_launch", launch)
+        yield
 
 
 @pytest.fixture(scope="session")

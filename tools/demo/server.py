@@ -8,9 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 import httpx
 import psutil
@@ -25,7 +26,7 @@ START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
 STRAGGLERS_TIMEOUT_S = 10.0
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; ignored on a GPU, as is the next variable
@@ -97,12 +98,9 @@ class VllmServer:
     def __enter__(self) -> Self:
         # Remove the caller's settings, because they would override the YAML file.
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("KVSTORE_", "LMCACHE_"))}
-        environment = {**inherited, **_ENVIRONMENT, "KVSTORE_CONFIG_FILE": str(self.config)}
+        environment = {**inherited, **ENVIRONMENT, "KVSTORE_CONFIG_FILE": str(self.config)}
         with self.log.open("wb") as output:
-            # A new session is a process group, so vLLM's engine and worker processes can be killed with it.
-            self._process = subprocess.Popen(  # noqa: S603 - the command is ours
-                self.command(), stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-            )
+            self._process = self._launch(self.command(), environment, output)
         try:
             self._wait_until_healthy(self._process)
         except BaseException:
@@ -116,6 +114,14 @@ class VllmServer:
         if exception_type is None and self.drains:
             self.stop()
         self._kill_group(self._process)
+
+    def _launch(
+        self, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]
+    ) -> subprocess.Popen[bytes]:
+        # A new session is a process group, so vLLM's engine and worker processes can be killed with it.
+        return subprocess.Popen(  # noqa: S603 - the command is ours
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
 
     def stop(self) -> None:
         """Stop vLLM with SIGTERM, and wait until it has ended.
