@@ -85,3 +85,9 @@ def test_leading_blocks_are_ranges_of_each_plane(planes: int) -> None:
         }[planes]
     )
     assert sum(end - begin for begin, end in layout.front_ranges(3, 2)) == layout.payload_bytes(2)
+
+
+@pytest.mark.parametrize("planes", [1.5, True, "2", None])
+def test_numbers_are_whole(planes: object) -> None:
+    with pytest.raises(LayoutError, match="whole"):
+        KVLayout((1000,), planes, block_tokens=16, chunk_tokens=64)  # type: ignore[arg-type]
