@@ -10,7 +10,7 @@ SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-unit demo test test-unit test-gpu check format bench bench-gpu soak mutate mutate-gpu matrix models pages wheel clean
+.PHONY: help venv venv-unit demo test test-all test-unit test-gpu check format bench bench-gpu soak mutate mutate-gpu matrix models pages wheel clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,8 +18,12 @@ help:  ## show this list
 demo: venv  ## run vLLM, restart it, and see a long prompt loaded from disk
 	@$(BIN)/kvstore demo
 
-test: venv  ## all tests but the long ones, real vLLM included
+test: venv  ## all tests but sweeps and the long ones, real vLLM included
 	@$(BIN)/pytest $(SIDE_BY_SIDE)
+
+test-all: test  ## the same, then what sweeps over modes and models, and the oldest vLLM in its short form
+	@$(BIN)/pytest $(SIDE_BY_SIDE) --sweeps -m "sweep and not soak"
+	@$(BIN)/python -m kvstore.tools.dev.matrix --short --only 0.30
 
 test-unit: venv-unit  ## tests of the engine: no vLLM, nothing slow, less than a minute
 	@$(BIN)/pytest -n 3 --dist worksteal --quick tests/unit

@@ -25,6 +25,7 @@ LONGEST = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sweeps", action="store_true", help="also run the tests marked sweep: every mode, every model")
     parser.addoption("--soak", action="store_true", help="also run the tests marked soak, which take minutes")
     parser.addoption("--quick", action="store_true", help="leave out the tests marked slow, and most random schedules")
 
@@ -49,6 +50,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         join_soak(item)
         if item.get_closest_marker("soak") and not config.getoption("--soak"):
             item.add_marker(pytest.mark.skip(reason="needs --soak"))
+        elif item.get_closest_marker("sweep") and not config.getoption("--sweeps"):
+            item.add_marker(pytest.mark.skip(reason="needs --sweeps"))
         if item.get_closest_marker("slow") and config.getoption("--quick"):
             item.add_marker(pytest.mark.skip(reason="not with --quick"))
         if item.get_closest_marker("gpu") and not _has_gpu():

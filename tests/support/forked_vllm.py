@@ -1,12 +1,14 @@
-"""``vllm serve`` in forks of a process that has imported vLLM: importing it takes longer than the start itself.
+"""Programs on real vLLM in forks of a process that has imported vLLM: importing takes longer than all else at a start.
 
-As a program it answers lines of JSON on standard input, one for each server, with the process id in a line.
+As a program it answers lines of JSON on standard input, one for each fork, with the process id in a line.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
+import multiprocessing.context
 import os
 import select
 import signal
@@ -18,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Any, NoReturn
 
 from kvstore.tools.demo.server import ENVIRONMENT
@@ -31,10 +34,14 @@ _MODULES = (
 )
 
 
+_get_context = multiprocessing.get_context
+
+
 class ForkedProcess:
     """The part of ``subprocess.Popen`` that servers of the tests need. Its process leads a process group."""
 
     returncode: int | None = None  # nobody learns it
+    args: str = "vLLM"
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -83,7 +90,7 @@ class Forker:
     def launch(self, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> ForkedProcess:
         """Start a server as ``subprocess.Popen`` would, in a session of its own."""
         words = list(command)
-        task: dict[str, Any] = {"environment": dict(environment), "output": output.name, "cores": None}
+        task: dict[str, Any] = {"environment": dict(environment), "output": output.name, "main": "vllm"}
         if words[0] == "env":
             del words[0]
             while "=" in words[0]:
@@ -94,6 +101,28 @@ class Forker:
             del words[:3]
         assert Path(words[0]).name == "vllm", words
         task["arguments"] = ["vllm", *words[1:]]
+        return self._start(task)
+
+    def run(self, module: str, given: str, environment: Mapping[str, str], timeout_s: float) -> str:
+        """Run a module's ``main`` with this standard input; returns all that it printed.
+
+        Raises:
+            subprocess.TimeoutExpired: it took too long, and was killed.
+        """
+        with TemporaryDirectory() as folder:
+            put, got = Path(folder) / "input", Path(folder) / "output"
+            put.write_text(given)
+            got.touch()
+            task = {"environment": dict(environment), "input": str(put), "output": str(got), "main": module}
+            process = self._start({**task, "arguments": [module]})
+            try:
+                process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+            return got.read_text()
+
+    def _start(self, task: dict[str, Any]) -> ForkedProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with self._lock:
@@ -118,27 +147,32 @@ def main() -> None:
     for line in sys.stdin:
         pid = os.fork()
         if not pid:
-            _serve(json.loads(line))
+            _become(json.loads(line))
         print(pid, file=answers, flush=True)
 
 
-def _serve(task: dict[str, Any]) -> NoReturn:
-    """Become the server, in the fork. Nobody asks for its exit code."""
+def _forking(method: str | None = None) -> multiprocessing.context.BaseContext:
+    """Return a context that forks, also for vLLM's engine, which would be spawned on a CPU and import all again."""
+    return _get_context("fork" if method == "spawn" else method)
+
+
+def _become(task: dict[str, Any]) -> NoReturn:
+    """Run the program, in the fork."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(os.open(task.get("input", os.devnull), os.O_RDONLY), 0)
         os.dup2(os.open(task["output"], os.O_WRONLY | os.O_APPEND), 1)
         os.dup2(1, 2)
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115 - the buffer of the old one may hold the next line
         os.environ.clear()
         os.environ.update(task["environment"])
-        if task["cores"] is not None:
-            os.sched_setaffinity(0, task["cores"])
+        os.sched_setaffinity(0, task.get("cores", os.sched_getaffinity(0)))
         sys.argv = task["arguments"]
-        from vllm.entrypoints.cli.main import main as serve
-
+        multiprocessing.get_context = _forking  # type: ignore[assignment]
+        name = "vllm.entrypoints.cli.main" if task["main"] == "vllm" else task["main"]
         with suppress(SystemExit):
-            serve()
+            importlib.import_module(name).main()
     finally:
         if (error := sys.exception()) is not None:
             traceback.print_exception(error)

@@ -19,9 +19,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 from typing import Any
 
 from kvstore.tools.dev.mamba2 import end_steps_at_states
+from support.forked_vllm import forker
 from support.vllm_engine import Completion, Engine, Prompt, StoreSetup, prepare_environment
 
 _MARK = "RUNNER RESULT "
@@ -32,17 +34,22 @@ def run_elsewhere(
     job: dict[str, Any], *, timeout_s: float = 300.0, python: str = sys.executable
 ) -> list[list[list[Completion]]]:
     """Carry a job out in a new process. Returns the completions by engine and round."""
-    done = subprocess.run(
-        [python, *_MODULE],
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env=_environment(),
-        check=False,
-    )
-    results = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
-    assert results, f"the runner failed:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    if python == sys.executable:
+        said = forker().run(_MODULE[1], json.dumps(job), _environment(), timeout_s)
+    else:
+        done = subprocess.run(
+            [python, *_MODULE],
+            input=json.dumps(job),
+            stdout=PIPE,
+            stderr=STDOUT,
+            text=True,
+            timeout=timeout_s,
+            env=_environment(),
+            check=False,
+        )
+        said = done.stdout
+    results = [line for line in said.splitlines() if line.startswith(_MARK)]
+    assert results, f"the runner failed:\n{said[-8000:]}"
     return _parse(results[0])
 
 
@@ -61,7 +68,7 @@ def staying_elsewhere(job: dict[str, Any], *, timeout_s: float = 120.0) -> Itera
     """Do the same for one engine, which stays in its process with all it has stored until the block ends."""
     (engine,) = job["engines"]
     line = json.dumps({**job, "two_processes": False, "engines": [{**engine, "stays": True}]})
-    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    pipe, nothing = PIPE, subprocess.DEVNULL
     process = subprocess.Popen(
         [sys.executable, *_MODULE], stdin=pipe, stdout=pipe, stderr=nothing, text=True, env=_environment()
     )
@@ -117,10 +124,10 @@ def main() -> None:
                 rounds.append(engine.generate(part["prompts"], max_tokens=job["max_tokens"], asks=asks))
             if part.get("stays"):
                 engine.settle()
-                print(_MARK + json.dumps([rounds]), flush=True)
+                print(f"\n{_MARK}{json.dumps([rounds])}", flush=True)
                 sys.stdin.read()
         results.append(rounds)
-    print(_MARK + json.dumps(results), flush=True)
+    print(f"\n{_MARK}{json.dumps(results)}", flush=True)  # whatever line of progress has not ended
 
 
 if __name__ == "__main__":
