@@ -88,8 +88,9 @@ class Watcher:
                 self._ended()
             self._work()
         self._work()
-        epoll.close()
-        os.close(self._wake)
+        with self._lock:  # close() may just be about to write to it
+            epoll.close()
+            os.close(self._wake)
 
     def _work(self) -> None:
         while self._jobs:

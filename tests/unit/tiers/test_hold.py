@@ -168,3 +168,23 @@ def test_memory_that_takes_long_to_unmap_does_not_hold_up_close(stranger: Strang
     may_end.set()
     assert is_done.wait(WAIT_S), "it goes on all the same"
     hold.close()
+
+
+def test_a_server_that_goes_while_its_tier_is_closed(stranger: Stranger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread may see that it is to end before it is woken for that."""
+    stranger.serve(sealed)
+    hold = Hold(stranger.folder, WAIT_S)
+    watcher = Watcher(lambda: None)
+    watcher.watch(hold)
+    thread, write = watcher._thread, os.eventfd_write
+    assert thread is not None
+
+    def write_late(wake: int, number: int) -> None:
+        hold._socket.shutdown(socket.SHUT_RDWR)
+        thread.join(0.3)
+        write(wake, number)
+
+    monkeypatch.setattr(os, "eventfd_write", write_late)
+    watcher.close(WAIT_S)
+    assert not thread.is_alive()
+    hold.close()
