@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         join_soak(item)
         if item.get_closest_marker("soak") and not config.getoption("--soak"):
             item.add_marker(pytest.mark.skip(reason="needs --soak"))
-        elif item.get_closest_marker("sweep") and not config.getoption("--sweeps"):
+        elif item.get_closest_marker("sweep") and not (config.getoption("--sweeps") or config.getoption("--soak")):
             item.add_marker(pytest.mark.skip(reason="needs --sweeps"))
         if item.get_closest_marker("slow") and config.getoption("--quick"):
             item.add_marker(pytest.mark.skip(reason="not with --quick"))

@@ -53,7 +53,7 @@ def plain_outputs(tiny_model: Path, prompts: Sequence[Prompt]) -> list[Completio
         return engine.generate(prompts, logprobs=2)
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture(params=[pytest.param(m, marks=pytest.mark.sweep if m == "within a step" else ()) for m in MODES])
 def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Return the store's keys for each way to move KV, in turn."""
     return MODES[request.param]

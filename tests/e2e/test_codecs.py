@@ -45,6 +45,7 @@ def from_disk(model: Path, folder: Path, prompts: list[Prompt], dtype: str, code
 
 
 @pytest.mark.parametrize("codec", [pytest.param("lz4", marks=pytest.mark.soak), "split"])
+@pytest.mark.sweep
 def test_float32_as_plain_vllm(
     tiny_model: Path,
     prompts: list[Prompt],

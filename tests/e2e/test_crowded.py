@@ -41,6 +41,7 @@ def test_preemption(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @ONE_MODE_AND_SOAK
+@pytest.mark.sweep
 def test_aborted_requests(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path, mode: dict[str, Any]
 ) -> None:
@@ -57,6 +58,7 @@ def test_aborted_requests(
             engine.assert_idle()
 
 
+@pytest.mark.sweep
 def test_small_pools(tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path) -> None:
     """Pools smaller than the longest request lead to evictions and fewer hits, and outputs stay right."""
     chunk_gib = 256 * 4 * 2 * 2 * 64 * 4 / 2**30  # tokens, layers, K and V, heads, head size, float32
@@ -72,6 +74,7 @@ def test_small_pools(tiny_model: Path, prompts: list[Prompt], plain_outputs: lis
 
 
 @ONE_MODE_AND_SOAK
+@pytest.mark.sweep
 def test_three_turns_of_many_chats(tiny_model: Path, tmp_path: Path, mode: dict[str, Any]) -> None:
     """With ``save_decode_cache`` every turn finds the earlier answers, in 16 concurrent chats with a common prefix."""
     system = make_prompts()[19][:300]

@@ -90,6 +90,7 @@ def test_damaged_files(
         assert bytes_on_disk(tmp_path / "disk") == engine.store_worker._tiers.disk.used_bytes
 
 
+@pytest.mark.sweep
 def test_the_whole_folder_disappears(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from kvstore.tools.configs import from_lmcache
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 
 
+@pytest.mark.sweep
 def test_the_result_starts(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Redis is not there and so not used; the disk keeps computed KV for the next start."""
     source = tmp_path / "lmcache.yaml"

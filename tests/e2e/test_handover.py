@@ -334,6 +334,7 @@ def assert_nothing_held(running: Disaggregation) -> None:
         assert values["vllm:kvstore_used_slots"] <= values["vllm:kvstore_known_chunks"]
 
 
+@pytest.mark.sweep
 def test_receivers_that_are_slow_refuse_hang_or_are_cut_off(tiny_model: Path, tmp_path: Path) -> None:
     """Outputs equal plain vLLM's. A wait for the deadline of ten minutes would exceed this test's time limit."""
     turns, _ = plain(tiny_model, num_prompts=10, num_chats=0, num_turns=1)
@@ -369,6 +370,7 @@ def test_receivers_that_are_slow_refuse_hang_or_are_cut_off(tiny_model: Path, tm
             assert read_counter(running.decode.url, "vllm:kvstore_handover_timeouts_total") == 0
 
 
+@pytest.mark.sweep
 def test_a_receiver_that_is_full_and_a_sender_that_dies(tiny_model: Path, tmp_path: Path) -> None:
     """With a buffer of eight chunks, the received ones are used, and the rest is computed or read at the sender.
 

@@ -40,6 +40,7 @@ def pushed_chunks(engine: EngineServer, model: Path) -> int:
     return read_counter(engine.url, "vllm:kvstore_pushed_chunks_total", {"result": "sent"})
 
 
+@pytest.mark.sweep
 def test_a_prompt_that_parts_inside_a_chunk_that_was_handed_over(tiny_model: Path, tmp_path: Path) -> None:
     """The receiver has not read the chunk, and knows its block ends only from the sender."""
     others = [[*HEAD[:shared], *random_tokens(100, vocab=TINY.vocab, seed=shared)] for shared in INSIDE]

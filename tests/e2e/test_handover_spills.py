@@ -31,6 +31,7 @@ chunk_size: {CHUNK_TOKENS}
 """
 
 
+@pytest.mark.sweep
 def test_a_decode_engine_that_is_full_reads_the_rest_where_both_share(tiny_model: Path, tmp_path: Path) -> None:
     """A wait for the deadline of ten minutes would exceed this test's time limit."""
     with Engine(tiny_model) as engine:

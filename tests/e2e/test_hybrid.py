@@ -50,7 +50,11 @@ FOUND_BY_SIBLINGS = {
     "llama4": [768, SHARED_TOKENS, SHARED_TOKENS],  # four attention chunks, none of which is needed after its end
     "mistral": [SHARED_TOKENS] * 3,  # without a full group, every chunk has a checkpoint at its end
 }
-IN_EVERY_RUN = ("gptoss", "gemma3", "granite4")
+RUNS: dict[str, list[pytest.MarkDecorator]] = {
+    "gemma3": [],
+    "gptoss": [pytest.mark.sweep],
+    "granite4": [pytest.mark.sweep],
+}  # others: in a soak
 
 FEW_BLOCKS = {"gptoss": 62, "granite4": 58, "llama4": 100, "gemma4": 80}  # little more than vLLM needs to start
 
@@ -71,7 +75,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.soak) for name in GROUPS],
+    params=[pytest.param(name, marks=RUNS.get(name, [pytest.mark.soak])) for name in GROUPS],
 )
 def hybrid(request: pytest.FixtureRequest, make: Any) -> Hybrid:
     """Return each model in turn."""

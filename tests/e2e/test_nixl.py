@@ -88,6 +88,7 @@ def hand_over(running: Disaggregation, turn: Turn) -> None:
     wait_for("all of it was read", lambda: read_bytes(running) == expected_bytes)
 
 
+@pytest.mark.sweep
 def test_the_prefill_engine_dies(running: Disaggregation, turns: list[Turn]) -> None:
     first, second, third, fourth, _ = turns
     hand_over(running, first)

@@ -71,6 +71,7 @@ def test_two_processes_and_a_restart(
 
 
 @ONE_MODE_AND_SOAK
+@pytest.mark.sweep
 def test_without_vllms_prefix_cache(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path, mode: dict[str, Any]
 ) -> None:
@@ -84,6 +85,7 @@ def test_without_vllms_prefix_cache(
         engine.assert_idle()
 
 
+@pytest.mark.sweep
 def test_memory_as_passage_only(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path
 ) -> None:

@@ -59,6 +59,7 @@ def test_what_a_client_asks(tiny_model: Path, tmp_path: Path, caplog: pytest.Log
         engine.assert_idle()
 
 
+@pytest.mark.sweep
 def test_roles(tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path) -> None:
     """A producer saves and loads nothing; a later consumer loads from it and saves nothing."""
     store = StoreSetup(tmp_path / "disk")

@@ -44,6 +44,7 @@ def test_more_disk_than_there_is(tiny_model: Path, tmp_path: Path) -> None:
     assert "max_local_disk_size" in refusal(tiny_model, StoreSetup(tmp_path / "disk", disk_gib=900_000.0))
 
 
+@pytest.mark.sweep
 def test_owned_folder(
     tiny_model: Path,
     prompts: list[Prompt],
@@ -87,6 +88,7 @@ def test_untested_version(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "0.32" in message
 
 
+@pytest.mark.sweep
 def test_asynchronous_scheduling_with_a_disk(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asynchronous scheduling, vLLM's default on a GPU, is simulated, because vLLM on a CPU never uses it."""
     from kvstore.adapters.vllm import connector

@@ -55,6 +55,7 @@ def through(server: ServerProcess, *sizes: int) -> StoreSetup:
     return store
 
 
+@pytest.mark.sweep
 def test_one_rank_reads_what_two_have_stored(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], server: ServerProcess, tmp_path: Path
 ) -> None:
@@ -71,6 +72,7 @@ def test_one_rank_reads_what_two_have_stored(
             engine.assert_idle()
 
 
+@pytest.mark.sweep
 def test_two_ranks_read_what_one_has_stored(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], server: ServerProcess, tmp_path: Path
 ) -> None:

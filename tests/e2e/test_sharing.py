@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 PROMPT = make_prompts()[18]  # 513 tokens
 
 
+@pytest.mark.sweep
 def test_salts(tiny_model: Path, tmp_path: Path) -> None:
     with Engine(tiny_model, StoreSetup(tmp_path / "disk")) as engine:
         engine.generate([PROMPT], salts=["tenant a"])
@@ -80,6 +81,7 @@ def test_lora_files_replaced_after_they_were_loaded(tiny_model: Path, tmp_path: 
         assert again.cached_tokens > 0
 
 
+@pytest.mark.sweep
 def test_prompt_embeddings_are_passed_by(tiny_model: Path, tmp_path: Path) -> None:
     """Nothing is stored for two different prompt embeddings, which vLLM both shows as zero tokens."""
     from vllm import SamplingParams

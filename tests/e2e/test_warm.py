@@ -183,6 +183,7 @@ for item in wanted(read_prompts(Path(sys.argv[1])), shelf.layout, Sharing(), loa
     return set(done.stdout.split())
 
 
+@pytest.mark.sweep
 def test_api_with_adapter_and_salt(tiny_model: Path, tmp_path: Path) -> None:
     """Texts and tokens are warmed with an adapter and a salt, faulty prompts are skipped, and other salts miss."""
     adapter = build_lora(tmp_path / "lora", TINY, model_folder=tiny_model, seed=3)
@@ -219,6 +220,7 @@ def test_api_with_adapter_and_salt(tiny_model: Path, tmp_path: Path) -> None:
         assert [hit.cached_tokens for hit in engine.generate(prompts, salts=["other"] * 2, lora=request)] == [0, 0]
 
 
+@pytest.mark.sweep
 def test_a_tail_that_a_longer_prompt_replaces_is_there_at_the_end(tiny_model: Path, tmp_path: Path) -> None:
     """The shorter of two prompts hits its tail, although the longer one has filled that chunk since."""
     longer = random_tokens(700, vocab=TINY.vocab, seed=1)
@@ -233,6 +235,7 @@ def test_a_tail_that_a_longer_prompt_replaces_is_there_at_the_end(tiny_model: Pa
     assert whole_blocks(300) > CHUNK_TOKENS
 
 
+@pytest.mark.sweep
 def test_into_redis(tiny_model: Path, tmp_path: Path) -> None:
     """Without a disk, chunks in Redis are not recomputed, and another engine finds them there."""
     prompts: list[object] = [random_tokens(n, vocab=TINY.vocab, seed=n) for n in (300, 600)]

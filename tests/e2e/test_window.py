@@ -22,7 +22,7 @@ OTHER = [*LONG[:SHARED], *make_prompts(seed=1)[9]]
 PROMPTS = [LONG, OTHER, *make_prompts()[:20:3]]
 
 
-@pytest.fixture(scope="module", params=[WINDOW, None], ids=["window", "full"])
+@pytest.fixture(scope="module", params=[WINDOW, pytest.param(None, marks=pytest.mark.sweep)], ids=["window", "full"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a Mistral, which is a Llama with an optional window."""
     from kvstore.tools.models import TINY, build_llama
