@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Final, Generic, TypeVar
 
-from kvstore.catalog.deadlines import Deadlines
-from kvstore.catalog.departed import Departed
 from kvstore.catalog.plans import IndexCounters, MissReason
 from kvstore.catalog.trails import Trails
 from kvstore.chunks import ChunkRef, is_trail_of
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
+
+MAX_DEPARTED = 65_536  # about 8 MB; beyond that the older half is dropped, as if never stored
+_SLACK: Final = 64  # stale entries of a heap that are not worth clearing away
+
+Name = TypeVar("Name", bound=str | bytes)
 
 
 class InMemory(Enum):
@@ -75,6 +80,61 @@ class Entry:
     def on_disk(self) -> bool:
         """True if its file is complete."""
         return self.disk is STORED or self.disk is UNREAD
+
+
+class Deadlines(Generic[Name]):
+    """Named deadlines. Memory is proportional to the names, time to those that expire."""
+
+    def __init__(self) -> None:
+        self._at_s: dict[Name, float] = {}
+        self._heap: list[tuple[float, Name]] = []  # includes stale entries of deadlines that were moved or withdrawn
+
+    def set(self, name: Name, at_s: float) -> None:
+        """Set or move the deadline of a name; infinity means never."""
+        self._at_s[name] = at_s
+        heapq.heappush(self._heap, (at_s, name))
+        self._clear_away()
+
+    def withdraw(self, name: Name) -> None:
+        """Remove the deadline of a name. Unknown names are ignored."""
+        if self._at_s.pop(name, None) is not None:
+            self._clear_away()
+
+    def take_due(self, now_s: float) -> list[Name]:
+        """Remove and return the names that have expired by now, earliest first."""
+        due: list[Name] = []
+        while self._heap and self._heap[0][0] <= now_s:
+            at_s, name = heapq.heappop(self._heap)
+            if self._at_s.get(name) == at_s:
+                del self._at_s[name]
+                due.append(name)
+        self._clear_away()
+        return due
+
+    def _clear_away(self) -> None:
+        """Drop stale entries once they are the majority, so that each costs constant time."""
+        if len(self._heap) > 2 * len(self._at_s) + _SLACK:
+            self._heap = [(at_s, name) for name, at_s in self._at_s.items()]
+            heapq.heapify(self._heap)
+
+
+class Departed:
+    """The chunks removed last, and why. The policies' ghosts give no reasons, and some policies keep none."""
+
+    def __init__(self, max_keys: int = MAX_DEPARTED) -> None:
+        self._max_keys = max_keys
+        self._young: dict[PrefixKey, MissReason] = {}  # two halves, because resizing one large dictionary stalls
+        self._old: dict[PrefixKey, MissReason] = {}
+
+    def note(self, key: PrefixKey, reason: MissReason) -> None:
+        """Note that a chunk was removed, and why."""
+        if len(self._young) >= self._max_keys // 2 and key not in self._young:
+            self._young, self._old = {}, self._young
+        self._young[key] = reason
+
+    def reason(self, key: PrefixKey) -> MissReason | None:
+        """Return the reason of a chunk's last removal; None if unknown."""
+        return self._young.get(key) or self._old.get(key)
 
 
 class Entries(dict[PrefixKey, Entry]):

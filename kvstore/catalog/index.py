@@ -22,17 +22,15 @@ from itertools import takewhile
 from types import MappingProxyType
 
 from kvstore.catalog import invariants
-from kvstore.catalog.diskwrites import DiskWrites
 from kvstore.catalog.entries import LOADING, NO_SLOT, Entries, Entry
-from kvstore.catalog.leases import Leases, LeaseView
+from kvstore.catalog.leases import Leases, LeaseView, Uses
 from kvstore.catalog.loads import Loads
 from kvstore.catalog.lookup import Lookup
 from kvstore.catalog.plans import LoadStep, Place, StoreStep
 from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView, Told
-from kvstore.catalog.remotesends import RemoteSends
 from kvstore.catalog.slots import Slots
 from kvstore.catalog.stores import Stores
-from kvstore.catalog.uses import Uses
+from kvstore.catalog.writes import DiskWrites, RemoteSends
 from kvstore.checkpoints.parts import Checkpoints
 from kvstore.chunks import ChunkRef, chunk_of
 from kvstore.keys import PrefixHasher, PrefixKey

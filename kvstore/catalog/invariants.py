@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from kvstore.catalog.deadlines import _SLACK, Deadlines, Name
-from kvstore.catalog.diskwrites import DiskWrites
-from kvstore.catalog.entries import GATHERING, LOADING, NO_FILE, NO_SLOT, SENDING, WRITING, Entries
-from kvstore.catalog.leases import Leases
-from kvstore.catalog.remotesends import RemoteSends
+from kvstore.catalog.entries import (
+    _SLACK,
+    GATHERING,
+    LOADING,
+    NO_FILE,
+    NO_SLOT,
+    SENDING,
+    WRITING,
+    Deadlines,
+    Entries,
+    Name,
+)
+from kvstore.catalog.leases import Leases, Uses
 from kvstore.catalog.slots import Slots
-from kvstore.catalog.uses import Uses
+from kvstore.catalog.writes import DiskWrites, RemoteSends
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 
 

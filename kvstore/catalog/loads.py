@@ -7,10 +7,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from kvstore.catalog.entries import LOADING, NO_FILE, READY, SENT, STORED, THERE, UNREAD, Entries, Entry
+from kvstore.catalog.leases import Uses
 from kvstore.catalog.plans import LoadStep, MissReason, Place
-from kvstore.catalog.remotesends import RemoteSends
 from kvstore.catalog.slots import Slots
-from kvstore.catalog.uses import Uses
+from kvstore.catalog.writes import RemoteSends
 from kvstore.keys import PrefixKey
 
 

@@ -6,13 +6,11 @@ from collections.abc import Iterable
 from itertools import islice, takewhile
 from operator import itemgetter
 
-from kvstore.catalog.diskwrites import DiskWrites
 from kvstore.catalog.entries import GATHERING, LOADING, NO_SLOT, READY, Entries, Entry
-from kvstore.catalog.plans import NO_MATCH, Match, MissReason, Place
+from kvstore.catalog.plans import NO_MATCH, Match, MissReason, Place, all_refs, ends, tail_refs, trails
 from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView, Told
-from kvstore.catalog.remotesends import RemoteSends
-from kvstore.catalog.sequence import all_refs, ends, tail_refs, trails
 from kvstore.catalog.slots import Slots, StagingRoom
+from kvstore.catalog.writes import DiskWrites, RemoteSends
 from kvstore.checkpoints.parts import Checkpoints, End
 from kvstore.chunks import Asked, ChunkRef
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixHasher, PrefixKey

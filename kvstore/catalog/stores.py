@@ -7,12 +7,11 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import islice
 
-from kvstore.catalog.diskwrites import DiskWrites
 from kvstore.catalog.entries import GATHERING, NO_SLOT, READY, STORED, UNREAD, Entries, Entry
+from kvstore.catalog.leases import Uses
 from kvstore.catalog.plans import Place, StoreStep
-from kvstore.catalog.remotesends import RemoteSends
 from kvstore.catalog.slots import Slots
-from kvstore.catalog.uses import Uses
+from kvstore.catalog.writes import DiskWrites, RemoteSends
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 

@@ -6,8 +6,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import Place
-from kvstore.catalog.sequence import chunk_refs
+from kvstore.catalog.plans import Place, chunk_refs
 from kvstore.catalog.trails import keys_of
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixHasher

@@ -24,8 +24,7 @@ from hypothesis.stateful import (
 )
 
 from kvstore import assembly
-from kvstore.catalog.plans import Place
-from kvstore.catalog.sequence import all_refs
+from kvstore.catalog.plans import Place, all_refs
 from kvstore.keys import NO_EXTRAS, PrefixHasher, PrefixKey
 from kvstore.requests import hash_tokens
 from kvstore.tiers import open_tier

@@ -14,9 +14,8 @@ from hypothesis.stateful import (
 )
 
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import LoadStep, Place, StoreStep
+from kvstore.catalog.plans import LoadStep, Place, StoreStep, chunk_refs, trails
 from kvstore.catalog.remote_view import RemoteView
-from kvstore.catalog.sequence import chunk_refs, trails
 from kvstore.keys import PrefixKey
 from kvstore.policies import POLICIES
 from support.index_model import IndexModel

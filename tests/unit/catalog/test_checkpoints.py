@@ -10,9 +10,8 @@ from support.catalog import BLOCK, CHUNK, hasher_of, keys, stored_bytes
 from support.uses import uses_of
 
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import Match, MissReason, Place, StoreStep
+from kvstore.catalog.plans import Match, MissReason, Place, StoreStep, chunk_refs
 from kvstore.catalog.remote_view import RemoteView
-from kvstore.catalog.sequence import chunk_refs
 from kvstore.checkpoints import parts as parts_module
 from kvstore.checkpoints.groups import Group, Groups, Kind
 from kvstore.checkpoints.parts import Checkpoints

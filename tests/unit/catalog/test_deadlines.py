@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.catalog.deadlines import Deadlines
+from kvstore.catalog.entries import Deadlines
 from kvstore.catalog.invariants import check_deadlines
 
 STEPS = st.lists(

@@ -7,9 +7,8 @@ from support.catalog import BLOCK, hasher_of
 from support.uses import uses_of
 
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import LoadStep, Place
+from kvstore.catalog.plans import LoadStep, Place, chunk_refs
 from kvstore.catalog.remote_view import RemoteView
-from kvstore.catalog.sequence import chunk_refs
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixHasher
 

@@ -19,9 +19,8 @@ from support.catalog import (
 from support.uses import uses_of
 
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import Place, StoreStep
+from kvstore.catalog.plans import Place, StoreStep, chunk_refs, trails
 from kvstore.catalog.remote_view import RemoteView
-from kvstore.catalog.sequence import chunk_refs, trails
 from kvstore.keys import PrefixHasher
 
 # Write and evict

@@ -6,9 +6,8 @@ import pytest
 from support.uses import uses_of
 
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import Place
+from kvstore.catalog.plans import Place, chunk_refs
 from kvstore.catalog.remote_view import RemoteView
-from kvstore.catalog.sequence import chunk_refs
 from kvstore.keys import PrefixHasher
 from kvstore.policies import POLICIES
 

@@ -193,7 +193,7 @@ def test_a_tail_that_is_being_read_stays() -> None:
 
 
 def test_what_is_remembered_of_tails_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.catalog.remotesends._MAX_SENT_TAILS", 2)
+    monkeypatch.setattr("kvstore.catalog.writes._MAX_SENT_TAILS", 2)
     index = make(num_slots=16)
     offered = [refs_of(TAIL, seed)[0] for seed in range(4)]
     for seed, tail in enumerate(offered):

@@ -22,9 +22,8 @@ from support.uses import uses_of
 
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.leases import Leases
-from kvstore.catalog.plans import MissReason, Place, StoreStep
+from kvstore.catalog.plans import MissReason, Place, StoreStep, chunk_refs, trails
 from kvstore.catalog.remote_view import RemoteView
-from kvstore.catalog.sequence import chunk_refs, trails
 from kvstore.keys import PrefixHasher
 
 

@@ -20,8 +20,7 @@ from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import LoadStep, Match, Place, StoreStep
-from kvstore.catalog.sequence import chunk_refs
+from kvstore.catalog.plans import LoadStep, Match, Place, StoreStep, chunk_refs
 from kvstore.chunks import ChunkRef
 from kvstore.keys import NO_EXTRAS, Namespace, PrefixHasher, PrefixKey
 from kvstore.layout import KVLayout
