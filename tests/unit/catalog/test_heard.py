@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.catalog import BLOCK, CHUNK, hasher_of
 
-from kvstore.catalog import remote_view, trails
+from kvstore.catalog import remote_view
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place
 from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView, Told
@@ -119,7 +119,7 @@ def test_answers_to_one_request_are_heard_without_a_view_that_holds_any() -> Non
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trails, "MAX_HEARD", 3)
+    monkeypatch.setattr("kvstore.catalog.trails.MAX_HEARD", 3)
     monkeypatch.setattr(remote_view, "MAX_TRAILS", 3)
     heard, view = HeardTrails(), RemoteView(10.0)
     trails = [trail_of(parted(BLOCK, seed=seed)) for seed in range(9)]
