@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import islice
 from typing import Final, Generic, TypeVar
 
-from kvstore.catalog.plans import IndexCounters, MissReason
+from kvstore.catalog.plans import IndexCounters, MissReason, Place, trails
 from kvstore.catalog.trails import Trails
 from kvstore.chunks import ChunkRef, is_trail_of
-from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
+from kvstore.keys import PREFIX_KEY_BYTES, PrefixHasher, PrefixKey
 
+MAX_HOLDERS: Final = 8  # chunks examined, of each kind, that may hold one tail
 MAX_DEPARTED = 65_536  # about 8 MB; beyond that the older half is dropped, as if never stored
+_MAX_PROBES: Final = 64  # chunks examined with a slot, and without, while better ones do not fit
 _SLACK: Final = 64  # stale entries of a heap that are not worth clearing away
+_MEMORY, _DISK = Place.MEMORY, Place.DISK  # module names for speed, as for the states of an entry
 
 Name = TypeVar("Name", bound=str | bytes)
 
@@ -142,10 +146,16 @@ class Entries(dict[PrefixKey, Entry]):
 
     Args:
         tracks_changes: True to collect ``changes``.
+
+    Attributes:
+        now_s: the time.
+        disk_answers: True if the disk can be read now.
     """
 
     def __init__(self, *, tracks_changes: bool) -> None:
         super().__init__()
+        self.now_s = 0.0
+        self.disk_answers = True
         self.counters = IndexCounters()
         self.departed = Departed()
         self.near, self.far = Trails(), Trails()  # of chunks with a slot, and of those without
@@ -189,10 +199,67 @@ class Entries(dict[PrefixKey, Entry]):
     def _trails_of(self, chunk: Entry) -> Trails:
         return self.far if chunk.memory is NO_SLOT else self.near
 
+    def new_trails(self, hasher: PrefixHasher | None, refs: Iterable[ChunkRef]) -> dict[PrefixKey, bytes]:
+        """Return the trails of a sequence's chunks that are unknown, or known without a trail."""
+        if hasher is None:
+            return {}
+        return trails(hasher, [ref for ref in refs if not (chunk := self.get(ref.prefix_key)) or not chunk.trail])
+
+    def closest(
+        self, trail: bytes, fits: Callable[[Entry], bool], *, has_slot: bool = False
+    ) -> tuple[Entry | None, int]:
+        """Return the chunk that shares most blocks with a trail of those that fit, and how many; one in memory first.
+
+        With ``has_slot`` only chunks in memory count. Thread-safe.
+        """
+        best, most_blocks = None, 0
+        for known in (self.near,) if has_slot else (self.near, self.far):
+            for other, num_blocks in islice(known.neighbours(trail), _MAX_PROBES):
+                if num_blocks <= most_blocks:
+                    break
+                chunk = self.get(other[-PREFIX_KEY_BYTES:])
+                if chunk is not None and fits(chunk):
+                    best, most_blocks = chunk, num_blocks
+                    break
+        return best, most_blocks
+
+    def longer(self, trail: bytes, at_most: int | None = None) -> Iterator[Entry]:
+        """Yield chunks in any state that hold all blocks of a trail and more, those in memory first. Thread-safe."""
+        for known in (self.near, self.far):
+            for key in islice(known.within(trail), at_most):
+                if (chunk := self.get(key)) is not None:
+                    yield chunk
+
     def is_known(self, key: PrefixKey) -> bool:
         """Tell if a chunk is here or arriving, and not about to be removed."""
         chunk = self.get(key)
         return chunk is not None and not chunk.forgotten
+
+    def is_here(self, ref: ChunkRef) -> bool:
+        """Tell if a chunk is here or arriving, and a load can be planned now."""
+        chunk = self.get(ref.prefix_key)
+        return chunk is not None and self.is_readable(chunk)
+
+    def is_readable(self, chunk: Entry) -> bool:
+        """Tell if a load of a chunk can be planned now."""
+        if chunk.forgotten:
+            return False
+        memory = chunk.memory
+        if memory is NO_SLOT:
+            return chunk.on_disk and self.disk_answers
+        return memory is not GATHERING
+
+    def is_loading(self, key: PrefixKey) -> bool:
+        """Tell if a running load brings the chunk to a slot; a chunk forgotten meanwhile does not count."""
+        chunk = self.get(key)
+        return chunk is not None and chunk.memory is LOADING and not chunk.forgotten
+
+    def holds(self, key: PrefixKey, place: Place) -> bool:
+        """Tell if the bytes of a chunk are in a slot, or on disk."""
+        chunk = self.get(key)
+        if chunk is None or chunk.forgotten:
+            return False
+        return chunk.memory is READY if place is _MEMORY else place is _DISK and chunk.on_disk
 
     def is_unused(self, key: PrefixKey) -> bool:
         """Tell if a chunk may be evicted."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final, NamedTuple
 
 from kvstore.catalog.entries import LOADING, NO_FILE, NO_SLOT, READY, STORED, Deadlines, Entries, Entry
@@ -11,6 +13,7 @@ from kvstore.catalog.plans import MissReason
 from kvstore.catalog.slots import Slots
 from kvstore.catalog.trails import keys_of
 from kvstore.catalog.writes import DiskWrites
+from kvstore.chunks import ChunkRef
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 from kvstore.policies import Policy
 
@@ -135,7 +138,7 @@ class Leases:
             del self._holders[key]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Uses:
     """Counts the uses of chunks, and removes chunks.
 
@@ -143,6 +146,7 @@ class Uses:
         chunks, slots, disk, leases: the parts of the index.
         orders: the policies in use.
         keep_in_memory: False drops a chunk from memory when its last use ends.
+        last_touched: the chain of the last ``touch``.
     """
 
     chunks: Entries
@@ -151,6 +155,18 @@ class Uses:
     leases: Leases
     orders: Sequence[Policy]
     keep_in_memory: bool
+    last_touched: Sequence[PrefixKey] = ()
+
+    def touch(
+        self,
+        chain: Sequence[PrefixKey],
+        noted: AbstractSet[PrefixKey] = frozenset(),
+        leaves: AbstractSet[PrefixKey] = frozenset(),
+    ) -> None:
+        """Tell the policies that a chain of chunks is used, see ``Policy.touch_chain``."""
+        self.last_touched = chain
+        for order in self.orders:
+            order.touch_chain(chain, noted, leaves)
 
     def begin(self, chunk: Entry, count: int = 1) -> None:
         """Keep a chunk from eviction until ``count`` uses have ended."""
@@ -171,6 +187,28 @@ class Uses:
             self.slots.drop(chunk)
         elif chunk.memory is NO_SLOT and chunk.disk is NO_FILE:  # no slot for a load from the remote tier
             self.chunks.vanish(chunk)
+
+    def lease(self, lease_id: str, refs: Sequence[ChunkRef], ttl_s: float) -> int:
+        """Keep chunks from eviction until ``release``, or for ``ttl_s``; replaces a lease of the same name.
+
+        Returns how many of them, from the front, are held. All leases together hold at most half as many different
+        chunks as there are slots, and a multiple of that counting shared chunks once per lease.
+        """
+        former = self.leases.withdraw(lease_id)
+        held = [ref.prefix_key for ref in takewhile(self.chunks.is_here, refs)]
+        del held[self.leases.admitted(held) :]
+        for key in held:
+            self.begin(self.chunks[key])
+        if held:
+            self.leases.add(lease_id, held, self.chunks.now_s + ttl_s)
+        for key in former:  # last, so that a renewed lease does not lose its chunks in between
+            self.end(self.chunks[key])
+        return len(held)
+
+    def release(self, lease_id: str) -> None:
+        """End a lease. Unknown and ended ones are ignored."""
+        for key in self.leases.withdraw(lease_id):
+            self.end(self.chunks[key])
 
     def remove(self, chunk: Entry) -> None:
         """Remove a chunk on request, and note the reason."""

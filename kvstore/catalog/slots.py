@@ -84,9 +84,11 @@ class StagingRoom:
     slots: int
     staged: int = 0
 
-    def copy(self) -> StagingRoom:
-        """Return a copy, for queries that must not count."""
-        return StagingRoom(self.slots, self.staged)
+    def has_place(self, chunk: Entry) -> bool:
+        """Tell if the load would not run out of slots with a chunk, which is not counted."""
+        if chunk.memory is NO_SLOT:
+            return self.staged < self.slots
+        return self.staged <= self.slots - (chunk.uses == 0)
 
     def takes(self, chunk: Entry | None) -> bool:
         """Count a chunk, or None for one that is not here; return False if the load would run out of slots."""

@@ -6,10 +6,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
+from types import MappingProxyType
 from typing import Final
 
 from kvstore.catalog.entries import (
     LOADING,
+    MAX_HOLDERS,
     NO_FILE,
     NO_SLOT,
     READY,
@@ -28,7 +30,6 @@ from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 from kvstore.policies import Policy
 
 _MAX_SENT_TAILS: Final = 1 << 14  # about 4 MB; older ones stay until the tier evicts them
-_MAX_HOLDERS: Final = 8  # candidates examined for one tail
 
 
 @dataclass(eq=False)
@@ -41,7 +42,6 @@ class DiskWrites:
         stored_bytes: maps a chunk's number of blocks to its bytes on disk; None without a disk tier.
         max_writes: maximum of concurrent writes.
         num_writes: writes in flight.
-        answers: True if the disk can be read now.
         removals: chunks dropped from the disk and not announced yet.
     """
 
@@ -50,11 +50,12 @@ class DiskWrites:
     stored_bytes: Callable[[int], int] | None
     max_writes: int
     num_writes: int = 0
-    answers: bool = True
     removals: list[ChunkRef] = field(default_factory=list)
 
-    def adopt(self, survivors: Iterable[tuple[ChunkRef, int]], trails: Mapping[PrefixKey, bytes]) -> None:
-        """Register the chunks that the tier held at start, with their trails where the tier knows them."""
+    def adopt(
+        self, survivors: Iterable[tuple[ChunkRef, int]], trails: Mapping[PrefixKey, bytes] = MappingProxyType({})
+    ) -> None:
+        """Register the chunks that the tier held at start, with bytes and trails, the longest untouched first."""
         for ref, stored_bytes in survivors if self.stored_bytes is not None else ():
             self.chunks[ref.prefix_key] = Entry(ref, disk=STORED)
             self.order.add(ref.prefix_key, stored_bytes)
@@ -119,8 +120,9 @@ class RemoteSends:
 
     Attributes:
         chunks: all entries of the index.
-        view: the known contents of the tier; None without one.
-        max_sends: maximum of concurrent writes; 0 for a tier that is only read.
+        view: the known contents of the tier; without one, nothing is ever known.
+        exists: True if there is a tier.
+        max_sends: maximum of concurrent writes; 0 for a tier that is only read, and without one.
         num_sends: writes in flight.
         answers: True if the tier can be asked and read now.
         keeps_trails: True if the tier is known to keep the trails of chunks sent to it.
@@ -128,29 +130,23 @@ class RemoteSends:
     """
 
     chunks: Entries
-    view: RemoteView | None
+    view: RemoteView
+    exists: bool
     max_sends: int
+    answers: bool
     num_sends: int = 0
-    answers: bool = True
     keeps_trails: bool = False
     recalls: list[ChunkRef] = field(default_factory=list)
     _sent_tails: OrderedDict[ChunkRef, None] = field(default_factory=OrderedDict)
 
-    @property
-    def is_sent_to(self) -> bool:
-        """True if chunks are written to the tier, False if it is only read."""
-        return self.view is not None and self.max_sends > 0
-
-    def reserve(self, chunk: Entry, trail: bytes, now_s: float) -> bool:
+    def reserve(self, chunk: Entry, trail: bytes) -> bool:
         """Reserve a place in the queue; False if the chunk, whose entry may still lack ``trail``, will not be sent."""
-        if self.view is None or not self.is_sent_to or chunk.expires_s is not None:
+        if not self.max_sends or chunk.expires_s is not None or chunk.remote is not UNSENT:
             return False
-        if chunk.remote is not UNSENT:
-            return False
-        if self.view.holds(chunk.ref, now_s):  # another engine's
+        if self.view.holds(chunk.ref, self.chunks.now_s):  # another engine's
             chunk.remote = THERE
             return False
-        if self._is_held(self.view, chunk.ref.num_blocks, trail, now_s):
+        if self._is_held(chunk.ref.num_blocks, trail):
             return False
         if self.num_sends >= self.max_sends:
             self.chunks.counters.sends_dropped += 1
@@ -159,33 +155,34 @@ class RemoteSends:
         self.num_sends += 1
         return True
 
-    def complete(self, chunk: Entry, now_s: float, *, stored: bool) -> None:
+    def complete(self, chunk: Entry, *, stored: bool) -> None:
         """Take the result of a write."""
         self.chunks.counters.sends_done += stored
         self.chunks.counters.sends_failed += not stored
         chunk.remote = UNSENT
         self.num_sends -= 1
-        if not stored or self.view is None:
+        if not stored:
             return
         is_led_to = self.keeps_trails and bool(chunk.trail)
         chunk.remote = SENT if is_led_to else THERE
         if not chunk.forgotten:
-            self.view.note([chunk.ref], [True], now_s)
+            self.view.note([chunk.ref], [True], self.chunks.now_s)
         if is_led_to:
-            self._recall(self.view, self._superseded_by(self.view, chunk, now_s), now_s)
+            self._recall(self._superseded_by(chunk))
 
     def clear(self) -> None:
-        """Forget the sent tails, because the tier has been cleared."""
+        """Forget the answers and the sent tails, because the tier has been cleared."""
+        self.view.clear()
         self._sent_tails.clear()
 
-    def leads_to(self, chunk: Entry, now_s: float) -> bool:
+    def leads_to(self, chunk: Entry) -> bool:
         """Tell if every search for a part of a chunk finds the chunk, once pending sends have arrived.
 
         A chunk in memory that has not been sent counts, since it is sent in a tail's place.
         """
-        if self.view is None or not self.keeps_trails:
+        if not self.keeps_trails:
             return False
-        is_there = self.view.holds(chunk.ref, now_s)
+        is_there = self.view.holds(chunk.ref, self.chunks.now_s)
         if chunk.remote is SENDING:
             return True
         if chunk.remote is UNSENT and not is_there:
@@ -193,52 +190,48 @@ class RemoteSends:
         is_told = chunk.remote is SENT or bool(self.view.heard.trail_of(chunk.ref))
         return is_told and is_there is not False
 
-    def _is_held(self, view: RemoteView, num_blocks: int, trail: bytes, now_s: float) -> bool:
+    def _is_held(self, num_blocks: int, trail: bytes) -> bool:
         """Tell if the tier has a longer chunk with all blocks of a tail, which would then be recalled at once."""
         if not self.keeps_trails or not trail or num_blocks >= self.chunks.whole_blocks:
             return False
-        if any(self._is_sent(view, longer, now_s) for longer in self._longer(trail)):
+        if self._is_longer_sent(trail):
             return True
-        named = takewhile(lambda found: found[1] == num_blocks, view.heard.nearest(trail))
+        named = takewhile(lambda found: found[1] == num_blocks, self.view.heard.nearest(trail))
         longer = (ref for ref, _ in named if ref.num_blocks > num_blocks)
-        return any(view.holds(ref, now_s) for ref in islice(longer, _MAX_HOLDERS))
+        return any(self.view.holds(ref, self.chunks.now_s) for ref in islice(longer, MAX_HOLDERS))
 
-    def _superseded_by(self, view: RemoteView, chunk: Entry, now_s: float) -> list[ChunkRef]:
+    def _is_longer_sent(self, trail: bytes) -> bool:
+        """Tell if a chunk sent from here, with all blocks of a trail and more, is still there."""
+        sent = (chunk for chunk in self.chunks.longer(trail, MAX_HOLDERS) if chunk.remote is SENT)
+        return any(not chunk.forgotten and self.view.holds(chunk.ref, self.chunks.now_s) is not False for chunk in sent)
+
+    def _superseded_by(self, chunk: Entry) -> list[ChunkRef]:
         """Return the tails to recall for a chunk that has arrived, itself included if a longer one arrived first."""
-        going = [] if chunk.forgotten else [tail for tail in _tails_in(chunk) if self._may_go(view, tail)]
+        going = [] if chunk.forgotten else [tail for tail in _tails_in(chunk) if self._may_go(tail)]
         if chunk.ref.num_blocks < self.chunks.whole_blocks:
             self._sent_tails[chunk.ref] = None
             if len(self._sent_tails) > _MAX_SENT_TAILS:
                 self._sent_tails.popitem(last=False)
-            if any(self._is_sent(view, longer, now_s) for longer in self._longer(chunk.trail)):
+            if self._is_longer_sent(chunk.trail):
                 going.append(chunk.ref)
         return going
 
-    def _longer(self, trail: bytes) -> Iterator[Entry]:
-        known = (self.chunks.near, self.chunks.far)
-        keys = (key for trails in known for key in islice(trails.within(trail), _MAX_HOLDERS))
-        return (chunk for key in keys if (chunk := self.chunks.get(key)) is not None)
-
-    @staticmethod
-    def _is_sent(view: RemoteView, chunk: Entry, now_s: float) -> bool:
-        return chunk.remote is SENT and not chunk.forgotten and view.holds(chunk.ref, now_s) is not False
-
-    def _may_go(self, view: RemoteView, tail: ChunkRef) -> bool:
+    def _may_go(self, tail: ChunkRef) -> bool:
         """Tell if a tail may be recalled: its sender searches by block ends, and it is not being read or sent here."""
-        if tail not in self._sent_tails and not view.heard.trail_of(tail):
+        if tail not in self._sent_tails and not self.view.heard.trail_of(tail):
             return False
         chunk = self.chunks.get(tail.prefix_key)
         return chunk is None or (chunk.memory is not LOADING and chunk.remote is not SENDING)
 
-    def _recall(self, view: RemoteView, tails: Sequence[ChunkRef], now_s: float) -> None:
+    def _recall(self, tails: Sequence[ChunkRef]) -> None:
         for tail in tails:
             self._sent_tails.pop(tail, None)
-            view.heard.forget(tail)
+            self.view.heard.forget(tail)
             chunk = self.chunks.get(tail.prefix_key)
             if chunk is not None:
                 chunk.remote = UNSENT
         if tails:
-            view.deny(tails, now_s)
+            self.view.deny(tails, self.chunks.now_s)
             self.recalls += tails
 
 

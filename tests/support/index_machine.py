@@ -287,7 +287,7 @@ class IndexMachine(IndexModel):
         self.ask_the_remote(family, length, 0)
         hasher, remote = self.hasher(family, length), {ref.prefix_key for ref in self.world.remote}
         whole, blocks = self.longest_there(hasher)
-        is_free = remote.isdisjoint(self.index._chunks) and self.index._room().slots > whole
+        is_free = remote.isdisjoint(self.index._chunks) and self.index._lookup._room().slots > whole
         if self.index._remote.answers and is_free:
             longest = whole * CHUNK + blocks * BLOCK
             assert self.index.lookup(hasher).num_tokens >= longest, "a longer prefix is there"

@@ -101,7 +101,7 @@ def test_what_is_no_trail_leads_nowhere(named: bytes) -> None:
     """They do not have whole keys, have another beginning, or are longer than any chunk."""
     index, view = remote_index()
     view.note([ASKED], [(named,)], 0.0)
-    assert index._named(ASKED, MINE.blocks_per_chunk, 0, NOTHING_TOLD) == []
+    assert index._lookup._named(ASKED, MINE.blocks_per_chunk, 0, NOTHING_TOLD) == []
 
 
 def test_answers_to_one_request_are_heard_without_a_view_that_holds_any() -> None:

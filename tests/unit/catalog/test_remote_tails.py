@@ -48,7 +48,6 @@ def send(index: ChunkIndex, num_tokens: int, *, stored: bool = True) -> list[Sto
 def others_have(index: ChunkIndex, num_tokens: int, *, is_told: bool) -> None:
     """Let another engine store a sequence, and the tier report it."""
     view = index._remote.view
-    assert view is not None
     view.note([ref(num_tokens)], [True], 0.0)
     view.note([trail(num_tokens)], [(trail(num_tokens),) if is_told else ()], 0.0)
 
@@ -121,7 +120,7 @@ def test_a_tail_is_kept_here_and_not_sent_where_another_engines_chunk_holds_it(i
     index = make()
     others_have(index, WHOLE, is_told=True)
     if not is_there:
-        index._remote.view.deny([ref(WHOLE)], 0.0)  # type: ignore[union-attr]
+        index._remote.view.deny([ref(WHOLE)], 0.0)
     assert [step.targets for step in send(index, TAIL)] == [() if is_there else (Place.REMOTE,)]
     assert known_tokens(index, TAIL) == TAIL
 
@@ -129,7 +128,7 @@ def test_a_tail_is_kept_here_and_not_sent_where_another_engines_chunk_holds_it(i
 def test_what_the_tier_has_lost_stands_in_for_nothing() -> None:
     index = make()
     send(index, WHOLE)
-    index._remote.view.deny([ref(WHOLE)], 0.0)  # type: ignore[union-attr]
+    index._remote.view.deny([ref(WHOLE)], 0.0)
     (step,) = offer(index, TAIL)
     assert (step.ref, step.targets) == (ref(TAIL), (Place.REMOTE,))
 
@@ -144,7 +143,7 @@ def test_a_tail_goes_from_there_once_a_longer_chunk_has_come(longer: int) -> Non
     index.complete_write(steps[0].ref.prefix_key, Place.REMOTE, stored=True)
     assert index.take_recalls() == [ref(TAIL)]
     assert index.take_recalls() == []
-    assert index._remote.view.holds(ref(TAIL), 0.0) is False  # type: ignore[union-attr]
+    assert index._remote.view.holds(ref(TAIL), 0.0) is False
     assert known_tokens(index, TAIL) == TAIL
     assert offer(index, TAIL) == []
 

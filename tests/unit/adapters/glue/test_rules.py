@@ -265,7 +265,7 @@ class TestWaiting:
         """Hundreds of requests may wait for one load, and vLLM asks about each at every step."""
         scheduler, two, fetch = one_loads_and_two_waits()
         with monkeypatch.context() as patch:
-            patch.setattr(ChunkIndex, "lookup", _refuse)
+            patch.setattr(scheduler.index, "lookup", _refuse)
             assert [scheduler.num_new_matched_tokens(two, 0) for _ in range(3)] == [None] * 3
             with pytest.raises(AssertionError, match="looked up"):
                 scheduler.num_new_matched_tokens(two, CHUNK)  # vLLM has some of it by now
@@ -276,7 +276,7 @@ class TestWaiting:
         scheduler, two, fetch = one_loads_and_two_waits()
         news = FetchResult(arrived=Counter([refs_of(PROMPT)[0].prefix_key]))
         scheduler.complete(StepReport(fetches={fetch.number: news}))
-        monkeypatch.setattr(ChunkIndex, "lookup", _refuse)
+        monkeypatch.setattr(scheduler.index, "lookup", _refuse)
         assert scheduler.num_new_matched_tokens(two, 0) is None
 
     def test_what_is_forgotten_is_not_waited_for(self) -> None:
