@@ -165,9 +165,10 @@ class Entries(dict[PrefixKey, Entry]):
         self._siblings: dict[PrefixKey, tuple[PrefixKey, ...]] = {}  # all parts of a checkpoint, by each part's key
         self._broken: dict[PrefixKey, None] = {}  # parts of checkpoints that lack another part
 
-    def enter(self, chunk: Entry) -> Entry:
-        """Add the entry of a chunk that has none. The caller passes its trail to ``learn``."""
+    def enter(self, chunk: Entry, trail: bytes = b"") -> Entry:
+        """Add the entry of a chunk that has none, with its trail if it is known."""
         self[chunk.ref.prefix_key] = chunk
+        self.learn(chunk, trail)
         return chunk
 
     def learn_all(self, trails: Mapping[PrefixKey, bytes]) -> None:

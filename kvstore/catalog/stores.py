@@ -236,8 +236,8 @@ class Stores:
         if not targets and not self.keep_in_memory:  # it would be dropped as soon as it is stored
             self.slots.free.append(slot)
             return None
-        self.slots.fill(self.chunks.enter(chunk), slot, GATHERING)
-        self.chunks.learn(chunk, trail)
+        self.slots.fill(chunk, slot, GATHERING)
+        self.chunks.enter(chunk, trail)
         chunk.uses += len(targets)
         if chunk.expires_s is not None:
             self.chunks.expiries.set(ref.prefix_key, chunk.expires_s)
