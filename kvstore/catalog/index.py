@@ -18,9 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from kvstore.catalog import invariants
 from kvstore.catalog.entries import Entries
-from kvstore.catalog.leases import Leases, LeaseView, Uses
+from kvstore.catalog.leases import Leases, Uses
 from kvstore.catalog.loads import Loads
 from kvstore.catalog.lookup import Lookup
 from kvstore.catalog.plans import Place
@@ -113,7 +112,7 @@ class ChunkIndex:
         self.prepare_load, self.note_arrival, self.complete_load = loads.prepare, loads.note_arrival, loads.complete
         self.prepare_store, self.complete_store = stores.prepare, stores.complete
         self.complete_write = stores.complete_write
-        self.lease, self.release = uses.lease, uses.release
+        self.lease, self.release, self.lease_views = uses.lease, uses.release, self._leases.views
 
     def __contains__(self, key: PrefixKey) -> bool:
         return self._chunks.is_known(key)
@@ -140,10 +139,6 @@ class ChunkIndex:
     def leases(self) -> int:
         """Number of leases and pins held."""
         return len(self._leases)
-
-    def lease_views(self) -> list[LeaseView]:
-        """Return all leases, on the index's clock. Thread-safe."""
-        return self._leases.views()
 
     def in_memory(self, key: PrefixKey) -> bool:
         """Tell if a load would find the chunk in a slot."""
@@ -230,14 +225,3 @@ class ChunkIndex:
         """Return the chunks that must leave the remote tier."""
         recalls, self._remote.recalls = self._remote.recalls, []
         return recalls
-
-    def check_invariants(self) -> None:
-        """Assert the invariants between any two calls, for every chunk and lease. For tests, since it is slow."""
-        invariants.check_expiries(self._chunks)
-        invariants.check_trails(self._chunks)
-        invariants.check_slots(self._chunks, self._slots)
-        invariants.check_disk(self._disk)
-        invariants.check_sends(self._remote)
-        invariants.check_leases(self._leases)
-        invariants.check_uses(self._uses)
-        invariants.check_checkpoints(self._chunks)

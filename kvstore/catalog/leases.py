@@ -64,7 +64,7 @@ class Leases:
         return key in self._holders
 
     def views(self) -> list[LeaseView]:
-        """Return all leases. Thread-safe."""
+        """Return all leases, on the index's clock. Thread-safe."""
         return [LeaseView(name, len(lease.keys), lease.expires_s) for name, lease in list(self._leases.items())]
 
     def admitted(self, keys: Sequence[PrefixKey]) -> int:

@@ -20,6 +20,7 @@ from kvstore.keys import PrefixKey
 from kvstore.policies import POLICIES
 from support.index_model import IndexModel
 from support.index_world import BLOCK, CHUNK, FAMILIES, World, all_trails, stored_bytes
+from support.invariants import check_invariants
 from support.uses import uses_of
 
 if TYPE_CHECKING:
@@ -408,7 +409,7 @@ class IndexMachine(IndexModel):
 
     @invariant()
     def consistent(self) -> None:
-        self.index.check_invariants()
+        check_invariants(self.index)
         writing = self.world.written_to_disk()
         held = sum(stored_bytes(ref.num_blocks) for ref in writing)
         held += sum(self.world.sizes.get(ref, stored_bytes(ref.num_blocks)) for ref in self.world.disk - writing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.catalog import hasher_of, keys, known_tokens, refs_of
+from support.invariants import check_invariants
 
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place, StoreStep
@@ -30,7 +31,7 @@ def trail(num_tokens: int) -> bytes:
 def offer(index: ChunkIndex, num_tokens: int) -> list[StoreStep]:
     """Plan a store and return its steps, of which none is carried out."""
     steps = index.prepare_store(refs_of(num_tokens), hasher=hasher_of(num_tokens))
-    index.check_invariants()
+    check_invariants(index)
     return steps
 
 
@@ -41,7 +42,7 @@ def send(index: ChunkIndex, num_tokens: int, *, stored: bool = True) -> list[Sto
     for step in steps:
         if Place.REMOTE in step.targets:
             index.complete_write(step.ref.prefix_key, Place.REMOTE, stored=stored)
-    index.check_invariants()
+    check_invariants(index)
     return steps
 
 
@@ -188,7 +189,7 @@ def test_a_tail_that_is_being_read_stays() -> None:
     send(index, WHOLE)
     assert index.take_recalls() == []
     index.complete_load(loads, set(), set())
-    index.check_invariants()
+    check_invariants(index)
 
 
 def test_what_is_remembered_of_tails_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

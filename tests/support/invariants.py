@@ -1,4 +1,4 @@
-"""The index's invariants between any two calls, checked for every chunk and lease."""
+"""Invariants of the index between any two calls, checked for every chunk and lease."""
 
 from __future__ import annotations
 
@@ -17,10 +17,23 @@ from kvstore.catalog.entries import (
     Entries,
     Name,
 )
+from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.leases import Leases, Uses
 from kvstore.catalog.slots import Slots
 from kvstore.catalog.writes import DiskWrites, RemoteSends
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
+
+
+def check_invariants(index: ChunkIndex) -> None:
+    """Assert the invariants between any two calls."""
+    check_expiries(index._chunks)
+    check_trails(index._chunks)
+    check_slots(index._chunks, index._slots)
+    check_disk(index._disk)
+    check_sends(index._remote)
+    check_leases(index._leases)
+    check_uses(index._uses)
+    check_checkpoints(index._chunks)
 
 
 def check_expiries(chunks: Entries) -> None:
