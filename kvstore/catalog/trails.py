@@ -150,7 +150,7 @@ def _outwards(group: Sequence[bytes], trail: bytes) -> Iterator[tuple[bytes, int
     below = above - 1
     below_it, shared_below = _shared_at(group, below, trail)
     above_it, shared_above = _shared_at(group, above, trail)
-    if shared_below >= max(1, shared_above):
+    if shared_below and shared_below >= shared_above:
         first = bisect_left(group, trail[: shared_below * PREFIX_KEY_BYTES])
         if first < below:  # all from ``first`` on share as much
             above, below = first, first - 1
