@@ -26,8 +26,7 @@ import numpy as np
 import torch
 
 from kvstore.assembly import log_device_bytes, open_tiers, slow_timeout_s
-from kvstore.catalog.plans import IndexCounters, Match, Place
-from kvstore.catalog.sequence import pin_name
+from kvstore.catalog.plans import IndexCounters, Match, Place, pin_name
 from kvstore.chunks import ChunkRef
 from kvstore.errors import InvalidCallError
 from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixKey, new_epoch

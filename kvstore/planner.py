@@ -13,9 +13,8 @@ from typing import Final, TypeVar
 
 from kvstore.assembly import OpenTiers, open_directory
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import NO_MATCH, LoadStep, Match, Place
+from kvstore.catalog.plans import NO_MATCH, LoadStep, Match, Place, all_refs, chunk_refs
 from kvstore.catalog.remote_view import RemoteView, Told
-from kvstore.catalog.sequence import all_refs, chunk_refs
 from kvstore.chunks import ChunkRef, chunk_of
 from kvstore.errors import ClosedError
 from kvstore.keys import Namespace, PrefixHasher, PrefixKey

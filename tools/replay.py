@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import LoadStep, Place
-from kvstore.catalog.sequence import chunk_refs
+from kvstore.catalog.plans import LoadStep, Place, chunk_refs
 from kvstore.keys import PrefixHasher
 
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import islice
+from typing import Final, Generic, TypeVar
 
-from kvstore.catalog.deadlines import Deadlines
-from kvstore.catalog.departed import Departed
-from kvstore.catalog.plans import IndexCounters, MissReason
+from kvstore.catalog.plans import IndexCounters, MissReason, Place, trails
 from kvstore.catalog.trails import Trails
 from kvstore.chunks import ChunkRef, is_trail_of
-from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
+from kvstore.keys import PREFIX_KEY_BYTES, PrefixHasher, PrefixKey
+
+MAX_HOLDERS: Final = 8  # chunks examined, of each kind, that may hold one tail
+MAX_DEPARTED = 65_536  # about 8 MB; beyond that the older half is dropped, as if never stored
+_MAX_PROBES: Final = 64  # chunks examined with a slot, and without, while better ones do not fit
+_SLACK: Final = 64  # stale entries of a heap that are not worth clearing away
+_MEMORY, _DISK = Place.MEMORY, Place.DISK  # module names for speed, as for the states of an entry
+
+Name = TypeVar("Name", bound=str | bytes)
 
 
 class InMemory(Enum):
@@ -77,15 +86,76 @@ class Entry:
         return self.disk is STORED or self.disk is UNREAD
 
 
+class Deadlines(Generic[Name]):
+    """Named deadlines. Memory is proportional to the names, time to those that expire."""
+
+    def __init__(self) -> None:
+        self._at_s: dict[Name, float] = {}
+        self._heap: list[tuple[float, Name]] = []  # includes stale entries of deadlines that were moved or withdrawn
+
+    def set(self, name: Name, at_s: float) -> None:
+        """Set or move the deadline of a name; infinity means never."""
+        self._at_s[name] = at_s
+        heapq.heappush(self._heap, (at_s, name))
+        self._clear_away()
+
+    def withdraw(self, name: Name) -> None:
+        """Remove the deadline of a name. Unknown names are ignored."""
+        if self._at_s.pop(name, None) is not None:
+            self._clear_away()
+
+    def take_due(self, now_s: float) -> list[Name]:
+        """Remove and return the names that have expired by now, earliest first."""
+        due: list[Name] = []
+        while self._heap and self._heap[0][0] <= now_s:
+            at_s, name = heapq.heappop(self._heap)
+            if self._at_s.get(name) == at_s:
+                del self._at_s[name]
+                due.append(name)
+        self._clear_away()
+        return due
+
+    def _clear_away(self) -> None:
+        """Drop stale entries once they are the majority, so that each costs constant time."""
+        if len(self._heap) > 2 * len(self._at_s) + _SLACK:
+            self._heap = [(at_s, name) for name, at_s in self._at_s.items()]
+            heapq.heapify(self._heap)
+
+
+class Departed:
+    """The chunks removed last, and why. The policies' ghosts give no reasons, and some policies keep none."""
+
+    def __init__(self, max_keys: int = MAX_DEPARTED) -> None:
+        self._max_keys = max_keys
+        self._young: dict[PrefixKey, MissReason] = {}  # two halves, because resizing one large dictionary stalls
+        self._old: dict[PrefixKey, MissReason] = {}
+
+    def note(self, key: PrefixKey, reason: MissReason) -> None:
+        """Note that a chunk was removed, and why."""
+        if len(self._young) >= self._max_keys // 2 and key not in self._young:
+            self._young, self._old = {}, self._young
+        self._young[key] = reason
+
+    def reason(self, key: PrefixKey) -> MissReason | None:
+        """Return the reason of a chunk's last removal; None if unknown."""
+        return self._young.get(key) or self._old.get(key)
+
+
 class Entries(dict[PrefixKey, Entry]):
     """All chunks by key, with the records kept when a chunk is added to a place or removed from it.
 
     Args:
         tracks_changes: True to collect ``changes``.
+
+    Attributes:
+        now_s: the time.
+        disk_answers: True if the disk can be read now.
     """
 
     def __init__(self, *, tracks_changes: bool) -> None:
         super().__init__()
+        self.now_s = 0.0
+        self.disk_answers = True
         self.counters = IndexCounters()
         self.departed = Departed()
         self.near, self.far = Trails(), Trails()  # of chunks with a slot, and of those without
@@ -95,9 +165,10 @@ class Entries(dict[PrefixKey, Entry]):
         self._siblings: dict[PrefixKey, tuple[PrefixKey, ...]] = {}  # all parts of a checkpoint, by each part's key
         self._broken: dict[PrefixKey, None] = {}  # parts of checkpoints that lack another part
 
-    def enter(self, chunk: Entry) -> Entry:
-        """Add the entry of a chunk that has none. The caller passes its trail to ``learn``."""
+    def enter(self, chunk: Entry, trail: bytes = b"") -> Entry:
+        """Add the entry of a chunk that has none, with its trail if it is known."""
         self[chunk.ref.prefix_key] = chunk
+        self.learn(chunk, trail)
         return chunk
 
     def learn_all(self, trails: Mapping[PrefixKey, bytes]) -> None:
@@ -129,10 +200,67 @@ class Entries(dict[PrefixKey, Entry]):
     def _trails_of(self, chunk: Entry) -> Trails:
         return self.far if chunk.memory is NO_SLOT else self.near
 
+    def new_trails(self, hasher: PrefixHasher | None, refs: Iterable[ChunkRef]) -> dict[PrefixKey, bytes]:
+        """Return the trails of a sequence's chunks that are unknown, or known without a trail."""
+        if hasher is None:
+            return {}
+        return trails(hasher, [ref for ref in refs if not (chunk := self.get(ref.prefix_key)) or not chunk.trail])
+
+    def closest(
+        self, trail: bytes, fits: Callable[[Entry], bool], *, has_slot: bool = False
+    ) -> tuple[Entry | None, int]:
+        """Return the chunk that shares most blocks with a trail of those that fit, and how many; one in memory first.
+
+        With ``has_slot`` only chunks in memory count. Thread-safe.
+        """
+        best, most_blocks = None, 0
+        for known in (self.near,) if has_slot else (self.near, self.far):
+            for other, num_blocks in islice(known.neighbours(trail), _MAX_PROBES):
+                if num_blocks <= most_blocks:
+                    break
+                chunk = self.get(other[-PREFIX_KEY_BYTES:])
+                if chunk is not None and fits(chunk):
+                    best, most_blocks = chunk, num_blocks
+                    break
+        return best, most_blocks
+
+    def longer(self, trail: bytes, at_most: int | None = None) -> Iterator[Entry]:
+        """Yield chunks in any state that hold all blocks of a trail and more, those in memory first. Thread-safe."""
+        for known in (self.near, self.far):
+            for key in islice(known.within(trail), at_most):
+                if (chunk := self.get(key)) is not None:
+                    yield chunk
+
     def is_known(self, key: PrefixKey) -> bool:
         """Tell if a chunk is here or arriving, and not about to be removed."""
         chunk = self.get(key)
         return chunk is not None and not chunk.forgotten
+
+    def is_here(self, ref: ChunkRef) -> bool:
+        """Tell if a chunk is here or arriving, and a load can be planned now."""
+        chunk = self.get(ref.prefix_key)
+        return chunk is not None and self.is_readable(chunk)
+
+    def is_readable(self, chunk: Entry) -> bool:
+        """Tell if a load of a chunk can be planned now."""
+        if chunk.forgotten:
+            return False
+        memory = chunk.memory
+        if memory is NO_SLOT:
+            return chunk.on_disk and self.disk_answers
+        return memory is not GATHERING
+
+    def is_loading(self, key: PrefixKey) -> bool:
+        """Tell if a running load brings the chunk to a slot; a chunk forgotten meanwhile does not count."""
+        chunk = self.get(key)
+        return chunk is not None and chunk.memory is LOADING and not chunk.forgotten
+
+    def holds(self, key: PrefixKey, place: Place) -> bool:
+        """Tell if the bytes of a chunk are in a slot, or on disk."""
+        chunk = self.get(key)
+        if chunk is None or chunk.forgotten:
+            return False
+        return chunk.memory is READY if place is _MEMORY else place is _DISK and chunk.on_disk
 
     def is_unused(self, key: PrefixKey) -> bool:
         """Tell if a chunk may be evicted."""

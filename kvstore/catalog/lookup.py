@@ -4,92 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import islice, takewhile
-from operator import itemgetter
 
-from kvstore.catalog.diskwrites import DiskWrites
-from kvstore.catalog.entries import GATHERING, LOADING, NO_SLOT, READY, Entries, Entry
-from kvstore.catalog.plans import NO_MATCH, Match, MissReason, Place
-from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView, Told
-from kvstore.catalog.remotesends import RemoteSends
-from kvstore.catalog.sequence import all_refs, ends, tail_refs, trails
+from kvstore.catalog.entries import LOADING, NO_SLOT, Entries, Entry
+from kvstore.catalog.plans import NO_MATCH, Match, MissReason, Place, all_refs, ends, tail_refs
+from kvstore.catalog.remote_view import NOTHING_TOLD, Told
 from kvstore.catalog.slots import Slots, StagingRoom
+from kvstore.catalog.writes import RemoteSends
 from kvstore.checkpoints.parts import Checkpoints, End
 from kvstore.chunks import Asked, ChunkRef
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixHasher, PrefixKey
 
 _ROUNDS, _CHECKPOINT_ROUNDS = 3, 4  # rounds of ``questions``
 _MAX_NAMED = 8  # chunks named by a remote tier that a lookup asks about
-_MAX_PROBES = 64  # candidates examined in memory, and on disk, while better ones cannot be read
 _MEMORY, _DISK = Place.MEMORY, Place.DISK  # module names for speed, as for the states of an entry
 
 
 class Lookup:
-    """The read-only half of the index."""
+    """The queries of the index.
+
+    Args:
+        chunks, slots, remote: the parts of the index.
+        checkpoints: the checkpoints that the model needs with its chunks; None if it needs none.
+        reads_fronts: True if the remote tier can read only the leading blocks of a chunk.
+    """
 
     def __init__(
         self,
         chunks: Entries,
         slots: Slots,
-        disk: DiskWrites,
         remote: RemoteSends,
         checkpoints: Checkpoints | None = None,
         *,
         reads_fronts: bool = False,
     ) -> None:
-        self.counters = chunks.counters
+        self.rounds = _ROUNDS if checkpoints is None else _CHECKPOINT_ROUNDS
         self._chunks = chunks
         self._slots = slots
-        self._disk = disk
         self._remote = remote
-        self.checkpoints = checkpoints
+        self._checkpoints = checkpoints
         self._reads_fronts = reads_fronts
-        self._now_s = 0.0
-
-    @property
-    def question_rounds(self) -> int:
-        """Rounds of ``questions`` after which a match is the longest that can be known."""
-        return _ROUNDS if self.checkpoints is None else _CHECKPOINT_ROUNDS
-
-    def __contains__(self, key: PrefixKey) -> bool:
-        return self._chunks.is_known(key)
-
-    def __len__(self) -> int:
-        return len(self._chunks)
-
-    @property
-    def num_slots(self) -> int:
-        """Slots of the pool."""
-        return self._slots.num_slots
-
-    @property
-    def slots_in_use(self) -> int:
-        """Slots that hold a chunk or are being filled."""
-        return self._slots.num_slots - len(self._slots.free)
-
-    @property
-    def disk_used_bytes(self) -> int:
-        """Bytes accounted to the disk tier, writes in flight included."""
-        return self._disk.order.used_bytes
-
-    def queued_writes(self, target: Place) -> int:
-        """Return the number of chunks waiting to be written to a slower tier, or being written."""
-        return self._remote.num_sends if target is Place.REMOTE else self._disk.num_writes
-
-    def in_memory(self, key: PrefixKey) -> bool:
-        """Tell if a load would find the chunk in a slot."""
-        return self.holds(key, Place.MEMORY)
-
-    def holds(self, key: PrefixKey, place: Place) -> bool:
-        """Tell if the bytes of a chunk are in a slot, or on disk."""
-        chunk = self._chunks.get(key)
-        if chunk is None or chunk.forgotten:
-            return False
-        return chunk.memory is READY if place is _MEMORY else place is _DISK and chunk.on_disk
-
-    def is_loading(self, key: PrefixKey) -> bool:
-        """Tell if a running load brings the chunk to a slot; a chunk forgotten meanwhile does not count."""
-        chunk = self._chunks.get(key)
-        return chunk is not None and chunk.memory is LOADING and not chunk.forgotten
 
     def lookup(
         self,
@@ -109,8 +62,8 @@ class Lookup:
 
         A model that needs checkpoints continues from the last one within the chunks, and not beyond ``limit_tokens``.
         """
-        if self.checkpoints is not None:
-            return self._resumable(self.checkpoints, hasher, skip_tokens, told, limit_tokens)
+        if self._checkpoints is not None:
+            return self._resumable(self._checkpoints, hasher, skip_tokens, told, limit_tokens)
         first_chunk, room = skip_tokens // hasher.chunk_tokens, self._room()
         found = self._whole(hasher, first_chunk, room, told)
         num_tokens = (first_chunk + len(found)) * hasher.chunk_tokens
@@ -128,7 +81,7 @@ class Lookup:
         trail = b"".join(keys)
         holder, most_blocks = self._holder_of_most(trail, room, reads_parts=reads_parts)
         nearest = holder.ref if holder is not None else None
-        if self._remote.view is None and self._chunks.keys().isdisjoint(keys[most_blocks:]):
+        if not self._remote.exists and self._chunks.keys().isdisjoint(keys[most_blocks:]):
             return nearest, most_blocks  # the usual case
         others = self._named(trail, hasher.blocks_per_chunk, most_blocks, told)
         for num_blocks in range(len(keys), most_blocks, -1):  # known by key only, arriving, or at a remote tier
@@ -146,14 +99,12 @@ class Lookup:
         Chunks known to be missing are left out and, as in ``_holder_of_most``, those that another request is loading.
         """
         view = self._remote.view
-        if view is None:
-            return []
         found = (
             (ref, num_blocks)
             for ref, num_blocks in takewhile(lambda found: found[1] > known_blocks, view.heard.nearest(trail))
             if num_blocks < ref.num_blocks <= blocks_per_chunk
-            and not self.is_loading(ref.prefix_key)
-            and (self._is_here(ref) or view.holds(ref, self._now_s, told) is not False)
+            and not self._chunks.is_loading(ref.prefix_key)
+            and (self._chunks.is_here(ref) or view.holds(ref, self._chunks.now_s, told) is not False)
         )
         return list(islice(found, _MAX_NAMED))
 
@@ -163,18 +114,12 @@ class Lookup:
         A chunk that another request is loading is left out, because a user of a part would wait for all of it. Without
         ``reads_parts``, so are all chunks on disk, since those read as a whole are found by their keys.
         """
-        best, most_blocks = None, 0
-        for known in (self._chunks.near, self._chunks.far) if reads_parts else (self._chunks.near,):
-            for other, num_blocks in islice(known.neighbours(trail), _MAX_PROBES):
-                if num_blocks <= most_blocks:
-                    break
-                chunk = self._chunks.get(other[-PREFIX_KEY_BYTES:])
-                if chunk is None or chunk.memory is LOADING or not self._is_readable(chunk):
-                    continue
-                if room.copy().takes(chunk):
-                    best, most_blocks = chunk, num_blocks
-                    break
-        return best, most_blocks
+        chunks = self._chunks
+
+        def fits(chunk: Entry) -> bool:
+            return chunk.memory is not LOADING and chunks.is_readable(chunk) and room.has_place(chunk)
+
+        return chunks.closest(trail, fits, has_slot=not reads_parts)
 
     def longest(self, trail: bytes) -> tuple[Place, int] | None:
         """Return the place of a chunk that shares most blocks with a trail, and how many. Thread-safe."""
@@ -183,20 +128,15 @@ class Lookup:
 
     def nearest(self, trail: bytes, place: Place) -> tuple[PrefixKey, int]:
         """Return the chunk in a place that shares most blocks with a trail, and how many; 0 if none does."""
-        best: tuple[PrefixKey, int] = b"", 0
-        for known in (self._chunks.near,) if place is _MEMORY else (self._chunks.near, self._chunks.far):
-            for key, num_blocks in islice(known.nearest(trail), _MAX_PROBES):
-                if num_blocks <= best[1]:
-                    break
-                if self.holds(key, place):
-                    best = key, num_blocks
-                    break
-        return best
+        chunks = self._chunks
+        chunk, num_blocks = chunks.closest(
+            trail, lambda chunk: chunks.holds(chunk.ref.prefix_key, place), has_slot=place is _MEMORY
+        )
+        return chunk.ref.prefix_key if chunk is not None else b"", num_blocks
 
     def longer(self, trail: bytes) -> list[ChunkRef]:
         """Return the chunks in any state that hold all blocks of a trail and more. Thread-safe."""
-        holders = (*self._chunks.near.within(trail), *self._chunks.far.within(trail))
-        return [chunk.ref for key in dict.fromkeys(holders) if (chunk := self._chunks.get(key)) is not None]
+        return list(dict.fromkeys(chunk.ref for chunk in self._chunks.longer(trail)))
 
     def _whole(self, hasher: PrefixHasher, first_chunk: int, room: StagingRoom, told: Told) -> list[ChunkRef]:
         """Return the whole chunks that could be loaded, in order, starting at ``first_chunk``."""
@@ -253,8 +193,8 @@ class Lookup:
 
     def _fits(self, refs: Iterable[ChunkRef]) -> bool:
         """Tell if one load has slots for all of these chunks, which can be found."""
-        room, chunks = self._room(), (self._chunks.get(ref.prefix_key) for ref in refs)
-        return all(room.takes(chunk if chunk is not None and self._is_readable(chunk) else None) for chunk in chunks)
+        room, chunks = self._room(), self._chunks
+        return all(room.takes(chunks[ref.prefix_key] if chunks.is_here(ref) else None) for ref in refs)
 
     def why_missing(self, hasher: PrefixHasher, known_tokens: int, end_tokens: int) -> MissReason | None:
         """Return the reason why a match ended before ``end_tokens``; None if no whole block lies between.
@@ -267,26 +207,23 @@ class Lookup:
         keys = (inside := hasher.block_keys(first_chunk))[inside_blocks : max(0, end_block)]
         if not keys:
             return None
-        if self.checkpoints is not None and not self.checkpoints.groups.full:  # needs a checkpoint
+        if self._checkpoints is not None and not self._checkpoints.groups.full:  # needs a checkpoint
             last = len(hasher.chunk_keys())
             behind = ends(hasher, known_tokens, end_tokens, {last: tail_refs(hasher, last)})
-            keys = [first.prefix_key for first in self.checkpoints.first_refs(reversed(behind)) if first is not None]
+            keys = [first.prefix_key for first in self._checkpoints.first_refs(reversed(behind)) if first is not None]
         here = (chunk for key in reversed(keys) if (chunk := self._chunks.get(key)) is not None and not chunk.forgotten)
         if chunk := next(here, None) or self._hidden(inside, inside_blocks):
-            if self._is_readable(chunk):
-                return MissReason.NO_ROOM if self.checkpoints is None else MissReason.NO_CHECKPOINT
+            if self._chunks.is_readable(chunk):
+                return MissReason.NO_ROOM if self._checkpoints is None else MissReason.NO_CHECKPOINT
             is_down = chunk.on_disk and chunk.memory is NO_SLOT
             return MissReason.TIER_DOWN if is_down else MissReason.NOT_YET
         gone = (self._chunks.departed.reason(key) for key in reversed(keys))
         reason = next((reason for reason in gone if reason is not None), MissReason.NEVER_STORED)
-        return MissReason.TIER_DOWN if self._remote.view is not None and not self._remote.answers else reason
+        return MissReason.TIER_DOWN if self._remote.exists and not self._remote.answers else reason
 
     def _hidden(self, keys: Iterable[PrefixKey], known_blocks: int) -> Entry | None:
         """Return a chunk that holds more than the known blocks, which cannot be loaded or it would have matched."""
-        trail = b"".join(keys)
-        found = (next(trails.nearest(trail), (b"", 0)) for trails in (self._chunks.near, self._chunks.far))
-        key, num_blocks = max(found, key=itemgetter(1))
-        chunk = self._chunks.get(key)
+        chunk, num_blocks = self._chunks.closest(b"".join(keys), lambda _: True)
         return chunk if chunk is not None and num_blocks > known_blocks and not chunk.forgotten else None
 
     def questions(
@@ -299,61 +236,61 @@ class Lookup:
         first missing chunk. The last round asks if the chunks named for a trail are there. The answers go to the
         ``RemoteView``, or to what the caller was ``told``.
         """
-        if self._remote.view is None or not self._remote.answers:
+        if not self._remote.answers:
             return []
         known_tokens = max(match.num_tokens, match.chunk_tokens, skip_tokens)
         first_chunk, last = known_tokens // hasher.chunk_tokens, len(hasher.chunk_keys())
         asked: list[ChunkRef] = []
         near: list[bytes] = []
-        if self.checkpoints is None or self.checkpoints.groups.full:
+        if self._checkpoints is None or self._checkpoints.groups.full:
             asked += [ChunkRef(key, hasher.blocks_per_chunk) for key in hasher.chunk_keys()[first_chunk:]]
             for chunk in dict.fromkeys((first_chunk, last)):
                 known_blocks = max(0, known_tokens - chunk * hasher.chunk_tokens) // hasher.block_tokens
                 tails, keys = tail_refs(hasher, chunk)[known_blocks:], hasher.block_keys(chunk)
                 asked += tails
-                if self.checkpoints is None and known_blocks < len(keys):
+                if self._checkpoints is None and known_blocks < len(keys):
                     near.append(trail := b"".join(keys))
                     asked += (ref for ref, _ in self._named(trail, hasher.blocks_per_chunk, known_blocks, told))
-        unknown = [ref for ref in asked if not self._is_here(ref)]
-        questions: list[Asked] = [*self._remote.view.unknown(unknown, self._now_s, told)]
-        questions += self._remote.view.unknown(near, self._now_s, told)
-        if self.checkpoints is not None:
+        unknown = [ref for ref in asked if not self._chunks.is_here(ref)]
+        questions: list[Asked] = [*self._remote.view.unknown(unknown, self._chunks.now_s, told)]
+        questions += self._remote.view.unknown(near, self._chunks.now_s, told)
+        if self._checkpoints is not None:
             known = match._replace(num_tokens=max(match.num_tokens, skip_tokens), chunk_tokens=known_tokens)
-            questions += self._about_checkpoints(self.checkpoints, self._remote.view, hasher, known, told)
+            questions += self._about_checkpoints(self._checkpoints, hasher, known, told)
         return questions
 
     def _about_checkpoints(
-        self, checkpoints: Checkpoints, view: RemoteView, hasher: PrefixHasher, match: Match, told: Told
+        self, checkpoints: Checkpoints, hasher: PrefixHasher, match: Match, told: Told
     ) -> list[ChunkRef]:
         """Return the questions about checkpoints after a match: the first part of each, then its other parts.
 
         The other parts are asked for only if the tier has the first one and the known chunks reach the checkpoint.
         """
-        possible = _asked_ends(hasher, match)
+        view, possible = self._remote.view, _asked_ends(hasher, match)
         asked: list[ChunkRef] = []
         for (num_tokens, prefix_key), first in zip(possible, checkpoints.first_refs(possible), strict=True):
             if first is None:
                 continue
-            is_there = self._is_here(first) or view.holds(first, self._now_s, told)
+            is_there = self._chunks.is_here(first) or view.holds(first, self._chunks.now_s, told)
             if is_there is None:
                 asked.append(first)
             elif is_there and num_tokens <= match.chunk_tokens:
-                rest = [ref for ref in checkpoints.refs(prefix_key, num_tokens) if not self._is_here(ref)]
-                asked += view.unknown(rest, self._now_s, told)
+                rest = [ref for ref in checkpoints.refs(prefix_key, num_tokens) if not self._chunks.is_here(ref)]
+                asked += view.unknown(rest, self._chunks.now_s, told)
         return asked
 
     def asked_again(self, hasher: PrefixHasher, match: Match) -> list[ChunkRef]:
         """Return the chunks and checkpoint parts that a lookup after a match may have been told are missing."""
         refs = all_refs(hasher)
         view = self._remote.view
-        if self.checkpoints is None or view is None:
+        if self._checkpoints is None or not self._remote.exists:
             return refs
         possible = _asked_ends(hasher, match)
-        for (num_tokens, prefix_key), first in zip(possible, self.checkpoints.first_refs(possible), strict=True):
+        for (num_tokens, prefix_key), first in zip(possible, self._checkpoints.first_refs(possible), strict=True):
             if first is None:
                 continue
-            if self._is_here(first) or view.holds(first, self._now_s):
-                refs += self.checkpoints.refs(prefix_key, num_tokens)
+            if self._chunks.is_here(first) or view.holds(first, self._chunks.now_s):
+                refs += self._checkpoints.refs(prefix_key, num_tokens)
             else:
                 refs.append(first)
         return refs
@@ -361,7 +298,7 @@ class Lookup:
     def source(self, ref: ChunkRef, told: Told = NOTHING_TOLD) -> Place | None:
         """Return the place from which a chunk would be loaded now; None if none has it."""
         chunk = self._chunks.get(ref.prefix_key)
-        if chunk is not None and self._is_readable(chunk):
+        if chunk is not None and self._chunks.is_readable(chunk):
             if chunk.ref != ref:
                 return None
             return _DISK if chunk.memory is NO_SLOT else _MEMORY
@@ -373,52 +310,27 @@ class Lookup:
         Empty if it reads the whole chunk, as it does for more than half of the blocks, where a partial read saves too
         little.
         """
-        view = self._remote.view
-        if not self._reads_fronts or view is None or 2 * num_blocks > ref.num_blocks:
+        if not self._reads_fronts or 2 * num_blocks > ref.num_blocks:
             return b""
         chunk = self._chunks.get(ref.prefix_key)
-        trail = (chunk.trail if chunk is not None else b"") or view.heard.trail_of(ref)
+        trail = (chunk.trail if chunk is not None else b"") or self._remote.view.heard.trail_of(ref)
         front = trail[: num_blocks * PREFIX_KEY_BYTES]
         return b"" if front[-PREFIX_KEY_BYTES:] in self._chunks else front
 
     def _find(self, key: PrefixKey, num_blocks: int, room: StagingRoom, told: Told) -> ChunkRef | None:
         """Return a chunk that could be loaded, counted in ``room``."""
-        chunk = self._chunks.get(key)
-        if chunk is not None and self._is_readable(chunk):
-            return chunk.ref if chunk.ref.num_blocks == num_blocks and room.takes(chunk) else None
+        chunks = self._chunks
+        chunk = chunks.get(key)
+        if chunk is not None and chunks.is_readable(chunk):
+            ref = chunk.ref
+            return ref if ref.num_blocks == num_blocks and room.takes(chunk) else None
         ref = ChunkRef(key, num_blocks)
         return ref if self._is_remote(ref, told) and room.takes(None) else None
-
-    def _is_readable(self, chunk: Entry) -> bool:
-        if chunk.forgotten:
-            return False
-        memory = chunk.memory
-        if memory is NO_SLOT:
-            return chunk.on_disk and self._disk.answers
-        return memory is not GATHERING
-
-    def _new_trails(self, hasher: PrefixHasher | None, refs: Iterable[ChunkRef]) -> dict[PrefixKey, bytes]:
-        """Return the trails of a sequence's chunks that are unknown, or known without a trail.
-
-        The last chunk may be another sequence's that shares blocks with it; its trail was named by the remote tier.
-        """
-        if hasher is None:
-            return {}
-        new = [ref for ref in refs if not (chunk := self._chunks.get(ref.prefix_key)) or not chunk.trail]
-        made = trails(hasher, new)
-        if self._remote.view is not None and len(made) < len(new):
-            heard = self._remote.view.heard
-            made.update((ref.prefix_key, heard.trail_of(ref)) for ref in new if ref.prefix_key not in made)
-        return made
-
-    def _is_here(self, ref: ChunkRef) -> bool:
-        chunk = self._chunks.get(ref.prefix_key)
-        return chunk is not None and self._is_readable(chunk)
 
     def _is_remote(self, ref: ChunkRef, told: Told) -> bool:
         """Tell if a chunk that is not here could be loaded from the remote tier."""
         remote = self._remote
-        if remote.view is None or not remote.answers or not remote.view.holds(ref, self._now_s, told):
+        if not remote.answers or not remote.view.holds(ref, self._chunks.now_s, told):
             return False
         chunk = self._chunks.get(ref.prefix_key)
         return chunk is None or (chunk.ref == ref and not chunk.forgotten and chunk.memory is NO_SLOT)

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
 
-from kvstore.catalog.heard import HeardTrails
+from kvstore.catalog.trails import HeardTrails
 from kvstore.chunks import Answer, Asked, ChunkRef
 
 MAX_ANSWERS = 1 << 18  # about 50 MB; beyond that the oldest are forgotten

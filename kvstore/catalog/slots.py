@@ -79,22 +79,18 @@ class Slots:
 
 @dataclass(slots=True)
 class StagingRoom:
-    """Slots that a load could take, without those that hold the load's own chunks."""
+    """Slots, free or idle, that a load could still take. Idle ones of the load's own chunks are taken by it, too."""
 
     slots: int
-    staged: int = 0
 
-    def copy(self) -> StagingRoom:
-        """Return a copy, for queries that must not count."""
-        return StagingRoom(self.slots, self.staged)
+    def has_place(self, chunk: Entry) -> bool:
+        """Tell if the load has a slot for a chunk."""
+        return self.slots > 0 or (chunk.uses > 0 and chunk.memory is not NO_SLOT)
 
     def takes(self, chunk: Entry | None) -> bool:
         """Count a chunk, or None for one that is not here; return False if the load would run out of slots."""
-        if chunk is not None and chunk.memory is not NO_SLOT:
-            slots, staged = self.slots - (chunk.uses == 0), self.staged
-        else:
-            slots, staged = self.slots, self.staged + 1
-        if staged > slots:
-            return False
-        self.slots, self.staged = slots, staged
+        if chunk is None or not chunk.uses or chunk.memory is NO_SLOT:
+            if not self.slots:
+                return False
+            self.slots -= 1
         return True

@@ -9,13 +9,18 @@ neighbours of the position where the sequence's own trail belongs.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final
 
+from kvstore.chunks import ChunkRef, chunk_of, is_trail_of
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 
 TRAIL_SHARE: Final = 4  # a server keeps a trail of at most a quarter of its chunk's bytes; usually it is a thousandth
+MAX_HEARD = 1 << 14  # about 10 MB with 16 blocks a chunk; beyond that the oldest are forgotten
+_MAX_NAMED: Final = 64  # trails taken from one answer
+_MAX_NEAR: Final = 64  # candidates examined, those that share most first
 
 
 class Trails:
@@ -83,6 +88,52 @@ class Trails:
         return (trail for group in self._groups.values() for trail in group)
 
 
+class HeardTrails:
+    """Trails named by a remote tier. They lead to other engines' chunks that share blocks with a sequence.
+
+    A trail stays true, since keys name all tokens before them. It does not say if its chunk is still stored. The oldest
+    are forgotten first. For one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._trails = Trails()
+        self._by_key: OrderedDict[PrefixKey, bytes] = OrderedDict()
+
+    def add(self, asked: bytes, named: Iterable[bytes]) -> None:
+        """Add the trails named for the trail ``asked``, except malformed ones and those that share no block with it."""
+        for trail in islice(named, _MAX_NAMED):
+            if trail[:PREFIX_KEY_BYTES] != asked[:PREFIX_KEY_BYTES] or len(trail) % PREFIX_KEY_BYTES:
+                continue
+            key = trail[-PREFIX_KEY_BYTES:]
+            known = self._by_key.get(key)
+            if known == trail:
+                self._by_key.move_to_end(key)
+            elif known is None:
+                self._by_key[key] = trail
+                self._trails.add(trail)
+        while len(self._by_key) > MAX_HEARD:
+            self._trails.discard(self._by_key.popitem(last=False)[1])
+
+    def forget(self, ref: ChunkRef) -> None:
+        """Forget the trail of a removed chunk, which would hide others that share as much."""
+        if self.trail_of(ref):
+            self._trails.discard(self._by_key.pop(ref.prefix_key))
+
+    def nearest(self, trail: bytes) -> Iterator[tuple[ChunkRef, int]]:
+        """Return chunks that share blocks with a trail and the numbers of shared blocks, most shared first."""
+        return ((chunk_of(other), shared) for other, shared in islice(self._trails.neighbours(trail), _MAX_NEAR))
+
+    def trail_of(self, ref: ChunkRef) -> bytes:
+        """Return the trail of a chunk; empty if unknown."""
+        trail = self._by_key.get(ref.prefix_key, b"")
+        return trail if is_trail_of(trail, ref) else b""
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._trails = Trails()
+        self._by_key.clear()
+
+
 def is_trail(trail: bytes, blocks_per_chunk: int) -> bool:
     """Tell if bytes may be a trail: whole keys, and no more than a chunk has blocks."""
     return bool(trail) and len(trail) % PREFIX_KEY_BYTES == 0 and len(trail) <= blocks_per_chunk * PREFIX_KEY_BYTES
@@ -99,7 +150,7 @@ def _outwards(group: Sequence[bytes], trail: bytes) -> Iterator[tuple[bytes, int
     below = above - 1
     below_it, shared_below = _shared_at(group, below, trail)
     above_it, shared_above = _shared_at(group, above, trail)
-    if shared_below >= max(1, shared_above):
+    if shared_below and shared_below >= shared_above:
         first = bisect_left(group, trail[: shared_below * PREFIX_KEY_BYTES])
         if first < below:  # all from ``first`` on share as much
             above, below = first, first - 1

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 
-from kvstore.catalog.departed import Departed
+from kvstore.catalog.entries import Departed
 from kvstore.catalog.plans import MissReason
 from kvstore.catalog.trails import TRAIL_SHARE, Trails
 from kvstore.chunks import ChunkRef, Outcome, is_trail_of

@@ -15,6 +15,7 @@ from support.checks import sizes_on_disk
 from support.diskwork import CHUNK_BYTES, EVEN, MINE, bytes_on_disk, get, make_ref, make_slot, path_of, put
 from support.faults import Fault, FaultInjector, FaultKind
 from support.gate import Gate, until
+from support.invariants import check_invariants
 from support.rig import FILE_BYTES, Rig, tokens_of
 from support.uses import uses_of
 
@@ -220,7 +221,7 @@ def check_bytes(engine: CacheEngine, folders: tuple[Path, ...]) -> None:
     """Check at rest that the counted bytes are on disk, nothing is lost, and nothing is in use."""
     assert engine.flush(30)
     with engine._planner.lock:
-        engine._planner.index.check_invariants()
+        check_invariants(engine._planner.index)
         assert uses_of(engine._planner.index) == 0
         removals = engine._planner.index.take_removals()
     engine._mover.remove(Place.DISK, removals)

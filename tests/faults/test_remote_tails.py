@@ -15,7 +15,7 @@ from support.redis_server import RedisServer, running
 from support.rig import BLOCK, CHUNK, Rig, tokens_of
 from support.schedules import schedules
 
-from kvstore.catalog.sequence import chunk_refs
+from kvstore.catalog.plans import chunk_refs
 from kvstore.chunks import ChunkRef
 from kvstore.engine import CacheEngine
 from kvstore.keys import NO_EXTRAS

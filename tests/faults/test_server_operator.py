@@ -10,7 +10,7 @@ from support.cache_server import ServerThread, serving_ipc
 from support.parting import FLUSH_S
 from support.rig import BLOCK, CHUNK, Rig, tokens_of
 
-from kvstore.catalog.sequence import chunk_refs
+from kvstore.catalog.plans import chunk_refs
 from kvstore.chunks import ChunkRef
 from kvstore.keys import NO_EXTRAS
 from kvstore.options import RemoteOptions

@@ -6,11 +6,11 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import Place
-from kvstore.catalog.sequence import chunk_refs
+from kvstore.catalog.plans import Place, chunk_refs
 from kvstore.catalog.trails import keys_of
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixHasher
+from support.invariants import check_invariants
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -62,17 +62,17 @@ def store(index: ChunkIndex, num_tokens: int, seed: int = 0, *, write: bool = Tr
     for step in steps:
         if bool(step.targets) and write:
             index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
-    index.check_invariants()
+    check_invariants(index)
     return steps
 
 
 def known_tokens(index: ChunkIndex, num_tokens: int, seed: int = 0) -> int:
-    index.check_invariants()
+    check_invariants(index)
     return index.lookup(hasher_of(num_tokens, seed)).num_tokens
 
 
 def load(index: ChunkIndex, num_tokens: int, seed: int = 0) -> list[LoadStep]:
     steps = index.prepare_load(index.lookup(hasher_of(num_tokens, seed)).refs)
     index.complete_load(steps, set(), set())
-    index.check_invariants()
+    check_invariants(index)
     return steps

@@ -8,6 +8,7 @@ from kvstore.catalog.entries import NO_SLOT
 from kvstore.catalog.plans import Place
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.guards import layers
+from support.invariants import check_invariants
 from support.uses import uses_of
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def check_idle(engine: CacheEngine) -> None:
     assert not engine.flush(30.0).pending
     index, mover = engine._planner.index, engine._mover
     with engine._planner.lock:
-        index.check_invariants()
+        check_invariants(index)
         assert uses_of(index) == index._leases._num_holds
         mover.remove(Place.DISK, index.take_removals())  # the next call would carry them out
     for lane in mover._lanes.values():

@@ -24,8 +24,7 @@ from hypothesis.stateful import (
 )
 
 from kvstore import assembly
-from kvstore.catalog.plans import Place
-from kvstore.catalog.sequence import all_refs
+from kvstore.catalog.plans import Place, all_refs
 from kvstore.keys import NO_EXTRAS, PrefixHasher, PrefixKey
 from kvstore.requests import hash_tokens
 from kvstore.tiers import open_tier
@@ -33,6 +32,7 @@ from kvstore.transfer import layerwise
 from kvstore.transfer.lane import WRITE_THREADS, Lane
 from support.gate import HANG_GUARD_S
 from support.gated_store import BEGINNING, OPERATIONS, GatedStore, GatedTier
+from support.invariants import check_invariants
 from support.remote import REMOTE
 from support.rig import BLOCK, BLOCKS_PER_CHUNK, NAMESPACE, POISON, SLOT_BYTES, Rig
 from support.uses import uses_of
@@ -364,7 +364,7 @@ class EngineMachine(RuleBasedStateMachine):
     def the_index_is_consistent(self) -> None:
         if hasattr(self, "engine"):
             with self.engine._planner.lock:
-                self.engine._planner.index.check_invariants()
+                check_invariants(self.engine._planner.index)
 
     # Behaviour of the storage
 
@@ -404,7 +404,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.prefetch([])
             assert not self.engine.flush(HANG_GUARD_S).pending
             with self.engine._planner.lock:
-                self.engine._planner.index.check_invariants()
+                check_invariants(self.engine._planner.index)
                 assert uses_of(self.engine._planner.index) == 0
             for blocks in (7, 10, 12):
                 for family in range(len(FAMILIES)):

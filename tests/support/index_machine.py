@@ -14,13 +14,13 @@ from hypothesis.stateful import (
 )
 
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import LoadStep, Place, StoreStep
+from kvstore.catalog.plans import LoadStep, Place, StoreStep, chunk_refs, trails
 from kvstore.catalog.remote_view import RemoteView
-from kvstore.catalog.sequence import chunk_refs, trails
 from kvstore.keys import PrefixKey
 from kvstore.policies import POLICIES
 from support.index_model import IndexModel
 from support.index_world import BLOCK, CHUNK, FAMILIES, World, all_trails, stored_bytes
+from support.invariants import check_invariants
 from support.uses import uses_of
 
 if TYPE_CHECKING:
@@ -288,7 +288,7 @@ class IndexMachine(IndexModel):
         self.ask_the_remote(family, length, 0)
         hasher, remote = self.hasher(family, length), {ref.prefix_key for ref in self.world.remote}
         whole, blocks = self.longest_there(hasher)
-        is_free = remote.isdisjoint(self.index._chunks) and self.index._room().slots > whole
+        is_free = remote.isdisjoint(self.index._chunks) and self.index._lookup._room().slots > whole
         if self.index._remote.answers and is_free:
             longest = whole * CHUNK + blocks * BLOCK
             assert self.index.lookup(hasher).num_tokens >= longest, "a longer prefix is there"
@@ -409,7 +409,7 @@ class IndexMachine(IndexModel):
 
     @invariant()
     def consistent(self) -> None:
-        self.index.check_invariants()
+        check_invariants(self.index)
         writing = self.world.written_to_disk()
         held = sum(stored_bytes(ref.num_blocks) for ref in writing)
         held += sum(self.world.sizes.get(ref, stored_bytes(ref.num_blocks)) for ref in self.world.disk - writing)

@@ -104,7 +104,7 @@ class IndexModel(RuleBasedStateMachine):
         tail = None if tail is not None and tail.forgotten else tail
         fit = [c for c in self.holders_of(ref.prefix_key) if c.lasts_until(until_s) and self.is_sure(c)]
         if self.view is not None and until_s is None:
-            fit = [c for c in fit if self.index._remote.leads_to(c, self.now_s)]
+            fit = [c for c in fit if self.index._remote.leads_to(c)]
         fit.sort(key=lambda chunk: chunk.memory is NO_SLOT)
         if not fit or (self.keeps and fit[0].memory is NO_SLOT):  # it is kept in memory if its holder is only on disk
             return False
@@ -138,7 +138,7 @@ class IndexModel(RuleBasedStateMachine):
 
     def check_longest(self, family: int, length: int, match: Match) -> None:
         """Check that a match ends with the longest common prefix, in blocks, of the sequence and all readable ones."""
-        room = self.index._room()
+        room = self.index._lookup._room()
         if self.view is not None or self.checkpoints is not None or not match.refs or room.slots <= len(match.refs):
             return
         hasher, begin = self.hasher(family, length), match.num_tokens // CHUNK
@@ -147,7 +147,7 @@ class IndexModel(RuleBasedStateMachine):
         keys = hasher.block_keys(begin)
         shared = [0]
         for chunk in self.index._chunks.values():
-            if self.index._is_readable(chunk):
+            if self.index._chunks.is_readable(chunk):
                 is_coming = chunk.memory is LOADING  # as a whole: no request waits for a part of it
                 trail = [] if is_coming else list(keys_of(chunk.trail))
                 trail = trail or [chunk.ref.prefix_key]

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
 
-from kvstore.catalog.plans import LoadStep, Place, StoreStep
-from kvstore.catalog.sequence import chunk_refs, trails
+from kvstore.catalog.plans import LoadStep, Place, StoreStep, chunk_refs, trails
 from kvstore.keys import PrefixHasher
 from kvstore.tiers.base import MAX_NEAREST
 from support.catalog import shared_blocks

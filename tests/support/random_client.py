@@ -10,6 +10,7 @@ from kvstore.adapters.vllm.requests.params import NO_PARAMS, WITHOUT_CACHE, Requ
 from kvstore.errors import TierError
 from support.fake_parts import BLOCK, LAYERS, FakeRequest
 from support.fake_scheduler import FakeScheduler
+from support.invariants import check_invariants
 from support.remote import FakeServer
 
 HEADER = 4096
@@ -46,7 +47,7 @@ class RandomClient:
             self.vllm.ask("again", prompt)
         self.vllm.settle()
         self.vllm.assert_nothing_leaked()
-        self.vllm.index.check_invariants()
+        check_invariants(self.vllm.index)
 
     def act(self) -> None:
         """Do one random event."""

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from kvstore.catalog.sequence import chunk_refs
+from kvstore.catalog.plans import chunk_refs
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.keys import KeyExtras, Namespace
 from kvstore.layout import KVLayout

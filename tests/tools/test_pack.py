@@ -18,7 +18,7 @@ from support.diskwork import CHUNK_BYTES, EVEN, MINE, OTHER, bytes_on_disk, get,
 from support.redis_server import RedisServer, running
 from support.rig import Rig, tokens_of
 
-from kvstore.catalog.sequence import chunk_refs
+from kvstore.catalog.plans import chunk_refs
 from kvstore.chunks import Outcome
 from kvstore.errors import ConfigError, FolderOwnedError
 from kvstore.format.pack import END_MAGIC, PARTIAL_SUFFIX, Shard, open_pack

@@ -19,7 +19,7 @@ from support.parting import PROMPTS, shared_tokens
 from support.rig import BLOCK, BLOCKS_PER_CHUNK, CHUNK, FILE_BYTES, NAMESPACE, Rig, tokens_of
 from support.schedules import schedules
 
-from kvstore.catalog.sequence import chunk_refs
+from kvstore.catalog.plans import chunk_refs
 from kvstore.chunks import ChunkRef, Outcome, chunk_of
 from kvstore.engine import CacheEngine
 from kvstore.format.pack import PARTIAL_SUFFIX, TRAILS_MAGIC, PackWriter, Shard, open_pack

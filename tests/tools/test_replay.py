@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from support.invariants import check_invariants
 
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place
@@ -23,7 +24,7 @@ def named(tokens: Sequence[int]) -> PrefixHasher:
 def ask(replay: Replay, tokens: Sequence[int]) -> int:
     found = replay.ask(named(tokens))
     assert sum(tokens for _, tokens in found.parts) == found.num_tokens
-    replay.index.check_invariants()
+    check_invariants(replay.index)
     return found.num_tokens
 
 

@@ -8,7 +8,7 @@ import tracemalloc
 from collections.abc import Callable
 
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.sequence import chunk_refs
+from kvstore.catalog.plans import chunk_refs
 from kvstore.engine import CacheEngine
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixHasher, PrefixKey
 from kvstore.options import EngineOptions

@@ -22,9 +22,8 @@ from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.telemetry.announcer import Adapter, Announcer
 from kvstore.adapters.vllm.worker.background import Background
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import LoadStep, Place, StoreStep
+from kvstore.catalog.plans import LoadStep, Place, StoreStep, chunk_refs
 from kvstore.catalog.remote_view import RemoteView
-from kvstore.catalog.sequence import chunk_refs
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.keys import NO_EXTRAS, Feature, KeyExtras, PrefixHasher
 from kvstore.layout import KVLayout

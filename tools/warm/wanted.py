@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstore.adapters.vllm.identity import fingerprint_adapter
-from kvstore.catalog.sequence import chunk_refs, trails
+from kvstore.catalog.plans import chunk_refs, trails
 from kvstore.chunks import ChunkRef
 from kvstore.errors import ConfigError, InvalidCallError
 from kvstore.keys import KeyExtras

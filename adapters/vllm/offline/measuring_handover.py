@@ -22,7 +22,7 @@ from vllm import LLM
 from kvstore.adapters.vllm.offline.engine import connector_of
 from kvstore.adapters.vllm.offline.measuring import MARK, STORE, Sample, ask, opened
 from kvstore.adapters.vllm.plan import WorkerFacts
-from kvstore.catalog.sequence import chunk_refs
+from kvstore.catalog.plans import chunk_refs
 from kvstore.errors import KVStoreError
 from kvstore.keys import NO_EXTRAS
 from kvstore.requests import hash_tokens

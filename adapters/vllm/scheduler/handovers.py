@@ -18,8 +18,7 @@ from kvstore.adapters.vllm.scheduler.loads import overlapping
 from kvstore.adapters.vllm.scheduler.sendings import NOWHERE, Kept, Sendings, hit_tokens
 from kvstore.adapters.vllm.scheduler.waits import Waits
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import Place
-from kvstore.catalog.sequence import chunk_refs
+from kvstore.catalog.plans import Place, chunk_refs
 from kvstore.chunks import ChunkRef
 
 logger = logging.getLogger(__name__)

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Final
 
-from kvstore.catalog.heard import HeardTrails
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import Place
+from kvstore.catalog.plans import Place, chunk_refs, ends, tail_refs
 from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView, Told
-from kvstore.catalog.sequence import chunk_refs, ends, tail_refs
+from kvstore.catalog.trails import HeardTrails
 from kvstore.checkpoints.parts import Checkpoints, End
 from kvstore.chunks import Answer, Asked, ChunkRef
 from kvstore.keys import Namespace, PrefixHasher

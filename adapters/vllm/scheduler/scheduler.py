@@ -25,8 +25,7 @@ from kvstore.adapters.vllm.telemetry.accounts import NO_HIT, Accounts, HitSplit
 from kvstore.adapters.vllm.telemetry.announcer import Announcer, Removed, Stored
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.leases import LeaseView
-from kvstore.catalog.plans import Place
-from kvstore.catalog.sequence import chunk_refs, pin_name
+from kvstore.catalog.plans import Place, chunk_refs, pin_name
 from kvstore.chunks import ChunkRef
 from kvstore.errors import InvalidCallError
 from kvstore.keys import NO_EXTRAS, KeyExtras, PrefixHasher, new_epoch

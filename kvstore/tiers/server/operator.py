@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvstore.catalog.sequence import chunk_refs, tail_refs
+from kvstore.catalog.plans import chunk_refs, tail_refs
 from kvstore.chunks import ChunkRef
 from kvstore.errors import TierError
 from kvstore.keys import KeyExtras, PrefixHasher

@@ -19,6 +19,7 @@ from support.redis_server import require_server
 from typer.testing import CliRunner
 
 from kvstore.catalog.index import ChunkIndex
+from kvstore.catalog.stores import Stores
 from kvstore.engine import CacheEngine
 from kvstore.errors import ConfigError
 from kvstore.keys import Namespace
@@ -173,7 +174,7 @@ def test_a_chunk_takes_at_most_a_kibibyte_of_index(monkeypatch: pytest.MonkeyPat
 
 def test_chunks_that_are_not_stored_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "INDEX_CHUNKS", 32)
-    monkeypatch.setattr(ChunkIndex, "complete_store", lambda *_: None)
+    monkeypatch.setattr(Stores, "complete", lambda *_: None)
     monkeypatch.setattr(ChunkIndex, "__len__", lambda _: 16)
     with pytest.raises(BenchError, match="16 of 32 were stored"):
         lookup.measure_index()

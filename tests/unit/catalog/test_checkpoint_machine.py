@@ -13,8 +13,7 @@ from support.index_world import BLOCK, CHUNK, stored_bytes
 from support.schedules import schedule_settings
 
 from kvstore.catalog.entries import NO_SLOT
-from kvstore.catalog.plans import Match, Place, StoreStep
-from kvstore.catalog.sequence import chunk_refs
+from kvstore.catalog.plans import Match, Place, StoreStep, chunk_refs
 from kvstore.checkpoints.groups import Group, Groups, Kind
 from kvstore.checkpoints.parts import Checkpoints
 from kvstore.chunks import ChunkRef

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 from support.catalog import BLOCK, CHUNK, hasher_of, keys, stored_bytes
+from support.invariants import check_invariants
 from support.uses import uses_of
 
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import Match, MissReason, Place, StoreStep
+from kvstore.catalog.plans import Match, MissReason, Place, StoreStep, chunk_refs
 from kvstore.catalog.remote_view import RemoteView
-from kvstore.catalog.sequence import chunk_refs
 from kvstore.checkpoints import parts as parts_module
 from kvstore.checkpoints.groups import Group, Groups, Kind
 from kvstore.checkpoints.parts import Checkpoints
@@ -79,7 +79,7 @@ def store(index: ChunkIndex, num_tokens: int, ends: Sequence[int], seed: int = 0
     for step in steps:
         for target in step.targets:
             index.complete_write(step.ref.prefix_key, target, stored=True)
-    index.check_invariants()
+    check_invariants(index)
     return steps
 
 
@@ -94,7 +94,7 @@ def known(index: ChunkIndex, refs: Sequence[ChunkRef]) -> list[bool]:
 def load(index: ChunkIndex, match: Match, failed: Sequence[ChunkRef] = (), *, lost: bool = True) -> None:
     steps = index.prepare_load((*match.refs, *match.checkpoint), checkpoint=match.checkpoint)
     index.complete_load(steps, keys(failed), keys(failed) if lost else set())
-    index.check_invariants()
+    check_invariants(index)
 
 
 # Lookup
@@ -203,7 +203,7 @@ def test_a_part_that_was_not_stored_takes_the_others_with_it(which: int) -> None
     assert known(index, parts) == [False, False]
     assert set(index.take_removals()) >= {parts[1 - which]}
     assert (index.slots_in_use, index.disk_used_bytes) == (1, 100)
-    index.check_invariants()
+    check_invariants(index)
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -298,7 +298,7 @@ def test_a_checkpoint_that_has_no_room_as_a_whole_displaces_nothing() -> None:
     assert index.counters.refused == 4
     assert known(index, chunk_refs(hasher_of(2 * CHUNK, 1), with_tail=False)) == [True, True]
     index.complete_store(steps, set())
-    index.check_invariants()
+    check_invariants(index)
 
 
 def test_parts_found_on_disk_at_start_go_together_once_they_were_loaded() -> None:
@@ -434,5 +434,5 @@ def test_a_part_on_its_way_out_makes_no_checkpoint_whole() -> None:
     index.advance(2.0)
     assert second.prefix_key not in index
     index.complete_write(first.prefix_key, Place.DISK, stored=False)
-    index.check_invariants()
+    check_invariants(index)
     assert len(index) == 1

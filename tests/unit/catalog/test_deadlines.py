@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from support.invariants import check_deadlines
 
-from kvstore.catalog.deadlines import Deadlines
-from kvstore.catalog.invariants import check_deadlines
+from kvstore.catalog.entries import Deadlines
 
 STEPS = st.lists(
     st.tuples(st.sampled_from(["set", "withdraw", "take"]), st.sampled_from("abc"), st.integers(0, 20)), max_size=60

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from support.catalog import BLOCK, hasher_of
+from support.invariants import check_invariants
 from support.uses import uses_of
 
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import LoadStep, Place
+from kvstore.catalog.plans import LoadStep, Place, chunk_refs
 from kvstore.catalog.remote_view import RemoteView
-from kvstore.catalog.sequence import chunk_refs
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixHasher
 
@@ -39,7 +39,7 @@ def load(index: ChunkIndex, sequence: PrefixHasher) -> list[LoadStep]:
     match = index.lookup(sequence)
     blocks = match.front_blocks(BLOCK, CHUNK // BLOCK)
     steps = index.prepare_load(match.refs, hasher=sequence, front_blocks=blocks)
-    index.check_invariants()
+    check_invariants(index)
     return steps
 
 
@@ -52,7 +52,7 @@ def test_up_to_half_of_a_chunk_comes_alone(shared: int) -> None:
     assert (step.ref, step.holder) == ((tail, HOLDER) if is_front else (HOLDER, None))
     assert (step.read, step.source) == (HOLDER, Place.REMOTE)
     index.complete_load([step], set(), set())
-    index.check_invariants()
+    check_invariants(index)
     assert uses_of(index) == 0
     assert index.in_memory(tail.prefix_key) is is_front
     assert index.in_memory(HOLDER.prefix_key) is not is_front, "a part must not pass for the whole"
@@ -84,7 +84,7 @@ def test_who_wants_more_of_it_reads_more() -> None:
     steps = load(index, THERE)
     assert steps[0].source is Place.REMOTE
     index.complete_load(steps, set(), set())
-    index.check_invariants()
+    check_invariants(index)
     assert index.slots_in_use == 1
     assert index.lookup(hasher(2)).refs == (HOLDER,)
 
@@ -96,7 +96,7 @@ def test_two_that_want_the_same_part_read_it_once() -> None:
     assert first[0][:2] == second[0][:2]
     index.complete_load(first, set(), set())
     index.complete_load(second, set(), set())
-    index.check_invariants()
+    check_invariants(index)
     assert uses_of(index) == 0
 
 
@@ -106,7 +106,7 @@ def test_a_part_that_does_not_come_leaves_nothing_and_its_chunk_is_not_asked_aga
     (step,) = load(index, sequence)
     key = step.ref.prefix_key
     index.complete_load([step], {key}, {key} if is_lost else set())
-    index.check_invariants()
+    check_invariants(index)
     assert len(index) == index.slots_in_use == 0
     assert index.lookup(sequence).num_tokens == 0
 
@@ -116,7 +116,7 @@ def test_a_part_that_is_removed_while_it_comes_is_not_found() -> None:
     (step,) = load(index, sequence)
     index.clear()
     index.complete_load([step], set(), set())
-    index.check_invariants()
+    check_invariants(index)
     assert len(index) == index.slots_in_use == 0
 
 
@@ -125,7 +125,7 @@ def test_without_a_slot_nothing_is_planned() -> None:
     assert load(index, hasher(2, seed=3))
     other = hasher_of(4, seed=9)
     steps = index.prepare_load([HOLDER], hasher=other, front_blocks=3)
-    index.check_invariants()
+    check_invariants(index)
     assert steps == []
 
 
@@ -146,4 +146,4 @@ def test_a_part_whose_bytes_are_wrong_condemns_the_chunk_that_it_was_read_from()
     index.condemn([step.ref])
     assert set(index.take_recalls()) == {step.ref, HOLDER}
     assert index.lookup(sequence).num_tokens == 0
-    index.check_invariants()
+    check_invariants(index)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 from support.catalog import BLOCK, CHUNK, hasher_of
 
-from kvstore.catalog import heard as heard_module
 from kvstore.catalog import remote_view
-from kvstore.catalog.heard import HeardTrails
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place
 from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView, Told
+from kvstore.catalog.trails import HeardTrails
 from kvstore.chunks import Asked, ChunkRef, chunk_of
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixHasher
 
@@ -102,7 +101,7 @@ def test_what_is_no_trail_leads_nowhere(named: bytes) -> None:
     """They do not have whole keys, have another beginning, or are longer than any chunk."""
     index, view = remote_index()
     view.note([ASKED], [(named,)], 0.0)
-    assert index._named(ASKED, MINE.blocks_per_chunk, 0, NOTHING_TOLD) == []
+    assert index._lookup._named(ASKED, MINE.blocks_per_chunk, 0, NOTHING_TOLD) == []
 
 
 def test_answers_to_one_request_are_heard_without_a_view_that_holds_any() -> None:
@@ -120,7 +119,7 @@ def test_answers_to_one_request_are_heard_without_a_view_that_holds_any() -> Non
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heard_module, "MAX_HEARD", 3)
+    monkeypatch.setattr("kvstore.catalog.trails.MAX_HEARD", 3)
     monkeypatch.setattr(remote_view, "MAX_TRAILS", 3)
     heard, view = HeardTrails(), RemoteView(10.0)
     trails = [trail_of(parted(BLOCK, seed=seed)) for seed in range(9)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.catalog import FULL_BYTES, hasher_of, keys, known_tokens, load, make, refs_of, store
+from support.invariants import check_invariants
 from support.uses import uses_of
 
 from kvstore.catalog.plans import NO_MATCH, LoadStep, Match, Place
@@ -34,7 +35,7 @@ def test_a_failed_store_leaves_nothing_behind() -> None:
     assert index.take_removals() == [steps[1].ref]
     for step in steps:
         index.complete_write(step.ref.prefix_key, Place.DISK, stored=step is not steps[1])
-    index.check_invariants()
+    check_invariants(index)
     assert (len(index), uses_of(index), index.disk_used_bytes) == (2, 0, 2 * FULL_BYTES)
     assert index.counters.failed_stores == index.counters.writes_failed == 1
     assert keys(index.prepare_store(refs_of(48))) == keys([steps[1]])  # it can be stored again
@@ -174,7 +175,7 @@ def test_loading_from_memory_moves_nothing() -> None:
     assert steps == [LoadStep(step.ref, step.slot, Place.MEMORY) for step in stored]
     assert uses_of(index) == 2
     index.complete_load(steps, set(), set())
-    index.check_invariants()
+    check_invariants(index)
     assert uses_of(index) == 0
 
 
@@ -195,9 +196,9 @@ def test_a_second_load_waits_in_line_behind_the_first() -> None:
     first, second = index.prepare_load(refs), index.prepare_load(refs)
     assert [(s.slot, s.source) for s in (*first, *second)] == [(0, Place.DISK), (0, Place.MEMORY)]
     index.complete_load(first, set(), set())
-    index.check_invariants()
+    check_invariants(index)
     index.complete_load(second, set(), set())
-    index.check_invariants()
+    check_invariants(index)
     assert uses_of(index) == 0
 
 
@@ -208,7 +209,7 @@ def test_both_loads_of_a_missing_file_fail_and_it_is_announced_once() -> None:
     first, second = index.prepare_load(refs), index.prepare_load(refs)
     index.complete_load([*first, *second], keys(refs), keys(refs))
     assert index.take_removals() == list(refs)
-    index.check_invariants()
+    check_invariants(index)
     assert (len(index), uses_of(index), index.disk_used_bytes) == (0, 0, 0)
     assert index.counters.failed_loads == 2
 
@@ -231,7 +232,7 @@ def test_prepare_load_ends_before_what_is_gone() -> None:
     steps = index.prepare_load(refs)
     assert [step.ref for step in steps] == [refs[0]]
     index.complete_load(steps, set(), set())
-    index.check_invariants()
+    check_invariants(index)
     assert uses_of(index) == 0
 
 
@@ -254,10 +255,10 @@ def test_prepare_load_gives_up_what_no_longer_fits() -> None:
     held = store(index, 16, seed=1, write=False)
     steps = index.prepare_load(refs)
     assert [step.ref for step in steps] == [refs[0]]
-    index.check_invariants()
+    check_invariants(index)
     index.complete_load(steps, set(), set())
     index.complete_write(held[0].ref.prefix_key, Place.DISK, stored=True)
-    index.check_invariants()
+    check_invariants(index)
     assert uses_of(index) == 0
 
 
@@ -286,7 +287,7 @@ def test_remove(in_flight: bool) -> None:
     for step in steps:
         if in_flight:
             index.complete_write(step.ref.prefix_key, Place.DISK, stored=False)
-    index.check_invariants()
+    check_invariants(index)
     assert (len(index), index.slots_in_use, index.disk_used_bytes, index.take_removals()) == (0, 0, 0, [])
 
 
@@ -298,7 +299,7 @@ def test_a_file_written_after_its_removal_is_announced_again() -> None:
     assert index.take_removals() == [step.ref]
     index.complete_store([step], set())
     index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
-    index.check_invariants()
+    check_invariants(index)
     assert index.take_removals() == [step.ref]
     assert len(index) == 0
 
@@ -310,7 +311,7 @@ def test_removing_what_is_being_loaded() -> None:
     index.remove(keys(steps))
     assert known_tokens(index, 32) == 0
     index.complete_load(steps, keys(steps[:1]), keys(steps[:1]))
-    index.check_invariants()
+    check_invariants(index)
     assert (len(index), index.slots_in_use, index.disk_used_bytes) == (0, 0, 0)
 
 
@@ -326,5 +327,5 @@ def test_clear_forgets_all_and_announces_what_was_on_disk() -> None:
     index.complete_store(in_flight, set())
     assert known_tokens(index, 16, 1) == 0
     index.complete_write(in_flight[0].ref.prefix_key, Place.DISK, stored=False)
-    index.check_invariants()
+    check_invariants(index)
     assert (len(index), index.slots_in_use, index.disk_used_bytes, uses_of(index)) == (0, 0, 0, 0)

@@ -16,12 +16,12 @@ from support.catalog import (
     store,
     stored_bytes,
 )
+from support.invariants import check_invariants
 from support.uses import uses_of
 
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import Place, StoreStep
+from kvstore.catalog.plans import Place, StoreStep, chunk_refs, trails
 from kvstore.catalog.remote_view import RemoteView
-from kvstore.catalog.sequence import chunk_refs, trails
 from kvstore.keys import PrefixHasher
 
 # Write and evict
@@ -75,14 +75,14 @@ def test_the_number_of_writes_is_bounded() -> None:
     steps = index.prepare_store(refs_of(64))
     assert [bool(step.targets) for step in steps] == [True, True, False, False]
     assert index.counters.writes_dropped == 2
-    index.check_invariants()
+    check_invariants(index)
 
 
 def test_a_chunk_larger_than_the_disk_is_only_kept_in_memory() -> None:
     index = ChunkIndex(2, disk_capacity_bytes=FULL_BYTES - 1, stored_bytes=stored_bytes)
     steps = index.prepare_store(refs_of(24))
     assert [bool(step.targets) for step in steps] == [False, True]  # the tail is smaller
-    index.check_invariants()
+    check_invariants(index)
 
 
 def test_the_disk_evicts_all_that_is_needed_or_nothing() -> None:
@@ -97,7 +97,7 @@ def test_the_disk_evicts_all_that_is_needed_or_nothing() -> None:
     index.complete_store(steps, set())
     index.complete_load(refs, set(), set())
     index.complete_write(held[0].ref.prefix_key, Place.DISK, stored=True)
-    index.check_invariants()
+    check_invariants(index)
     assert uses_of(index) == 0
 
 
@@ -117,10 +117,10 @@ def test_a_passage_does_not_take_what_it_cannot_pass_on() -> None:
     steps = index.prepare_store(refs_of(48))
     assert len(steps) == 1
     assert index.counters.refused == index.counters.writes_dropped == 2
-    index.check_invariants()
+    check_invariants(index)
     index.complete_store(steps, set())
     index.complete_write(steps[0].ref.prefix_key, Place.DISK, stored=False)
-    index.check_invariants()
+    check_invariants(index)
     assert (len(index), index.slots_in_use) == (0, 0)
 
 
@@ -202,7 +202,7 @@ def test_what_could_not_be_read_is_stored_again(*, disk_answers: bool) -> None:
     index.complete_store([step], set())
     assert known_tokens(index, CHUNK) == CHUNK
     index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
-    index.check_invariants()
+    check_invariants(index)
 
 
 # Writes that were dropped
@@ -218,7 +218,7 @@ def test_a_write_that_was_dropped_is_planned_again() -> None:
     index.complete_store([step], keys([step]))  # nothing was copied: the chunk is unchanged
     assert known_tokens(index, 32) == 32
     index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
-    index.check_invariants()
+    check_invariants(index)
     assert (index.disk_used_bytes, uses_of(index), index.counters.writes_retried) == (2 * FULL_BYTES, 0, 1)
     assert index.prepare_store(refs_of(32)) == []
 
@@ -230,7 +230,7 @@ def test_what_a_codec_made_smaller_leaves_room() -> None:
         index.complete_write(step.ref.prefix_key, Place.DISK, stored=True, size_bytes=FULL_BYTES // 2)
     assert index.disk_used_bytes == FULL_BYTES
     store(index, 16, seed=1)
-    index.check_invariants()
+    check_invariants(index)
     assert index.counters.evicted_disk == 0
     assert index.disk_used_bytes == 2 * FULL_BYTES
 
@@ -259,7 +259,7 @@ def test_a_tail_on_disk_waits_for_its_chunk(stored: bool) -> None:
     assert (index.counters.superseded_tails, index.take_removals()) == (0, [])
     for step in steps:
         index.complete_write(step.ref.prefix_key, Place.DISK, stored=stored)
-    index.check_invariants()
+    check_invariants(index)
     assert index.counters.superseded_tails == stored
     assert index.take_removals() == refs_of(20)[1:] * stored
 
@@ -295,7 +295,7 @@ def test_a_trail_of_another_length_is_not_taken() -> None:
     index, (whole,) = make(disk_chunks=4), refs_of(16)
     trail = b"".join(hasher_of(16).block_keys(0))
     index.adopt([(whole, FULL_BYTES)], {whole.prefix_key: trail[16:]})
-    index.check_invariants()
+    check_invariants(index)
     assert (known_tokens(index, 16), known_tokens(index, 12)) == (16, 0)
 
 
@@ -333,7 +333,7 @@ def test_without_a_slot_for_the_way_a_shorter_one_in_memory_is_taken() -> None:
     )
     index.complete_store(index.prepare_store(chunk_refs(here, with_tail=False), hasher=here), set())
     assert index.lookup(parting(12, 3)).num_tokens == 8, "the only slot is being written"
-    index.check_invariants()
+    check_invariants(index)
 
 
 def test_of_what_is_on_disk_no_part_is_read_where_that_is_not_wanted() -> None:
@@ -358,14 +358,14 @@ def test_a_chunk_in_memory_is_seen_however_many_on_disk_share_as_much(here: int)
     refs = [chunk_refs(hasher, with_tail=False)[0] for hasher in parted]
     assert index.longest(trail) == (Place.DISK, 2)
     index.complete_load(index.prepare_load(refs[here : here + 1]), set(), set())
-    index.check_invariants()
+    check_invariants(index)
     assert index.lookup(shared).refs == (refs[here],)
     assert index.longest(trail) == (Place.MEMORY, 2)
     for others in (refs[1:3], refs[3:5]):
         steps = index.prepare_load(others)
         index.complete_load(steps, keys(steps), set())
-    index.check_invariants()
+    check_invariants(index)
     assert index.longest(trail) == (Place.DISK, 2)
     index.remove(keys(refs))
-    index.check_invariants()
+    check_invariants(index)
     assert index.longest(trail) is None

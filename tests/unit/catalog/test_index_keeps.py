@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from support.invariants import check_invariants
 from support.uses import uses_of
 
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import Place
+from kvstore.catalog.plans import Place, chunk_refs
 from kvstore.catalog.remote_view import RemoteView
-from kvstore.catalog.sequence import chunk_refs
 from kvstore.keys import PrefixHasher
 from kvstore.policies import POLICIES
 
@@ -34,7 +34,7 @@ def test_a_store_never_evicts_its_own_prefix(policy: str, noted: bool) -> None:
         prefix = [ref.prefix_key for ref in refs[:begin]]
         steps = index.prepare_store([refs[begin]], prefix, noted=set(prefix) if noted else None)
         assert steps == []
-        index.check_invariants()
+        check_invariants(index)
     assert all(index.in_memory(key) for key in front)
     assert index.prepare_store(refs) == []
     assert index.lookup(hasher_of(8 * CHUNK)).num_tokens == 3 * CHUNK
@@ -55,14 +55,14 @@ def test_a_leased_chunk_on_a_disk_that_gives_nothing_is_not_discarded(why: str) 
         assert index.lease("one", refs, 10) == 1
         index.set_disk_answers(answers=False)
     assert index.prepare_store(refs) == []
-    index.check_invariants()
+    check_invariants(index)
     assert (index.leases, uses_of(index), index.disk_used_bytes) == (1, 1, 100)
     assert index.holds(refs[0].prefix_key, Place.DISK)
     index.release("one")
     steps = index.prepare_store(refs)
     assert [step.ref for step in steps] == refs, "now it is"
     index.complete_store(steps, set())
-    index.check_invariants()
+    check_invariants(index)
 
 
 def test_what_came_from_the_remote_tier_is_not_sent_there() -> None:
@@ -81,4 +81,4 @@ def test_what_came_from_the_remote_tier_is_not_sent_there() -> None:
     assert index.queued_writes(Place.REMOTE) == 1
     index.complete_store(steps, set())
     index.complete_write(refs[2].prefix_key, Place.REMOTE, stored=True)
-    index.check_invariants()
+    check_invariants(index)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.catalog import BLOCK, CHUNK, FULL_BYTES, hasher_of, keys, known_tokens, make, refs_of, store
+from support.invariants import check_invariants
 from support.uses import uses_of
 
 from kvstore.chunks import ChunkRef
@@ -25,10 +26,10 @@ def test_leases_hold_at_most_half_of_the_slots() -> None:
     index.release("two")
     assert index.lease("one", refs_of(64), 10) == 2
     assert index.lease("one", refs_of(64)[2:], 10) == 2  # the new lease replaces the old one
-    index.check_invariants()
+    check_invariants(index)
     index.advance(10)
     assert (index.leases, uses_of(index)) == (0, 0)
-    index.check_invariants()
+    check_invariants(index)
 
 
 def test_a_leased_chunk_stays_in_its_tier() -> None:
@@ -47,11 +48,11 @@ def test_a_forgotten_chunk_is_no_longer_leased() -> None:
     assert index.lease("one", refs_of(32), float("inf")) == 2
     steps = index.prepare_load(refs_of(32))
     index.complete_load(steps, keys(steps[:1]), keys(steps[:1]))
-    index.check_invariants()
+    check_invariants(index)
     assert (index.leases, uses_of(index)) == (1, 1)
     assert keys(store(index, 32)) == keys(steps[:1])
     assert index.clear() == 2
-    index.check_invariants()
+    check_invariants(index)
     assert (index.leases, uses_of(index), index.slots_in_use) == (0, 0, 0)
 
 
@@ -69,7 +70,7 @@ def test_a_time_to_live_ends_also_in_use() -> None:
     assert known_tokens(index, 32) == 0
     assert (index.counters.expired, index.slots_in_use) == (2, 1)
     index.complete_load(loads, set(), set())
-    index.check_invariants()
+    check_invariants(index)
     assert index.slots_in_use == 0
 
 
@@ -98,7 +99,7 @@ def test_times_to_live_take_memory_only_while_their_chunks_are_there(num_stores:
     assert most < 200
     index.advance(86_400)
     assert (len(index), index.counters.expired) == (0, 16)
-    index.check_invariants()
+    check_invariants(index)
 
 
 def test_a_time_to_live_that_is_extended_again_and_again() -> None:
@@ -107,7 +108,7 @@ def test_a_time_to_live_that_is_extended_again_and_again() -> None:
         index.advance(second)
         index.complete_store(index.prepare_store(refs_of(16), ttl_s=60), set())
     assert len(index._chunks.expiries._heap) < 200
-    index.check_invariants()
+    check_invariants(index)
     index.complete_store(index.prepare_store(refs_of(16)), set())  # without a time now
     index.advance(20_000)
     assert (known_tokens(index, 16), index.counters.expired) == (16, 0)
@@ -121,7 +122,7 @@ def test_leases_that_share_chunks_have_a_bound() -> None:
     assert held[:32] == [8] * 32  # 16 holds for each slot
     assert not any(held[32:])
     assert index.leases == 32
-    index.check_invariants()
+    check_invariants(index)
     assert index.lease("lease 0", shared, float("inf")) == 8, "one that is renewed has its room"
     for view in index.lease_views():
         index.release(view.name)

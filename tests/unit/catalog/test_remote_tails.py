@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.catalog import hasher_of, keys, known_tokens, refs_of
+from support.invariants import check_invariants
 
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place, StoreStep
@@ -30,7 +31,7 @@ def trail(num_tokens: int) -> bytes:
 def offer(index: ChunkIndex, num_tokens: int) -> list[StoreStep]:
     """Plan a store and return its steps, of which none is carried out."""
     steps = index.prepare_store(refs_of(num_tokens), hasher=hasher_of(num_tokens))
-    index.check_invariants()
+    check_invariants(index)
     return steps
 
 
@@ -41,14 +42,13 @@ def send(index: ChunkIndex, num_tokens: int, *, stored: bool = True) -> list[Sto
     for step in steps:
         if Place.REMOTE in step.targets:
             index.complete_write(step.ref.prefix_key, Place.REMOTE, stored=stored)
-    index.check_invariants()
+    check_invariants(index)
     return steps
 
 
 def others_have(index: ChunkIndex, num_tokens: int, *, is_told: bool) -> None:
     """Let another engine store a sequence, and the tier report it."""
     view = index._remote.view
-    assert view is not None
     view.note([ref(num_tokens)], [True], 0.0)
     view.note([trail(num_tokens)], [(trail(num_tokens),) if is_told else ()], 0.0)
 
@@ -121,7 +121,7 @@ def test_a_tail_is_kept_here_and_not_sent_where_another_engines_chunk_holds_it(i
     index = make()
     others_have(index, WHOLE, is_told=True)
     if not is_there:
-        index._remote.view.deny([ref(WHOLE)], 0.0)  # type: ignore[union-attr]
+        index._remote.view.deny([ref(WHOLE)], 0.0)
     assert [step.targets for step in send(index, TAIL)] == [() if is_there else (Place.REMOTE,)]
     assert known_tokens(index, TAIL) == TAIL
 
@@ -129,7 +129,7 @@ def test_a_tail_is_kept_here_and_not_sent_where_another_engines_chunk_holds_it(i
 def test_what_the_tier_has_lost_stands_in_for_nothing() -> None:
     index = make()
     send(index, WHOLE)
-    index._remote.view.deny([ref(WHOLE)], 0.0)  # type: ignore[union-attr]
+    index._remote.view.deny([ref(WHOLE)], 0.0)
     (step,) = offer(index, TAIL)
     assert (step.ref, step.targets) == (ref(TAIL), (Place.REMOTE,))
 
@@ -144,7 +144,7 @@ def test_a_tail_goes_from_there_once_a_longer_chunk_has_come(longer: int) -> Non
     index.complete_write(steps[0].ref.prefix_key, Place.REMOTE, stored=True)
     assert index.take_recalls() == [ref(TAIL)]
     assert index.take_recalls() == []
-    assert index._remote.view.holds(ref(TAIL), 0.0) is False  # type: ignore[union-attr]
+    assert index._remote.view.holds(ref(TAIL), 0.0) is False
     assert known_tokens(index, TAIL) == TAIL
     assert offer(index, TAIL) == []
 
@@ -189,11 +189,11 @@ def test_a_tail_that_is_being_read_stays() -> None:
     send(index, WHOLE)
     assert index.take_recalls() == []
     index.complete_load(loads, set(), set())
-    index.check_invariants()
+    check_invariants(index)
 
 
 def test_what_is_remembered_of_tails_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.catalog.remotesends._MAX_SENT_TAILS", 2)
+    monkeypatch.setattr("kvstore.catalog.writes._MAX_SENT_TAILS", 2)
     index = make(num_slots=16)
     offered = [refs_of(TAIL, seed)[0] for seed in range(4)]
     for seed, tail in enumerate(offered):

@@ -11,8 +11,8 @@ from support.checks import check_idle
 from support.remote import REMOTE, FakeServer, install
 from support.rig import BLOCK, BLOCKS_PER_CHUNK, CHUNK, Rig, tokens_of
 
+from kvstore.catalog.plans import all_refs
 from kvstore.catalog.remote_view import RemoteView, Told
-from kvstore.catalog.sequence import all_refs
 from kvstore.chunks import ChunkRef
 from kvstore.errors import TierError
 from kvstore.keys import PrefixHasher

@@ -18,20 +18,20 @@ from support.catalog import (
     store,
     stored_bytes,
 )
+from support.invariants import check_invariants
 from support.uses import uses_of
 
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.leases import Leases
-from kvstore.catalog.plans import MissReason, Place, StoreStep
+from kvstore.catalog.plans import MissReason, Place, StoreStep, chunk_refs, trails
 from kvstore.catalog.remote_view import RemoteView
-from kvstore.catalog.sequence import chunk_refs, trails
 from kvstore.keys import PrefixHasher
 
 
 def offer(index: ChunkIndex, num_tokens: int, ttl_s: float | None = None) -> list[StoreStep]:
     """Plan a store and return its steps, of which none is carried out."""
     steps = index.prepare_store(refs_of(num_tokens), hasher=hasher_of(num_tokens), ttl_s=ttl_s)
-    index.check_invariants()
+    check_invariants(index)
     return steps
 
 
@@ -66,7 +66,7 @@ def test_a_tail_is_not_lost_with_a_chunk_whose_store_fails(fails: bool, tail_fir
         index.complete_store(steps, keys(steps) if fails and steps is chunk else set())
         for step in steps:
             index.complete_write(step.ref.prefix_key, Place.DISK, stored=not (fails and steps is chunk))
-        index.check_invariants()
+        check_invariants(index)
     assert known_tokens(index, 8) == 8
     assert (len(index), index.slots_in_use, uses_of(index)) == (1, 1, 0)
     assert index.disk_used_bytes == (stored_bytes(2) if fails else FULL_BYTES)
@@ -79,7 +79,7 @@ def test_a_chunk_that_is_about_to_go_stands_in_for_nothing() -> None:
     index.remove(keys(refs_of(16)))
     assert keys(offer(index, 8)) == keys(refs_of(8))
     index.complete_load(loads, set(), set())
-    index.check_invariants()
+    check_invariants(index)
 
 
 @pytest.mark.parametrize("way", ["answers", "silent", "unread"])
@@ -118,7 +118,7 @@ def test_a_chunk_on_disk_is_used_with_its_tail_in_memory() -> None:
     index.complete_store(offer(index, 8), set())
     store(index, 16, seed=2)
     assert index.take_removals() == refs_of(16, seed=1)
-    index.check_invariants()
+    check_invariants(index)
 
 
 def test_a_chunk_that_passes_through_memory_stands_in_for_nothing_until_it_is_written() -> None:
@@ -223,7 +223,7 @@ def test_a_tail_in_memory_is_not_given_for_a_chunk_on_disk() -> None:
     assert index.in_memory(refs_of(8)[0].prefix_key)
     steps = index.prepare_load(refs_of(16))
     index.complete_load(steps, set(), set())
-    index.check_invariants()
+    check_invariants(index)
     assert (len(index), index.slots_in_use, known_tokens(index, 8)) == (1, 1, 8), "now it is in memory, too"
 
 
@@ -307,7 +307,7 @@ def test_a_lease_that_moved_ends_with_its_time_and_can_be_renewed() -> None:
     assert index.leases == 1
     index.advance(19)
     assert (index.leases, uses_of(index)) == (0, 0)
-    index.check_invariants()
+    check_invariants(index)
 
 
 def test_leases_of_several_tails_of_a_chunk_become_one_hold() -> None:
@@ -325,7 +325,7 @@ def test_leases_of_several_tails_of_a_chunk_become_one_hold() -> None:
     for name in ("all", "one", "more", "others"):
         index.release(name)
     assert uses_of(index) == 0
-    index.check_invariants()
+    check_invariants(index)
 
 
 def test_moving_leases_takes_no_room() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvstore.catalog.departed import Departed
+from kvstore.catalog.entries import Departed
 from kvstore.catalog.plans import MissReason
 from kvstore.ops import metrics
 from kvstore.ops.metrics import METRICS, Kind, Meter, Tally, Totals, split_key

@@ -21,8 +21,7 @@ from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import LoadStep, Match, Place, StoreStep
-from kvstore.catalog.sequence import chunk_refs
+from kvstore.catalog.plans import LoadStep, Match, Place, StoreStep, chunk_refs
 from kvstore.chunks import ChunkRef
 from kvstore.keys import NO_EXTRAS, Namespace, PrefixHasher, PrefixKey
 from kvstore.layout import KVLayout
@@ -268,7 +267,7 @@ class TestWaiting:
         """Hundreds of requests may wait for one load, and vLLM asks about each at every step."""
         scheduler, two, fetch = one_loads_and_two_waits()
         with monkeypatch.context() as patch:
-            patch.setattr(ChunkIndex, "lookup", _refuse)
+            patch.setattr(scheduler.index, "lookup", _refuse)
             assert [scheduler.num_new_matched_tokens(two, 0) for _ in range(3)] == [None] * 3
             with pytest.raises(AssertionError, match="looked up"):
                 scheduler.num_new_matched_tokens(two, CHUNK)  # vLLM has some of it by now
@@ -279,7 +278,7 @@ class TestWaiting:
         scheduler, two, fetch = one_loads_and_two_waits()
         news = FetchResult(arrived=Counter([refs_of(PROMPT)[0].prefix_key]))
         scheduler.complete(StepReport(fetches={fetch.number: news}))
-        monkeypatch.setattr(ChunkIndex, "lookup", _refuse)
+        monkeypatch.setattr(scheduler.index, "lookup", _refuse)
         assert scheduler.num_new_matched_tokens(two, 0) is None
 
     def test_what_is_forgotten_is_not_waited_for(self) -> None:

@@ -12,9 +12,8 @@ from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup, find_tokens
 from kvstore.adapters.vllm.scheduler.pins import Pins
 from kvstore.adapters.vllm.scheduler.steps import Steps
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import Place
+from kvstore.catalog.plans import Place, chunk_refs
 from kvstore.catalog.remote_view import RemoteView
-from kvstore.catalog.sequence import chunk_refs
 from kvstore.checkpoints.groups import Group, Groups, Kind
 from kvstore.checkpoints.parts import Checkpoints
 from kvstore.chunks import ChunkRef

@@ -18,7 +18,7 @@ from support.schedules import schedules
 
 from kvstore.adapters.vllm.requests.params import NO_PARAMS, DisaggSpec, Handover, RequestParams, Source, parse_handover
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
-from kvstore.catalog.sequence import chunk_refs
+from kvstore.catalog.plans import chunk_refs
 from kvstore.chunks import ChunkRef
 from kvstore.errors import TierError
 from kvstore.keys import KeyExtras, PrefixHasher

@@ -16,8 +16,7 @@ from support.remote import FakeServer
 
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
-from kvstore.catalog.plans import Place
-from kvstore.catalog.sequence import chunk_refs
+from kvstore.catalog.plans import Place, chunk_refs
 from kvstore.chunks import ChunkRef
 from kvstore.errors import TierError
 from kvstore.keys import PrefixHasher

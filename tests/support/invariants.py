@@ -1,18 +1,39 @@
-"""The index's invariants between any two calls, checked for every chunk and lease."""
+"""Invariants of the index between any two calls, checked for every chunk and lease."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
 
-from kvstore.catalog.deadlines import _SLACK, Deadlines, Name
-from kvstore.catalog.diskwrites import DiskWrites
-from kvstore.catalog.entries import GATHERING, LOADING, NO_FILE, NO_SLOT, SENDING, WRITING, Entries
-from kvstore.catalog.leases import Leases
-from kvstore.catalog.remotesends import RemoteSends
+from kvstore.catalog.entries import (
+    _SLACK,
+    GATHERING,
+    LOADING,
+    NO_FILE,
+    NO_SLOT,
+    SENDING,
+    WRITING,
+    Deadlines,
+    Entries,
+    Name,
+)
+from kvstore.catalog.index import ChunkIndex
+from kvstore.catalog.leases import Leases, Uses
 from kvstore.catalog.slots import Slots
-from kvstore.catalog.uses import Uses
+from kvstore.catalog.writes import DiskWrites, RemoteSends
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
+
+
+def check_invariants(index: ChunkIndex) -> None:
+    """Assert the invariants between any two calls."""
+    check_expiries(index._chunks)
+    check_trails(index._chunks)
+    check_slots(index._chunks, index._slots)
+    check_disk(index._disk)
+    check_sends(index._remote)
+    check_leases(index._leases)
+    check_uses(index._uses)
+    check_checkpoints(index._chunks)
 
 
 def check_expiries(chunks: Entries) -> None:
