@@ -26,8 +26,8 @@ from typing import IO, Any, Final
 from rich.table import Table
 
 from kvstore.errors import ConfigError
-from kvstore.tools.bench import redis, server
 from kvstore.tools.bench.samples import BenchError
+from kvstore.tools.bench.servers import private_redis, private_server
 from kvstore.tools.bench.vllm import VOCABULARY, environment, require_vllm
 from kvstore.tools.console import numbers
 from kvstore.tools.interrupts import Interruption
@@ -116,10 +116,8 @@ def turns_table(found: dict[str, dict[str, Samples]]) -> Table:
             table.add_row(
                 connector if name == connector else "",
                 "with it" if name == connector else name,
-                f"{statistics.median(one.cold_ttft_s) * 1e3:.0f} ms",
-                f"{statistics.median(one.warm_ttft_s) * 1e3:.0f} ms",
-                f"{statistics.median(one.cold_tokens_per_s):.1f}",
-                f"{statistics.median(one.warm_tokens_per_s):.1f}",
+                *(f"{statistics.median(ttft_s) * 1e3:.0f} ms" for ttft_s in (one.cold_ttft_s, one.warm_ttft_s)),
+                *(f"{statistics.median(speed):.1f}" for speed in (one.cold_tokens_per_s, one.warm_tokens_per_s)),
                 f"{statistics.median(one.warm_cached_share):.0%}",
             )
         table.add_section()
@@ -184,11 +182,11 @@ def _transfer(connector: str, folder: Path, redis_server: Path | None) -> Iterat
         if connector == "disk":
             settings |= {"local_disk": str(folder), "max_local_disk_size": 4 * _POOL_GIB}
         elif connector == "redis":
-            port = stack.enter_context(redis.private_server(redis_server, folder))
+            port = stack.enter_context(private_redis(redis_server, folder))
             settings["remote_url"] = f"redis://127.0.0.1:{port}"
         elif connector == "server":
             short = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvs-")))
-            settings["remote_url"] = stack.enter_context(server.private_server(short, 2 << 30))[0]
+            settings["remote_url"] = stack.enter_context(private_server(short, 2 << 30))[0]
         yield {
             "kv_connector": "KVStoreConnector",
             "kv_role": "kv_both",

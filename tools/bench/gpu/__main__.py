@@ -1,4 +1,7 @@
-"""The command line; see ``__init__``."""
+"""Command line of the steps; see ``__init__``.
+
+It names missing packages before it imports any of them, because the machine may have no network.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from kvstore.tools.bench.gpu.needs import explain, missing_packages
 
 if TYPE_CHECKING:
     import torch
 
+PACKAGES = ("numpy", "psutil", "pydantic", "pytest", "pytest_timeout", "rich", "torch", "xxhash", "hypothesis", "yaml")
+_BROUGHT = {"yaml": "pyyaml", "pytest_timeout": "pytest-timeout"}  # modules whose distribution has another name
 _WIDTH = 160  # where the output is no terminal
 _WRONG_USAGE = 2
 
@@ -34,17 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("error: torch finds no GPU here (--device cpu --small tests the bench itself)", file=sys.stderr)
         return _WRONG_USAGE
     try:
-        return _one(given, device) if given.plan == "one" else _run(given, device)
+        if given.plan != "one":
+            return _run(given, device)
+        from kvstore.tools.bench.gpu.run import run_one  # noqa: PLC0415 - see above
+
+        run_one(given.step, device, given.out, small=given.small)
     except KVStoreError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-
-
-def _one(given: argparse.Namespace, device: torch.device) -> int:
-    """Run one step in this process."""
-    from kvstore.tools.bench.gpu.child import run_one  # noqa: PLC0415 - see main
-
-    run_one(given.step, device, given.out, small=given.small)
     return 0
 
 
@@ -52,10 +53,10 @@ def _run(given: argparse.Namespace, device: torch.device) -> int:
     """Run the selected steps, each in a separate process, and print the table."""
     from rich.console import Console  # noqa: PLC0415 - see main
 
+    from kvstore.tools.bench.gpu.bed import make_scale  # noqa: PLC0415
+    from kvstore.tools.bench.gpu.figures import figure_table  # noqa: PLC0415
     from kvstore.tools.bench.gpu.run import RESULTS, machine, run_steps  # noqa: PLC0415
-    from kvstore.tools.bench.gpu.scale import make_scale  # noqa: PLC0415
     from kvstore.tools.bench.gpu.steps import PLANS  # noqa: PLC0415
-    from kvstore.tools.bench.gpu.table import figure_table  # noqa: PLC0415
 
     globs = given.only.split(",")
     steps = [step for step in PLANS[given.plan] if any(fnmatchcase(step.name, glob) for glob in globs)]
@@ -70,6 +71,22 @@ def _run(given: argparse.Namespace, device: torch.device) -> int:
     title = f"{given.plan} on {machine(scale)['device']}; every figure and sample is in {folder / RESULTS}"
     Console(width=None if sys.stdout.isatty() else _WIDTH).print(figure_table(ended, title))
     return int(any(step.is_failed for step in ended))
+
+
+def missing_packages() -> list[str]:
+    """Return the missing packages, by their names for pip."""
+    return [_BROUGHT.get(name, name) for name in PACKAGES if find_spec(name) is None]
+
+
+def explain(missing: list[str]) -> str:
+    """Return a message that names the missing packages, and how to install them without a network."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    names = " ".join(missing)
+    return (
+        f"error: {sys.executable} lacks {', '.join(missing)}. Without a network, bring them: on a machine with one,\n"
+        f"  pip install --target packages --python-version {version} --only-binary :all: {names}\n"
+        "and copy the folder here, except torch and numpy if they are here already. Then set PYTHONPATH to it"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

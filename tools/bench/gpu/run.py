@@ -2,51 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
-from json import loads
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from kvstore.tools.bench.gpu.figures import Figure, append_line
-from kvstore.tools.bench.gpu.scale import Scale
-from kvstore.tools.bench.gpu.steps import MODULE, Step
+from kvstore.errors import ConfigError
+from kvstore.tools.bench.gpu.bed import Scale, make_scale
+from kvstore.tools.bench.gpu.figures import Ended, Figure, append_line
+from kvstore.tools.bench.gpu.steps import MODULE, Step, find_step
+from kvstore.tools.bench.workbench import one_torch_thread
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS, LOG = "gpu.jsonl", "gpu.log"
 END_WAIT_S = 10.0  # for a killed process, because one that hangs in the driver never ends
-
-
-@dataclass(frozen=True)
-class Ended:
-    """Outcome of a step.
-
-    Attributes:
-        name: name of the step.
-        outcome: done, failed, timed out, skipped; or answered, for a question that failed.
-        said: reason of a failure or skip; last line of a program.
-        seconds: duration of the step.
-        figures: figures measured before its end.
-    """
-
-    name: str
-    outcome: str
-    said: str = ""
-    seconds: float = 0.0
-    figures: Sequence[Figure] = field(default=())
-
-    @property
-    def is_failed(self) -> bool:
-        """True if the step makes the run fail."""
-        return self.outcome in {"failed", "timed out"}
 
 
 def run_steps(steps: Iterable[Step], scale: Scale, folder: Path, *, small: bool) -> Iterator[Ended]:
@@ -128,7 +106,7 @@ def _figures(results: Path, begin_bytes: int) -> list[Figure]:
     """Return the figures in a results file from a byte position on."""
     with results.open("rb") as lines:
         lines.seek(begin_bytes)
-        found: list[dict[str, Any]] = [loads(line) for line in lines]
+        found: list[dict[str, Any]] = [json.loads(line) for line in lines]
     return [Figure.from_json(line) for line in found if "figure" in line]
 
 
@@ -137,3 +115,29 @@ def _last_line(log: Path, begin_bytes: int) -> str:
         lines.seek(begin_bytes)
         said = lines.read().decode(errors="replace").split("\n")
     return next((line.strip() for line in reversed(said) if line.strip()), "it said nothing")
+
+
+def run_one(name: str, device: torch.device, folder: Path | None, *, small: bool) -> None:
+    """Measure a step, and write every figure as soon as it is known.
+
+    Args:
+        name: name of the step.
+        device: device of the paged cache.
+        folder: folder of the run's results; None prints the figures, and keeps no files.
+        small: use the small scale.
+
+    Raises:
+        ConfigError: there is no such step, the step is a program, or it cannot run here.
+        BenchError: a byte was wrong.
+    """
+    step, scale = find_step(name), make_scale(device, small=small)
+    hindrance = step.hindrance(scale)
+    if step.measure is None or hindrance:
+        raise ConfigError(f"step {name} does not run here: {hindrance or 'it is a program'}")
+    with TemporaryDirectory(prefix="kvstore-bench-") as scratch, one_torch_thread():
+        for figure in step.measure(scale, folder or Path(scratch)):
+            line = {"step": name, **figure.to_json()}
+            if folder is None:
+                print(json.dumps(line), flush=True)
+            else:
+                append_line(folder / RESULTS, line)

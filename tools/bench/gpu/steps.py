@@ -14,17 +14,18 @@ from pathlib import Path
 
 from kvstore.errors import ConfigError
 from kvstore.tools.bench.geometry import GEOMETRIES
-from kvstore.tools.bench.gpu.beside import measure_beside
-from kvstore.tools.bench.gpu.capture import check_captures, find_collisions
-from kvstore.tools.bench.gpu.copies import measure_limit
+from kvstore.tools.bench.gpu.bed import Scale
 from kvstore.tools.bench.gpu.figures import Figure
-from kvstore.tools.bench.gpu.launches import measure_launches
-from kvstore.tools.bench.gpu.moves import measure_moves
-from kvstore.tools.bench.gpu.offloading import measure_offloading, why_not
+from kvstore.tools.bench.gpu.moves import (
+    measure_launches,
+    measure_limit,
+    measure_moves,
+    measure_offloading,
+    why_no_offloading,
+)
 from kvstore.tools.bench.gpu.order import check_broken_order, check_order
-from kvstore.tools.bench.gpu.pinning import measure_pinning
-from kvstore.tools.bench.gpu.scale import Scale
-from kvstore.tools.bench.gpu.stress import check_stress
+from kvstore.tools.bench.gpu.pinning import check_captures, find_collisions, measure_pinning
+from kvstore.tools.bench.gpu.traffic import check_stress, measure_beside
 
 MODULE = "kvstore.tools.bench.gpu"
 VISIT_S = 25 * 60.0
@@ -109,7 +110,7 @@ _SPEED = [
     *(_measured(f"beside-{name}", 45, partial(measure_beside, geometry)) for name, geometry in GEOMETRIES.items()),
     _measured("pinning", 50, measure_pinning),
 ]
-_VLLM = Step("offloading", 300, lambda scale, _: measure_offloading(scale), why_not=why_not)
+_VLLM = Step("offloading", 300, lambda scale, _: measure_offloading(scale), why_not=why_no_offloading)
 _AGAIN = [
     _measured("again-llama-8b", 60, partial(measure_moves, _LLAMA)),
     Step("launches", 40, partial(measure_launches, _LLAMA)),
