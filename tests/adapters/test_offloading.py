@@ -99,5 +99,5 @@ def test_ours_and_theirs_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OffloadingCopies, "__init__", on_device)
     found = list(moves.measure_offloading(make_scale(torch.device("cpu"), small=True)))
     names = [name for way in ("out", "in") for name in (f"ours {way} against vLLM's copies", f"vLLM's copies {way}")]
-    assert [figure.name for figure in found] == [f"qwen-0.5b: {name}" for name in names]
+    assert [figure.figure for figure in found] == [f"qwen-0.5b: {name}" for name in names]
     assert all(figure.ratio > 0 for figure in found)

@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 def test_every_figure_has_its_limit(step: Step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(binding, "HostPagedKV", DevicePagedKV)
     assert step.measure is not None
-    figures = list(step.measure(SMALL, tmp_path))
+    figures = list(step.measure(replace(SMALL, folder=tmp_path)))
     assert figures
     assert len({figure.figure for figure in figures}) == len(figures)
     for figure in figures:
@@ -178,7 +179,7 @@ def test_one_step_does_not_end_the_others(tmp_path: Path) -> None:
         python("works", "print('3 passed')"),
         Step("absent", 1.0, program=lambda _: ["no-such-program"], needs="no-such-program"),
     ]
-    ended = {step.name: step for step in run_steps(listed, SMALL, tmp_path, small=True)}
+    ended = {step.name: step for step in run_steps(listed, replace(SMALL, folder=tmp_path))}
     assert {name: step.outcome for name, step in ended.items()} == {
         "raises": "failed",
         "hangs": "timed out",
@@ -202,7 +203,7 @@ def test_a_step_that_cannot_be_ended_does_not_end_the_others(tmp_path: Path, mon
     monkeypatch.setattr(run, "END_WAIT_S", 0.1)
     listed = [python("hangs", "import time; time.sleep(20)", 2.0), python("works", "")]
     try:
-        hung, worked = run_steps(listed, SMALL, tmp_path, small=True)
+        hung, worked = run_steps(listed, replace(SMALL, folder=tmp_path))
     finally:
         kill(spared[0], signal.SIGKILL)
         os.waitpid(spared[0], 0)
@@ -212,7 +213,7 @@ def test_a_step_that_cannot_be_ended_does_not_end_the_others(tmp_path: Path, mon
 
 
 def test_results_are_written_before_the_next_step(tmp_path: Path) -> None:
-    running = run_steps([python("one", "print(1)"), python("two", "print(2)")], SMALL, tmp_path, small=True)
+    running = run_steps([python("one", "print(1)"), python("two", "print(2)")], replace(SMALL, folder=tmp_path))
     next(running)
     assert [line.get("step") for line in lines(tmp_path)] == [None, "one"]
     next(running)
@@ -228,7 +229,7 @@ def test_figures_of_a_step_that_fails_later_are_kept(tmp_path: Path) -> None:
     figure = Figure("half", 1.0, 2.0, 0.5, "GB/s", goal=0.9)
     text = json.dumps({"step": "breaks", **figure.to_json()})
     program = f"open({str(tmp_path / RESULTS)!r}, 'a').write({text + chr(10)!r}); raise SystemExit(3)"
-    (ended,) = run_steps([python("breaks", program)], SMALL, tmp_path, small=True)
+    (ended,) = run_steps([python("breaks", program)], replace(SMALL, folder=tmp_path))
     assert ended.is_failed
     assert ended.figures == [figure]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -27,7 +28,7 @@ _WARM_UP_STEPS = 3
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes and numbers of rounds.
+    """Device, sizes and numbers of rounds of a run, and its folder.
 
     Attributes:
         device: device of the paged cache.
@@ -40,6 +41,8 @@ class Scale:
         pinned_bytes: bytes pinned in pieces of each size.
         seeds: number of random orders.
         layers: maximum layers of a geometry; None for no limit.
+        is_small: little data, for tests of the bench itself.
+        folder: folder of results and traces.
     """
 
     device: torch.device
@@ -52,6 +55,8 @@ class Scale:
     pinned_bytes: int = 2 << 30
     seeds: int = 24
     layers: int | None = None
+    is_small: bool = False
+    folder: Path = Path("bench-results")
 
     @property
     def is_cuda(self) -> bool:
@@ -72,12 +77,12 @@ class Scale:
             torch.cuda.synchronize(self.device)
 
 
-def make_scale(device: torch.device, *, small: bool) -> Scale:
+def make_scale(device: torch.device, *, small: bool, folder: Path = Path("bench-results")) -> Scale:
     """Return the scale of a GPU, or a small one that takes seconds on a CPU."""
     if not small:
-        return Scale(device)
+        return Scale(device, folder=folder)
     sizes = {"batch_bytes": 2 * MIB, "pool_bytes": 8 * MIB, "pinned_bytes": 8 * MIB, "layers": 2, "seeds": 2}
-    return Scale(device, **sizes, rounds=3, model_steps=12, model_side=32, products=2)
+    return Scale(device, **sizes, rounds=3, model_steps=12, model_side=32, products=2, is_small=True, folder=folder)
 
 
 class Bed:

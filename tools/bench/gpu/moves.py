@@ -171,17 +171,17 @@ def _issued(bed: Bed, launch: Callable[[list[ChunkBlocks]], object], block_ids: 
     return issued_s - begin_s, perf_counter() - begin_s
 
 
-def measure_launches(geometry: Geometry, scale: Scale, folder: Path) -> Iterator[Figure]:
-    """Count the launches of ten chunks each way in a profile, kept in ``folder`` for ``chrome://tracing``."""
+def measure_launches(geometry: Geometry, scale: Scale) -> Iterator[Figure]:
+    """Count the launches of ten chunks each way in a profile, kept in a file for ``chrome://tracing``."""
     with closing(Bed(geometry, scale)) as bed:
         source = bed.new_batch()
         stores = bed.stores(0, source)
         bed.store(0, source)
         bed.check_slots(0)  # all kernels have been loaded
-        yield from _profiled("out", partial(bed.mover.store, _ten(stores)), bed, folder)
+        yield from _profiled("out", partial(bed.mover.store, _ten(stores)), bed, scale.folder)
         target, _ = bed.workbench.destination()
         loads = bed.loads(0, target)
-        yield from _profiled("in", partial(bed.mover.load, _ten(loads)), bed, folder)
+        yield from _profiled("in", partial(bed.mover.load, _ten(loads)), bed, scale.folder)
 
 
 def _ten(jobs: list[T]) -> list[T]:
