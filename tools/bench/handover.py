@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import selectors
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -42,8 +41,8 @@ from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup, Transfer
 from kvstore.tools.bench.limits import prefaulted
 from kvstore.tools.bench.lines import Line, Subject
 from kvstore.tools.bench.samples import NAMESPACE, Limit, Tick, alternating, columns, require
+from kvstore.tools.bench.servers import Child, child
 from kvstore.tools.bench.workbench import Workbench
-from kvstore.tools.processes import running
 
 _INCLUDES: Final = "asking what is there and for room, checksums made and compared, the last answer"
 TCP = Subject("hand-over over TCP", "a plain socket", _INCLUDES)
@@ -51,6 +50,7 @@ NIXL = Subject("hand-over by NIXL", "a bare loop of NIXL's reads", _INCLUDES)
 _BATCH_BYTES: Final = 96 << 20
 _PIECE_BYTES: Final = 2 << 20  # bytes of one bare NIXL read
 _TIMEOUT_S: Final = 60.0
+_MARK: Final = "said "  # of answers, as NIXL prints, too
 _POOL_BATCHES: Final = 8  # a client may write to a quarter of the pool at once
 
 
@@ -74,49 +74,35 @@ class _Batch:
         return [ChunkRef(number.to_bytes(16, "little"), self.layout.blocks_per_chunk) for number in numbers]
 
 
-class _Receiver:
+class _Receiver(NamedTuple):
     """Handle of the receiving process, with its URL and the raw socket of the limit."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-        port, raw_port = self.said().split()
-        self.url = f"kvs://127.0.0.1:{port}"
-        self.raw = socket.create_connection(("127.0.0.1", int(raw_port)))
-
-    def said(self) -> str:
-        """Return the next line of the process, skipping NIXL's output.
-
-        Raises:
-            ConfigError: the process has ended.
-        """
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("said "):
-                return line.removeprefix("said ")
-        raise ConfigError("the process that receives has ended")
+    process: Child
+    url: str
+    raw: socket.socket
 
     def tell(self, text: str, meanwhile: Callable[[], object]) -> None:
         """Send a command and wait for its answer, calling ``meanwhile`` about once per millisecond."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{text}\n")
-        self._process.stdin.flush()
+        self.process.tell(text)
         with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
+            assert self.process.process.stdout is not None
+            selector.register(self.process.process.stdout, selectors.EVENT_READ)
             while not selector.select(0.001):
                 meanwhile()
-        self.said()
+        if not self.process.said():
+            raise ConfigError("the process that receives has ended")
 
 
 @contextmanager
 def _receiving(batch: _Batch, channel: str | None) -> Iterator[_Receiver]:
     pool_bytes = _POOL_BATCHES * len(batch.memory) + (64 << 20)
-    sizes = (str(pool_bytes), str(batch.num_bytes), channel or "")
-    command = [sys.executable, "-m", "kvstore.tools.bench.handover", encode_geometry(batch.layout).hex(), *sizes]
-    with running(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        receiver = _Receiver(process)
-        with receiver.raw:
-            yield receiver
+    given = (encode_geometry(batch.layout).hex(), str(pool_bytes), str(batch.num_bytes), channel or "")
+    with child("kvstore.tools.bench.handover", *given, mark=_MARK) as process:
+        port, _, raw_port = process.said().partition(" ")
+        if not raw_port:
+            raise ConfigError("the process that receives has ended")
+        with socket.create_connection(("127.0.0.1", int(raw_port))) as raw:
+            yield _Receiver(process, f"kvs://127.0.0.1:{port}", raw)
 
 
 @contextmanager
@@ -231,11 +217,6 @@ def _take(listening: socket.socket, target: ByteArray) -> None:
         connection.sendall(b"\1")
 
 
-def _say(text: str) -> None:
-    sys.stdout.write(f"said {text}\n")
-    sys.stdout.flush()
-
-
 def main() -> None:
     """Answer until killed."""
     geometry, (pool_bytes, batch_bytes), channel = sys.argv[1], map(int, sys.argv[2:4]), sys.argv[4] or None
@@ -246,7 +227,7 @@ def main() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=_take, args=(listening, target), daemon=True).start()
         reader = _BareReader(target) if channel else None
-        _say(f"{server.port} {listening.getsockname()[1]}")
+        print(f"{_MARK}{server.port} {listening.getsockname()[1]}", flush=True)
         for line in sys.stdin:
             command, *words = line.split()
             assert reader is not None
@@ -254,7 +235,7 @@ def main() -> None:
                 reader.attach(int(words[0]), bytes.fromhex(words[1]))
             else:
                 reader.read()
-            _say(command)
+            print(f"{_MARK}{command}", flush=True)
     server.close()
 
 

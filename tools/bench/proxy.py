@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -23,7 +21,7 @@ from kvstore.errors import ConfigError
 from kvstore.tools.bench.bare_http import ANSWER, Asker, run
 from kvstore.tools.bench.lines import Line, Subject
 from kvstore.tools.bench.samples import WARM_UP_ROUNDS, Pair, Tick, alternating, require
-from kvstore.tools.processes import running
+from kvstore.tools.bench.servers import child
 
 ADDED = Subject(
     "proxy: added at 100 requests/s",
@@ -150,13 +148,11 @@ def _stage() -> Iterator[_Stage]:
     with ExitStack() as stack:
 
         def start(*words: str) -> tuple[str, psutil.Process]:
-            command = [sys.executable, "-m", *words]
-            process = stack.enter_context(running(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
-            assert process.stdout is not None
-            line = process.stdout.readline().strip()
+            process = stack.enter_context(child(*words))
+            line = process.said()
             if not line:
                 raise ConfigError("the proxy does not start: pip install 'vllm-kvstore[proxy]'")
-            return line, psutil.Process(process.pid)
+            return line, psutil.Process(process.process.pid)
 
         engine_port, _ = start(_MODULE, "engine")
         forwarder_port, forwarder = start(_MODULE, "forwarder", engine_port)

@@ -10,9 +10,9 @@ with one empty frame.
 from __future__ import annotations
 
 import socket
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ import numpy as np
 
 from kvstore.chunks import ByteArray
 from kvstore.tools.bench.samples import require
+from kvstore.tools.bench.servers import child
 
 if TYPE_CHECKING:
     import zmq
@@ -45,18 +46,14 @@ class RawPeer:
         self._chunks = [in_pieces(chunk, piece_bytes) for chunk in chunks]
         ipc_address = f"ipc://{folder}/peer"
         sizes = [str(size) for size in (*chunks.shape, piece_bytes)]
-        command = [sys.executable, "-m", "kvstore.tools.bench.raw_peers", ipc_address, *sizes]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE)  # noqa: S603 - ourselves
-        assert self._process.stdout is not None
-        with self._process.stdout as said:
-            tcp_address = said.readline().decode().strip()
+        self._opened = ExitStack()
+        tcp_address = self._opened.enter_context(child("kvstore.tools.bench.raw_peers", ipc_address, *sizes)).said()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._tcp, self._ipc = (self._connect(address, zmq.DEALER) for address in (tcp_address, ipc_address))
 
     def close(self) -> None:
         """End the other process."""
-        self._process.kill()
-        self._process.wait()
+        self._opened.close()
         self._context.destroy(linger=0)
 
     def store(self) -> None:

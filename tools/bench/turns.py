@@ -13,26 +13,23 @@ import json
 import math
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from rich.table import Table
 
 from kvstore.errors import ConfigError
-from kvstore.tools.bench.samples import BenchError
-from kvstore.tools.bench.servers import private_redis, private_server
+from kvstore.tools.bench.samples import require
+from kvstore.tools.bench.servers import Child, child, private_redis, private_server
 from kvstore.tools.bench.vllm import VOCABULARY, environment, require_vllm
 from kvstore.tools.console import numbers
 from kvstore.tools.interrupts import Interruption
 from kvstore.tools.models import DEMO, build_llama
-from kvstore.tools.processes import running
 
 MODULE: Final = "kvstore.adapters.vllm.offline.turns"
 MARK: Final = "BENCH ANSWER "
@@ -198,26 +195,18 @@ def _transfer(connector: str, folder: Path, redis_server: Path | None) -> Iterat
 @contextmanager
 def _engine(model: Path, transfer: Transfer) -> Iterator[Ask]:
     """Run vLLM in a separate process, and yield a function that sends it a task."""
-    command = [sys.executable, "-m", MODULE, str(model), json.dumps(transfer)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with tempfile.TemporaryFile() as log, running(command, **pipes, stderr=log, env=environment()) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        told, said = process.stdin, process.stdout
-        _listen(said, log)
+    with child(MODULE, str(model), json.dumps(transfer), mark=MARK, env=environment()) as process:
+        _answer(process)
 
         def ask(task: dict[str, Any]) -> dict[str, Any]:
-            told.write(json.dumps(task) + "\n")
-            told.flush()
-            return _listen(said, log)
+            process.tell(json.dumps(task))
+            return _answer(process)
 
         yield ask
 
 
-def _listen(said: IO[str], log: IO[bytes]) -> dict[str, Any]:
-    for line in said:
-        if line.startswith(MARK):
-            answer: dict[str, Any] = json.loads(line[len(MARK) :])
-            return answer
-    log.seek(0)
-    raise BenchError(f"a vLLM ended: {log.read()[-2000:].decode(errors='replace')}")
+def _answer(process: Child) -> dict[str, Any]:
+    said = process.said()
+    require(bool(said), f"a vLLM ended: {process.complaint()}")
+    answer: dict[str, Any] = json.loads(said)
+    return answer
