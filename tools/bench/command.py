@@ -1,4 +1,8 @@
-"""Implementation of ``kvstore bench``: runs the measurements with a progress bar, prints, plots and compares."""
+"""Implementation of ``kvstore bench``: runs the measurements with a progress bar, prints, plots and compares.
+
+Each function raises ``ConfigError`` if the options are wrong or it cannot run here, and ``BenchError`` if a path lost a
+byte or a process failed.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +43,7 @@ _ENDING = "ending the measurement under way, then showing what was measured befo
 def measure_and_print(
     options: BenchOptions, *, plot: Path | None = None, compare_with: Path | None = None, as_json: bool = False
 ) -> int:
-    """Run the bench and print its tables, or one JSON object; the exit code is ``FAILED`` if a line is below its floor.
-
-    Raises:
-        ConfigError: too little memory, an older run that cannot be compared, or a plot that cannot be drawn.
-        BenchError: a path lost a byte.
-    """
+    """Run the bench, print tables or one JSON object, and return the exit code, ``FAILED`` for a line below its floor."""
     old = read_fractions(compare_with, options.geometry.name) if compare_with else None
     if plot is not None:
         require_plotting()
@@ -64,12 +63,7 @@ def measure_and_print(
 
 
 def converse_and_print(connectors: str, rounds: int, folder: Path, redis_server: Path | None, *, as_json: bool) -> int:
-    """Run conversations over real vLLM, print their table or one JSON object, and return the exit code.
-
-    Raises:
-        ConfigError: an unknown connector, no vLLM, or a server that does not start.
-        BenchError: a vLLM ended.
-    """
+    """Run conversations over real vLLM, print their table or one JSON object, and return the exit code."""
     wanted = parse_connectors(connectors)
     with interruptible(_ENDING, at_once=True):
         found = measure_turns(wanted, rounds, folder, redis_server)
@@ -78,12 +72,7 @@ def converse_and_print(connectors: str, rounds: int, folder: Path, redis_server:
 
 
 def measure_both_ways_and_print(rounds: int, folder: Path, *, as_json: bool) -> int:
-    """Measure chats over a prefill and a decode engine, print tables or one JSON object, and return the exit code.
-
-    Raises:
-        ConfigError: no vLLM.
-        BenchError: an engine or the proxy did not start, or failed.
-    """
+    """Measure chats over a prefill and a decode engine, print tables or one JSON object, and return the exit code."""
     with interruptible(_ENDING, at_once=True):
         found = measure_bidirectional(rounds, folder)
     tables = [bidirectional_table(name, cases) for name, cases in found.items()]
@@ -92,11 +81,7 @@ def measure_both_ways_and_print(rounds: int, folder: Path, *, as_json: bool) -> 
 
 
 def count_and_print(shares: str, geometry: Geometry, *, as_json: bool) -> None:
-    """Count the tokens computed for many users, and print a table or one JSON object.
-
-    Raises:
-        ConfigError: the shares are wrong, or a cache of this size is too small.
-    """
+    """Count the tokens computed for many users, and print a table or one JSON object."""
     counts = count_computed(parse_shares(shares), geometry)
     _print({"users": counts}, [users_table(counts, geometry)], as_json=as_json)
 

@@ -122,45 +122,37 @@ class PinnedCopies:
     """
 
     def __init__(self, size_bytes: int, device: torch.device, piece_bytes: int = MEMCPY_PIECE_BYTES) -> None:
-        self._device = device
-        self._is_cuda = device.type == "cuda"
-        self._out, self._in = (self._pieces(size_bytes, piece_bytes) for _ in range(2))  # they share no byte
+        self._device, self._is_cuda = device, device.type == "cuda"
+        # The two ways share no byte. Pieces are targets and sources.
+        self._out, back = (self._pieces(size_bytes, piece_bytes) for _ in range(2))
+        self._in = [(source, target) for target, source in back]
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if self._is_cuda else []  # type: ignore[no-untyped-call]
 
     def to_host(self) -> None:
         """Copy from the device."""
-        self._launch_out()
+        self._copy(nullcontext(), self._out)
         self._wait()
 
     def to_device(self) -> None:
         """Copy to the device."""
-        self._launch_in()
+        self._copy(nullcontext(), self._in)
         self._wait()
 
     def both_ways(self) -> None:
         """Copy the whole size each way, at once."""
-        with self._on(0):
-            self._launch_out()
-        with self._on(1):
-            self._launch_in()
+        for number, pieces in enumerate((self._out, self._in)):
+            self._copy(torch.cuda.stream(self._streams[number]) if self._is_cuda else nullcontext(), pieces)
         self._wait()
 
     def _pieces(self, size_bytes: int, piece_bytes: int) -> Pieces:
         on_device = torch.ones(size_bytes, dtype=torch.uint8, device=self._device)
         on_host = torch.ones(size_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
-        ranges = [slice(begin, begin + piece_bytes) for begin in range(0, size_bytes, piece_bytes)]
-        return [(on_device[piece], on_host[piece]) for piece in ranges]
+        return list(zip(on_host.split(piece_bytes), on_device.split(piece_bytes), strict=True))
 
-    def _launch_out(self) -> None:
-        for on_device, on_host in self._out:
-            on_host.copy_(on_device, non_blocking=True)
-
-    def _launch_in(self) -> None:
-        for on_device, on_host in self._in:
-            on_device.copy_(on_host, non_blocking=True)
-
-    def _on(self, number: int) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._streams[number]) if self._is_cuda else nullcontext()
+    def _copy(self, stream: AbstractContextManager[object], pieces: Pieces) -> None:
+        with stream:
+            for target, source in pieces:
+                target.copy_(source, non_blocking=True)
 
     def _wait(self) -> None:
         if self._is_cuda:

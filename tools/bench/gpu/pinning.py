@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from functools import partial
 from time import perf_counter
 from typing import Literal
@@ -18,11 +19,11 @@ import torch
 from kvstore.chunks import ByteArray
 from kvstore.layout import round_up
 from kvstore.memory.mapped import map_bytes, populate
-from kvstore.memory.pinning import Pinner, Refusal, find_pinner
+from kvstore.memory.pinning import Pinner, find_pinner
 from kvstore.memory.slabs import SlabPool
 from kvstore.tools.bench.gpu.bed import MIB, Scale
 from kvstore.tools.bench.gpu.figures import GB_PER_S, US, Figure, count, duration, percentile
-from kvstore.tools.bench.samples import require
+from kvstore.tools.bench.samples import require, timed
 
 Mode = Literal["global", "relaxed"]
 _SLOT_BYTES = 4 * MIB
@@ -36,11 +37,7 @@ _LEAST_S = 1e-9  # where there is nothing to pin
 
 
 def measure_pinning(scale: Scale) -> Iterator[Figure]:
-    """Measure registration against touching as many fresh pages, and launches during it against launches alone.
-
-    Raises:
-        BenchError: memory could not be pinned.
-    """
+    """Measure registration against touching as many fresh pages, and launches during it against launches alone."""
     tiny = torch.zeros(1024, device=scale.device)
     if scale.is_cuda:
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -49,12 +46,11 @@ def measure_pinning(scale: Scale) -> Iterator[Figure]:
     pinner = find_pinner(tiny.device)
     for piece_bytes in sorted({min(size, scale.pinned_bytes) for size in _PIECES_BYTES}):
         memory = map_bytes(scale.pinned_bytes)
-        begin_s = perf_counter()
-        populate(memory, 0, len(memory), lambda: False)
-        touch_s = perf_counter() - begin_s
-        pinning = _Pinning(pinner, memory, piece_bytes)
-        beside_s = _launches(tiny, scale, partial(_while_alive, pinning))
-        pin_s = pinning.end()
+        touch_s, _ = timed(partial(populate, memory, 0, len(memory), lambda: False))
+        with ExitStack() as pinned, ThreadPoolExecutor(1) as thread:
+            pinning = thread.submit(_pin, pinner, memory, piece_bytes, pinned)
+            beside_s = _launches(tiny, scale, partial(_goes_on, pinning))
+            pin_s = pinning.result()
         title = f"in pieces of {piece_bytes // MIB} MiB"
         register, touch = (len(memory) / seconds / 1e9 for seconds in (pin_s, touch_s))
         yield Figure(f"register {title}, against touching", register, touch, touch_s / pin_s, GB_PER_S)
@@ -64,41 +60,21 @@ def measure_pinning(scale: Scale) -> Iterator[Figure]:
             yield duration(name, value_s, limit_s, US, more={"launches": len(beside_s)})
 
 
-class _Pinning(threading.Thread):
-    """Thread that pins a range piece by piece; ``end`` unpins it."""
-
-    def __init__(self, pinner: Pinner | None, memory: ByteArray, piece_bytes: int) -> None:
-        super().__init__(daemon=True)
-        self._pinner, self._memory, self._piece_bytes = pinner, memory, piece_bytes
-        self._seconds = _LEAST_S
-        self._problem: Refusal | None = None
-        self._pinned: list[int] = []
-        self.start()
-
-    def run(self) -> None:
-        begin_s = perf_counter()
-        for begin in range(0, len(self._memory), self._piece_bytes):
-            piece = self._memory[begin : begin + self._piece_bytes]
-            if self._pinner is None:  # a CPU needs no pinned memory
-                continue
-            self._problem = self._pinner.pin(piece.ctypes.data, len(piece))
-            if self._problem is not None:
-                return
-            self._pinned.append(piece.ctypes.data)
-        self._seconds = max(perf_counter() - begin_s, _LEAST_S)
-
-    def end(self) -> float:
-        """Wait for the thread, unpin the range, and return the seconds that pinning took."""
-        self.join()
-        if self._pinner is not None:
-            for address in self._pinned:
-                self._pinner.unpin(address)
-        require(self._problem is None, f"memory cannot be pinned: {self._problem}")
-        return self._seconds
+def _pin(pinner: Pinner | None, memory: ByteArray, piece_bytes: int, pinned: ExitStack) -> float:
+    """Pin a range piece by piece until ``pinned`` is closed, and return the seconds that it took."""
+    if pinner is None:  # a CPU needs no pinned memory
+        return _LEAST_S
+    begin_s = perf_counter()
+    for begin in range(0, len(memory), piece_bytes):
+        piece = memory[begin : begin + piece_bytes]
+        problem = pinner.pin(piece.ctypes.data, len(piece))
+        require(problem is None, f"memory cannot be pinned: {problem}")
+        pinned.callback(pinner.unpin, piece.ctypes.data)
+    return max(perf_counter() - begin_s, _LEAST_S)
 
 
-def _while_alive(thread: threading.Thread, number: int) -> bool:
-    return number < _LEAST_LAUNCHES or thread.is_alive()
+def _goes_on(pinning: Future[float], number: int) -> bool:
+    return number < _LEAST_LAUNCHES or not pinning.done()
 
 
 def _launches(tiny: torch.Tensor, scale: Scale, goes_on: Callable[[int], bool]) -> list[float]:
