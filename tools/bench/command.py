@@ -43,7 +43,7 @@ _ENDING = "ending the measurement under way, then showing what was measured befo
 def measure_and_print(
     options: BenchOptions, *, plot: Path | None = None, compare_with: Path | None = None, as_json: bool = False
 ) -> int:
-    """Run the bench, print tables or one JSON object, and return the exit code, ``FAILED`` for a line below its floor."""
+    """Run the bench, print tables or one JSON object, and return the exit code, which tells of lines below floors."""
     old = read_fractions(compare_with, options.geometry.name) if compare_with else None
     if plot is not None:
         require_plotting()

@@ -147,7 +147,8 @@ class PinnedCopies:
     def _pieces(self, size_bytes: int, piece_bytes: int) -> Pieces:
         on_device = torch.ones(size_bytes, dtype=torch.uint8, device=self._device)
         on_host = torch.ones(size_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
-        return list(zip(on_host.split(piece_bytes), on_device.split(piece_bytes), strict=True))
+        ranges = [slice(begin, begin + piece_bytes) for begin in range(0, size_bytes, piece_bytes)]
+        return [(on_host[piece], on_device[piece]) for piece in ranges]
 
     def _copy(self, stream: AbstractContextManager[object], pieces: Pieces) -> None:
         with stream:
