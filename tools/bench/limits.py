@@ -19,7 +19,7 @@ from kvstore.chunks import ByteArray
 from kvstore.format import chunkfile
 from kvstore.layout import KVLayout, round_up
 from kvstore.memory.slabs import SlabPool
-from kvstore.tools.bench.samples import require
+from kvstore.tools.bench.samples import BenchError, require
 from kvstore.transfer.lane import WRITE_THREADS
 
 _Part = tuple[list[memoryview], int]
@@ -108,8 +108,8 @@ class RawDisk:
             moved_bytes = sum(call(fd, buffers, begin) for buffers, begin in parts)
         finally:
             os.close(fd)
-        is_whole = moved_bytes == sum(buffer.nbytes for buffers, _ in parts for buffer in buffers)
-        require(is_whole, f"a raw transfer moved only {moved_bytes} bytes: is the disk full?")
+        if moved_bytes != sum(buffer.nbytes for buffers, _ in parts for buffer in buffers):
+            raise BenchError(f"a raw transfer moved only {moved_bytes} bytes: is the disk full?")
 
 
 class PinnedCopies:

@@ -42,7 +42,7 @@ class Child:
         self.process.stdin.flush()
 
     def complaint(self) -> str:
-        """Return the end of the process's standard error."""
+        """Return the end of the standard error of a process that has ended; it shares the place in the file."""
         self._log.seek(0)
         return self._log.read()[-2000:].decode(errors="replace").strip()
 

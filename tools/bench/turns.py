@@ -24,7 +24,7 @@ from typing import Any, Final
 from rich.table import Table
 
 from kvstore.errors import ConfigError
-from kvstore.tools.bench.samples import require
+from kvstore.tools.bench.samples import BenchError
 from kvstore.tools.bench.servers import Child, child, private_redis, private_server
 from kvstore.tools.bench.vllm import VOCABULARY, environment, require_vllm
 from kvstore.tools.console import numbers
@@ -207,6 +207,7 @@ def _engine(model: Path, transfer: Transfer) -> Iterator[Ask]:
 
 def _answer(process: Child) -> dict[str, Any]:
     said = process.said()
-    require(bool(said), f"a vLLM ended: {process.complaint()}")
+    if not said:
+        raise BenchError(f"a vLLM ended: {process.complaint()}")
     answer: dict[str, Any] = json.loads(said)
     return answer
