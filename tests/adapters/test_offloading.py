@@ -16,8 +16,8 @@ from vllm.v1.kv_offload.cpu import gpu_worker
 
 from kvstore.adapters.vllm.offline.offloading import OffloadingCopies
 from kvstore.tools.bench.geometry import GEOMETRIES
-from kvstore.tools.bench.gpu import offloading
-from kvstore.tools.bench.gpu.scale import make_scale
+from kvstore.tools.bench.gpu import moves
+from kvstore.tools.bench.gpu.bed import make_scale
 
 pytestmark = pytest.mark.vllm
 
@@ -90,14 +90,14 @@ def test_what_is_stored_comes_back_to_other_blocks() -> None:
 
 
 def test_ours_and_theirs_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offloading, "GEOMETRIES", {"qwen-0.5b": GEOMETRIES["qwen-0.5b"]})
+    monkeypatch.setattr(moves, "GEOMETRIES", {"qwen-0.5b": GEOMETRIES["qwen-0.5b"]})
     made = OffloadingCopies.__init__
 
     def on_device(copies: OffloadingCopies, caches: list[torch.Tensor], *sizes: int) -> None:
         made(copies, [cache.as_subclass(OnDevice) for cache in caches], *sizes)
 
     monkeypatch.setattr(OffloadingCopies, "__init__", on_device)
-    found = list(offloading.measure_offloading(make_scale(torch.device("cpu"), small=True)))
+    found = list(moves.measure_offloading(make_scale(torch.device("cpu"), small=True)))
     names = [name for way in ("out", "in") for name in (f"ours {way} against vLLM's copies", f"vLLM's copies {way}")]
-    assert [figure.name for figure in found] == [f"qwen-0.5b: {name}" for name in names]
+    assert [figure.figure for figure in found] == [f"qwen-0.5b: {name}" for name in names]
     assert all(figure.ratio > 0 for figure in found)

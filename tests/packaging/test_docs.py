@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from kvstore.tools.bench.redis import MALLOC_CONF, MALLOC_NAMES
+from kvstore.tools.bench.servers import MALLOC_CONF, MALLOC_NAMES
 from kvstore.tools.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]

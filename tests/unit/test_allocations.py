@@ -19,8 +19,8 @@ from kvstore.engine import CacheEngine
 from kvstore.options import EngineOptions, RemoteOptions
 from kvstore.tools.bench import moves
 from kvstore.tools.bench.geometry import Geometry
-from kvstore.tools.bench.samples import NAMESPACE
-from kvstore.tools.bench.server import private_server
+from kvstore.tools.bench.samples import NAMESPACE, Pairing
+from kvstore.tools.bench.servers import private_server
 from kvstore.tools.bench.workbench import Workbench
 
 MOST_BYTES = 1 << 18
@@ -88,7 +88,7 @@ def test_moving_payload_takes_no_memory(tier: Opened, tmp_path: Path) -> None:
     with tier(tmp_path) as options, CacheEngine(workbench.paged, NAMESPACE, options) as engine:
         for _ in range(2):  # buffers are made the first time
             for call in CALLS:
-                call(engine, workbench, nothing, limit_first=True)
+                call(engine, workbench, nothing, Pairing(limit_first=True))
                 peaks[call.__name__] = tracemalloc.get_traced_memory()[1]
                 tracemalloc.stop()
                 assert engine.flush(), "what waits to be written would leave no room for the next"

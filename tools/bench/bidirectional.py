@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import httpx
 from rich.table import Table
@@ -71,20 +71,41 @@ class Sample(NamedTuple):
     both_ways_tokens: int
 
 
-class Engines(Protocol):
-    """Operations on a prefill and a decode engine."""
+class Engines:
+    """A real prefill and a real decode engine, behind the proxy or asked directly."""
+
+    def __init__(self, pair: Disaggregation, client: httpx.Client) -> None:
+        self._pair = pair
+        self._client = client
+        self._work = Work(pair.prefill.url)
 
     def answer(self, prompt: Sequence[int], said: Said, num_tokens: int) -> tuple[list[int], Said]:
         """Return the tokens of an answer, and the ``kv_transfer_params`` of its KV."""
+        tree = self._ask(self._pair.proxy.url, prompt, said, num_tokens)
+        self._work.of(prompt)
+        return tree["choices"][0]["token_ids"], tree["kv_transfer_params"]
 
     def forget(self) -> None:
         """Empty the prefill engine's prefix cache."""
+        self._client.post(f"{self._pair.prefill.url}/reset_prefix_cache").raise_for_status()
 
     def prepare(self, prompt: Sequence[int], said: Said) -> None:
         """Put a prompt into the prefill engine's prefix cache."""
+        self._ask(self._pair.prefill.url, prompt, said, 1)
+        self._work.of(prompt)
 
     def first_token(self, prompt: Sequence[int], said: Said) -> tuple[float, int]:
         """Return the seconds to a first token, and the tokens that the prefill engine computed for it."""
+        begin_s = time.perf_counter()
+        self._ask(self._pair.proxy.url, prompt, said, 1)
+        return time.perf_counter() - begin_s, self._work.of(prompt)
+
+    def _ask(self, url: str, prompt: Sequence[int], said: Said, num_tokens: int) -> dict[str, Any]:
+        body = {"model": self._pair.model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
+        more = {"ignore_eos": True, "return_token_ids": True, **({"kv_transfer_params": said} if said else {})}
+        answer = self._client.post(f"{url}/v1/completions", json=body | more).raise_for_status()
+        tree: dict[str, Any] = answer.json()
+        return tree
 
 
 Found = dict[Case, list[Sample]]
@@ -215,41 +236,4 @@ def _started(shape: LlamaShape, folder: Path) -> Iterator[Engines]:
         environment={"VLLM_SERVER_DEV_MODE": "1"},  # to empty the prefix cache
     )
     with pair, httpx.Client(trust_env=False, timeout=REQUEST_TIMEOUT_S) as client:
-        yield _Live(pair, client)
-
-
-class _Live:
-    """Real engines, behind the proxy or asked directly."""
-
-    def __init__(self, pair: Disaggregation, client: httpx.Client) -> None:
-        self._pair = pair
-        self._client = client
-        self._work = Work(pair.prefill.url)
-
-    def answer(self, prompt: Sequence[int], said: Said, num_tokens: int) -> tuple[list[int], Said]:
-        """Return the tokens of an answer, and the ``kv_transfer_params`` of its KV."""
-        tree = self._ask(self._pair.proxy.url, prompt, said, num_tokens)
-        self._work.of(prompt)
-        return tree["choices"][0]["token_ids"], tree["kv_transfer_params"]
-
-    def forget(self) -> None:
-        """Empty the prefill engine's prefix cache."""
-        self._client.post(f"{self._pair.prefill.url}/reset_prefix_cache").raise_for_status()
-
-    def prepare(self, prompt: Sequence[int], said: Said) -> None:
-        """Put a prompt into the prefill engine's prefix cache."""
-        self._ask(self._pair.prefill.url, prompt, said, 1)
-        self._work.of(prompt)
-
-    def first_token(self, prompt: Sequence[int], said: Said) -> tuple[float, int]:
-        """Return the seconds to a first token, and the tokens that the prefill engine computed for it."""
-        begin_s = time.perf_counter()
-        self._ask(self._pair.proxy.url, prompt, said, 1)
-        return time.perf_counter() - begin_s, self._work.of(prompt)
-
-    def _ask(self, url: str, prompt: Sequence[int], said: Said, num_tokens: int) -> dict[str, Any]:
-        body = {"model": self._pair.model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
-        more = {"ignore_eos": True, "return_token_ids": True, **({"kv_transfer_params": said} if said else {})}
-        answer = self._client.post(f"{url}/v1/completions", json=body | more).raise_for_status()
-        tree: dict[str, Any] = answer.json()
-        return tree
+        yield Engines(pair, client)

@@ -7,8 +7,7 @@ are compared after a round trip through a lossless codec.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +21,10 @@ from kvstore.format.codecs import CODEC_NAMES, Codec, open_codec
 from kvstore.layout import KVLayout
 from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.limits import prefaulted
-from kvstore.tools.bench.samples import BenchError, Limit, Pair, paired
+from kvstore.tools.bench.lines import Subject
+from kvstore.tools.bench.samples import require, sampled
 from kvstore.tools.console import numbers
 
-WARM_UP_ROUNDS = 2
 MEASURED = [name for name in CODEC_NAMES if name != "none"]
 
 
@@ -43,11 +42,7 @@ class CodecLine:
 
 
 def measure_codecs(geometry: Geometry, rounds: int) -> list[CodecLine]:
-    """Measure every codec but ``none``, on one thread each; codecs that cannot be opened are left out.
-
-    Raises:
-        BenchError: a lossless codec lost a byte.
-    """
+    """Measure every codec but ``none``, on one thread each; codecs that cannot be opened are left out."""
     layout = KVLayout(
         (geometry.block_bytes // geometry.layers,) * geometry.layers,
         planes=1,
@@ -71,13 +66,9 @@ def codec_table(lines: Sequence[CodecLine]) -> Table:
     table = Table("codec", "bfloat16 data", *figures, title="codecs, one thread; fractions of memcpy")
     for line in lines:
         table.add_row(
-            line.codec,
-            line.data,
-            f"{line.ratio:.2f}",
-            f"{line.encode_gbps:.2f} GB/s",
-            f"{line.encode_fraction:.2f}",
-            f"{line.decode_gbps:.2f} GB/s",
-            f"{line.decode_fraction:.2f}",
+            *(line.codec, line.data, f"{line.ratio:.2f}"),
+            *(f"{line.encode_gbps:.2f} GB/s", f"{line.encode_fraction:.2f}"),
+            *(f"{line.decode_gbps:.2f} GB/s", f"{line.decode_fraction:.2f}"),
         )
     missing = ", ".join(sorted({*MEASURED} - {line.codec for line in lines}))
     if missing:
@@ -99,21 +90,11 @@ def _measure(codec: Codec, kind: str, data: ByteArray, layout: KVLayout, rounds:
             codec.decode(encoded[begin : begin + size], back[begin:end])
 
     memcpy = partial(np.copyto, copy, data)
-    encodes = _sample(memcpy, encode, rounds)
-    decodes = _sample(memcpy, decode, rounds)
-    if codec.is_lossless and not np.array_equal(back, data):
-        raise BenchError(f"the codec {codec.name} changed {kind} data")
-    return CodecLine(codec.name, kind, len(data) / sum(sizes), *_speed(encodes, len(data)), *_speed(decodes, len(data)))
-
-
-def _sample(limit: Limit, path: Callable[[], None], rounds: int) -> list[Pair]:
-    pairs = [paired(limit, path, limit_first=number % 2 == 0)[0] for number in range(WARM_UP_ROUNDS + rounds)]
-    return pairs[WARM_UP_ROUNDS:]
-
-
-def _speed(pairs: Sequence[Pair], size_bytes: int) -> tuple[float, float]:
-    gbps = size_bytes / statistics.median(pair.path_s for pair in pairs) / 1e9
-    return gbps, statistics.median(pair.limit_s / pair.path_s for pair in pairs)
+    subject = Subject(codec.name, "memcpy", kind)
+    lines = [subject.line(sampled(memcpy, path, rounds)) for path in (encode, decode)]
+    require(not codec.is_lossless or np.array_equal(back, data), f"the codec {codec.name} changed {kind} data")
+    speeds = [figure for line in lines for figure in (len(data) / line.path_s / 1e9, line.fraction)]
+    return CodecLine(codec.name, kind, len(data) / sum(sizes), *speeds)
 
 
 def _normal(layout: KVLayout) -> ByteArray:

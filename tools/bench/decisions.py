@@ -8,41 +8,38 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PREFIX_KEY_BYTES
 from kvstore.layout import KVLayout
-from kvstore.tools.bench.geometry import Geometry
-from kvstore.tools.bench.lines import Line, Subject
-from kvstore.tools.bench.samples import NAMESPACE, Pair, require
+from kvstore.tools.bench.lines import target
+from kvstore.tools.bench.samples import NAMESPACE, require
 from kvstore.tools.serve import without_full_collections
 
 if TYPE_CHECKING:
     from kvstore.protocol import messages
 
 NUM_CHUNKS = 40_000
-SERVER = Subject(
-    "server: longest decision, 40,000 chunks",
-    "target",
-    "a lookup, scan and removal of 4,096 chunks, pins of as many, places for 64, reports, a clear of all",
-)
-_TARGET_S = 5e-3
+NAME = "server: longest decision, 40,000 chunks"
 _ROUNDS = 5
 _BLOCKS = 4
 _LAYOUT = KVLayout((64,), 1, 16, 16 * _BLOCKS)
 
 
-def measure_decisions(geometry: Geometry) -> list[Line]:
-    """Fill a server, send it the slowest requests, and clear it, once per round.
-
-    Raises:
-        BenchError: the server did not carry out a request.
-    """
+@target(
+    5e-3,
+    NAME,
+    "target",
+    "a lookup, scan and removal of 4,096 chunks, pins of as many, places for 64, reports, a clear of all",
+)
+def longest_decisions() -> Iterator[float]:
+    """Fill a server, send it the slowest requests, and clear it, once per round."""
     with without_full_collections():
         server = _Server()
-        return [SERVER.line(geometry, [Pair(_TARGET_S, server.round()) for _ in range(_ROUNDS)])]
+        for _ in range(_ROUNDS):
+            yield server.round()
 
 
 class _Server:
@@ -96,7 +93,7 @@ class _Server:
         """Return the seconds of the longest decision."""
         messages, most = self._messages, self._messages.MAX_REFS
         refs = [ref for _ in range(0, NUM_CHUNKS, messages.MAX_MOVES) for ref in self._store(messages.MAX_MOVES)]
-        require(len(self._space.chunks) == NUM_CHUNKS, f"{SERVER.name}: {len(self._space.chunks)} chunks are there")
+        require(len(self._space.chunks) == NUM_CHUNKS, f"{NAME}: {len(self._space.chunks)} chunks are there")
         some, self._longest_s = messages.pack_refs(refs[:most]), 0.0
         self._ask(messages.Stats(2))
         self._ask(messages.Lookup(3, some))
@@ -108,7 +105,7 @@ class _Server:
         self._ask(messages.UnpinSpaces(8, b""))
         self._ask(messages.Remove(9, some))
         self._ask(messages.Clear(10))
-        require(not self._space.used_bytes and not self._stock.has_cleared, f"{SERVER.name}: it is not empty")
+        require(not self._space.used_bytes and not self._stock.has_cleared, f"{NAME}: it is not empty")
         return self._longest_s
 
     def _store(self, count: int) -> Sequence[ChunkRef]:

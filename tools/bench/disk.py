@@ -17,7 +17,7 @@ from kvstore.options import EngineOptions
 from kvstore.tools.bench import moves
 from kvstore.tools.bench.limits import RawDisk
 from kvstore.tools.bench.lines import Line, Subject, move_lines
-from kvstore.tools.bench.samples import NAMESPACE, WARM_UP_ROUNDS, Pair, Tick, alternating, paired, require, timed
+from kvstore.tools.bench.samples import NAMESPACE, WARM_UP_ROUNDS, Pair, Pairing, Tick, alternating, require, timed
 from kvstore.tools.bench.workbench import Workbench
 
 WRITE = Subject("disk write-behind", "O_DIRECT write", "store and flush: gather, xxh3, O_DIRECT, naming the files")
@@ -30,31 +30,24 @@ _TIMEOUT_S = 120.0
 
 
 def measure_disk(workbench: Workbench, folder: Path, rounds: int, tick: Tick) -> list[Line]:
-    """Measure write-behind, cold and warm retrieves, loads layer by layer, and the gain of reading a part of a chunk.
-
-    Raises:
-        BenchError: a path lost or changed a byte, or did not read from the disk.
-        ConfigError: the folder has no room, or no direct I/O, which the limit needs.
-    """
+    """Measure write-behind, cold and warm retrieves, loads layer by layer, and the gain of reading part of a chunk."""
     direct = []
-    layout, chunks = workbench.paged.layout, workbench.num_chunks
-    with _opened(workbench, folder / "direct", use_odirect=True, batches=WARM_UP_ROUNDS + rounds) as engine:
-        read_threads = EngineOptions(0).disk_io_threads
-        with closing(RawDisk(folder / "raw", layout, chunks, read_threads)) as raw:
-            for limit_first in alternating("disk", rounds, tick):
-                written = moves.store_and_flush(engine, workbench, raw.write, limit_first=limit_first)
-                read = moves.retrieve(engine, workbench, raw.read, limit_first=limit_first)
-                quarter, _ = paired(raw.read_quarter, raw.read, limit_first=limit_first)
+    layout, chunks, times = workbench.paged.layout, workbench.num_chunks, WARM_UP_ROUNDS + rounds
+    with _opened(workbench, folder / "direct", use_odirect=True, batches=times) as engine:
+        with closing(RawDisk(folder / "raw", layout, chunks, EngineOptions(0).disk_io_threads)) as raw:
+            for pair in alternating(rounds, tick):
+                written = moves.store_and_flush(engine, workbench, raw.write, pair)
+                read = moves.retrieve(engine, workbench, raw.read, pair)
+                quarter, _ = pair(raw.read_quarter, raw.read)
                 direct.append((written, read, _retrieve_while_computing(engine, workbench), quarter))
                 engine.clear(workbench.tokens)  # by tokens: their files are recycled by the next round
-        _require_loads(engine, _LOADS_PER_ROUND * (WARM_UP_ROUNDS + rounds) * chunks)
+        _require_loads(engine, _LOADS_PER_ROUND * times * chunks)
     with _opened(workbench, folder / "buffered", use_odirect=False, batches=1) as engine:
-        moves.store_and_flush(engine, workbench, workbench.memcpy, limit_first=True)
+        moves.store_and_flush(engine, workbench, workbench.memcpy, Pairing(limit_first=True))
         buffered = [
-            [moves.retrieve(engine, workbench, workbench.memcpy_and_sum, limit_first=limit_first)]
-            for limit_first in alternating("disk", rounds, tick)
+            [moves.retrieve(engine, workbench, workbench.memcpy_and_sum, pair)] for pair in alternating(rounds, tick)
         ]
-        _require_loads(engine, (WARM_UP_ROUNDS + rounds) * chunks)
+        _require_loads(engine, times * chunks)
     return move_lines((WRITE, COLD, LAYERS, QUARTER), direct, workbench) + move_lines((WARM,), buffered, workbench)
 
 

@@ -61,6 +61,7 @@ GEOMETRIES = {
         Geometry("deepseek-mla", layers=61, kv_heads=1, head_size=576, latent=True),
     )
 }
+TINY = Geometry("tiny", layers=1, kv_heads=1, head_size=8)  # where the size of a chunk does not count
 _NUMBERS = tuple(field.name for field in fields(Geometry) if field.name != "name")
 
 

@@ -1,21 +1,23 @@
-"""Results of the bench: a line for each path, and the report of a run."""
+"""Lines of the bench: a path and its limit is a row, a ``Subject``, whose samples make its line.
+
+Whatever measures a line raises ``BenchError`` if a path lost or changed a byte, and ``ConfigError`` if it cannot run
+here, for want of memory, a package or a server.
+"""
 
 from __future__ import annotations
 
-import platform
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
-import torch
 
 from kvstore.tools.bench.floors import Bound, bound_of
-from kvstore.tools.bench.geometry import Geometry
-from kvstore.tools.bench.load import Load
-from kvstore.tools.bench.samples import WARM_UP_ROUNDS, Pair
-from kvstore.tools.bench.workbench import Workbench
+from kvstore.tools.bench.samples import Pair, columns
+
+if TYPE_CHECKING:
+    from kvstore.tools.bench.workbench import Workbench
 
 Unit = Literal["s", "bytes"]
 
@@ -35,9 +37,9 @@ class Subject(NamedTuple):
     includes: str
     unit: Unit = "s"
 
-    def line(self, geometry: Geometry, pairs: Sequence[Pair], size_bytes: int = 0) -> Line:
-        """Return the line of these samples, with its recorded bounds."""
-        return Line(self, bound_of(geometry.name, self.name), pairs, size_bytes)
+    def line(self, pairs: Sequence[Pair], geometry: str = "", size_bytes: int = 0) -> Line:
+        """Return the line of these samples, with the bounds recorded for a geometry."""
+        return Line(self, bound_of(geometry, self.name), pairs, size_bytes)
 
 
 @dataclass(frozen=True)
@@ -106,59 +108,28 @@ class Line:
         }
 
 
-def move_lines(subjects: Iterable[Subject], rounds: Iterable[Sequence[Pair]], workbench: Workbench) -> list[Line]:
-    """Return the lines of paths that move a batch, each sampled once a round, without the warm-up rounds."""
+class Target(NamedTuple):
+    """Row of a line whose limit is a number, in the unit of its samples."""
+
+    subject: Subject
+    limit: float
+    samples: Callable[[], Iterable[float]]
+
+    def line(self) -> Line:
+        """Return the line of new samples."""
+        return self.subject.line([Pair(self.limit, sample) for sample in self.samples()])
+
+
+def target(
+    limit: float, name: str, limit_name: str, includes: str, unit: Unit = "s"
+) -> Callable[[Callable[[], Iterable[float]]], Target]:
+    """Return a decorator that makes a row of a function that yields samples."""
+    return lambda samples: Target(Subject(name, limit_name, includes, unit), limit, samples)
+
+
+def move_lines(subjects: Iterable[Subject], found: Sequence[Sequence[Pair]], workbench: Workbench) -> list[Line]:
+    """Return the lines of paths that move a batch, given the samples of each round, warm-up included."""
     return [
-        subject.line(workbench.geometry, pairs[WARM_UP_ROUNDS:], workbench.batch_bytes)
-        for subject, pairs in zip(subjects, zip(*rounds, strict=True), strict=True)
+        subject.line(pairs, workbench.geometry.name, workbench.batch_bytes)
+        for subject, pairs in zip(subjects, columns(found), strict=True)
     ]
-
-
-@dataclass(frozen=True)
-class BenchReport:
-    """Result of one run.
-
-    Attributes:
-        geometry: geometry of the KV that was moved.
-        batch_bytes: bytes moved by one call.
-        rounds: samples of most lines.
-        lines: measured lines.
-        load: load of the machine during the run.
-        skipped: sections that were not measured, with reasons.
-        interrupted: whether the run was stopped before the last line.
-    """
-
-    geometry: Geometry
-    batch_bytes: int
-    rounds: int
-    lines: list[Line]
-    load: Load
-    skipped: list[str] = field(default_factory=list)
-    interrupted: bool = False
-
-    @property
-    def failed(self) -> list[Line]:
-        """Lines below their floors."""
-        return [line for line in self.lines if line.failed]
-
-    def to_json(self) -> dict[str, object]:
-        """Return the report as one JSON object; times are in seconds."""
-        return {
-            "geometry": asdict(self.geometry),
-            "batch_bytes": self.batch_bytes,
-            "rounds": self.rounds,
-            "machine": {
-                "platform": platform.platform(),
-                "cpus": self.load.cores,
-                "load": self.load.begin,
-                "load_at_end": self.load.end,
-                "others_cores": self.load.others_cores,
-                "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-                "torch": str(torch.__version__),
-                "numpy": np.__version__,
-            },
-            "lines": [line.to_json() for line in self.lines],
-            "skipped": self.skipped,
-            "interrupted": self.interrupted,
-            "failed": [line.subject.name for line in self.failed],
-        }

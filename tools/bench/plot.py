@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvstore.tools.bench.lines import BenchReport, Line
+from kvstore.tools.bench.lines import Line
 from kvstore.tools.bench.load import cpu_name
+from kvstore.tools.bench.report import BenchReport
 from kvstore.tools.figures import new_figure, save_figure
 
 _COLOURS = {"ok": "tab:green", "below goal": "tab:orange", "BELOW FLOOR": "tab:red"}

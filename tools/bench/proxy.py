@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -21,10 +19,9 @@ import psutil
 
 from kvstore.errors import ConfigError
 from kvstore.tools.bench.bare_http import ANSWER, Asker, run
-from kvstore.tools.bench.geometry import GEOMETRIES, Geometry
 from kvstore.tools.bench.lines import Line, Subject
 from kvstore.tools.bench.samples import WARM_UP_ROUNDS, Pair, Tick, alternating, require
-from kvstore.tools.processes import running
+from kvstore.tools.bench.servers import child
 
 ADDED = Subject(
     "proxy: added at 100 requests/s",
@@ -60,26 +57,18 @@ class _Stage(NamedTuple):
 
 
 def measure_proxy(rounds: int, tick: Tick) -> list[Line]:
-    """Send requests through the proxy, through a bare forwarder, and directly, in alternation.
-
-    Raises:
-        BenchError: an answer was not the engine's.
-        ConfigError: a process does not start.
-    """
+    """Send requests through the proxy, through a bare forwarder, and directly, in alternation."""
     added: list[Pair] = []
     times: list[Pair] = []
     with _stage() as stage:
-        for forwarder_first in alternating("proxy", rounds, tick):
-            run(_round(stage, added, times, forwarder_first=forwarder_first))
+        for pair in alternating(rounds, tick):
+            run(_round(stage, added, times, forwarder_first=pair.limit_first))
     shares = times[WARM_UP_ROUNDS:]
     return [
-        ADDED.line(_GEOMETRY, added[WARM_UP_ROUNDS * REQUESTS_A_ROUND :]),
-        TIME.line(_GEOMETRY, [Pair(_TARGET_S, pair.path_s) for pair in shares]),
-        SHARE.line(_GEOMETRY, shares),
+        ADDED.line(added[WARM_UP_ROUNDS * REQUESTS_A_ROUND :]),
+        TIME.line([Pair(_TARGET_S, pair.path_s) for pair in shares]),
+        SHARE.line(shares),
     ]
-
-
-_GEOMETRY: Final[Geometry] = GEOMETRIES["qwen-0.5b"]
 
 
 async def _round(stage: _Stage, added: list[Pair], times: list[Pair], *, forwarder_first: bool) -> None:
@@ -97,9 +86,6 @@ async def _round(stage: _Stage, added: list[Pair], times: list[Pair], *, forward
 
 async def _paced(port: int) -> list[float]:
     """Send requests at a fixed 100 per second, and return the seconds of each."""
-    askers = [Asker() for _ in range(_CLIENTS)]
-    for asker in askers:
-        await asker.connect(port)
     found: list[float] = []
 
     async def ask(asker: Asker, at_s: float) -> None:
@@ -109,24 +95,18 @@ async def _paced(port: int) -> list[float]:
         _check(await asker.ask(_REQUEST))
         found.append(time.perf_counter() - begin_s)
 
-    begin_s = time.perf_counter()
-    for first in range(0, REQUESTS_A_ROUND, _CLIENTS):
-        numbers = range(first, min(first + _CLIENTS, REQUESTS_A_ROUND))
-        asked = zip(askers, numbers, strict=False)
-        await asyncio.gather(*(ask(asker, begin_s + number * _PERIOD_S) for asker, number in asked))
-    for asker in askers:
-        asker.connection.close()
+    async with _clients(port) as askers:
+        begin_s = time.perf_counter()
+        for first in range(0, REQUESTS_A_ROUND, _CLIENTS):
+            numbers = range(first, min(first + _CLIENTS, REQUESTS_A_ROUND))
+            asked = zip(askers, numbers, strict=False)
+            await asyncio.gather(*(ask(asker, begin_s + number * _PERIOD_S) for asker, number in asked))
     return found
 
 
 async def _busy(port: int, process: psutil.Process) -> float:
     """Return a process's processor time per request while each client sends requests without a pause."""
-    askers = [Asker() for _ in range(_CLIENTS)]
-    for asker in askers:
-        await asker.connect(port)
-    await asyncio.gather(*(asker.ask(_REQUEST) for asker in askers))  # now all connections are open
     asked = 0
-    end_s = time.perf_counter() + CLOSED_LOOP_S
 
     async def go_on(asker: Asker) -> None:
         nonlocal asked
@@ -134,12 +114,22 @@ async def _busy(port: int, process: psutil.Process) -> float:
             _check(await asker.ask(_REQUEST))
             asked += 1
 
-    before_s = _processor_s(process)
-    await asyncio.gather(*map(go_on, askers))
-    taken_s = _processor_s(process) - before_s
+    async with _clients(port) as askers:
+        await asyncio.gather(*(asker.ask(_REQUEST) for asker in askers))  # now all connections are open
+        end_s, before_s = time.perf_counter() + CLOSED_LOOP_S, _processor_s(process)
+        await asyncio.gather(*map(go_on, askers))
+        taken_s = _processor_s(process) - before_s
+    return max(taken_s / asked, _LEAST_S)
+
+
+@asynccontextmanager
+async def _clients(port: int) -> AsyncIterator[list[Asker]]:
+    askers = [Asker() for _ in range(_CLIENTS)]
+    for asker in askers:
+        await asker.connect(port)
+    yield askers
     for asker in askers:
         asker.connection.close()
-    return max(taken_s / asked, _LEAST_S)
 
 
 def _processor_s(process: psutil.Process) -> float:
@@ -158,13 +148,11 @@ def _stage() -> Iterator[_Stage]:
     with ExitStack() as stack:
 
         def start(*words: str) -> tuple[str, psutil.Process]:
-            command = [sys.executable, "-m", *words]
-            process = stack.enter_context(running(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
-            assert process.stdout is not None
-            line = process.stdout.readline().strip()
+            process = stack.enter_context(child(*words))
+            line = process.said()
             if not line:
                 raise ConfigError("the proxy does not start: pip install 'vllm-kvstore[proxy]'")
-            return line, psutil.Process(process.pid)
+            return line, psutil.Process(process.process.pid)
 
         engine_port, _ = start(_MODULE, "engine")
         forwarder_port, forwarder = start(_MODULE, "forwarder", engine_port)

@@ -1,9 +1,19 @@
-"""Chunks moved through a remote tier without an engine, for the lines of the Redis and the server tier."""
+"""Lines of the Redis and the server tier: chunks moved through a tier without an engine, on a private server.
+
+The limit of the Redis tier is a plain socket client. The limit of the cache server on one host is a memcpy of the same
+chunks, one after the other. (A memcpy of all chunks at once can be faster by bypassing the processor's caches; a chunk
+is too short for that.) Over TCP the limit is plain pyzmq, which sends as many frames of the same size to another
+process, or receives them, and leaves them in ZeroMQ's memory, without checksums and without a copy to their
+destination. The limit of a lookup is bare round trips of one small frame.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -13,13 +23,47 @@ from kvstore.layout import KVLayout
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
 from kvstore.tools.bench.limits import prefaulted
-from kvstore.tools.bench.samples import LOOKUP_CHUNKS, LOOKUP_ROUNDS, NAMESPACE, Limit, Pair, paired, require, timed
+from kvstore.tools.bench.lines import Line, Subject, move_lines
+from kvstore.tools.bench.raw_peers import RawPeer, RawRedis
+from kvstore.tools.bench.samples import (
+    LOOKUP_CHUNKS,
+    LOOKUP_ROUNDS,
+    NAMESPACE,
+    Limit,
+    Pair,
+    Pairing,
+    Tick,
+    alternating,
+    require,
+    timed,
+)
+from kvstore.tools.bench.servers import private_redis, private_server
+from kvstore.tools.bench.workbench import Workbench
 
 LOOKUP_ROUND_TRIPS = 3
+REDIS = (
+    Subject("redis store", "plain socket SET", "the tier's put, a chunk a call: xxh3, parts of 1 MiB, transaction"),
+    Subject("redis retrieve", "plain socket GET", "the tier's get, a chunk a call: parts, xxh3 verified"),
+    Subject("redis: a chunk for its quarter", "its leading quarter", "GET, no tier, against GETRANGE of a part"),
+)
+REDIS_LOOKUP = Subject(
+    "redis lookup, 128 known keys", "3 round trips", "the tier's contains; the limit has 0.5 ms more"
+)
+_TCP_INCLUDES = "a chunk a call: checksums made and compared, copies"
+SERVER = (
+    Subject("server store", "memcpy", "the tier's put, a chunk a call: asking for pages, copy, commit"),
+    Subject("server retrieve", "memcpy", "the tier's get, a chunk a call: asking for pages, copy, release"),
+    Subject("server store over TCP", "plain pyzmq", f"the tier's put, {_TCP_INCLUDES}"),
+    Subject("server retrieve over TCP", "plain pyzmq", f"the tier's get, {_TCP_INCLUDES}"),
+    Subject("server: a chunk for its quarter", "its leading quarter", "the tier's get of each"),
+    Subject("server: a chunk for its quarter, TCP", "its leading quarter", "the tier's get of each"),
+)
+SERVER_LOOKUP = Subject("server lookup, 128 known keys", "3 round trips", "the tier's contains, over ipc")
+_REDIS_LOOKUP_SLACK_S = 0.5e-3
 _TIMEOUT_S = 60.0
 
 
-class RemoteChunks:
+class _Chunks:
     """Chunks in prefaulted slots, and as many slots to load them into.
 
     Attributes:
@@ -39,49 +83,38 @@ class RemoteChunks:
         self._puts = [put._replace(trail=random.bytes(before_bytes) + put.ref.prefix_key) for put in self._puts]
 
     def tier(self, name: str, url: str) -> Tier:
-        """Open a tier for these chunks.
-
-        Raises:
-            ConfigError: the tier's packages are not installed.
-        """
+        """Open a tier for these chunks."""
         options = {"url": url, "timeout_s": _TIMEOUT_S}
         return open_tier(name, TierSetup(NAMESPACE, self._layout, UNBOUNDED_BYTES, options))
 
-    def move(self, tier: Tier, put_limit: Limit, get_limit: Limit, *, limit_first: bool) -> tuple[Pair, ...]:
+    def move(self, tier: Tier, put_limit: Limit, get_limit: Limit, pair: Pairing) -> tuple[Pair, Pair]:
         """Store all chunks with new bytes, load them, and remove them; return the times of the store and the load.
 
         Each call moves one chunk, as on an engine's thread, and calls do not overlap.
-
-        Raises:
-            BenchError: the tier lost or changed a byte.
         """
         self.stored += 1
         self._loaded[:] = 0
-        stored, outcomes = paired(put_limit, lambda: _one_by_one(tier.put, self._puts), limit_first=limit_first)
+        stored, outcomes = pair(put_limit, partial(_one_by_one, tier.put, self._puts))
         require(set(outcomes) == {Outcome.STORED}, f"the {tier.name} tier did not store everything")
-        loaded, outcomes = paired(get_limit, lambda: _one_by_one(tier.get, self._gets), limit_first=limit_first)
+        loaded, outcomes = pair(get_limit, partial(_one_by_one, tier.get, self._gets))
         require(set(outcomes) == {Outcome.HIT}, f"the {tier.name} tier did not find everything")
         require(bool((self.stored == self._loaded).all()), f"the {tier.name} tier changed a byte")
         tier.remove(self.refs)  # otherwise the next round would replace chunks
         return stored, loaded
 
-    def quarter(self, tier: Tier, *, limit_first: bool) -> Pair:
+    def quarter(self, tier: Tier, pair: Pairing) -> Pair:
         """Store all chunks, and time loads of whole chunks with loads of their leading quarters as the limit."""
         front_blocks = max(1, self._layout.blocks_per_chunk // 4)
         fronts = [get._replace(front_blocks=front_blocks) for get in self._gets]
         tier.put(self._puts)
         part = partial(_one_by_one, tier.get, fronts)
-        pair, outcomes = paired(part, lambda: _one_by_one(tier.get, self._gets), limit_first=limit_first)
+        sample, outcomes = pair(part, partial(_one_by_one, tier.get, self._gets))
         require(set(outcomes) == {Outcome.HIT}, f"the {tier.name} tier did not find everything")
         tier.remove(self.refs)
-        return pair
+        return sample
 
-    def look_up(self, tier: Tier, ping: Limit, *, slack_s: float = 0.0) -> list[Pair]:
-        """Store all chunks and look them up; the limit is three round trips plus ``slack_s``.
-
-        Raises:
-            BenchError: a chunk was not found.
-        """
+    def look_up(self, tier: Tier, ping: Limit, slack_s: float = 0.0) -> list[Pair]:
+        """Store all chunks and look them up; the limit is three round trips plus ``slack_s``."""
         tier.put(self._puts)
         asked = (self.refs * -(-LOOKUP_CHUNKS // len(self.refs)))[:LOOKUP_CHUNKS]
         pairs = []
@@ -95,3 +128,56 @@ class RemoteChunks:
 
 def _one_by_one(call: Callable[[Sequence[Transfer]], Sequence[Outcome]], transfers: list[Transfer]) -> list[Outcome]:
     return [call([transfer])[0] for transfer in transfers]
+
+
+def measure_redis(workbench: Workbench, program: Path, rounds: int, tick: Tick) -> list[Line]:
+    """Store, retrieve and look up on a private Redis server, in alternation with the limits."""
+    layout, found = workbench.paged.layout, []
+    chunks = _Chunks(layout, workbench.num_chunks)
+    quarter = layout.front_ranges(layout.blocks_per_chunk, max(1, layout.blocks_per_chunk // 4))
+    with ExitStack() as opened:
+        folder = Path(opened.enter_context(TemporaryDirectory(prefix="kvstore-bench-")))
+        port = opened.enter_context(private_redis(program, folder))
+        tier = opened.enter_context(closing(chunks.tier("redis", f"redis://127.0.0.1:{port}")))
+        from kvstore.tiers.redis.chunk import PART_BYTES  # noqa: PLC0415 - of an extra, which the tier needs, too
+
+        payloads = prefaulted(workbench.batch_bytes).reshape(workbench.num_chunks, -1)
+        raw = opened.enter_context(closing(RawRedis(port, payloads, PART_BYTES)))
+        for pair in alternating(rounds, tick):
+            moved = chunks.move(tier, raw.store, raw.retrieve, pair)
+            part, _ = pair(partial(raw.retrieve_ranges, quarter), raw.retrieve)
+            found.append((*moved, part))
+            raw.remove()  # otherwise the next round would replace values
+        lookups = chunks.look_up(tier, raw.ping, _REDIS_LOOKUP_SLACK_S)
+    return [*move_lines(REDIS, found, workbench), REDIS_LOOKUP.line(lookups)]
+
+
+def measure_server(workbench: Workbench, rounds: int, tick: Tick) -> list[Line]:
+    """Store, retrieve and look up on a private cache server, in alternation with the limits."""
+    layout = workbench.paged.layout
+    chunks = _Chunks(layout, workbench.num_chunks)
+    copy = prefaulted(chunks.stored.size).reshape(chunks.stored.shape)
+
+    def memcpy() -> None:
+        for target, source in zip(copy, chunks.stored, strict=True):
+            np.copyto(target, source)
+
+    pool_bytes = 4 * (workbench.num_chunks + 1) * layout.slot_bytes + (64 << 20)
+    with ExitStack() as opened:
+        folder = Path(opened.enter_context(TemporaryDirectory(prefix="kvs-")))
+        urls = opened.enter_context(private_server(folder, pool_bytes))
+        near, far = (opened.enter_context(closing(chunks.tier("server", url))) for url in urls)
+        from kvstore.protocol.messages import PIECE_BYTES  # noqa: PLC0415 - of an extra, which the tier needs, too
+
+        payloads = chunks.stored[:, : layout.payload_bytes(layout.blocks_per_chunk)]
+        peer = opened.enter_context(closing(RawPeer(folder, payloads, PIECE_BYTES)))
+        found = [
+            (
+                *chunks.move(near, memcpy, memcpy, pair),
+                *chunks.move(far, peer.store, peer.retrieve, pair),
+                *(chunks.quarter(tier, pair) for tier in (near, far)),
+            )
+            for pair in alternating(rounds, tick)
+        ]
+        lookups = chunks.look_up(near, peer.ping)
+    return [*move_lines(SERVER, found, workbench), SERVER_LOOKUP.line(lookups)]

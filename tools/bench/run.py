@@ -1,33 +1,32 @@
-"""Run of the bench, which measures the requested lines one after the other."""
+"""Run of the bench, which measures the requested sections one after the other."""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import torch
 
 from kvstore.errors import ConfigError
 from kvstore.memory.limits import require_memory
-from kvstore.tools.bench.cpu import measure_cpu
-from kvstore.tools.bench.decisions import measure_decisions
+from kvstore.tools.bench.calls import CALLS, start
+from kvstore.tools.bench.decisions import longest_decisions
 from kvstore.tools.bench.disk import measure_disk
 from kvstore.tools.bench.geometry import Geometry
-from kvstore.tools.bench.gpu.calls import measure_gpu
-from kvstore.tools.bench.lines import BenchReport, Line
+from kvstore.tools.bench.lines import Line, Target
 from kvstore.tools.bench.load import Mark
-from kvstore.tools.bench.lookup import measure_index, measure_lookups, measure_touches
+from kvstore.tools.bench.moves import measure_cpu, measure_gpu
 from kvstore.tools.bench.proxy import measure_proxy
-from kvstore.tools.bench.redis import measure_redis
-from kvstore.tools.bench.samples import MIN_ROUNDS, WARM_UP_ROUNDS, Tick, one_torch_thread
-from kvstore.tools.bench.scheduling import measure_scheduling
-from kvstore.tools.bench.server import measure_server
-from kvstore.tools.bench.start import measure_start
+from kvstore.tools.bench.remote import measure_redis, measure_server
+from kvstore.tools.bench.report import BenchReport
+from kvstore.tools.bench.samples import MIN_ROUNDS, WARM_UP_ROUNDS, Tick
+from kvstore.tools.bench.scheduling import SCHEDULING
 from kvstore.tools.bench.vllm import measure_vllm
-from kvstore.tools.bench.workbench import Workbench
+from kvstore.tools.bench.workbench import Workbench, one_torch_thread
 from kvstore.tools.interrupts import Interruption
 
 MAX_BATCH_CHUNKS = 64  # the disk tier keeps this many files for reuse
@@ -82,17 +81,24 @@ class BenchOptions:
     @property
     def total_ticks(self) -> int:
         """Number of calls of ``tick`` by ``run_bench`` if everything can be measured."""
-        kinds = 1 + 2 * bool(self.folder) + bool(self.redis_server) + self.cache_server + self.proxy + self.gpu
-        kinds += 2 * self.handover
-        return (self.rounds + WARM_UP_ROUNDS) * kinds + 3 + self.rounds * self.start + self.vllm
+        return sum(section.ticks for section in _sections(self) if section.is_wanted)
 
 
-def run_bench(options: BenchOptions, tick: Tick = lambda _: None) -> BenchReport:
+class _Section(NamedTuple):
+    """Lines that are measured, or not measured, together; ``ticks`` is how often that calls its ``Tick``."""
+
+    name: str
+    is_wanted: bool
+    ticks: int
+    measure: Callable[[Workbench, Tick], list[Line]]
+
+
+def run_bench(options: BenchOptions, tick: Callable[[str], object] = lambda _: None) -> BenchReport:
     """Measure all requested lines; an interrupted run returns the lines measured until then.
 
-    Raises:
-        BenchError: a path did not move the expected bytes.
-        ConfigError: there is too little memory.
+    Args:
+        options: options of the run.
+        tick: called before each round, with the name of the section.
     """
     # In the order of use: caches of two batches, data, copy, random base, pool of two batches, raw disk buffers.
     require_memory(8 * options.batch_chunks * options.geometry.chunk_bytes, "the bench", key="--batch-mib")
@@ -101,75 +107,74 @@ def run_bench(options: BenchOptions, tick: Tick = lambda _: None) -> BenchReport
     interrupted = False
     begin = Mark.now()
     with one_torch_thread():
-        for name, measure in _sections(Workbench(options.geometry, options.batch_chunks), options, tick):
-            if measure is None or interrupted:
-                skipped.append(f"{name}: {'not asked for' if measure is None else 'interrupted'}")
+        workbench = Workbench(options.geometry, options.batch_chunks)
+        for section in _sections(options):
+            if not section.is_wanted or interrupted:
+                skipped.append(f"{section.name}: {'interrupted' if section.is_wanted else 'not asked for'}")
                 continue
             try:
-                lines += measure()
+                lines += section.measure(workbench, partial(tick, section.name))
             except ConfigError as error:
-                skipped.append(f"{name}: {error}")
+                skipped.append(f"{section.name}: {error}")
             except Interruption:
-                skipped.append(f"{name}: interrupted")
+                skipped.append(f"{section.name}: interrupted")
                 interrupted = True
     batch_bytes, load = options.batch_chunks * options.geometry.chunk_bytes, begin.until(Mark.now())
     return BenchReport(options.geometry, batch_bytes, options.rounds, lines, load, skipped, interrupted)
 
 
-Section = tuple[str, Callable[[], list[Line]] | None]
+def _sections(options: BenchOptions) -> list[_Section]:
+    rounds, redis = options.rounds, options.redis_server
+    ticks, folder = WARM_UP_ROUNDS + rounds, partial(TemporaryDirectory, prefix="kvstore-bench-", dir=options.folder)
+    started = start(rounds)
+
+    def disk(workbench: Workbench, tick: Tick) -> list[Line]:
+        with folder() as made:
+            return measure_disk(workbench, Path(made), rounds, tick)
+
+    def at_server(workbench: Workbench, tick: Tick) -> list[Line]:
+        return [*measure_server(workbench, rounds, tick), longest_decisions.line()]
+
+    def at_redis(workbench: Workbench, tick: Tick) -> list[Line]:
+        assert redis is not None
+        return measure_redis(workbench, redis, rounds, tick)
+
+    def handed_over(channel: str | None, workbench: Workbench, tick: Tick) -> list[Line]:
+        try:
+            from kvstore.tools.bench.handover import measure_handover  # noqa: PLC0415 - needs an extra
+        except ImportError as error:
+            raise ConfigError(str(error)) from error
+        return measure_handover(workbench, rounds, tick, channel)
+
+    def on_gpu(_: Workbench, tick: Tick) -> list[Line]:
+        if not torch.cuda.is_available():
+            raise ConfigError("there is none that torch can use")
+        on_device = Workbench(options.geometry, options.batch_chunks, device=torch.device("cuda", 0))
+        return measure_gpu(on_device, rounds, tick)
+
+    def with_vllm(_: Workbench, tick: Tick) -> list[Line]:
+        tick()
+        with folder() as made:
+            return measure_vllm(Path(made), rounds)
+
+    return [
+        _Section("CPU", True, ticks, lambda workbench, tick: measure_cpu(workbench, rounds, tick)),
+        _Section("disk", options.folder is not None, 2 * ticks, disk),
+        _Section("lookup", True, len(CALLS) + len(SCHEDULING), partial(_measured, (*CALLS, *SCHEDULING))),
+        _Section("start", options.start, len(started), partial(_measured, started)),
+        _Section("redis", redis is not None, ticks, at_redis),
+        _Section("server", options.cache_server, ticks, at_server),
+        _Section("hand-over", options.handover, ticks, partial(handed_over, None)),
+        _Section("NIXL", options.handover, ticks, partial(handed_over, "nixl")),
+        _Section("proxy", options.proxy, ticks, lambda _, tick: measure_proxy(rounds, tick)),
+        _Section("GPU", options.gpu, ticks, on_gpu),
+        _Section("vLLM", options.vllm, 1, with_vllm),
+    ]
 
 
-def _sections(workbench: Workbench, options: BenchOptions, tick: Tick) -> Iterator[Section]:
-    """Yield each section's name with its measurement, or None if it was not requested."""
-    rounds = options.rounds
-    yield "CPU", lambda: measure_cpu(workbench, rounds, tick)
-    yield "disk", (lambda: _in_folder(workbench, options, tick)) if options.folder else None
-    yield "lookup", lambda: _calls(tick)
-    yield "start", (lambda: measure_start(rounds, tick)) if options.start else None
-    redis_server = options.redis_server
-    yield "redis", (lambda: measure_redis(workbench, redis_server, rounds, tick)) if redis_server else None
-    yield "server", (lambda: _at_server(workbench, rounds, tick)) if options.cache_server else None
-    for name, channel in (("hand-over", None), ("NIXL", "nixl")):
-        yield name, partial(_handed_over, workbench, options, tick, channel) if options.handover else None
-    yield "proxy", (lambda: measure_proxy(rounds, tick)) if options.proxy else None
-    yield "GPU", (lambda: _on_gpu(options, tick)) if options.gpu else None
-    yield "vLLM", (lambda: _with_vllm(options, tick)) if options.vllm else None
-
-
-def _in_folder(workbench: Workbench, options: BenchOptions, tick: Tick) -> list[Line]:
-    with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=options.folder) as folder:
-        return measure_disk(workbench, Path(folder), options.rounds, tick)
-
-
-def _handed_over(workbench: Workbench, options: BenchOptions, tick: Tick, channel: str | None) -> list[Line]:
-    try:
-        from kvstore.tools.bench.handover import measure_handover  # noqa: PLC0415 - needs an extra
-    except ImportError as error:
-        raise ConfigError(str(error)) from error
-    return measure_handover(workbench, options.rounds, tick, channel)
-
-
-def _at_server(workbench: Workbench, rounds: int, tick: Tick) -> list[Line]:
-    return [*measure_server(workbench, rounds, tick), *measure_decisions(workbench.geometry)]
-
-
-def _calls(tick: Tick) -> list[Line]:
-    tick("lookup")
-    lookups = [*measure_lookups(), measure_index()]
-    tick("policy")
-    touches = measure_touches()
-    tick("scheduling")
-    return [*lookups, touches, *measure_scheduling()]
-
-
-def _on_gpu(options: BenchOptions, tick: Tick) -> list[Line]:
-    if not torch.cuda.is_available():
-        raise ConfigError("there is none that torch can use")
-    workbench = Workbench(options.geometry, options.batch_chunks, device=torch.device("cuda", 0))
-    return measure_gpu(workbench, options.rounds, tick)
-
-
-def _with_vllm(options: BenchOptions, tick: Tick) -> list[Line]:
-    tick("vLLM")
-    with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=options.folder) as folder:
-        return measure_vllm(options.geometry, Path(folder), options.rounds)
+def _measured(targets: Iterable[Target], _: Workbench, tick: Tick) -> list[Line]:
+    lines = []
+    for target in targets:
+        tick()
+        lines.append(target.line())
+    return lines

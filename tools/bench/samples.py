@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
-
-import torch
 
 from kvstore.errors import KVStoreError
 from kvstore.keys import Namespace
@@ -20,8 +17,8 @@ LOOKUP_ROUNDS = 300
 LOOKUP_CHUNKS = 128
 WARM_UP_ROUNDS = 3  # the second batch fills the pool, the third is the first to recycle
 
-Tick = Callable[[str], None]
-"""Callback before each round, with the name of the measurement."""
+Tick = Callable[[], object]
+"""Callback before each round."""
 Limit = Callable[[], object]
 """Call that does the work a path is compared with."""
 
@@ -35,6 +32,20 @@ class Pair(NamedTuple):
 
     limit_s: float
     path_s: float
+
+
+class Pairing(NamedTuple):
+    """Order of path and limit in one round."""
+
+    limit_first: bool
+
+    def __call__(self, limit: Limit, path: Callable[[], T]) -> tuple[Pair, T]:
+        """Time a path and its limit, one right after the other; return the times, and the path's result."""
+        limit_s = timed(limit)[0] if self.limit_first else 0.0
+        path_s, result = timed(path)
+        if not self.limit_first:
+            limit_s = timed(limit)[0]
+        return Pair(limit_s, path_s), result
 
 
 def require(kept: bool, broken: str) -> None:
@@ -54,31 +65,21 @@ def timed(call: Callable[[], T]) -> tuple[float, T]:
     return time.perf_counter() - begin_s, result
 
 
-def alternating(name: str, rounds: int, tick: Tick) -> Iterator[bool]:
-    """Announce each round, warm-up included, and yield True in every other round, in which the limit runs first.
+def alternating(rounds: int, tick: Tick = lambda: None, warm_up: int = WARM_UP_ROUNDS) -> Iterator[Pairing]:
+    """Announce each round, warm-up included, and yield its pairing; the limit runs first in every other round.
 
     Alternating the order keeps caches and queues left by one side from always favouring the other.
     """
-    for number in range(WARM_UP_ROUNDS + rounds):
-        tick(name)
-        yield number % 2 == 0
+    for number in range(warm_up + rounds):
+        tick()
+        yield Pairing(number % 2 == 0)
 
 
-def paired(limit: Limit, path: Callable[[], T], *, limit_first: bool) -> tuple[Pair, T]:
-    """Time a path and its limit, one right after the other; return the times, and the path's result."""
-    limit_s = timed(limit)[0] if limit_first else 0.0
-    path_s, result = timed(path)
-    if not limit_first:
-        limit_s = timed(limit)[0]
-    return Pair(limit_s, path_s), result
+def columns(found: Sequence[Sequence[Pair]], warm_up: int = WARM_UP_ROUNDS) -> list[tuple[Pair, ...]]:
+    """Return the samples of each path, given those of each round, without the warm-up rounds."""
+    return list(zip(*found[warm_up:], strict=True))
 
 
-@contextmanager
-def one_torch_thread() -> Iterator[None]:
-    """Limit torch to one thread, as its OpenMP threads, idle after filling and checking, spin in the timed part."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+def sampled(limit: Limit, path: Callable[[], object], rounds: int) -> list[Pair]:
+    """Return the samples of a path that needs nothing between two rounds."""
+    return [pair(limit, path)[0] for pair in alternating(rounds)][WARM_UP_ROUNDS:]

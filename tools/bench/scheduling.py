@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -33,9 +33,9 @@ from kvstore.tiers import open_tier
 from kvstore.tiers.base import Tier, TierSetup, Transfer
 from kvstore.tiers.directory import RemoteDirectory
 from kvstore.tiers.guards import TierWrapper
-from kvstore.tools.bench.geometry import Geometry
-from kvstore.tools.bench.lines import Line, Subject
-from kvstore.tools.bench.samples import NAMESPACE, Pair, require, timed
+from kvstore.tools.bench.geometry import TINY
+from kvstore.tools.bench.lines import target
+from kvstore.tools.bench.samples import NAMESPACE, require, timed
 from kvstore.tools.bench.workbench import Workbench
 from kvstore.transfer.lane import Lane
 from kvstore.transfer.mover import LoadJob, Mover, StoreJob, as_block_ids
@@ -54,50 +54,21 @@ _TIMEOUT_S = 0.5  # the default of lookup_timeout_ms
 _STEP_S = 0.02  # between two passes, while other requests decode
 _POLL_S = 0.0005
 _BLOCKS = 16  # blocks of a chunk
-_TINY = Geometry("tiny", layers=1, kv_heads=1, head_size=8)
-EVENT = Subject(
-    "KV event, 50,000 chunks of one prefix",
-    "50 us",
-    "one chunk more is stored: what is to be announced is found out",
-)
-PASS = Subject(
-    "256 lookups at 3 ms, longest pass",
-    "10 ms",
-    "256 new requests at once, a remote tier that answers after 3 ms: the longest of the scheduler's passes; none may "
-    "be computed because nobody answered",
-)
-WAITING = Subject(
-    "500 requests of 32,768 tokens wait, a step",
-    "3 ms",
-    "what each step costs the scheduler while 500 requests wait for a load of their common prefix",
-)
-BESIDE = Subject(
-    "load from memory, while a disk hangs",
-    "50 ms",
-    "an asynchronous load of 16 chunks from memory, until it is seen to have ended; a read of another request hangs",
-)
-KEYS = Subject("keys of 131,072 tokens, 1,024 images", "100 ms", "the keys of a new prompt, from a Python list")
 
 
 @dataclass
-class _Prompt:
-    """Request fields that events need."""
+class _Request:
+    """Request fields that events and lookups need."""
 
     block_hashes: list[bytes]
     all_token_ids: list[int]
-    lora_request: Adapter | None = None
-
-
-@dataclass
-class _Waiting(_Prompt):
-    """Request fields that lookups need in addition."""
-
     request_id: str = ""
-    num_computed_tokens: int = 0
     num_prompt_tokens: int = 0
     num_tokens: int = 0
+    num_computed_tokens: int = 0
     priority: int = 0
     cache_salt: str | None = None
+    lora_request: Adapter | None = None
 
 
 class _Far(TierWrapper):
@@ -120,21 +91,12 @@ class _Hanging(TierWrapper):
         return [Outcome.FAILED] * len(transfers)
 
 
-def measure_scheduling() -> list[Line]:
-    """Measure the scheduler's work for events, lookups, waiting requests and keys, and loads during a hanging read.
-
-    Raises:
-        BenchError: an event was lost, a lookup timed out, or a load did not end.
-    """
-    return [
-        EVENT.line(_TINY, [Pair(50e-6, seconds) for seconds in _events()]),
-        PASS.line(_TINY, [Pair(10e-3, _longest_pass()) for _ in range(ROUNDS)]),
-        WAITING.line(_TINY, [Pair(3e-3, seconds) for seconds in _steps_of_waiting()]),
-        BESIDE.line(_TINY, [Pair(50e-3, seconds) for seconds in _loads_beside_a_hanging_disk()]),
-        KEYS.line(_TINY, [Pair(100e-3, seconds) for seconds in _keys()]),
-    ]
-
-
+@target(
+    50e-6,
+    "KV event, 50,000 chunks of one prefix",
+    "50 us",
+    "one chunk more is stored: what is to be announced is found out",
+)
 def _events() -> list[float]:
     """Return the seconds of each of the last events, after many chunks with the same first blocks were announced."""
     announcer, index = Announcer(block_tokens=1), ChunkIndex(EVENT_CHUNKS + EVENT_ROUNDS, tracks_changes=True)
@@ -144,11 +106,24 @@ def _events() -> list[float]:
         own = [b"%d of %d" % (block, number) for block in range(_BLOCKS - len(system))]
         ref = ChunkRef(b"%016d" % number, _BLOCKS)
         index.complete_store(index.prepare_store([ref]), set())
-        announcer.describe(ref, range(_BLOCKS), _Prompt([*system, *own], [1] * _BLOCKS))
+        announcer.describe(ref, range(_BLOCKS), _Request([*system, *own], [1] * _BLOCKS))
         took_s, said = timed(lambda: announcer.take(index))
         require(len(said) == 1, f"{len(said)} events for one chunk")
         seconds.append(took_s)
     return seconds[EVENT_CHUNKS:]
+
+
+@target(
+    10e-3,
+    "256 lookups at 3 ms, longest pass",
+    "10 ms",
+    "256 new requests at once, a remote tier that answers after 3 ms: the longest of the scheduler's passes; none may "
+    "be computed because nobody answered",
+)
+def longest_passes() -> Iterator[float]:
+    """Yield the seconds of the longest pass of each burst."""
+    for _ in range(ROUNDS):
+        yield _longest_pass()
 
 
 def _longest_pass() -> float:
@@ -169,6 +144,12 @@ def _longest_pass() -> float:
     return longest_s
 
 
+@target(
+    3e-3,
+    "500 requests of 32,768 tokens wait, a step",
+    "3 ms",
+    "what each step costs the scheduler while 500 requests wait for a load of their common prefix",
+)
 def _steps_of_waiting() -> list[float]:
     """Return, for each step, the seconds that the scheduler takes to ask about every waiting request once."""
     layout = KVLayout(page_bytes=(64,), planes=1, block_tokens=16, chunk_tokens=256)
@@ -184,7 +165,7 @@ def _steps_of_waiting() -> list[float]:
     with closing(scheduler):
         num_tokens = WAITING_TOKENS + 1
         prompts = [(str(number), [*tokens, number]) for number in range(WAITING_REQUESTS)]
-        requests = [_Waiting([], prompt, None, name, 0, num_tokens, num_tokens) for name, prompt in prompts]
+        requests = [_Request([], prompt, name, num_tokens, num_tokens) for name, prompt in prompts]
         for request in requests:
             scheduler.add_request(request, NO_EXTRAS)
         first, *others = requests
@@ -201,9 +182,15 @@ def _steps_of_waiting() -> list[float]:
     return seconds
 
 
+@target(
+    50e-3,
+    "load from memory, while a disk hangs",
+    "50 ms",
+    "an asynchronous load of 16 chunks from memory, until it is seen to have ended; a read of another request hangs",
+)
 def _loads_beside_a_hanging_disk() -> list[float]:
     """Return the seconds of loads from memory while a read from disk hangs."""
-    bench = Workbench(_TINY, LOAD_CHUNKS)
+    bench = Workbench(TINY, LOAD_CHUNKS)
     pool = LabelledPool(SlabPool(LOAD_CHUNKS + 1, bench.paged.layout.slot_bytes, torch.device("cpu")))
     refs = [ChunkRef(os.urandom(16), _BLOCKS) for _ in range(LOAD_CHUNKS + 1)]
     ids = [as_block_ids(range(first * _BLOCKS, (first + 1) * _BLOCKS)) for first in range(LOAD_CHUNKS)]
@@ -232,6 +219,7 @@ def _load(background: Background, fetch: Fetch) -> None:
         time.sleep(_POLL_S)
 
 
+@target(100e-3, "keys of 131,072 tokens, 1,024 images", "100 ms", "the keys of a new prompt, from a Python list")
 def _keys() -> list[float]:
     """Return the seconds to compute the keys of a prompt full of images, for each round."""
     step = KEY_TOKENS // KEY_IMAGES
@@ -244,3 +232,6 @@ def _keys() -> list[float]:
         require(len(hasher.chunk_keys()) == KEY_TOKENS // 256, "some chunks got no key")
         seconds.append(took_s)
     return seconds
+
+
+SCHEDULING = (_events, longest_passes, _steps_of_waiting, _loads_beside_a_hanging_disk, _keys)

@@ -13,26 +13,23 @@ import json
 import math
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from rich.table import Table
 
 from kvstore.errors import ConfigError
-from kvstore.tools.bench import redis, server
 from kvstore.tools.bench.samples import BenchError
+from kvstore.tools.bench.servers import Child, child, private_redis, private_server
 from kvstore.tools.bench.vllm import VOCABULARY, environment, require_vllm
 from kvstore.tools.console import numbers
 from kvstore.tools.interrupts import Interruption
 from kvstore.tools.models import DEMO, build_llama
-from kvstore.tools.processes import running
 
 MODULE: Final = "kvstore.adapters.vllm.offline.turns"
 MARK: Final = "BENCH ANSWER "
@@ -116,10 +113,8 @@ def turns_table(found: dict[str, dict[str, Samples]]) -> Table:
             table.add_row(
                 connector if name == connector else "",
                 "with it" if name == connector else name,
-                f"{statistics.median(one.cold_ttft_s) * 1e3:.0f} ms",
-                f"{statistics.median(one.warm_ttft_s) * 1e3:.0f} ms",
-                f"{statistics.median(one.cold_tokens_per_s):.1f}",
-                f"{statistics.median(one.warm_tokens_per_s):.1f}",
+                *(f"{statistics.median(ttft_s) * 1e3:.0f} ms" for ttft_s in (one.cold_ttft_s, one.warm_ttft_s)),
+                *(f"{statistics.median(speed):.1f}" for speed in (one.cold_tokens_per_s, one.warm_tokens_per_s)),
                 f"{statistics.median(one.warm_cached_share):.0%}",
             )
         table.add_section()
@@ -184,11 +179,11 @@ def _transfer(connector: str, folder: Path, redis_server: Path | None) -> Iterat
         if connector == "disk":
             settings |= {"local_disk": str(folder), "max_local_disk_size": 4 * _POOL_GIB}
         elif connector == "redis":
-            port = stack.enter_context(redis.private_server(redis_server, folder))
+            port = stack.enter_context(private_redis(redis_server, folder))
             settings["remote_url"] = f"redis://127.0.0.1:{port}"
         elif connector == "server":
             short = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvs-")))
-            settings["remote_url"] = stack.enter_context(server.private_server(short, 2 << 30))[0]
+            settings["remote_url"] = stack.enter_context(private_server(short, 2 << 30))[0]
         yield {
             "kv_connector": "KVStoreConnector",
             "kv_role": "kv_both",
@@ -200,26 +195,19 @@ def _transfer(connector: str, folder: Path, redis_server: Path | None) -> Iterat
 @contextmanager
 def _engine(model: Path, transfer: Transfer) -> Iterator[Ask]:
     """Run vLLM in a separate process, and yield a function that sends it a task."""
-    command = [sys.executable, "-m", MODULE, str(model), json.dumps(transfer)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with tempfile.TemporaryFile() as log, running(command, **pipes, stderr=log, env=environment()) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        told, said = process.stdin, process.stdout
-        _listen(said, log)
+    with child(MODULE, str(model), json.dumps(transfer), mark=MARK, env=environment()) as process:
+        _answer(process)
 
         def ask(task: dict[str, Any]) -> dict[str, Any]:
-            told.write(json.dumps(task) + "\n")
-            told.flush()
-            return _listen(said, log)
+            process.tell(json.dumps(task))
+            return _answer(process)
 
         yield ask
 
 
-def _listen(said: IO[str], log: IO[bytes]) -> dict[str, Any]:
-    for line in said:
-        if line.startswith(MARK):
-            answer: dict[str, Any] = json.loads(line[len(MARK) :])
-            return answer
-    log.seek(0)
-    raise BenchError(f"a vLLM ended: {log.read()[-2000:].decode(errors='replace')}")
+def _answer(process: Child) -> dict[str, Any]:
+    said = process.said()
+    if not said:
+        raise BenchError(f"a vLLM ended: {process.complaint()}")
+    answer: dict[str, Any] = json.loads(said)
+    return answer

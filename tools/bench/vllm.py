@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.errors import ConfigError
-from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.lines import Line, Subject
-from kvstore.tools.bench.samples import BenchError, Pair
-from kvstore.tools.bench.server import private_server
+from kvstore.tools.bench.samples import Pair, require
+from kvstore.tools.bench.servers import private_server
 from kvstore.tools.models import DEMO, build_llama, count_words
 
 _MODULE: Final = "kvstore.adapters.vllm.offline.measuring"
@@ -53,19 +52,14 @@ SUBJECTS: Final = {
 }
 
 
-def measure_vllm(geometry: Geometry, folder: Path, rounds: int) -> list[Line]:
-    """Run vLLM with a random model in ``folder``, and return the lines.
-
-    Raises:
-        ConfigError: vLLM is not installed.
-        BenchError: the run failed.
-    """
+def measure_vllm(folder: Path, rounds: int) -> list[Line]:
+    """Run vLLM with a random model in ``folder``, and return the lines."""
     require_vllm()
     model = build_llama(folder / "model", DEMO)
     samples = _run(_MODULE, model, rounds)
     with private_server(folder, _RECEIVER_BYTES) as (_, url):
         samples |= _run(_HANDOVER_MODULE, model, rounds, url)
-    return [subject.line(geometry, [Pair(*pair) for pair in samples[name]]) for name, subject in SUBJECTS.items()]
+    return [subject.line([Pair(*pair) for pair in samples[name]]) for name, subject in SUBJECTS.items()]
 
 
 def require_vllm() -> None:
@@ -89,11 +83,7 @@ def environment() -> dict[str, str]:
 
 
 def _run(module: str, model: Path, rounds: int, *more: str) -> dict[str, list[tuple[float, float]]]:
-    """Run a measuring module, and return the samples of each of its lines.
-
-    Raises:
-        BenchError: the run failed.
-    """
+    """Run a measuring module, and return the samples of each of its lines."""
     done = subprocess.run(  # noqa: S603 - our own module, in this interpreter
         [sys.executable, "-m", module, str(model), str(VOCABULARY), str(rounds), *more],
         capture_output=True,
@@ -103,7 +93,6 @@ def _run(module: str, model: Path, rounds: int, *more: str) -> dict[str, list[tu
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
-    if not lines:
-        raise BenchError(f"vLLM ended with status {done.returncode}: {done.stderr[-2000:]}")
+    require(bool(lines), f"vLLM ended with status {done.returncode}: {done.stderr[-2000:]}")
     samples: dict[str, list[tuple[float, float]]] = json.loads(lines[0][len(_MARK) :])
     return samples

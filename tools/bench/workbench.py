@@ -6,6 +6,9 @@ are not verified by their own code.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 
@@ -13,7 +16,7 @@ from kvstore.paged.binding import bind_paged_kv
 from kvstore.tools.bench import limits
 from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.limits import prefaulted
-from kvstore.tools.bench.samples import BenchError
+from kvstore.tools.bench.samples import require
 
 _POISON = 0x5A5A
 _HOST = torch.device("cpu")
@@ -109,10 +112,10 @@ class Workbench:
         others = torch.ones(2 * self._batch_blocks, dtype=torch.bool)
         others[torch.cat(holding)] = False
         for layer, (cache, expected) in enumerate(zip(self._caches, self._expected, strict=True)):
-            if not all(torch.equal(cache[block_ids].cpu(), expected) for block_ids in holding):
-                raise BenchError(f"layer {layer}: the bytes retrieved are not those stored")
-            if not bool((cache[others] == _POISON).all()):
-                raise BenchError(f"layer {layer}: blocks were overwritten that nobody asked for")
+            is_held = all(torch.equal(cache[block_ids].cpu(), expected) for block_ids in holding)
+            require(is_held, f"layer {layer}: the bytes retrieved are not those stored")
+            is_left_alone = bool((cache[others] == _POISON).all())
+            require(is_left_alone, f"layer {layer}: blocks were overwritten that nobody asked for")
 
     def _some_blocks(self) -> torch.Tensor:
         return torch.from_numpy(self._random.permutation(2 * self._batch_blocks)[: self._batch_blocks])
@@ -127,3 +130,14 @@ def _registered(cache: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     if geometry.latent:
         return cache[:, :, 0]
     return cache if cache.dim() == 5 else cache.permute(0, 2, 1, 3)
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Limit torch to one thread, as its OpenMP threads, idle after filling and checking, spin in the timed part."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -30,30 +30,27 @@ from kvstore.policies import Adaptive
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.redis.chunk import PART_BYTES
 from kvstore.tools.bench import (
-    cpu,
+    calls,
     decisions,
     disk,
     floors,
     handover,
-    lookup,
+    moves,
     proxy,
-    redis,
     remote,
     scheduling,
-    server,
-    start,
 )
 from kvstore.tools.bench.bare_http import ANSWER
 from kvstore.tools.bench.codecs import codec_table, measure_codecs
 from kvstore.tools.bench.floors import Bound
 from kvstore.tools.bench.geometry import GEOMETRIES, Geometry
-from kvstore.tools.bench.gpu import calls
 from kvstore.tools.bench.limits import RawDisk
 from kvstore.tools.bench.lines import Line
 from kvstore.tools.bench.load import Load, Mark
-from kvstore.tools.bench.raw_redis import RawRedis
+from kvstore.tools.bench.raw_peers import RawRedis
 from kvstore.tools.bench.run import BenchOptions, run_bench
 from kvstore.tools.bench.samples import BenchError, Tick
+from kvstore.tools.bench.servers import private_redis
 from kvstore.tools.bench.workbench import Workbench
 from kvstore.tools.cli import app
 
@@ -85,11 +82,11 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Geometry:
     """Return a geometry that is measured at once and never too slow."""
     monkeypatch.setitem(GEOMETRIES, "toy", TOY)
     monkeypatch.setattr(floors, "COMMON", dict.fromkeys(floors.COMMON, Bound(0.0, 0.0)))
-    for module in (lookup, remote):
+    for module in (calls, remote):
         monkeypatch.setattr(module, "LOOKUP_ROUNDS", 3)
-    monkeypatch.setattr(lookup, "INDEX_CHUNKS", 160)
-    monkeypatch.setattr(lookup, "POLICY_CHUNKS", 160)
-    monkeypatch.setattr(lookup, "POLICY_REQUESTS", 5)
+    monkeypatch.setattr(calls, "INDEX_CHUNKS", 160)
+    monkeypatch.setattr(calls, "POLICY_CHUNKS", 160)
+    monkeypatch.setattr(calls, "POLICY_REQUESTS", 5)
     for name, value in {"EVENT_CHUNKS": 50, "EVENT_ROUNDS": 4, "LOOKUP_REQUESTS": 8, "ROUNDS": 2}.items():
         monkeypatch.setattr(scheduling, name, value)
     return TOY
@@ -132,21 +129,7 @@ def names(lines: Sequence[Line]) -> list[str]:
     return [line.subject.name for line in lines]
 
 
-CALLS = [
-    subject.name
-    for subject in (
-        lookup.INDEX,
-        lookup.PROBE,
-        lookup.ENGINE,
-        lookup.INDEX_BYTES,
-        lookup.POLICY,
-        scheduling.EVENT,
-        scheduling.PASS,
-        scheduling.WAITING,
-        scheduling.BESIDE,
-        scheduling.KEYS,
-    )
-]
+CALLS = [target.subject.name for target in (*calls.CALLS, *scheduling.SCHEDULING)]
 
 
 def test_the_lines_of_the_proxy_have_floors() -> None:
@@ -158,32 +141,33 @@ def test_the_lines_of_the_proxy_have_floors() -> None:
 
 def test_the_lines_of_the_scheduler_have_floors() -> None:
     """The goals are an event within 50 us and a burst of lookups within 10 ms a pass."""
-    for subject in (scheduling.EVENT, scheduling.PASS, scheduling.BESIDE, scheduling.KEYS):
-        assert floors.bound_of("llama-8b", subject.name).goal == 1.0
-        assert floors.bound_of("llama-8b", subject.name).floor > 0
+    assert len(scheduling.SCHEDULING) == 5
+    for target in scheduling.SCHEDULING:
+        assert floors.bound_of("llama-8b", target.subject.name).goal == 1.0
+        assert floors.bound_of("llama-8b", target.subject.name).floor > 0
 
 
 def test_a_chunk_takes_at_most_a_kibibyte_of_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """The floor of a count is its goal. Tables of 8,000 chunks have less slack than those of 100,000."""
-    monkeypatch.setattr(lookup, "INDEX_CHUNKS", 8_000)
-    line = lookup.measure_index()
+    monkeypatch.setattr(calls, "INDEX_CHUNKS", 8_000)
+    line = calls.index_bytes.line()
     assert line.bound == Bound(1.0, 1.0)
     assert (line.limit_s, line.subject.unit) == (1024, "bytes")
     assert 512 < line.path_s < 930
 
 
 def test_chunks_that_are_not_stored_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "INDEX_CHUNKS", 32)
+    monkeypatch.setattr(calls, "INDEX_CHUNKS", 32)
     monkeypatch.setattr(Stores, "complete", lambda *_: None)
     monkeypatch.setattr(ChunkIndex, "__len__", lambda _: 16)
     with pytest.raises(BenchError, match="16 of 32 were stored"):
-        lookup.measure_index()
+        calls.index_bytes.line()
 
 
 def test_a_lookup_that_times_out_ends_the_bench(toy: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduling, "_TIMEOUT_S", 0.0)
     with pytest.raises(BenchError, match="were not answered in time"):
-        scheduling.measure_scheduling()
+        scheduling.longest_passes.line()
 
 
 def test_run_measures_every_line(toy: Geometry, tmp_path: Path) -> None:
@@ -193,7 +177,7 @@ def test_run_measures_every_line(toy: Geometry, tmp_path: Path) -> None:
     ticks: list[str] = []
     report = run_bench(options, ticks.append)
     assert names(report.lines) == [
-        *(subject.name for subject in cpu.SUBJECTS),
+        *(subject.name for subject in moves.CPU),
         *(subject.name for subject in (disk.WRITE, disk.COLD, disk.LAYERS, disk.QUARTER, disk.WARM)),
         *CALLS,
     ]
@@ -225,7 +209,7 @@ def test_run_measures_redis(toy: Geometry) -> None:
     options = BenchOptions(toy, BATCH_BYTES, rounds=7, redis_server=Path(require_server()))
     ticks: list[str] = []
     lines = run_bench(options, ticks.append).lines[-4:]
-    assert [line.subject for line in lines] == [redis.STORE, redis.RETRIEVE, redis.QUARTER, redis.LOOKUP]
+    assert [line.subject for line in lines] == [*remote.REDIS, remote.REDIS_LOOKUP]
     assert [len(line.pairs) for line in lines] == [7, 7, 7, 3]
     assert len(ticks) == options.total_ticks
 
@@ -235,8 +219,8 @@ def test_run_measures_the_cache_server(toy: Geometry, monkeypatch: pytest.Monkey
     report = run_bench(BenchOptions(toy, BATCH_BYTES, rounds=7, cache_server=True))
     assert not report.failed
     subjects = {line.subject for line in report.lines}
-    assert subjects >= {server.STORE, server.RETRIEVE, server.TCP_STORE, server.TCP_RETRIEVE, server.LOOKUP}
-    assert subjects >= {server.QUARTER, server.TCP_QUARTER, decisions.SERVER}
+    assert subjects >= {*remote.SERVER, remote.SERVER_LOOKUP, decisions.longest_decisions.subject}
+    assert len(remote.SERVER) == 6
 
 
 def test_run_measures_handovers(toy: Geometry) -> None:
@@ -253,16 +237,16 @@ def test_run_measures_handovers(toy: Geometry) -> None:
 
 
 def test_run_measures_the_start(toy: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "POOL_BYTES", 8 << 20)
-    lines = start.measure_start(1, lambda _: None)
-    assert [line.subject for line in lines] == [start.IMPORT, start.ENGINE]
+    monkeypatch.setattr(calls, "POOL_BYTES", 8 << 20)
+    lines = [target.line() for target in calls.start(1)]
+    assert names(lines) == ["import kvstore", "engine start, pool of 4 GiB"]
     assert all(line.path_s > 0 for line in lines)
 
 
 def test_the_recommended_redis_takes_freed_memory_again(tmp_path: Path) -> None:
     """By default jemalloc never splits again what was freed in one go, and the server holds 1.7 times its data."""
     payloads = np.broadcast_to(np.ones(16 << 20, np.uint8), (32, 16 << 20))
-    with redis.private_server(Path(require_server()), tmp_path) as port, Redis(port=port) as client:
+    with private_redis(Path(require_server()), tmp_path) as port, Redis(port=port) as client:
         raw = RawRedis(port, payloads, PART_BYTES)
         for _ in range(3):
             raw.store()
@@ -290,24 +274,24 @@ def test_the_gpu_lines_move_every_byte(toy: Geometry, device: str, monkeypatch: 
     monkeypatch.setattr(binding, "HostPagedKV", DevicePagedKV)  # the same code as for a GPU
     workbench = Workbench(toy, 3, device=torch.device(device))
     assert isinstance(workbench.paged, DevicePagedKV)
-    lines = calls.measure_gpu(workbench, 7, lambda _: None)
-    assert [line.subject for line in lines] == [calls.STORE, calls.RETRIEVE, calls.LAYER_STORE, calls.LAYER_RETRIEVE]
+    lines = moves.measure_gpu(workbench, 7, lambda: None)
+    assert [line.subject for line in lines] == [*moves.GPU]
 
 
-@pytest.mark.parametrize("measure", [cpu.measure_cpu, calls.measure_gpu])
+@pytest.mark.parametrize("measure", [moves.measure_cpu, moves.measure_gpu])
 def test_many_batches_are_still_stored(toy: Geometry, measure: Measure) -> None:
     """Each is used once at most. The default policy must see these uses, or it would finally store none."""
-    lines = measure(Workbench(toy, 64), 40, lambda _: None)
+    lines = measure(Workbench(toy, 64), 40, lambda: None)
     assert [len(line.pairs) for line in lines] == [40] * 4
 
 
-@pytest.mark.parametrize("measure", [cpu.measure_cpu, calls.measure_gpu])
+@pytest.mark.parametrize("measure", [moves.measure_cpu, moves.measure_gpu])
 def test_a_batch_that_is_not_stored_ends_the_bench(
     toy: Geometry, measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Adaptive, "make_room", lambda *_, **__: None)  # the answer of a policy that has seen no use
     with pytest.raises(BenchError, match=f"of {Workbench(toy, 64).num_tokens} tokens were stored"):
-        measure(Workbench(toy, 64), 40, lambda _: None)
+        measure(Workbench(toy, 64), 40, lambda: None)
 
 
 def _made(folder: Path) -> Path:
@@ -362,7 +346,7 @@ def test_json_holds_every_sample(toy: Geometry) -> None:
     assert found["skipped"] == [f"{name}: not asked for" for name in ("disk", *SKIPPED)]
     samples = [len(line[f"samples_{line['unit']}"]) for line in found["lines"]]
     assert samples == [7, 7, 7, 7, 3, 3, 3, 1, 5, 4, 2, 2, 2, 2]
-    assert [line["name"] for line in found["lines"] if line["unit"] == "bytes"] == [lookup.INDEX_BYTES.name]
+    assert [line["name"] for line in found["lines"] if line["unit"] == "bytes"] == [calls.index_bytes.subject.name]
     assert all(line["includes"] for line in found["lines"])
 
 

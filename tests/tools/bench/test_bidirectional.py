@@ -29,7 +29,7 @@ def common_blocks(one: Sequence[int], other: Sequence[int]) -> int:
     return same - same % BLOCK_TOKENS
 
 
-class Engines:
+class Engines(bidirectional.Engines):
     """A prefill engine that remembers the prompts since it was emptied, and a decode engine that remembers all."""
 
     def __init__(self, *, reading_s: float = 0.1) -> None:

@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,18 @@ from kvstore.paged import binding
 from kvstore.paged.base import PagedKV
 from kvstore.paged.device import DevicePagedKV
 from kvstore.tools.bench.geometry import GEOMETRIES
-from kvstore.tools.bench.gpu import needs, run
+from kvstore.tools.bench.gpu import __main__ as cli
+from kvstore.tools.bench.gpu import run
 from kvstore.tools.bench.gpu.__main__ import main
-from kvstore.tools.bench.gpu.beside import measure_beside
-from kvstore.tools.bench.gpu.figures import Figure
+from kvstore.tools.bench.gpu.bed import Scale, make_scale
+from kvstore.tools.bench.gpu.figures import Ended, Figure, figure_table
 from kvstore.tools.bench.gpu.moves import ONE_WAY_GOALS, measure_moves
 from kvstore.tools.bench.gpu.order import BLOCK_TOKENS, BLOCKS, CHUNK_BLOCKS, Ground, check_broken_order, check_order
-from kvstore.tools.bench.gpu.run import RESULTS, Ended, run_steps
-from kvstore.tools.bench.gpu.scale import Scale, make_scale
+from kvstore.tools.bench.gpu.run import RESULTS, run_steps
 from kvstore.tools.bench.gpu.steps import GPU_TESTS, PLANS, STEPS, VISIT_S, Step
-from kvstore.tools.bench.gpu.stress import check_stress
-from kvstore.tools.bench.gpu.table import figure_table
-from kvstore.tools.bench.samples import BenchError, one_torch_thread
+from kvstore.tools.bench.gpu.traffic import check_stress, measure_beside
+from kvstore.tools.bench.samples import BenchError
+from kvstore.tools.bench.workbench import one_torch_thread
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -60,9 +61,9 @@ def paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 def test_every_figure_has_its_limit(step: Step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(binding, "HostPagedKV", DevicePagedKV)
     assert step.measure is not None
-    figures = list(step.measure(SMALL, tmp_path))
+    figures = list(step.measure(replace(SMALL, folder=tmp_path)))
     assert figures
-    assert len({figure.name for figure in figures}) == len(figures)
+    assert len({figure.figure for figure in figures}) == len(figures)
     for figure in figures:
         assert figure.limit > 0
         assert figure.value >= 0
@@ -71,7 +72,7 @@ def test_every_figure_has_its_limit(step: Step, tmp_path: Path, monkeypatch: pyt
 
 
 def test_every_path_of_a_geometry_is_measured(paths: str) -> None:
-    found = {figure.name.removeprefix("qwen-0.5b: "): figure for figure in measure_moves(QWEN, SMALL)}
+    found = {figure.figure.removeprefix("qwen-0.5b: "): figure for figure in measure_moves(QWEN, SMALL)}
     ways = ["out", "in", "out by layer", "in by layer", "both at once"]
     times = [f"a chunk {way}, {what}" for way in ("out", "in") for what in ("host issue", "wall")]
     assert list(found) == [*ways, *times]
@@ -91,7 +92,7 @@ def test_the_goals_are_those_of_the_project() -> None:
 
 
 def test_a_step_of_the_model_is_timed_in_four_modes() -> None:
-    found = {figure.name: figure for figure in measure_beside(QWEN, SMALL)}
+    found = {figure.figure: figure for figure in measure_beside(QWEN, SMALL)}
     goals = {name: figure.goal for name, figure in found.items() if figure.goal is not None}
     assert goals == {"qwen-0.5b: step with saves, p99": 1.05}
     assert found["qwen-0.5b: step with saves, p99"].at_most
@@ -178,7 +179,7 @@ def test_one_step_does_not_end_the_others(tmp_path: Path) -> None:
         python("works", "print('3 passed')"),
         Step("absent", 1.0, program=lambda _: ["no-such-program"], needs="no-such-program"),
     ]
-    ended = {step.name: step for step in run_steps(listed, SMALL, tmp_path, small=True)}
+    ended = {step.name: step for step in run_steps(listed, replace(SMALL, folder=tmp_path))}
     assert {name: step.outcome for name, step in ended.items()} == {
         "raises": "failed",
         "hangs": "timed out",
@@ -202,7 +203,7 @@ def test_a_step_that_cannot_be_ended_does_not_end_the_others(tmp_path: Path, mon
     monkeypatch.setattr(run, "END_WAIT_S", 0.1)
     listed = [python("hangs", "import time; time.sleep(20)", 2.0), python("works", "")]
     try:
-        hung, worked = run_steps(listed, SMALL, tmp_path, small=True)
+        hung, worked = run_steps(listed, replace(SMALL, folder=tmp_path))
     finally:
         kill(spared[0], signal.SIGKILL)
         os.waitpid(spared[0], 0)
@@ -212,7 +213,7 @@ def test_a_step_that_cannot_be_ended_does_not_end_the_others(tmp_path: Path, mon
 
 
 def test_results_are_written_before_the_next_step(tmp_path: Path) -> None:
-    running = run_steps([python("one", "print(1)"), python("two", "print(2)")], SMALL, tmp_path, small=True)
+    running = run_steps([python("one", "print(1)"), python("two", "print(2)")], replace(SMALL, folder=tmp_path))
     next(running)
     assert [line.get("step") for line in lines(tmp_path)] == [None, "one"]
     next(running)
@@ -228,7 +229,7 @@ def test_figures_of_a_step_that_fails_later_are_kept(tmp_path: Path) -> None:
     figure = Figure("half", 1.0, 2.0, 0.5, "GB/s", goal=0.9)
     text = json.dumps({"step": "breaks", **figure.to_json()})
     program = f"open({str(tmp_path / RESULTS)!r}, 'a').write({text + chr(10)!r}); raise SystemExit(3)"
-    (ended,) = run_steps([python("breaks", program)], SMALL, tmp_path, small=True)
+    (ended,) = run_steps([python("breaks", program)], replace(SMALL, folder=tmp_path))
     assert ended.is_failed
     assert ended.figures == [figure]
 
@@ -261,7 +262,7 @@ def test_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_what_is_missing_is_named_before_anything_is_imported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(needs, "find_spec", lambda name: None if name in {"pydantic", "yaml"} else object())
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name in {"pydantic", "yaml"} else object())
     assert main(["visit", "--device", "cpu", "--small"]) == 2
     said = capsys.readouterr().err
     assert "lacks pydantic, pyyaml" in said

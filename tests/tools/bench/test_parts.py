@@ -13,14 +13,20 @@ from rich.console import Console
 
 from kvstore.errors import ConfigError
 from kvstore.tools.bench import floors, plot
-from kvstore.tools.bench.compare import compare, read_fractions
 from kvstore.tools.bench.floors import Bound
 from kvstore.tools.bench.geometry import GEOMETRIES, Geometry, parse_geometry
-from kvstore.tools.bench.lines import BenchReport, Line, Subject
+from kvstore.tools.bench.lines import Line, Subject
 from kvstore.tools.bench.load import Load, Mark
 from kvstore.tools.bench.plot import plot_report
-from kvstore.tools.bench.samples import Pair, paired
-from kvstore.tools.bench.table import bench_table, change_table, timed_table
+from kvstore.tools.bench.report import (
+    BenchReport,
+    bench_table,
+    change_table,
+    compare,
+    read_fractions,
+    timed_table,
+)
+from kvstore.tools.bench.samples import Pair, Pairing
 from kvstore.tools.bench.workbench import Workbench
 
 TOY = Geometry("toy", layers=2, kv_heads=2, head_size=16, chunk_tokens=64)
@@ -130,7 +136,7 @@ def test_paired_runs_path_and_limit_in_the_order_asked_for() -> None:
         return 7
 
     for limit_first in (True, False):
-        assert paired(lambda: calls.append("limit"), path, limit_first=limit_first)[1] == 7
+        assert Pairing(limit_first)(lambda: calls.append("limit"), path)[1] == 7
     assert calls == ["limit", "path", "path", "limit"]
 
 

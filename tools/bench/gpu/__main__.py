@@ -1,20 +1,19 @@
-"""The command line; see ``__init__``."""
+"""Command line of the steps; see ``__init__``.
+
+It names missing packages before it imports any of them, because the machine may have no network.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
 
-from kvstore.tools.bench.gpu.needs import explain, missing_packages
-
-if TYPE_CHECKING:
-    import torch
-
-_WIDTH = 160  # where the output is no terminal
+PACKAGES = ("numpy", "psutil", "pydantic", "pytest", "pytest_timeout", "rich", "torch", "xxhash", "hypothesis", "yaml")
+_BROUGHT = {"yaml": "pyyaml", "pytest_timeout": "pytest-timeout"}  # modules whose distribution has another name
 _WRONG_USAGE = 2
 
 
@@ -33,43 +32,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("error: torch finds no GPU here (--device cpu --small tests the bench itself)", file=sys.stderr)
         return _WRONG_USAGE
-    try:
-        return _one(given, device) if given.plan == "one" else _run(given, device)
-    except KVStoreError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    from kvstore.tools.bench.gpu import run  # noqa: PLC0415 - see above
+    from kvstore.tools.bench.gpu.bed import make_scale  # noqa: PLC0415
 
-
-def _one(given: argparse.Namespace, device: torch.device) -> int:
-    """Run one step in this process."""
-    from kvstore.tools.bench.gpu.child import run_one  # noqa: PLC0415 - see main
-
-    run_one(given.step, device, given.out, small=given.small)
+    with TemporaryDirectory(prefix="kvstore-bench-") as scratch:
+        folder = given.out or Path(scratch if given.plan == "one" else "bench-results")
+        scale = make_scale(device, small=given.small, folder=folder.absolute())
+        try:
+            if given.plan != "one":
+                return run.execute(given.plan, given.only, scale)
+            run.execute_one(given.step, scale, prints=given.out is None)
+        except KVStoreError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
     return 0
 
 
-def _run(given: argparse.Namespace, device: torch.device) -> int:
-    """Run the selected steps, each in a separate process, and print the table."""
-    from rich.console import Console  # noqa: PLC0415 - see main
+def missing_packages() -> list[str]:
+    """Return the missing packages, by their names for pip."""
+    return [_BROUGHT.get(name, name) for name in PACKAGES if find_spec(name) is None]
 
-    from kvstore.tools.bench.gpu.run import RESULTS, machine, run_steps  # noqa: PLC0415
-    from kvstore.tools.bench.gpu.scale import make_scale  # noqa: PLC0415
-    from kvstore.tools.bench.gpu.steps import PLANS  # noqa: PLC0415
-    from kvstore.tools.bench.gpu.table import figure_table  # noqa: PLC0415
 
-    globs = given.only.split(",")
-    steps = [step for step in PLANS[given.plan] if any(fnmatchcase(step.name, glob) for glob in globs)]
-    if not steps:
-        print(f"error: --only {given.only!r} matches no step", file=sys.stderr)
-        return _WRONG_USAGE
-    folder = (given.out or Path("bench-results")).absolute()
-    scale, ended = make_scale(device, small=given.small), []
-    for step in run_steps(steps, scale, folder, small=given.small):
-        print(f"{step.outcome:<9} {step.name:<22} {step.seconds:5.0f} s  {step.said}", file=sys.stderr, flush=True)
-        ended.append(step)
-    title = f"{given.plan} on {machine(scale)['device']}; every figure and sample is in {folder / RESULTS}"
-    Console(width=None if sys.stdout.isatty() else _WIDTH).print(figure_table(ended, title))
-    return int(any(step.is_failed for step in ended))
+def explain(missing: list[str]) -> str:
+    """Return a message that names the missing packages, and how to install them without a network."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    names = " ".join(missing)
+    return (
+        f"error: {sys.executable} lacks {', '.join(missing)}. Without a network, bring them: on a machine with one,\n"
+        f"  pip install --target packages --python-version {version} --only-binary :all: {names}\n"
+        "and copy the folder here, except torch and numpy if they are here already. Then set PYTHONPATH to it"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

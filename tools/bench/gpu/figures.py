@@ -1,4 +1,4 @@
-"""Figures of a GPU run, each with the limit measured in the same run and the ratio of both."""
+"""Figures of a run of steps, each with the limit measured in the same run and the ratio of both, and their table."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import json
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from rich.markup import escape
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from kvstore.tools.bench.samples import Pair
+from kvstore.tools.bench.samples import Pair
+from kvstore.tools.console import numbers
 
 GB_PER_S, MS, US, COUNT = "GB/s", "ms", "us", ""
+_STYLES = {"ok": "green", "short": "yellow", "failed": "red", "timed out": "red"}
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Figure:
     """Result of one measurement.
 
     Attributes:
-        name: name of the measurement.
+        figure: name of the measurement.
         value: measured value in ``unit``.
         limit: value it is compared with, measured in the same run, in the same unit.
         ratio: speed, time or count relative to the limit. For speeds it is the median over pairs of samples, not the
@@ -34,7 +36,7 @@ class Figure:
         more: samples and other data that explain the figure.
     """
 
-    name: str
+    figure: str
     value: float
     limit: float
     ratio: float
@@ -53,32 +55,45 @@ class Figure:
 
     def to_json(self) -> dict[str, object]:
         """Return all data of the figure."""
-        return {
-            "figure": self.name,
-            "value": self.value,
-            "limit": self.limit,
-            "ratio": self.ratio,
-            "unit": self.unit,
-            "goal": self.goal,
-            "at_most": self.at_most,
-            "verdict": self.verdict,
-            "more": dict(self.more),
-        }
+        return {**asdict(self), "verdict": self.verdict}
 
     @classmethod
     def from_json(cls, found: Mapping[str, object]) -> Figure:
         """Return the figure that ``to_json`` serialized."""
-        names = ("value", "limit", "ratio", "unit", "goal", "at_most", "more")
-        return cls(str(found["figure"]), **{name: found[name] for name in names})  # type: ignore[arg-type]
+        return cls(**{name: found[name] for name in cls.__dataclass_fields__})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Outcome of a step.
+
+    Attributes:
+        name: name of the step.
+        outcome: done, failed, timed out, skipped; or answered, for a question that failed.
+        said: reason of a failure or skip; last line of a program.
+        seconds: duration of the step.
+        figures: figures measured before its end.
+    """
+
+    name: str
+    outcome: str
+    said: str = ""
+    seconds: float = 0.0
+    figures: Sequence[Figure] = field(default=())
+
+    @property
+    def is_failed(self) -> bool:
+        """True if the step makes the run fail."""
+        return self.outcome in {"failed", "timed out"}
 
 
 def speed(name: str, pairs: Sequence[Pair], size_bytes: int, goal: float | None = None) -> Figure:
     """Return the speed of a path that moved ``size_bytes`` in each sample, against that of its limit."""
-    path_s = statistics.median(pair.path_s for pair in pairs)
-    limit_s = statistics.median(pair.limit_s for pair in pairs)
+    limits_s, paths_s = map(list, zip(*pairs, strict=True))
+    value, limit = (size_bytes / statistics.median(samples_s) / 1e9 for samples_s in (paths_s, limits_s))
     ratio = statistics.median(pair.limit_s / pair.path_s for pair in pairs)
-    samples = {"samples_s": [pair.path_s for pair in pairs], "limit_samples_s": [pair.limit_s for pair in pairs]}
-    return Figure(name, size_bytes / path_s / 1e9, size_bytes / limit_s / 1e9, ratio, GB_PER_S, goal, more=samples)
+    more = {"samples_s": paths_s, "limit_samples_s": limits_s}
+    return Figure(name, value, limit, ratio, GB_PER_S, goal, more=more)
 
 
 def duration(
@@ -114,3 +129,22 @@ def append_line(file: Path, line: Mapping[str, object]) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def figure_table(ended: Sequence[Ended], title: str) -> Table:
+    """Return a table with a line for each figure, and one for each step that failed or has no figures."""
+    table = Table("step", "figure", *numbers("limit", "measured", "ratio", "goal"), "verdict", title=title)
+    for step in ended:
+        for one in step.figures:
+            goal = "" if one.goal is None else f"{'<= ' if one.at_most else ''}{one.goal:.2f}"
+            limit, value = (f"{x:.2f} {one.unit}" if one.unit else f"{x:g}" for x in (one.limit, one.value))
+            table.add_row(step.name, one.figure, limit, value, f"{one.ratio:.2f}", goal, _styled(one.verdict))
+        if step.is_failed or not step.figures:
+            verdict = "failed" if step.is_failed else "ok" if step.outcome == "done" else step.outcome
+            table.add_row(step.name, escape(step.said), "", "", "", "", _styled(verdict))
+    return table
+
+
+def _styled(verdict: str) -> str:
+    style = _STYLES.get(verdict)
+    return f"[{style}]{verdict}[/]" if style else verdict

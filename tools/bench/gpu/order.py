@@ -21,9 +21,9 @@ from kvstore.memory.slabs import SlabPool
 from kvstore.paged.base import BlockIds, PagedKV
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.paged.streams import CudaStreams, Moment, Streams, Way, Work
+from kvstore.tools.bench.gpu.bed import Scale
 from kvstore.tools.bench.gpu.figures import Figure, count
-from kvstore.tools.bench.gpu.scale import Scale
-from kvstore.tools.bench.samples import BenchError, require
+from kvstore.tools.bench.samples import require
 
 LAYERS, BLOCKS, BLOCK_TOKENS, CHUNK_BLOCKS, CHUNKS = 3, 64, 16, 4, 8
 _PAGE = (2, BLOCK_TOKENS, 8, 64)  # 32 KiB in bfloat16
@@ -44,8 +44,7 @@ class Ground:
         layout = self.paged.layout
         self.size_bytes = layout.payload_bytes(CHUNK_BLOCKS)
         self._pool = SlabPool(CHUNKS, layout.slot_bytes, self.paged.device)
-        if not self._pool.wait_populated(_TIMEOUT_S):
-            raise BenchError(f"the pool was not there within {_TIMEOUT_S:.0f} s")
+        require(self._pool.wait_populated(_TIMEOUT_S), f"the pool was not there within {_TIMEOUT_S:.0f} s")
         self._plain = [np.zeros(layout.slot_bytes, np.uint8) for _ in range(CHUNKS)]
 
     def bind(self, caches: Mapping[str, torch.Tensor]) -> PagedKV:
@@ -109,9 +108,6 @@ def check_order(scale: Scale, make: Callable[[Scale], Ground] = Ground) -> Itera
     Args:
         scale: number of orders.
         make: makes the cache that they run on.
-
-    Raises:
-        BenchError: a byte was wrong.
     """
     with closing(make(scale)) as ground:
         for way in ("out", "in"):
@@ -130,9 +126,6 @@ def check_broken_order(
         scale: number of orders.
         make: makes the cache that they run on.
         streams: class whose waits are left out.
-
-    Raises:
-        BenchError: all bytes were right.
     """
     for way in ("out", "in"):
         cases = [Case(way, seed, pinned=True) for seed in range(scale.seeds)]

@@ -2,75 +2,85 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
-from json import loads
+from fnmatch import fnmatchcase
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+from rich.console import Console
 
-from kvstore.tools.bench.gpu.figures import Figure, append_line
-from kvstore.tools.bench.gpu.scale import Scale
-from kvstore.tools.bench.gpu.steps import MODULE, Step
+from kvstore.errors import ConfigError
+from kvstore.tools.bench.gpu.bed import Scale
+from kvstore.tools.bench.gpu.figures import Ended, Figure, append_line, figure_table
+from kvstore.tools.bench.gpu.steps import MODULE, PLANS, STEPS, Step
+from kvstore.tools.bench.workbench import one_torch_thread
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS, LOG = "gpu.jsonl", "gpu.log"
+WRONG_USAGE = 2
+_WIDTH = 160  # where the output is no terminal
 END_WAIT_S = 10.0  # for a killed process, because one that hangs in the driver never ends
 
 
-@dataclass(frozen=True)
-class Ended:
-    """Outcome of a step.
+def execute(plan: str, only: str, scale: Scale) -> int:
+    """Run the selected steps of a plan, each in a separate process, and print the table; return the exit status."""
+    globs = only.split(",")
+    steps = [step for step in PLANS[plan] if any(fnmatchcase(step.name, glob) for glob in globs)]
+    if not steps:
+        print(f"error: --only {only!r} matches no step", file=sys.stderr)
+        return WRONG_USAGE
+    ended = []
+    for step in run_steps(steps, scale):
+        print(f"{step.outcome:<9} {step.name:<22} {step.seconds:5.0f} s  {step.said}", file=sys.stderr, flush=True)
+        ended.append(step)
+    title = f"{plan} on {_machine(scale)['device']}; every figure and sample is in {scale.folder / RESULTS}"
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(figure_table(ended, title))
+    return int(any(step.is_failed for step in ended))
 
-    Attributes:
-        name: name of the step.
-        outcome: done, failed, timed out, skipped; or answered, for a question that failed.
-        said: reason of a failure or skip; last line of a program.
-        seconds: duration of the step.
-        figures: figures measured before its end.
+
+def execute_one(name: str, scale: Scale, *, prints: bool) -> None:
+    """Measure one step in this process, and write or print every figure as soon as it is known.
+
+    Raises:
+        ConfigError: there is no such step, the step is a program, or it cannot run here.
+        BenchError: a byte was wrong.
     """
+    if name not in STEPS:
+        raise ConfigError(f"there is no step {name!r}: take one of {', '.join(STEPS)}")
+    measure, hindrance = STEPS[name].measure, STEPS[name].hindrance(scale)
+    if measure is None or hindrance:
+        raise ConfigError(f"step {name} does not run here: {hindrance or 'it is a program'}")
+    with one_torch_thread():
+        for figure in measure(scale):
+            line = {"step": name, **figure.to_json()}
+            if prints:
+                print(json.dumps(line), flush=True)
+            else:
+                append_line(scale.folder / RESULTS, line)
 
-    name: str
-    outcome: str
-    said: str = ""
-    seconds: float = 0.0
-    figures: Sequence[Figure] = field(default=())
 
-    @property
-    def is_failed(self) -> bool:
-        """True if the step makes the run fail."""
-        return self.outcome in {"failed", "timed out"}
-
-
-def run_steps(steps: Iterable[Step], scale: Scale, folder: Path, *, small: bool) -> Iterator[Ended]:
-    """Run steps one after the other, and write their figures and outcomes to the folder's ``gpu.jsonl`` at once.
-
-    Args:
-        steps: steps to run.
-        scale: device and sizes.
-        folder: folder of the results; created if missing.
-        small: whether steps run at the small scale.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    results = folder / RESULTS
-    append_line(results, {"run": machine(scale)})
+def run_steps(steps: Iterable[Step], scale: Scale) -> Iterator[Ended]:
+    """Run steps one after the other, and write their figures and outcomes to the folder's ``gpu.jsonl`` at once."""
+    scale.folder.mkdir(parents=True, exist_ok=True)
+    results = scale.folder / RESULTS
+    append_line(results, {"run": _machine(scale)})
     for step in steps:
         why_not = step.hindrance(scale)
-        ended = Ended(step.name, "skipped", why_not) if why_not else _run(step, scale, folder, small=small)
-        append_line(
-            results, {"step": ended.name, "outcome": ended.outcome, "said": ended.said, "seconds": ended.seconds}
-        )
+        ended = Ended(step.name, "skipped", why_not) if why_not else _run(step, scale)
+        outcome = {"step": ended.name, "outcome": ended.outcome, "said": ended.said, "seconds": ended.seconds}
+        append_line(results, outcome)
         yield ended
 
 
-def machine(scale: Scale) -> dict[str, object]:
+def _machine(scale: Scale) -> dict[str, object]:
     """Return facts about the machine that the figures were measured on."""
     return {
         "device": torch.cuda.get_device_name(scale.device) if scale.is_cuda else "CPU",
@@ -81,9 +91,9 @@ def machine(scale: Scale) -> dict[str, object]:
     }
 
 
-def _run(step: Step, scale: Scale, folder: Path, *, small: bool) -> Ended:
-    results, log = folder / RESULTS, folder / LOG
-    command = step.program(folder) if step.program else _one(step.name, scale, folder, small=small)
+def _run(step: Step, scale: Scale) -> Ended:
+    results, log = scale.folder / RESULTS, scale.folder / LOG
+    command = step.program(scale.folder) if step.program else _one(step.name, scale)
     begin_bytes, begin_s = results.stat().st_size, perf_counter()
     with log.open("ab") as output:
         output.write(f"== {step.name}: {' '.join(command)}\n".encode())
@@ -110,9 +120,9 @@ def _run(step: Step, scale: Scale, folder: Path, *, small: bool) -> Ended:
     return Ended(step.name, outcome, f"{why}: {said}", seconds, figures)
 
 
-def _one(name: str, scale: Scale, folder: Path, *, small: bool) -> list[str]:
-    command = [sys.executable, "-m", MODULE, "one", name, "--device", str(scale.device), "--out", str(folder)]
-    return [*command, "--small"] if small else command
+def _one(name: str, scale: Scale) -> list[str]:
+    given = ["--device", str(scale.device), "--out", str(scale.folder), *(["--small"] if scale.is_small else [])]
+    return [sys.executable, "-m", MODULE, "one", name, *given]
 
 
 def _end(process: subprocess.Popen[bytes]) -> bool:
@@ -128,7 +138,7 @@ def _figures(results: Path, begin_bytes: int) -> list[Figure]:
     """Return the figures in a results file from a byte position on."""
     with results.open("rb") as lines:
         lines.seek(begin_bytes)
-        found: list[dict[str, Any]] = [loads(line) for line in lines]
+        found: list[dict[str, Any]] = [json.loads(line) for line in lines]
     return [Figure.from_json(line) for line in found if "figure" in line]
 
 

@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvstore.errors import ConfigError
 from kvstore.tools.bench.geometry import GEOMETRIES
-from kvstore.tools.bench.gpu.beside import measure_beside
-from kvstore.tools.bench.gpu.capture import check_captures, find_collisions
-from kvstore.tools.bench.gpu.copies import measure_limit
+from kvstore.tools.bench.gpu.bed import Scale
 from kvstore.tools.bench.gpu.figures import Figure
-from kvstore.tools.bench.gpu.launches import measure_launches
-from kvstore.tools.bench.gpu.moves import measure_moves
-from kvstore.tools.bench.gpu.offloading import measure_offloading, why_not
+from kvstore.tools.bench.gpu.moves import (
+    measure_launches,
+    measure_limit,
+    measure_moves,
+    measure_offloading,
+    why_no_offloading,
+)
 from kvstore.tools.bench.gpu.order import check_broken_order, check_order
-from kvstore.tools.bench.gpu.pinning import measure_pinning
-from kvstore.tools.bench.gpu.scale import Scale
-from kvstore.tools.bench.gpu.stress import check_stress
+from kvstore.tools.bench.gpu.pinning import check_captures, find_collisions, measure_pinning
+from kvstore.tools.bench.gpu.traffic import check_stress, measure_beside
 
 MODULE = "kvstore.tools.bench.gpu"
 VISIT_S = 25 * 60.0
@@ -35,7 +35,7 @@ GPU_TESTS = (
     "tests/conformance/test_gpu_paths.py",
 )
 _SMALLEST = "moves-qwen-0.5b"  # run by kernel checkers and profilers, which make everything slow
-Measure = Callable[[Scale, Path], Iterator[Figure]]
+Measure = Callable[[Scale], Iterator[Figure]]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Step:
     Attributes:
         name: as ``--only`` takes it.
         limit_s: seconds after which it is killed.
-        measure: yields its figures, given the scale and the folder for files; None for a program.
+        measure: yields its figures; None for a program.
         program: returns its command line, given the folder for files.
         needs: program that must be on the PATH.
         why_not: returns the reason why it cannot run on a device; None if it can.
@@ -71,10 +71,6 @@ def _needs_cuda(scale: Scale) -> str | None:
     return None if scale.is_cuda else "needs a device that works late"
 
 
-def _measured(name: str, limit_s: float, measure: Callable[[Scale], Iterator[Figure]]) -> Step:
-    return Step(name, limit_s, lambda scale, _: measure(scale))
-
-
 def _small(tool: list[str]) -> list[str]:
     return [*tool, sys.executable, "-m", MODULE, "one", _SMALLEST, "--small"]
 
@@ -95,38 +91,27 @@ _PYTEST = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"
 _TESTS = Step("tests", 200, program=lambda _: _PYTEST)
 _CHECKS = [
     _TESTS,
-    _measured("capture", 60, partial(check_captures, "global")),
-    _measured("capture-relaxed", 60, partial(check_captures, "relaxed")),
-    _measured("order", 60, check_order),
-    Step("order-broken", 60, lambda scale, _: check_broken_order(scale), why_not=_needs_cuda),
-    _measured("stress", 60, partial(check_stress, _QWEN)),
+    Step("capture", 60, partial(check_captures, "global")),
+    Step("capture-relaxed", 60, partial(check_captures, "relaxed")),
+    Step("order", 60, check_order),
+    Step("order-broken", 60, check_broken_order, why_not=_needs_cuda),
+    Step("stress", 60, partial(check_stress, _QWEN)),
     _sanitizer("memcheck"),
     _sanitizer("racecheck"),
 ]
 _SPEED = [
-    _measured("limit", 40, measure_limit),
-    *(_measured(f"moves-{name}", 60, partial(measure_moves, geometry)) for name, geometry in GEOMETRIES.items()),
-    *(_measured(f"beside-{name}", 45, partial(measure_beside, geometry)) for name, geometry in GEOMETRIES.items()),
-    _measured("pinning", 50, measure_pinning),
+    Step("limit", 40, measure_limit),
+    *(Step(f"moves-{name}", 60, partial(measure_moves, geometry)) for name, geometry in GEOMETRIES.items()),
+    *(Step(f"beside-{name}", 45, partial(measure_beside, geometry)) for name, geometry in GEOMETRIES.items()),
+    Step("pinning", 50, measure_pinning),
 ]
-_VLLM = Step("offloading", 300, lambda scale, _: measure_offloading(scale), why_not=why_not)
+_VLLM = Step("offloading", 300, measure_offloading, why_not=why_no_offloading)
 _AGAIN = [
-    _measured("again-llama-8b", 60, partial(measure_moves, _LLAMA)),
+    Step("again-llama-8b", 60, partial(measure_moves, _LLAMA)),
     Step("launches", 40, partial(measure_launches, _LLAMA)),
     Step("ncu", 80, program=_ncu, needs="ncu", why_not=_needs_cuda),
-    Step("collisions", 60, lambda scale, _: find_collisions(scale), is_question=True),  # last: it may hang the driver
+    Step("collisions", 60, find_collisions, is_question=True),  # last: it may hang the driver
 ]
 
 PLANS = {"bench": [_TESTS, *_SPEED, _VLLM], "visit": [*_CHECKS, *_SPEED, *_AGAIN]}
 STEPS = {step.name: step for plan in PLANS.values() for step in plan}
-
-
-def find_step(name: str) -> Step:
-    """Return a step by its name.
-
-    Raises:
-        ConfigError: there is no step of that name.
-    """
-    if name not in STEPS:
-        raise ConfigError(f"there is no step {name!r}: take one of {', '.join(STEPS)}")
-    return STEPS[name]

@@ -1,20 +1,86 @@
-"""Limit of the Redis lines: a plain socket client.
+"""Limits of the lines over a network, without library code: plain pyzmq, and a plain socket client of Redis.
 
-It moves as many values of the same size over the same kind of connection, without transactions, checksums or key
-computation. It uses none of the library's code.
+    python -m kvstore.tools.bench.raw_peers IPC_ADDRESS NUM_CHUNKS CHUNK_BYTES PIECE_BYTES
+
+is the other process of the former, and prints the TCP address that it listens on. It answers ``get`` with the next
+chunk, in pieces. It echoes any other message of one frame, and answers a message of several frames, which is a chunk,
+with one empty frame.
 """
 
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvstore.chunks import ByteArray
-from kvstore.tools.bench.raw_peer import in_pieces
 from kvstore.tools.bench.samples import BenchError
+from kvstore.tools.bench.servers import child
+
+if TYPE_CHECKING:
+    import zmq
 
 _TIMEOUT_S = 60.0
-_WINDOW = 3  # values requested ahead, as the tier does
+_WINDOW = 3  # values requested ahead, as the Redis tier does
+
+
+class RawPeer:
+    """One connection over TCP for chunks, and one over ipc for pings.
+
+    Args:
+        folder: folder of the ipc socket; its path must be short.
+        chunks: uint8 ``[num_chunks, chunk_bytes]``. Both sides send as many different bytes as the path does, because a
+            repeated chunk would be read from the processor's cache.
+        piece_bytes: maximum bytes of a frame.
+    """
+
+    def __init__(self, folder: Path, chunks: ByteArray, piece_bytes: int) -> None:
+        import zmq  # noqa: PLC0415 - an extra
+
+        self._chunks = [in_pieces(chunk, piece_bytes) for chunk in chunks]
+        ipc_address = f"ipc://{folder}/peer"
+        sizes = [str(size) for size in (*chunks.shape, piece_bytes)]
+        self._opened = ExitStack()
+        tcp_address = self._opened.enter_context(child("kvstore.tools.bench.raw_peers", ipc_address, *sizes)).said()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._tcp, self._ipc = (self._connect(address, zmq.DEALER) for address in (tcp_address, ipc_address))
+
+    def close(self) -> None:
+        """End the other process."""
+        self._opened.close()
+        self._context.destroy(linger=0)
+
+    def store(self) -> None:
+        """Send all chunks."""
+        for pieces in self._chunks:
+            self._tcp.send_multipart(pieces, copy=False)
+        for _ in self._chunks:
+            self._tcp.recv()
+
+    def retrieve(self) -> None:
+        """Receive as many chunks as ``store`` sends."""
+        for _ in self._chunks:
+            self._tcp.send(b"get")
+        for _ in self._chunks:
+            self._tcp.recv_multipart(copy=False)
+
+    def ping(self) -> None:
+        """Make one round trip over ipc."""
+        self._ipc.send(b"ping")
+        self._ipc.recv()
+
+    def _connect(self, address: str, kind: int) -> zmq.Socket[bytes]:
+        made = self._context.socket(kind)
+        made.linger = 0
+        made.rcvtimeo = made.sndtimeo = int(_TIMEOUT_S * 1000)
+        made.connect(address)
+        return made
 
 
 class RawRedis:
@@ -95,5 +161,34 @@ class RawRedis:
 
     def _expect(self, line: bytes) -> None:
         found = self._replies.readline()
-        if found != line:
+        if found != line:  # in the timed part: no message is made in vain
             raise BenchError(f"the Redis server answered {found[:60]!r} instead of {line!r}")
+
+
+def in_pieces(chunk: ByteArray, piece_bytes: int) -> list[memoryview]:
+    """Return views of a chunk, all but the last one of ``piece_bytes``."""
+    return [chunk[begin : begin + piece_bytes].data for begin in range(0, len(chunk), piece_bytes)]
+
+
+def main() -> None:
+    """Answer until killed."""
+    import zmq  # noqa: PLC0415 - an extra
+
+    ipc_address, (num_chunks, chunk_bytes, piece_bytes) = sys.argv[1], map(int, sys.argv[2:])
+    chunks = cycle([in_pieces(chunk, piece_bytes) for chunk in np.ones((num_chunks, chunk_bytes), np.uint8)])
+    router = zmq.Context(io_threads=2).socket(zmq.ROUTER)
+    router.bind(ipc_address)
+    router.bind("tcp://127.0.0.1:*")
+    print(router.get_string(zmq.LAST_ENDPOINT), flush=True)
+    while True:
+        name, *frames = router.recv_multipart(copy=False)
+        if len(frames) > 1:
+            router.send_multipart([name, b""])
+        elif frames[0].bytes == b"get":
+            router.send_multipart([name, *next(chunks)], copy=False)
+        else:
+            router.send_multipart([name, *frames])
+
+
+if __name__ == "__main__":
+    main()

@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from rich.console import Console
 
 from kvstore.options import EngineOptions
+from kvstore.tools.bench import lmcache
+from kvstore.tools.bench.lmcache import Kvstore
+from kvstore.tools.bench.load import Mark
+from kvstore.tools.bench.report import BenchReport, bench_table
 from kvstore.tools.bench.samples import BenchError
 from kvstore.tools.bench.workbench import Workbench
-from kvstore.tools.dev.beside import __main__ as beside
-from kvstore.tools.dev.beside.systems import Kvstore
 
-POOL_BYTES = 2 * beside.GEOMETRY.chunk_bytes
+POOL_BYTES = 2 * lmcache.GEOMETRY.chunk_bytes
 
 
 @pytest.fixture
 def workbench(monkeypatch: pytest.MonkeyPatch) -> Workbench:
-    monkeypatch.setattr(beside, "HOLD_S", 0.0)
-    made = Workbench(beside.GEOMETRY, 1, split=True)
+    monkeypatch.setattr(lmcache, "HOLD_S", 0.0)
+    made = Workbench(lmcache.GEOMETRY, 1, split=True)
     assert {cache.shape for cache in made.caches} == {(2, made.paged.num_blocks, 16, 8, 128)}, "as LMCache reads them"
     return made
 
 
 def test_both_are_measured_and_shown(workbench: Workbench) -> None:
-    systems: dict[str, Any] = {name: Kvstore(workbench, EngineOptions(POOL_BYTES)) for name in ("kvstore", "LMCache")}
-    samples = beside.measure(systems, workbench, 2)
-    for system in systems.values():
+    ours, theirs = (Kvstore(workbench, EngineOptions(POOL_BYTES)) for _ in range(2))
+    lines = lmcache.measure(ours, theirs, workbench, 2)
+    for system in (ours, theirs):
         system.close()
-    assert {name: [len(part) for part in found] for name, found in samples.items()} == {
-        "kvstore": [2, 2, 2],
-        "LMCache": [2, 2, 2],
-        "memcpy": [2, 0, 0],
-    }
-    console = Console(width=100, record=True)
-    console.print(beside.table(samples, workbench.batch_bytes, "memory"))
-    assert "GB/s" in console.export_text()
+    assert [line.subject for line in lines] == [*lmcache.SUBJECTS]
+    assert [len(line.pairs) for line in lines] == [2] * 4
+    assert all(sample > 0 for line in lines for pair in line.pairs for sample in pair)
+    load = Mark.now().until(Mark.now())
+    console = Console(width=120, record=True)
+    console.print(bench_table(BenchReport(workbench.geometry, workbench.batch_bytes, 2, lines, load)))
+    assert console.export_text().count("GB/s") == 6
 
 
 def test_one_wrong_byte_ends_it(workbench: Workbench) -> None:
@@ -57,5 +56,5 @@ def test_what_is_not_found_ends_it(workbench: Workbench) -> None:
     workbench.new_batch()
     ours = Kvstore(workbench, EngineOptions(POOL_BYTES))
     with pytest.raises(BenchError, match="kvstore found 0 of 256 tokens"):
-        beside.looked_up_s("kvstore", ours, workbench)
+        lmcache.looked_up_s(workbench, ours)
     ours.close()

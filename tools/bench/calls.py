@@ -1,0 +1,158 @@
+"""Lines of calls that move no bytes, against targets: the index, the eviction policy, and the start of an engine."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+
+from kvstore.catalog.index import ChunkIndex
+from kvstore.catalog.plans import chunk_refs
+from kvstore.engine import CacheEngine
+from kvstore.keys import PREFIX_KEY_BYTES, PrefixHasher, PrefixKey
+from kvstore.options import EngineOptions
+from kvstore.policies import Adaptive, open_policy
+from kvstore.policies.simulation import SimulatedStore
+from kvstore.tools.bench.geometry import GEOMETRIES, TINY
+from kvstore.tools.bench.lines import Target, target
+from kvstore.tools.bench.samples import LOOKUP_CHUNKS, LOOKUP_ROUNDS, NAMESPACE, require, timed
+from kvstore.tools.bench.workbench import Workbench
+
+INDEX_CHUNKS = 100_000
+POLICY_CHUNKS = 100_000
+POLICY_REQUESTS = 2_000
+POOL_BYTES = 4 << 30
+_CHAIN_CHUNKS = 16
+_SHARED_BLOCKS = 6  # blocks shared with the chunk behind the last one that is found
+_TOKENS = list(range(LOOKUP_CHUNKS * TINY.chunk_tokens))
+_IMPORT_TIMEOUT_S = 120.0
+_IMPORT = """
+import time, torch
+begin_s = time.perf_counter()
+import kvstore.engine, kvstore.paged.binding
+print(time.perf_counter() - begin_s)
+"""
+
+
+@target(60e-6, "lookup, 128 known keys", "60 us", "the index, with keys as they are known for a running request")
+def _index_lookups() -> Iterator[float]:
+    index, known = _index(), _hasher(_TOKENS)
+    return _lookups(lambda: index.lookup(known).num_tokens, len(_TOKENS))
+
+
+@target(
+    10e-6,
+    "probe behind the last chunk",
+    "10 us",
+    "the same index: a stored chunk shares six of sixteen blocks, whose keys are known",
+)
+def _probes() -> Iterator[float]:
+    index, shared = _index(), _TOKENS[: _SHARED_BLOCKS * TINY.block_tokens]
+    parting = _hasher([*_TOKENS, *shared, *_TOKENS[: TINY.chunk_tokens]])
+    return _lookups(lambda: index.lookup(parting, len(_TOKENS)).num_tokens, len(_TOKENS) + len(shared))
+
+
+def _index() -> ChunkIndex:
+    """Return an index of the chunks that are looked up, and of one behind them."""
+    index = ChunkIndex(LOOKUP_CHUNKS + 1)
+    _store(index, _hasher([*_TOKENS, *_TOKENS[: TINY.chunk_tokens]]))
+    return index
+
+
+@target(1e-3, "lookup, list of 32,768 tokens", "1 ms", "keys of the token list, index")
+def _engine_lookups() -> Iterator[float]:
+    workbench = Workbench(TINY, LOOKUP_CHUNKS)
+    slots = workbench.new_batch()
+    with CacheEngine(workbench.paged, NAMESPACE, EngineOptions(workbench.pool_bytes)) as engine:
+        engine.store(workbench.tokens, slot_mapping=slots)
+        yield from _lookups(lambda: engine.lookup(workbench.tokens), workbench.num_tokens)
+
+
+def _lookups(call: Callable[[], int], num_tokens: int) -> Iterator[float]:
+    for _ in range(LOOKUP_ROUNDS):
+        seconds, found_tokens = timed(call)
+        require(found_tokens == num_tokens, f"a lookup found {found_tokens} of {num_tokens} tokens")
+        yield seconds
+
+
+@target(
+    1024,
+    "index, a chunk of 16 blocks",
+    "1 KiB",
+    "what Python allocates for 100,000 chunks stored, policy included",
+    unit="bytes",
+)
+def index_bytes() -> Iterator[float]:
+    """Yield the bytes of the index per chunk, for chunks that are in memory and indexed by every block end."""
+    index, tokens = ChunkIndex(INDEX_CHUNKS), list(range(256)) * _CHAIN_CHUNKS
+    chains = INDEX_CHUNKS // _CHAIN_CHUNKS
+    tracemalloc.start()
+    try:
+        before_bytes = tracemalloc.get_traced_memory()[0]
+        for number in range(chains):
+            tokens[:2] = divmod(number, 256)  # small integers, which Python does not allocate
+            _store(index, _hasher(tokens))
+        taken_bytes = tracemalloc.get_traced_memory()[0] - before_bytes
+    finally:
+        tracemalloc.stop()
+    require(len(index) == chains * _CHAIN_CHUNKS, f"index: {len(index)} of {INDEX_CHUNKS} were stored")
+    yield taken_bytes / len(index)
+
+
+@target(20e-6, "adaptive policy, a chunk touched", "20 us", "lookup, noting the use, and for half of them room made")
+def _touches() -> Iterator[float]:
+    """Yield the processor time of a request per chunk: lookup, recording the use, eviction, and adding new chunks.
+
+    The tier is full of chains of 16 chunks; half of the requests are new, and half repeat an earlier one.
+    """
+    store, chooser = SimulatedStore([open_policy(Adaptive.name, POLICY_CHUNKS)]), random.Random(1)  # noqa: S311 - not a secret
+    chains = POLICY_CHUNKS // _CHAIN_CHUNKS + 1
+    for number in range(chains):
+        store.request(_chain(number), [1] * _CHAIN_CHUNKS)
+    for number in range(chains, chains + POLICY_REQUESTS):
+        chain = _chain(number if chooser.random() < 0.5 else chooser.randrange(number - chains, number))
+        begin_s = time.thread_time()
+        store.request(chain, [1] * _CHAIN_CHUNKS)
+        yield (time.thread_time() - begin_s) / _CHAIN_CHUNKS
+
+
+def _hasher(tokens: list[int]) -> PrefixHasher:
+    hasher = PrefixHasher(TINY.chunk_tokens, TINY.block_tokens)
+    hasher.update(tokens)
+    return hasher
+
+
+def _store(index: ChunkIndex, hasher: PrefixHasher) -> None:
+    index.complete_store(index.prepare_store(chunk_refs(hasher, with_tail=False), hasher=hasher), set())
+
+
+def _chain(number: int) -> list[PrefixKey]:
+    return [(number * _CHAIN_CHUNKS + place).to_bytes(PREFIX_KEY_BYTES, "little") for place in range(_CHAIN_CHUNKS)]
+
+
+CALLS = (_index_lookups, _probes, _engine_lookups, index_bytes, _touches)
+
+
+def start(rounds: int) -> tuple[Target, Target]:
+    """Return the rows of an import of the library, and of opening an engine over a large pool."""
+
+    @target(0.5, "import kvstore", "0.5 s", "engine and binding, in a new process that has torch")
+    def imports() -> Iterator[float]:
+        command = [sys.executable, "-c", _IMPORT]
+        for _ in range(rounds):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False)  # noqa: S603 - this interpreter
+            require(done.returncode == 0, f"kvstore cannot be imported: {done.stderr[-1000:]}")
+            yield float(done.stdout)
+
+    @target(1.0, "engine start, pool of 4 GiB", "1 s", "CacheEngine; the pool is populated behind")
+    def starts() -> Iterator[float]:
+        workbench = Workbench(GEOMETRIES["qwen-0.5b"], 1)
+        for _ in range(rounds):
+            seconds, engine = timed(lambda: CacheEngine(workbench.paged, NAMESPACE, EngineOptions(POOL_BYTES)))
+            engine.close()
+            yield seconds
+
+    return imports, starts
