@@ -17,7 +17,7 @@ except ImportError as error:
     raise ImportError("prefetch needs httpx: pip install 'vllm-kvstore[warm]'") from error
 
 from kvstore.errors import ConfigError
-from kvstore.tools.demo.client import TOKENS_LOADED, read_counter
+from kvstore.tools.vllmclient import TOKENS_LOADED, client_of, read_counter
 from kvstore.tools.warm.prompts import Chat, Prompt, Rejected
 
 _TIMEOUT_S = 600.0
@@ -75,8 +75,7 @@ def prefetch(
     """
     report = PrefetchReport()
     begin_s = time.monotonic()
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    with httpx.Client(base_url=server.rstrip("/"), headers=headers, timeout=_TIMEOUT_S, trust_env=False) as client:
+    with client_of(server, _TIMEOUT_S, api_key=api_key) as client:
         loaded_before = _loaded(server)
         for prompt in prompts:
             if should_stop():
@@ -92,7 +91,7 @@ def prefetch(
 
 def _loaded(server: str) -> int:
     try:
-        return read_counter(server.rstrip("/"), TOKENS_LOADED)
+        return read_counter(server, TOKENS_LOADED)
     except httpx.HTTPError as error:
         raise ConfigError(f"the server at {server} does not show its metrics ({error}): is vLLM there?") from error
 

@@ -11,9 +11,9 @@ import pytest
 from support.disaggregated import Disaggregation, Work
 from support.vllm_engine import BLOCK_TOKENS, Engine, Prompt
 
-from kvstore.tools.demo.client import stream
 from kvstore.tools.models import TINY, random_tokens
 from kvstore.tools.processes import free_port
+from kvstore.tools.vllmclient import stream
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 

@@ -22,9 +22,9 @@ from support.vllm_engine import BLOCK_TOKENS, Engine, Prompt
 from kvstore.keys import Namespace
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from kvstore.testing.harness import EVEN
-from kvstore.tools.demo.client import read_counter
 from kvstore.tools.models import TINY, as_text, random_tokens
 from kvstore.tools.processes import free_port
+from kvstore.tools.vllmclient import read_counter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 

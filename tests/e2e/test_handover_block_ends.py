@@ -11,10 +11,10 @@ from support.disaggregated import Disaggregation, Work
 from support.redis_server import wait_for
 from support.vllm_engine import BLOCK_TOKENS, CHUNK_TOKENS, Engine, Prompt
 
-from kvstore.tools.demo.client import read_counter
 from kvstore.tools.demo.pair import EngineServer
 from kvstore.tools.models import TINY, random_tokens
 from kvstore.tools.processes import free_port
+from kvstore.tools.vllmclient import read_counter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 

@@ -12,8 +12,8 @@ from support.hybrid_engines import words
 from support.hybrid_models import MAKERS
 from support.vllm_engine import BLOCK_TOKENS, Completion, Engine, Prompt
 
-from kvstore.tools.demo.client import read_counter
 from kvstore.tools.processes import free_port
+from kvstore.tools.vllmclient import read_counter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 

@@ -9,9 +9,9 @@ from support.cache_server import serving_tcp
 from support.disaggregated import Disaggregation, Work, unshared
 from support.vllm_engine import Engine, Prompt
 
-from kvstore.tools.demo.client import read_counter
 from kvstore.tools.models import TINY, random_tokens
 from kvstore.tools.processes import free_port
+from kvstore.tools.vllmclient import read_counter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 

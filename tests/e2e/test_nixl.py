@@ -13,9 +13,9 @@ from support.disaggregated import Disaggregation, Work, unshared
 from support.redis_server import wait_for
 from support.vllm_engine import Engine, Prompt, whole_blocks
 
-from kvstore.tools.demo.client import read_counter
 from kvstore.tools.models import TINY, random_tokens
 from kvstore.tools.processes import free_port
+from kvstore.tools.vllmclient import read_counter
 
 pytest.importorskip("kvstore.channels.nixl", reason="needs NIXL: the extra `nixl`", exc_type=ImportError)
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.timeout(1200)]

@@ -13,8 +13,8 @@ import httpx
 import pytest
 from support.vllm_engine import whole_blocks
 
-from kvstore.tools.demo.client import read_counter
 from kvstore.tools.demo.server import VllmServer
+from kvstore.tools.vllmclient import read_counter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 

@@ -15,9 +15,9 @@ from support.vllm_engine import BLOCK_TOKENS, Engine, Prompt
 from typer.testing import CliRunner
 
 from kvstore.tools.cli import app
-from kvstore.tools.demo.client import complete, read_counter
 from kvstore.tools.models import TINY, as_text, random_tokens
 from kvstore.tools.processes import free_port
+from kvstore.tools.vllmclient import complete, read_counter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 

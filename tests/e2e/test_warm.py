@@ -30,10 +30,10 @@ from support.vllm_engine import (
 from kvstore.chunks import ChunkRef
 from kvstore.keys import KeyExtras
 from kvstore.tiers.disk.shelf import shelves
-from kvstore.tools.demo.client import TOKENS_LOADED, complete, read_counter
 from kvstore.tools.demo.server import VllmServer
 from kvstore.tools.models import TINY, as_text, random_tokens
 from kvstore.tools.verify import verify
+from kvstore.tools.vllmclient import TOKENS_LOADED, complete, read_counter
 from kvstore.tools.warm.prompts import load_tokenizer
 from kvstore.tools.warm.wanted import Lora, Sharing, refs_of
 from kvstore.tools.warm.warming import warm

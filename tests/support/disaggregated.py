@@ -8,7 +8,8 @@ from typing import Any
 
 import httpx
 
-from kvstore.tools.demo import client, pair
+from kvstore.tools import vllmclient
+from kvstore.tools.demo import pair
 from kvstore.tools.demo.pair import EngineServer, ProxyServer
 from support.vllm_engine import Prompt, whole_blocks
 
@@ -49,7 +50,7 @@ class Disaggregation(pair.Disaggregation):
         return tree
 
 
-class Work(client.Work):
+class Work(vllmclient.Work):
     """Prompt tokens that an engine computes from now on."""
 
     def __init__(self, engine: EngineServer) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 
 from kvstore.ops.entrance import entrance
-from kvstore.tools.demo.client import read_counter
 from kvstore.tools.proxy.listing import Receiver
 from kvstore.tools.proxy.options import ProxyOptions
 from kvstore.tools.proxy.process import Proxy
+from kvstore.tools.vllmclient import read_counter
 from support.fake_engine import HttpThread
 
 PATH = "/v1/completions"

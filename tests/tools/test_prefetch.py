@@ -11,8 +11,8 @@ import pytest
 from support.answers import Answers, answering
 
 from kvstore.errors import ConfigError
-from kvstore.tools.demo.client import TOKENS_LOADED
 from kvstore.tools.prefetch import prefetch
+from kvstore.tools.vllmclient import TOKENS_LOADED
 from kvstore.tools.warm.prompts import read_prompts
 
 

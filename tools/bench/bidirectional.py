@@ -28,12 +28,12 @@ from rich.table import Table
 from kvstore.tools.bench.samples import BenchError
 from kvstore.tools.bench.vllm import require_vllm
 from kvstore.tools.console import numbers
-from kvstore.tools.demo.client import REQUEST_TIMEOUT_S, Work
 from kvstore.tools.demo.pair import Disaggregation
 from kvstore.tools.demo.server import DemoError
 from kvstore.tools.interrupts import Interruption
 from kvstore.tools.models import DEMO, TINY, LlamaShape, build_llama, count_words
 from kvstore.tools.processes import free_port
+from kvstore.tools.vllmclient import REQUEST_TIMEOUT_S, Work
 
 MODELS: Final = {"12 layers, 1,024 wide": DEMO, "4 layers, 256 wide": TINY}
 ANSWER_TOKENS: Final = (32, 64, 128, 256, 512)  # whole blocks

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import httpx
 
-from kvstore.tools.demo.client import TOKENS_LOADED, Completion, complete, read_counter
 from kvstore.tools.demo.server import DemoError, VllmServer, find_vllm
 from kvstore.tools.models import DEMO, as_text, build_llama, random_tokens
 from kvstore.tools.processes import handled
+from kvstore.tools.vllmclient import TOKENS_LOADED, Completion, complete, read_counter
 
 CHUNK_TOKENS = 256
 PROMPT_TOKENS = 3000

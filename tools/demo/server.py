@@ -17,6 +17,7 @@ import httpx
 import psutil
 
 from kvstore.tools.processes import free_port, wait_until
+from kvstore.tools.vllmclient import client_of
 
 KV_TRANSFER_CONFIG = {"kv_connector": "KVStoreConnector", "kv_load_failure_policy": "recompute"}
 BLOCK_TOKENS = 32
@@ -145,11 +146,11 @@ class VllmServer:
             if process.poll() is not None:
                 raise DemoError(f"vLLM ended while starting, with exit code {process.returncode}", self.log)
             try:
-                return client.get(f"{self.url}/health").is_success
+                return client.get("/health").is_success
             except httpx.TransportError:  # not listening yet
                 return False
 
-        with httpx.Client(trust_env=False, timeout=5.0) as client:
+        with client_of(self.url, 5.0) as client:
             if not wait_until(is_healthy, START_TIMEOUT_S, every_s=0.2):
                 raise DemoError(f"vLLM did not answer within {START_TIMEOUT_S:.0f} s", self.log)
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Self
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
+
+from kvstore.tools.vllmclient import samples_of
 
 PREFIX = "vllm:kvstore_"
 
@@ -61,12 +62,11 @@ def read_counters(client: httpx.Client) -> Counters | None:
         return None
     values: defaultdict[tuple[str, str], float] = defaultdict(float)
     engines = set()
-    for family in text_string_to_metric_families(answer.raise_for_status().text):
-        for sample in family.samples:
-            label = sample.labels.get("tier") or sample.labels.get("reason") or ""
-            values[sample.name, label] += sample.value
-            if sample.name.startswith(PREFIX):
-                engines.add(sample.labels.get("engine"))
+    for sample in samples_of(answer):
+        label = sample.labels.get("tier") or sample.labels.get("reason") or ""
+        values[sample.name, label] += sample.value
+        if sample.name.startswith(PREFIX):
+            engines.add(sample.labels.get("engine"))
     return Counters(values, len(engines))
 
 

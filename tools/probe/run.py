@@ -21,9 +21,9 @@ except ImportError as error:
     raise ImportError("probe needs httpx: pip install 'vllm-kvstore[warm]'") from error
 
 from kvstore.errors import ConfigError, TierError
-from kvstore.tools.demo.client import events
 from kvstore.tools.probe.counters import Counters, Seen, read_counters
 from kvstore.tools.probe.reasons import NO_METRICS, NOT_ALONE, why_never, why_not
+from kvstore.tools.vllmclient import client_of, events
 
 LOWEST_TOKEN_ID: Final = 256
 """Lowest token id to use, because tokenizers tend to have single bytes and special tokens below it."""
@@ -90,13 +90,7 @@ def probe(wanted: Probe) -> ProbeReport:
     """
     if wanted.tokens < 1:
         raise ConfigError(f"--tokens is {wanted.tokens}: it must be at least 1")
-    headers = {"Authorization": f"Bearer {wanted.api_key}"} if wanted.api_key else {}
-    with (
-        _said_plainly(wanted),
-        httpx.Client(
-            base_url=wanted.url.rstrip("/"), headers=headers, timeout=wanted.timeout_s, trust_env=False
-        ) as client,
-    ):
+    with _said_plainly(wanted), client_of(wanted.url, wanted.timeout_s, api_key=wanted.api_key) as client:
         report = _begin(client, wanted)
         before = read_counters(client)
         if before is not None and before.has_any and (never := why_never(before)):

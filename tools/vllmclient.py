@@ -1,4 +1,4 @@
-"""Client of a running vLLM for the demonstration: streamed completions, and counters."""
+"""HTTP client of a running vLLM, for every tool that asks one: streamed completions, and counters."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from kvstore.tools.processes import wait_until
 
 REQUEST_TIMEOUT_S = 300.0
 COUNT_TIMEOUT_S = 30.0
+_METRICS_TIMEOUT_S = 10.0
 TOKENS_LOADED = "vllm:external_prefix_cache_hits_total"
 """vLLM's counter of the prompt tokens that a connector loaded."""
 
@@ -27,13 +29,19 @@ class Completion:
     ttft_s: float
 
 
+def client_of(url: str, timeout_s: float, *, api_key: str | None = None) -> httpx.Client:
+    """Return a client of the server at ``url``, which heeds no proxy of the environment."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    return httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=timeout_s, trust_env=False)
+
+
 def stream(url: str, request: Mapping[str, object]) -> Iterator[tuple[float, dict[str, Any]]]:
     """Request a greedy completion as a stream, and yield the seconds until each event, and the event.
 
     Raises:
         httpx.HTTPError: the server did not answer, or refused the request.
     """
-    with httpx.Client(base_url=url, trust_env=False, timeout=REQUEST_TIMEOUT_S) as client:
+    with client_of(url, REQUEST_TIMEOUT_S) as client:
         yield from events(client, request)
 
 
@@ -76,10 +84,20 @@ def complete(url: str, model: str, prompt: str, *, output_tokens: int) -> Comple
 def read_counter(url: str, name: str, labels: Mapping[str, str] | None = None) -> int:
     """Return the sum of a Prometheus counter over all samples, or those with ``labels``; 0 if there are none."""
     wanted = (labels or {}).items()
-    with httpx.Client(trust_env=False, timeout=10.0) as client:
-        text = client.get(f"{url}/metrics").raise_for_status().text
-    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
-    return int(sum(sample.value for sample in samples if sample.name == name and wanted <= sample.labels.items()))
+    with client_of(url, _METRICS_TIMEOUT_S) as client:
+        samples = samples_of(client.get("/metrics"))
+        return int(sum(sample.value for sample in samples if sample.name == name and wanted <= sample.labels.items()))
+
+
+def samples_of(answer: httpx.Response) -> Iterator[Sample]:
+    """Yield the samples in an answer of ``/metrics``.
+
+    Raises:
+        httpx.HTTPStatusError: the server refused the request.
+        ValueError: the answer is not in the format of metrics.
+    """
+    for family in text_string_to_metric_families(answer.raise_for_status().text):
+        yield from family.samples
 
 
 class Work:
