@@ -20,8 +20,8 @@ from typing import Final
 from kvstore.chunks import ChunkRef
 from kvstore.errors import ClosedError, TierError
 from kvstore.keys import Namespace
+from kvstore.tiers.abandonable_threads import carry_out
 from kvstore.tiers.base import Tier
-from kvstore.tiers.tasks import carry_out
 
 logger = logging.getLogger(__name__)
 
