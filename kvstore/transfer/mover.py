@@ -28,9 +28,8 @@ from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV
 from kvstore.paged.copiers import Copiers
 from kvstore.paged.streams import Moment, Way
 from kvstore.transfer.borrowing import use_borrowed
-from kvstore.transfer.flushed import Flushed
 from kvstore.transfer.hot import HotChunks
-from kvstore.transfer.lane import Arrival, Lane
+from kvstore.transfer.lane import Arrival, Flushed, Lane
 from kvstore.transfer.launcher import Launcher
 
 logger = logging.getLogger(__name__)

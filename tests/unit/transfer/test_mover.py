@@ -18,8 +18,7 @@ from kvstore.keys import Namespace
 from kvstore.memory.labelled import LabelledPool
 from kvstore.memory.slabs import SlabPool
 from kvstore.tiers.guards import Guard
-from kvstore.transfer.flushed import Flushed
-from kvstore.transfer.lane import WRITE_THREADS, Lane
+from kvstore.transfer.lane import WRITE_THREADS, Flushed, Lane
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, StoreJob, as_block_ids
 
 if TYPE_CHECKING:
@@ -375,15 +374,15 @@ def test_a_chunk_of_a_hanging_write_is_in_use_until_it_ends(tier: FakeTier) -> N
 
 
 def test_a_removal_that_comes_after_close_is_dropped(tier: FakeTier) -> None:
-    bench = Bench(tier, timeout_s=0.05)
-    gate = threading.Event()
-    tier.before_put = lambda: gate.wait(HANG_GUARD_S)
+    bench, gate = Bench(tier, timeout_s=0.05), Gate()
+    tier.before_put = gate
     try:
         bench.store(1)
+        assert gate.reached.wait(HANG_GUARD_S)
         bench.mover.remove(Place.DISK, [ref_of(1)])
         assert not bench.mover.close(0.05)
     finally:
-        gate.set()
+        gate.open()
     assert bench.mover.flush(HANG_GUARD_S)
     assert bench.written == [(ref_of(1), False)]
 
