@@ -314,7 +314,8 @@ class Mover:
 
     def _source(self, job: StoreJob) -> ChunkBlocks:
         """Claim a chunk's slot, and return it with the chunk's blocks."""
-        return ChunkBlocks(job.block_ids, self.launcher.claim(job.step.slot), job.step.ref.num_blocks, 0)
+        slot = self.cpu.claim_on_device(job.step.slot, self.paged.streams)
+        return ChunkBlocks(job.block_ids, slot, job.step.ref.num_blocks, 0)
 
     def finish_store(self, stores: Stores) -> set[PrefixKey]:
         """Publish chunks as their bytes arrive in memory, and start their writes. On any thread, one at a time."""
