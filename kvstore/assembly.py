@@ -241,7 +241,7 @@ def open_remote(
         if options.peers is None and not options.divisions:
             if own is None:
                 raise ConfigError("a remote tier needs an address, or peers")
-            tier = own
+            tier: Tier = own
         else:
             others = Elsewhere(options, layout, replace(guard, failures=1))
             for url in options.sources:  # checked now, opened when a request names them

@@ -37,7 +37,7 @@ from kvstore.paged.copiers import copy_threads
 from kvstore.planner import Planner
 from kvstore.requests import Request, Slots, Tokens, check_request, hash_tokens
 from kvstore.tiers.base import TierCounters
-from kvstore.transfer.flushed import Flushed
+from kvstore.transfer.lane import Flushed
 from kvstore.transfer.layerwise import LayerLoad, LayerStore, LayerWork, by_layer
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, MoverCounters
 

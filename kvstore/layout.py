@@ -86,7 +86,7 @@ class KVLayout:
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise LayoutError(f"these are not the fields of a layout: {error}") from error
 
-    @property
+    @cached_property
     def num_layers(self) -> int:
         """Layers held by this worker."""
         return len(self.page_bytes)
@@ -114,9 +114,10 @@ class KVLayout:
         """Return begin and end of ``layer`` in the payload of a chunk of ``num_blocks`` blocks."""
         return self._layer_starts[layer] * num_blocks, self._layer_starts[layer + 1] * num_blocks
 
-    def layer_ranges(self, num_blocks: int) -> list[tuple[int, int]]:
-        """Return ``layer_range`` of every layer."""
-        return [self.layer_range(layer, num_blocks) for layer in range(self.num_layers)]
+    def layer_ranges(self, num_blocks: int, layers: range | None = None) -> list[tuple[int, int]]:
+        """Return ``layer_range`` of every layer, or of the given ``layers``."""
+        wanted = range(self.num_layers) if layers is None else layers  # which may be empty
+        return [self.layer_range(layer, num_blocks) for layer in wanted]
 
     def front_ranges(self, num_blocks: int, front_blocks: int) -> list[tuple[int, int]]:
         """Return begin and end of the leading blocks in the payload of a chunk, for each plane of each layer.

@@ -101,9 +101,8 @@ def checksums(layout: KVLayout, num_blocks: int, payload: ByteArray, layers: ran
     ``payload`` may be longer than the chunk (a slab slot). The GIL is released while a layer is hashed.
     """
     view = payload.data
-    wanted = range(layout.num_layers) if layers is None else layers
-    ranges = (layout.layer_range(layer, num_blocks) for layer in wanted)
-    return "".join(xxhash.xxh3_64_hexdigest(view[begin:end]) for begin, end in ranges)
+    ranges = layout.layer_ranges(num_blocks, layers)
+    return "".join([xxhash.xxh3_64_hexdigest(view[begin:end]) for begin, end in ranges])
 
 
 class RunningSums:

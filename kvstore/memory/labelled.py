@@ -48,6 +48,11 @@ class LabelledPool:
         """Slots of the pool."""
         return self._pool.num_slots
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of each slot."""
+        return self._pool.slot_bytes
+
     def claim(self, slot: int) -> ByteArray:
         """Take a slot to fill it, which drops its content. Returns its bytes, to be written after ``settle``."""
         with self._lock:

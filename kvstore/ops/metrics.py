@@ -127,7 +127,7 @@ VERIFY_DEVIATION = _gauge(
 TIER_ERRORS = _counter("tier_errors", "Calls in which a tier failed as a whole, time-outs included", tier=_SLOW_TIERS)
 TIER_TIMEOUTS = _counter("tier_timeouts", "Calls that did not end in time", tier=_SLOW_TIERS)
 TIER_CALL_SECONDS = _histogram(
-    "tier_call_seconds", "Time of a call to a slower tier, per chunk", tier=_SLOW_TIERS, direction=("load", "store")
+    "tier_call_seconds", "Time of a call to a slower tier", tier=_SLOW_TIERS, direction=("load", "store")
 )
 LOAD_SECONDS = _histogram("load_seconds", "Wait of a worker for the loads of one request")
 PUSHED_CHUNKS = _counter(

@@ -21,10 +21,11 @@ from kvstore.errors import ClosedError, LayoutError, TierError, TierTimeoutError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.server.spaces import Space
+from kvstore.tiers.abandonable_threads import AbandonableThreads
 from kvstore.tiers.base import BoundedTier
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk.tier import DiskTier
-from kvstore.tiers.guards import CircuitBreaker, Crew, Deadline, GuardOptions, find, guarded
+from kvstore.tiers.guards import CircuitBreaker, Guard, GuardOptions, find, guarded
 
 WRITE_THREADS: Final = 4
 MAX_OPEN: Final = 64  # more if so many are in use
@@ -60,11 +61,11 @@ class OpenTier(NamedTuple):
 
     @property
     def is_dispensable(self) -> bool:
-        """True if it can be closed without a loss, because no call hangs in it and it owes no removal."""
-        deadline, breaker = find(self.tier, Deadline), find(self.tier, CircuitBreaker)
-        assert deadline is not None
+        """True if it can be closed without a loss, because no call hangs in it and no removal is pending."""
+        guard, breaker = find(self.tier, Guard), find(self.tier, CircuitBreaker)
+        assert guard is not None
         assert breaker is not None
-        return not deadline.stuck_calls and not breaker.owed_removals
+        return not guard.stuck_calls and not breaker.pending_removals
 
 
 @dataclass
@@ -99,7 +100,7 @@ class DiskTiers:
     def __init__(self, options: DiskOptions) -> None:
         self._options = options
         self._direct = options.direct
-        self._crew = Crew("disk", options.read_threads + WRITE_THREADS + 2)
+        self._threads = AbandonableThreads("disk", options.read_threads + WRITE_THREADS + 2)
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # the least recently used first
         self._lock = threading.Lock()
         self._claimed_bytes = 0
@@ -181,11 +182,11 @@ class DiskTiers:
                     del self._entries[space.id]
 
     def _delete(self, home: Path) -> None:
-        deleting = self._crew.submit("forget", partial(shutil.rmtree, home, ignore_errors=True))
+        deleting = self._threads.submit("forget", partial(shutil.rmtree, home, ignore_errors=True))
         try:
             deleting.result(_SLOW_TIMEOUT_S)
         except TimeoutError as error:
-            self._crew.give_up(deleting)
+            self._threads.abandon(deleting)
             raise TierTimeoutError(
                 f"a folder of the disk is not deleted within {_SLOW_TIMEOUT_S} s", deleting
             ) from error
@@ -196,7 +197,7 @@ class DiskTiers:
         for entry in list(self._entries.values()):
             if (opened := entry.opened) is not None:
                 opened.tier.close()
-        self._crew.close()
+        self._threads.close()
 
     def _enter(self, space: Space) -> _Entry:
         """Return a namespace's entry, with one more user. Needs the lock."""
@@ -266,7 +267,7 @@ class DiskTiers:
             checks_room=False,
         )
         guard = GuardOptions(options.timeout_s, max(options.timeout_s, _SLOW_TIMEOUT_S))
-        return OpenTier(raw, guarded(raw, guard, self._crew))
+        return OpenTier(raw, guarded(raw, guard, self._threads))
 
 
 def _describe(home: Path, space: Space) -> None:

@@ -15,7 +15,7 @@ from typing import Final
 
 from kvstore.chunks import Answer, Asked
 from kvstore.errors import KVStoreError
-from kvstore.tiers.tasks import carry_out
+from kvstore.tiers.abandonable_threads import carry_out
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,7 @@
 """Transfers between slots and one slower tier: reads and writes on separate threads, and the state of those in flight.
 
-No caller waits for the tier. The wrappers around the tier ensure that every call ends in time.
+No caller waits for the tier. The wrappers around the tier ensure that every call ends in time. Small chunks that wait
+for a thread are written together, because a call costs as much as moving some of them.
 
 - *A write belongs to the epoch in which it began.* After ``clear`` or ``reset`` it stores nothing, and a read that
   began before is not a hit.
@@ -14,23 +15,29 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeVar
 
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import KVStoreError, TierError, TierTimeoutError
 from kvstore.keys import Namespace
 from kvstore.memory.labelled import LabelledPool
 from kvstore.throttle import Throttle
+from kvstore.tiers.abandonable_threads import carry_out
 from kvstore.tiers.base import Loan, Tier, Transfer
-from kvstore.transfer.errands import Errands
-from kvstore.transfer.flushed import Flushed
+from kvstore.transfer.removal_queue import RemovalQueue
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 WRITE_THREADS = 4
+_MAX_TOGETHER: Final = 8  # chunks written in one call, which has a deadline
+_TOGETHER_BYTES: Final = 1 << 20
 
 
 class Arrival(NamedTuple):
@@ -38,6 +45,29 @@ class Arrival(NamedTuple):
 
     outcome: Outcome
     pending: Future[Any] | None = None
+
+
+class Flushed(NamedTuple):
+    """Number of writes to slower tiers since the last flush that did not store their chunk. True if there are none.
+
+    Chunks that were removed, cleared or reset before they were written do not count.
+
+    Attributes:
+        failed: writes that a tier refused, or that could not begin.
+        full: writes for which there was no room, in a tier or in its queue.
+        pending: writes and removals that had not ended when time ran out.
+    """
+
+    failed: int = 0
+    full: int = 0
+    pending: int = 0
+
+    def __bool__(self) -> bool:
+        return not any(self)
+
+    def plus(self, other: Flushed) -> Flushed:
+        """Return the sum over two tiers."""
+        return Flushed(self.failed + other.failed, self.full + other.full, self.pending + other.pending)
 
 
 @dataclass(eq=False)
@@ -49,9 +79,11 @@ class _Write:
         slot: holds its bytes.
         namespace_id: the namespace of these bytes.
         sweeps: clears and resets before it; the next one makes it void.
-        after: the last errand that must come before it.
+        after: the last removal that must come before it.
         trail: of the chunk.
         is_unwanted: the chunk was removed meanwhile, and is removed from the tier once it is stored.
+        is_uncertain: it failed, but may have stored the chunk, which is then removed from the tier.
+        ended: its outcome, once nothing reads the slot.
     """
 
     ref: ChunkRef
@@ -61,6 +93,8 @@ class _Write:
     after: int
     trail: bytes
     is_unwanted: bool = False
+    is_uncertain: bool = False
+    ended: Future[Outcome] = field(default_factory=Future)
 
 
 class Lane:
@@ -95,11 +129,13 @@ class Lane:
         self._leaves_writes = leaves_writes
         self._readers = ThreadPoolExecutor(read_threads, f"kvstore-read-{tier.name}")
         self._writers = ThreadPoolExecutor(WRITE_THREADS, f"kvstore-write-{tier.name}")
-        self._errands = Errands(tier, lambda what, error: self._log(f"cannot {what} the %s tier: %s", error))
+        self._removals = RemovalQueue(tier, lambda what, error: self._log(f"cannot {what} the %s tier: %s", error))
         self._lock = threading.Condition()
         self._namespace_id = namespace_id
         self._sweeps = 0  # clears and resets
-        self._writing: set[_Write] = set()
+        self._max_together = min(_MAX_TOGETHER, _TOGETHER_BYTES // cpu.slot_bytes)
+        self._waiting: deque[_Write] = deque()
+        self._writing: set[_Write] = set()  # including those that wait
         self._ending = 0  # writes that have ended and are being reported
         self._untold = Flushed()  # since the last flush
         self._throttle = Throttle(logger)
@@ -141,10 +177,11 @@ class Lane:
             return
         with self._lock:
             began = self._sweeps if sweeps is None else sweeps
-            write = _Write(ref, slot, self._namespace_id, began, self._errands.queued, trail)
-            future = self._writers.submit(self._write, write)
+            write = _Write(ref, slot, self._namespace_id, began, self._removals.queued, trail)
+            self._writers.submit(self._write)
+            self._waiting.append(write)
             self._writing.add(write)
-        future.add_done_callback(lambda ended: self._after_write(write, ended))
+        write.ended.add_done_callback(lambda ended: self._report_end(write, ended.result()))
 
     def refuse(self, ref: ChunkRef) -> None:
         """Report a write as failed without carrying it out."""
@@ -163,24 +200,24 @@ class Lane:
                     write.is_unwanted = True
             leaving -= {write.ref for write in self._writing}
             if leaving:
-                self._errands.remove(leaving)
+                self._removals.remove(leaving)
 
     def clear(self, refs: Iterable[ChunkRef] = ()) -> None:
         """Start to remove all chunks from the tier; if that fails, at least these."""
         with self._lock:
             self._sweeps += 1  # voids reads and writes that began before
-            self._errands.clear(refs)
+            self._removals.clear(refs)
 
     def reset(self, namespace: Namespace) -> None:
         """Start to remove all chunks from the tier; later writes belong to another namespace."""
         with self._lock:
             self._sweeps += 1  # voids reads and writes that began before
             self._namespace_id = namespace.id
-            self._errands.reset(namespace)
+            self._removals.reset(namespace)
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until all removals, clears and resets so far are done; False if time ran out first."""
-        return self._errands.wait(self._errands.queued, timeout_s)
+        return self._removals.wait(self._removals.queued, timeout_s)
 
     def flush(self, timeout_s: float) -> Flushed:
         """Wait until all writes and removals so far have ended. Returns the failures since the last flush."""
@@ -190,17 +227,21 @@ class Lane:
             untold, self._untold = self._untold, Flushed()
             pending = len(self._writing) + self._ending
         is_settled = self.settle(max(0.0, deadline_s - time.monotonic()))
-        return untold.plus(Flushed(pending=pending + (0 if is_settled else self._errands.pending)))
+        return untold.plus(Flushed(pending=pending + (0 if is_settled else self._removals.pending)))
 
     def close(self) -> None:
         """End all threads, drop the writes and removals that have not begun, and close the tier."""
-        self._errands.close()  # first, because writes wait for it
+        self._removals.close()  # first, because writes wait for it
         for pool in (self._readers, self._writers):
-            pool.shutdown(wait=True, cancel_futures=True)  # running calls end within the tier's deadline
+            pool.shutdown(wait=False, cancel_futures=True)
+        while writes := self._take_waiting():
+            _end(writes, Outcome.FAILED)
+        for pool in (self._readers, self._writers):
+            pool.shutdown(wait=True)  # running calls end within the tier's deadline
         self._tier.close()
 
     def _read(self, wanted: Transfer, slot: int, layers: range | None, sweeps: int) -> Arrival:
-        if sweeps != self._sweeps or self._errands.hides([wanted.ref]):
+        if sweeps != self._sweeps or self._removals.hides([wanted.ref]):
             return Arrival(Outcome.MISS)
         self._cpu.settle(slot)  # here, where no model waits
         try:
@@ -214,7 +255,7 @@ class Lane:
             return Arrival(Outcome.FAILED)
 
     def _borrow(self, refs: Sequence[ChunkRef], sweeps: int) -> Loan:
-        if sweeps != self._sweeps or self._errands.hides(refs):
+        if sweeps != self._sweeps or self._removals.hides(refs):
             return Loan.refused(len(refs))
         try:
             return self._tier.borrow(refs)
@@ -222,29 +263,55 @@ class Lane:
             self._log("cannot read from the %s tier: %s", error)
             return Loan.refused(len(refs))
 
-    def _write(self, write: _Write) -> Sequence[Outcome]:
-        if not self._errands.wait(write.after):
-            return [Outcome.FAILED]
-        source = self._cpu.read(write.slot, write.ref)
-        if source is None or write.is_unwanted or self._is_over(write):
-            return [Outcome.FAILED]
-        if self._asks_before_write is not None and _is_there(self._asks_before_write, write):
-            return [Outcome.STORED]
-        if self._is_over(write):  # once more: asking took time
-            return [Outcome.FAILED]
-        return self._tier.put([Transfer(write.ref, source, write.namespace_id, write.trail)])
+    def _write(self) -> None:
+        """Carry out the writes that wait longest; none is left if another call has taken them up."""
+        writes = self._take_waiting()
+        prepared = _attempt(partial(self._prepare, writes))
+        if self._has_failed(prepared):
+            _end(writes, Outcome.FAILED)
+        elif sending := prepared.result():
+            self._end_put([*sending], _attempt(lambda: self._tier.put([*sending.values()])))
 
-    def _after_write(self, write: _Write, future: Future[Sequence[Outcome]]) -> None:
-        """Report a write; one that timed out may still read the slot, and is reported once the tier has ended it."""
-        error = None if future.cancelled() else future.exception()
+    def _take_waiting(self) -> list[_Write]:
+        """Take the first write that waits, and of small chunks this thread's share of those that may go with it."""
+        with self._lock:
+            most = min(self._max_together, len(self._waiting) // WRITE_THREADS)
+            writes = [self._waiting.popleft()] if self._waiting else []
+            while len(writes) < most and self._waiting[0].after == writes[0].after:
+                writes.append(self._waiting.popleft())
+        return writes
+
+    def _prepare(self, writes: Sequence[_Write]) -> dict[_Write, Transfer]:
+        """Return what the tier is to store, and end the other writes."""
+        is_in_order = not writes or self._removals.wait(writes[0].after)
+        sending: dict[_Write, Transfer] = {}
+        for write in writes:
+            source = self._cpu.read(write.slot, write.ref)
+            if is_in_order and source is not None and not write.is_unwanted and not self._is_over(write):
+                sending[write] = Transfer(write.ref, source, write.namespace_id, write.trail)
+        if self._asks_before_write is not None and sending:
+            _end(_stored_before(self._asks_before_write, [*sending]), Outcome.STORED)
+        _end((write for write in writes if write not in sending or self._is_over(write)), Outcome.FAILED)
+        return {write: transfer for write, transfer in sending.items() if not write.ended.done()}
+
+    def _end_put(self, writes: Sequence[_Write], put: Future[list[Outcome]]) -> None:
+        """End writes with their outcomes. After a time-out they end with the late call, which may read their slots."""
+        error = None if put.cancelled() else put.exception()
         if isinstance(error, TierTimeoutError):
             self._log("cannot write to the %s tier: %s", error)
-            error.pending.add_done_callback(lambda late: self._end_write(write, late))
-        else:
-            self._end_write(write, future)
+            error.pending.add_done_callback(lambda late: self._end_put(writes, late))
+            return
+        outcomes = [] if self._has_failed(put) else put.result()
+        if len(outcomes) != len(writes):
+            # Of several chunks some may be stored. Only where nobody else writes, that room would be lost.
+            is_uncertain = len(writes) > 1 and self._asks_before_write is None
+            for write in writes:
+                write.is_uncertain = is_uncertain
+            outcomes = [Outcome.FAILED] * len(writes)
+        for write, outcome in zip(writes, outcomes, strict=True):
+            write.ended.set_result(outcome)
 
-    def _end_write(self, write: _Write, ended: Future[Sequence[Outcome]]) -> None:
-        outcome = self._outcome_of(ended)
+    def _report_end(self, write: _Write, outcome: Outcome) -> None:
         with self._lock:
             self._writing.remove(write)
             self._ending += 1
@@ -253,8 +320,8 @@ class Lane:
             if is_wanted and outcome is not Outcome.STORED:
                 is_full = outcome is Outcome.FULL
                 self._untold = self._untold.plus(Flushed(failed=int(not is_full), full=int(is_full)))
-        if write.is_unwanted or (is_over and outcome is Outcome.STORED):
-            self._errands.remove([write.ref], lambda: self._report(write.ref, stored=False))
+        if write.is_unwanted or write.is_uncertain or (is_over and outcome is Outcome.STORED):
+            self._removals.remove([write.ref], lambda: self._report(write.ref, stored=False))
         else:
             self._report(write.ref, stored=is_wanted and outcome is Outcome.STORED)
 
@@ -266,17 +333,14 @@ class Lane:
                 self._ending -= 1
                 self._lock.notify_all()
 
-    def _outcome_of(self, ended: Future[Sequence[Outcome]]) -> Outcome:
-        if ended.cancelled():
-            return Outcome.FAILED
-        error = ended.exception()
-        if error is None:
-            return ended.result()[0]
+    def _has_failed(self, call: Future[Any]) -> bool:
+        """Tell if a call brought no result, and log its error."""
+        error = None if call.cancelled() else call.exception()
         if isinstance(error, TierError):
             self._log("cannot write to the %s tier: %s", error)
-        else:
+        elif error is not None:
             logger.error("writing a chunk to the %s tier failed", self._tier.name, exc_info=error)
-        return Outcome.FAILED
+        return call.cancelled() or error is not None
 
     def _is_over(self, write: _Write) -> bool:
         return write.sweeps != self._sweeps
@@ -286,8 +350,28 @@ class Lane:
         self._throttle.log("any", message, self._tier.name, error)
 
 
-def _is_there(tier: Tier, write: _Write) -> bool:
-    """Tell if a tier has a chunk and can find it by its parts, which it cannot if an older engine stored no trail."""
-    if tier.contains([write.ref]) != [True]:
-        return False
-    return not (write.trail and tier.keeps_trails) or write.trail in tier.nearest([write.trail])[0]
+def _attempt(action: Callable[[], Result]) -> Future[Result]:
+    """Carry out an action on this thread; its future has the result or the error."""
+    attempt: Future[Result] = Future()
+    carry_out((attempt, action))
+    return attempt
+
+
+def _end(writes: Iterable[_Write], outcome: Outcome) -> None:
+    """End those of the writes that have not ended."""
+    for write in writes:
+        if not write.ended.done():
+            write.ended.set_result(outcome)
+
+
+def _stored_before(tier: Tier, writes: Sequence[_Write]) -> list[_Write]:
+    """Return the writes whose chunks a tier has and can find by their parts.
+
+    It cannot find the parts of a chunk that an older engine stored without its trail.
+    """
+    refs = [write.ref for write in writes]
+    held = [write for write, is_held in zip(writes, tier.contains(refs), strict=True) if is_held]
+    trails = [write.trail for write in held if write.trail] if held and tier.keeps_trails else []
+    nearest = tier.nearest(trails) if trails else []
+    unknown = {trail for trail, near in zip(trails, nearest, strict=True) if trail not in near}
+    return [write for write in held if write.trail not in unknown]

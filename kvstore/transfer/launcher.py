@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from kvstore.chunks import ByteArray
 from kvstore.errors import DeviceFullError
 from kvstore.memory.labelled import LabelledPool
 from kvstore.paged.streams import Moment, Streams, Way
@@ -31,10 +30,6 @@ class Launcher:
         self._streams = streams
         self._on_failure = on_failure
         self._throttle = Throttle(logger)
-
-    def claim(self, slot: int) -> ByteArray:
-        """Take a slot to gather a chunk into it, ordered after the device's current uses of it."""
-        return self._cpu.claim_on_device(slot, self._streams)
 
     def launch(self, slots: Sequence[int], way: Way, copy: Callable[[], Sequence[Moment]]) -> Sequence[Moment] | None:
         """Launch copies from or to slots, which the device uses until the moments that ``copy`` returns for them.

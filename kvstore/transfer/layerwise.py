@@ -261,8 +261,9 @@ class LayerStore:
 
     def _gather(self, layer: int) -> None:
         if layer == 0:
+            paged, cpu = self._mover.paged, self._mover.cpu
             self._chunks = {
-                job.step.slot: self._mover.paged.chunk(job.block_ids, self._mover.launcher.claim(job.step.slot))
+                job.step.slot: paged.chunk(job.block_ids, cpu.claim_on_device(job.step.slot, paged.streams))
                 for job in self._jobs
                 if job.step.gather and job.step.slot not in self._stuck
             }

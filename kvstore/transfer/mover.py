@@ -28,9 +28,8 @@ from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV
 from kvstore.paged.copiers import Copiers
 from kvstore.paged.streams import Moment, Way
 from kvstore.transfer.borrowing import use_borrowed
-from kvstore.transfer.flushed import Flushed
 from kvstore.transfer.hot import HotChunks
-from kvstore.transfer.lane import Arrival, Lane
+from kvstore.transfer.lane import Arrival, Flushed, Lane
 from kvstore.transfer.launcher import Launcher
 
 logger = logging.getLogger(__name__)
@@ -315,7 +314,8 @@ class Mover:
 
     def _source(self, job: StoreJob) -> ChunkBlocks:
         """Claim a chunk's slot, and return it with the chunk's blocks."""
-        return ChunkBlocks(job.block_ids, self.launcher.claim(job.step.slot), job.step.ref.num_blocks, 0)
+        slot = self.cpu.claim_on_device(job.step.slot, self.paged.streams)
+        return ChunkBlocks(job.block_ids, slot, job.step.ref.num_blocks, 0)
 
     def finish_store(self, stores: Stores) -> set[PrefixKey]:
         """Publish chunks as their bytes arrive in memory, and start their writes. On any thread, one at a time."""

@@ -7,7 +7,7 @@ from support.faults import FaultInjector
 
 from kvstore.tiers.base import Tier, TierSetup
 from kvstore.tiers.disk.tier import DiskTier
-from kvstore.tiers.guards import CircuitBreaker, Deadline, GuardOptions, Statistics, TierWrapper, guarded
+from kvstore.tiers.guards import CircuitBreaker, Guard, GuardOptions, Statistics, TierWrapper, guarded
 
 HANG_GUARD_S = 60.0
 
@@ -27,9 +27,9 @@ class TestTierWrapper(Wrapped):
         return TierWrapper(tier)
 
 
-class TestDeadline(Wrapped):
+class TestGuard(Wrapped):
     def wrap(self, tier: Tier) -> Tier:
-        return Deadline(tier, HANG_GUARD_S)
+        return Guard(tier, HANG_GUARD_S)
 
 
 class TestCircuitBreaker(Wrapped):

@@ -63,7 +63,7 @@ def test_an_open_breaker_answers_without_the_tier() -> None:
     assert bench.breaker.put([transfer(0)]) == [FAILED]
     assert bench.breaker.contains([ref_of(0), ref_of(9)]) == [False, False]
     bench.breaker.remove([ref_of(0)])
-    assert (bench.state(), bench.breaker.owed_removals) == (BreakerState.OPEN, 1)
+    assert (bench.state(), bench.breaker.pending_removals) == (BreakerState.OPEN, 1)
     assert ref_of(0) in bench.tier.chunks
 
 
@@ -251,7 +251,7 @@ def test_clear_goes_through_an_open_breaker() -> None:
     bench.breaker.remove([ref_of(0)])
     bench.breaker.clear()
     assert not bench.tier.chunks
-    assert bench.breaker.owed_removals == 0
+    assert bench.breaker.pending_removals == 0
     assert bench.state() is BreakerState.OPEN
 
 
@@ -269,7 +269,7 @@ def test_what_is_owed_is_removed_from_the_epoch_that_ends(monkeypatch: pytest.Mo
     breaker.reset(OTHER)
     assert removed == [None]
     assert tier.namespace_id == OTHER.id
-    assert breaker.owed_removals == 0
+    assert breaker.pending_removals == 0
 
 
 def test_a_removal_that_hangs_over_a_reset_takes_no_later_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +367,7 @@ def test_random_failures_lose_no_result_and_it_always_recovers(events: list[tupl
                 (break_down if event == "break" else repair)(bench.tier)
         except TierError:
             assert bench.tier.before_get is broken, "the breaker made up a failure"
-        known -= {number for number in range(6) if ref_of(number) in bench.breaker._owed.refs()}
+        known -= {number for number in range(6) if ref_of(number) in bench.breaker._removals.refs()}
     repair(bench.tier)
     bench.clock.now_s += 1
     bench.breaker.get([transfer(0)])  # detects a clock that has jumped back

@@ -28,8 +28,9 @@ from support.wrapped import (
 
 from kvstore.chunks import ChunkRef
 from kvstore.errors import ClosedError, InvalidCallError, TierError, TierTimeoutError
+from kvstore.tiers.abandonable_threads import AbandonableThreads
 from kvstore.tiers.base import Transfer
-from kvstore.tiers.guards import Crew, Deadline
+from kvstore.tiers.guards import Guard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,7 +44,7 @@ class Hanging:
         self.tier.put([transfer(n) for n in range(8)])
         self.gate = threading.Event()
         self.tier.before_get = self.tier.before_put = lambda: self.gate.wait(HANG_GUARD_S)
-        self.deadline = Deadline(self.tier, timeout_s, threads, **options)
+        self.deadline = Guard(self.tier, timeout_s, threads, **options)
 
     def time_out(self, item: Transfer) -> Future[Any]:
         with pytest.raises(TierTimeoutError, match="get of the fake tier took longer than") as caught:
@@ -70,7 +71,7 @@ def hanging(stack: ExitStack) -> Callable[..., Hanging]:
 
 def test_a_deadline_passes_results_and_exceptions_on() -> None:
     tier = FakeTier()
-    deadline = Deadline(tier, HANG_GUARD_S, threads=2)
+    deadline = Guard(tier, HANG_GUARD_S, threads=2)
     try:
         assert deadline.put([transfer(1)]) == [STORED]
         item = transfer(1, fill=0)
@@ -98,9 +99,10 @@ def test_a_timeout_of_the_tiers_own_is_not_the_deadlines() -> None:
 
     tier = FakeTier()
     tier.before_get = refuse
-    deadline = Deadline(tier, HANG_GUARD_S, threads=1)
-    with pytest.raises(TimeoutError, match="from inside"):
+    deadline = Guard(tier, HANG_GUARD_S, threads=1)
+    with pytest.raises(TierError, match="get of the fake tier raised TimeoutError: from inside") as caught:
         deadline.get([transfer(1)])
+    assert not isinstance(caught.value, TierTimeoutError), "its buffers are free"
     assert deadline.stuck_calls == 0
     deadline.close()
 
@@ -128,7 +130,7 @@ def test_a_reset_happens_though_all_threads_are_stuck(hanging: Callable[..., Han
 def test_a_reset_that_hangs_holds_back_what_comes_after_it(stack: ExitStack) -> None:
     tier, gate = FakeTier(), threading.Event()
     faulty = FaultInjector(tier, [Fault(FaultKind.HANG, "reset")])
-    deadline = Deadline(faulty, BRIEF_S, threads=2, slow_timeout_s=BRIEF_S)
+    deadline = Guard(faulty, BRIEF_S, threads=2, slow_timeout_s=BRIEF_S)
     stack.callback(deadline.close)
     deadline.put([transfer(1)])
     with pytest.raises(TierTimeoutError, match="reset of the fake tier took longer") as caught:
@@ -148,7 +150,7 @@ def test_of_two_resets_that_hang_the_later_one_holds(stack: ExitStack) -> None:
     """Otherwise the tier would end in an old epoch."""
     tier, later = FakeTier(), NAMESPACE.at_epoch("later")
     faulty = FaultInjector(tier, [Fault(FaultKind.HANG, "reset", calls=range(1))])
-    deadline = Deadline(faulty, BRIEF_S, threads=2, slow_timeout_s=BRIEF_S)
+    deadline = Guard(faulty, BRIEF_S, threads=2, slow_timeout_s=BRIEF_S)
     stack.callback(deadline.close)
     with pytest.raises(TierTimeoutError):
         deadline.reset(NAMESPACE)
@@ -206,20 +208,20 @@ def test_with_all_threads_stuck_calls_fail_at_once_until_one_returns(hanging: Ca
 
 
 def test_few_calls_may_wait_for_a_thread(hanging: Callable[..., Hanging]) -> None:
-    crew = Crew("fake", 1, max_waiting=1)
-    bench = hanging(timeout_s=HANG_GUARD_S, crew=crew)
+    shared = AbandonableThreads("fake", 1, max_waiting=1)
+    bench = hanging(timeout_s=HANG_GUARD_S, shared=shared)
     with ThreadPoolExecutor(2) as pool:
         running = [pool.submit(bench.deadline.get, [transfer(0)])]
-        while bench.deadline._crew._work.qsize() or not running[0].running():
+        while bench.deadline._threads._work.qsize() or not running[0].running():
             time.sleep(0.001)
         running.append(pool.submit(bench.deadline.get, [transfer(1)]))
-        while not bench.deadline._crew._work.qsize():
+        while not bench.deadline._threads._work.qsize():
             time.sleep(0.001)
         with pytest.raises(TierError, match="1 calls wait already"):
             bench.deadline.get([transfer(2)])
         bench.gate.set()
         assert [future.result(HANG_GUARD_S) for future in running] == [[HIT], [HIT]]
-    crew.close()
+    shared.close()
 
 
 def test_closing_a_hung_tier_gives_up_and_says_so(
@@ -242,11 +244,11 @@ def test_a_stuck_call_does_not_keep_the_process() -> None:
         "import threading\n"
         "from support.rig import FakeTier\n"
         "from kvstore.errors import TierTimeoutError\n"
-        "from kvstore.tiers.guards import Deadline\n"
+        "from kvstore.tiers.guards import Guard\n"
         "tier = FakeTier()\n"
         "tier.before_get = lambda: threading.Event().wait()\n"
         "try:\n"
-        "    Deadline(tier, 0.01).get([])\n"
+        "    Guard(tier, 0.01).get([])\n"
         "except TierTimeoutError as error:\n"
         "    print('timed out', error.pending.done())\n"
     )
@@ -265,14 +267,14 @@ def test_a_stuck_call_does_not_keep_the_process() -> None:
 @pytest.mark.parametrize("bad", [{"timeout_s": 0.0}, {"threads": 0}, {"slow_timeout_s": -1.0}])
 def test_a_deadline_without_sense_is_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(InvalidCallError, match="positive"):
-        Deadline(FakeTier(), **{"timeout_s": 1.0, **bad})
+        Guard(FakeTier(), **{"timeout_s": 1.0, **bad})
     with pytest.raises(InvalidCallError, match="positive"):
-        Crew("fake", 1, max_waiting=0)
+        AbandonableThreads("fake", 1, max_waiting=0)
 
 
 def test_what_is_lent_too_late_is_given_back() -> None:
     tier, gate = Lender(), threading.Event()
-    deadline = Deadline(tier, BRIEF_S, threads=1)
+    deadline = Guard(tier, BRIEF_S, threads=1)
     tier.before_get = lambda: gate.wait(HANG_GUARD_S)
     with pytest.raises(TierTimeoutError) as caught:
         deadline.borrow([ref_of(1)])

@@ -27,7 +27,7 @@ from kvstore.tiers.base import BoundedTier, Transfer
 from kvstore.tiers.disk.chunkio import ChunkIO
 from kvstore.tiers.disk.striped import StripedTier, open_folders
 from kvstore.tiers.disk.tier import DiskTier
-from kvstore.tiers.guards import Deadline
+from kvstore.tiers.guards import Guard
 from kvstore.transfer import mover
 
 CAPACITY_BYTES = 36 * CHUNK_BYTES
@@ -75,7 +75,7 @@ def test_errors_of_one_disk(tmp_path: Path, kind: FaultKind) -> None:
 
 def test_one_disk_hangs(tmp_path: Path) -> None:
     """Chunks of a disk that hangs time out with their buffers in use; the others work, and the disk may recover."""
-    broken = Broken(tmp_path, lambda tier: Deadline(tier, 0.2))
+    broken = Broken(tmp_path, lambda tier: Guard(tier, 0.2))
     broken.injectors[1].inject(Fault(FaultKind.HANG))
     late = []
     for ref in broken.lost[:2]:
@@ -96,7 +96,7 @@ def test_one_disk_hangs(tmp_path: Path) -> None:
 
 def test_a_late_write_to_one_of_several_disks(tmp_path: Path) -> None:
     """``pending`` reports the outcome of this chunk only, which is found on the disk that it was written to."""
-    broken = Broken(tmp_path, lambda tier: Deadline(tier, 0.2))
+    broken = Broken(tmp_path, lambda tier: Guard(tier, 0.2))
     tier, lost = broken.tier, broken.lost[0]
     before = REFS[: REFS.index(lost)]
     tier.remove(REFS)

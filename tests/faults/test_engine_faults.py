@@ -22,7 +22,7 @@ from kvstore.errors import TierError
 from kvstore.keys import NO_EXTRAS
 from kvstore.requests import hash_tokens
 from kvstore.tiers.guards import CircuitBreaker, find
-from kvstore.transfer.flushed import Flushed
+from kvstore.transfer.lane import Flushed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -396,10 +396,11 @@ def test_the_write_queue_is_bounded(rig: Rig, tier: FakeTier, tmp_path: Path, ga
 
 @pytest.mark.parametrize("everything", [False, True])
 def test_clear_while_being_written(rig: Rig, tier: FakeTier, tmp_path: Path, gate: Gate, everything: bool) -> None:
-    tier.before_put = gate
+    begun: list[None] = []
+    tier.before_put = lambda: (begun.append(None), gate())
     with rig.open(local_disk=tmp_path) as engine:
         rig.store(engine, TOKENS)
-        assert gate.reached.wait(HANG_GUARD_S)
+        assert until(lambda: len(begun) == 3)
         assert engine.clear(None if everything else TOKENS) == 3
         assert engine.lookup(TOKENS) == 0
         assert rig.store(engine, TOKENS) == 0  # the old ones are still being removed

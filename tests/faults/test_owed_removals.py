@@ -41,7 +41,7 @@ def test_what_was_removed_meanwhile_does_not_come_back() -> None:
     bench.clock.now_s += 10
     assert bench.breaker.put([transfer(1)]) == [STORED], "wanted again"
     assert bench.breaker.contains([ref_of(n) for n in range(4)]) == [False, True, True, True]
-    assert bench.breaker.owed_removals == 0
+    assert bench.breaker.pending_removals == 0
 
 
 def test_a_removal_that_failed_is_repeated_with_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,10 +50,10 @@ def test_a_removal_that_failed_is_repeated_with_the_next_one(monkeypatch: pytest
         patch.setattr(bench.tier, "remove", lambda refs: broken())
         with pytest.raises(TierError):
             bench.breaker.remove([ref_of(0)])
-    assert bench.breaker.owed_removals == 1
+    assert bench.breaker.pending_removals == 1
     bench.breaker.remove([ref_of(1)])
     assert set(bench.tier.chunks) == {ref_of(2), ref_of(3)}
-    assert bench.breaker.owed_removals == 0
+    assert bench.breaker.pending_removals == 0
 
 
 @pytest.mark.parametrize("how", ["fails", "raises", "hangs"])
@@ -73,12 +73,12 @@ def test_a_put_that_failed_ends_no_owed_removal(monkeypatch: pytest.MonkeyPatch,
             patch.setattr(bench.tier, "put", lambda _: fail(error))
             with pytest.raises(TierError):
                 bench.breaker.put([transfer(0)])
-    assert bench.breaker.owed_removals == 1
+    assert bench.breaker.pending_removals == 1
     if how == "hangs":  # it may still store the chunk, and then nothing is owed; until then it must not be removed
         bench.breaker.remove([ref_of(1)])
         assert ref_of(0) in bench.tier.chunks
         late.set_result([STORED])
-        assert bench.breaker.owed_removals == 0
+        assert bench.breaker.pending_removals == 0
         assert bench.breaker.get([transfer(0)]) == [HIT]
         return
     bench.breaker.remove([ref_of(1)])
@@ -122,8 +122,8 @@ def test_a_removal_that_hangs_undoes_no_later_put(monkeypatch: pytest.MonkeyPatc
     late.set_result(None)
     assert bench.breaker.put([transfer(0)]) == [STORED]
     assert bench.breaker.get([transfer(0)]) == [HIT]
-    assert not bench.breaker._owed._leaving
-    assert not bench.breaker._owed._putting
+    assert not bench.breaker._removals._leaving
+    assert not bench.breaker._removals._putting
 
 
 @pytest.mark.parametrize("how", ["full", "overtaken"])
@@ -140,10 +140,10 @@ def test_a_put_that_stores_nothing_does_not_settle_a_removal(how: str, monkeypat
         else:  # reads meanwhile do not settle it either
             patch.setattr(bench.tier, "before_put", lambda: bench.breaker.get([transfer(2)]))
             assert bench.breaker.put([transfer(0)]) == [FULL]
-    assert bench.breaker.owed_removals == 2
+    assert bench.breaker.pending_removals == 2
     bench.breaker.remove([ref_of(3)])
     assert set(bench.tier.chunks) == {ref_of(2)}
-    assert bench.breaker.owed_removals == 0
+    assert bench.breaker.pending_removals == 0
 
 
 def test_it_stays_open_while_removals_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ from support.redis_tiers import (
 from kvstore.chunks import Outcome
 from kvstore.errors import ConfigError, TierError, TierSetupError, TierTimeoutError
 from kvstore.tiers.base import Transfer
-from kvstore.tiers.guards import Deadline
+from kvstore.tiers.guards import Guard
 from kvstore.tiers.redis.chunk import PART_BYTES
 
 
@@ -113,7 +113,7 @@ def test_a_frozen_server(tmp_path: Path, kind: str) -> None:
 
 def test_a_frozen_server_behind_a_deadline(server: RedisServer) -> None:
     """No call waits longer than the deadline, though the tier itself would."""
-    tier = Deadline(open_redis(f"redis://127.0.0.1:{server.port}", LARGE, timeout_s=5.0), 0.3, slow_timeout_s=8.0)
+    tier = Guard(open_redis(f"redis://127.0.0.1:{server.port}", LARGE, timeout_s=5.0), 0.3, slow_timeout_s=8.0)
     put_large(tier, *WHOLE[:3])
     server.freeze()
     transfer = Transfer(WHOLE[0], make_slot(LARGE))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +10,15 @@ import pytest
 from support.fake_parts import CHUNK, Setup
 from support.fake_vllm import one_after_the_other
 from support.rig import FakeTier
-from support.wrapped import HIT, ref_of, transfer
+from support.wrapped import HANG_GUARD_S, HIT, ref_of, transfer
 
 from kvstore.errors import ClosedError, InvalidCallError, KVStoreError, TierError
 from kvstore.testing.harness import MINE
 from kvstore.tiers.disk.tier import DiskTier
-from kvstore.tiers.guards import BreakerState, CircuitBreaker, Foreseen, GuardOptions, find, guarded
+from kvstore.tiers.guards import BreakerState, Guard, GuardOptions, Statistics, find, guarded
 
 PROMPT = [number % 50 for number in range(6 * CHUNK + 3)]
-CALLS: dict[str, Callable[[Foreseen], Any]] = {
+CALLS: dict[str, Callable[[Guard], Any]] = {
     "contains": lambda tier: tier.contains([ref_of(1)]),
     "nearest": lambda tier: tier.nearest([b"trail"]),
     "get": lambda tier: tier.get([transfer(1)]),
@@ -35,6 +35,18 @@ CALLS: dict[str, Callable[[Foreseen], Any]] = {
 LISTS = ("contains", "nearest", "get", "get_layers", "put")  # answers about each chunk
 
 
+@pytest.fixture
+def tier() -> FakeTier:
+    return FakeTier()
+
+
+@pytest.fixture
+def guard(tier: FakeTier) -> Iterator[Guard]:
+    guard = Guard(tier, HANG_GUARD_S, threads=1)
+    yield guard
+    guard.close()
+
+
 def raising(error: BaseException) -> Callable[..., Any]:
     def call(*_: object, **__: object) -> Any:
         raise error
@@ -45,13 +57,12 @@ def raising(error: BaseException) -> Callable[..., Any]:
 @pytest.mark.parametrize("error", [ValueError("odd"), MemoryError(), TimeoutError(), RecursionError()], ids=repr)
 @pytest.mark.parametrize("name", CALLS)
 def test_whatever_a_call_raises_is_an_error_of_the_tier(
-    name: str, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    guard: Guard, name: str, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(FakeTier, name, raising(error))
-    tier = Foreseen(FakeTier())
     for _ in range(2):
         with pytest.raises(TierError, match=f"{name} of the fake tier raised {type(error).__name__}") as caught:
-            CALLS[name](tier)
+            CALLS[name](guard)
         assert caught.value.__cause__ is error
     (record,) = caplog.records
     assert record.exc_info is not None
@@ -59,20 +70,23 @@ def test_whatever_a_call_raises_is_an_error_of_the_tier(
 
 
 @pytest.mark.parametrize("error", [TierError("broken"), ClosedError("closed"), InvalidCallError("a bad buffer")])
-def test_errors_that_the_contract_knows_pass(error: KVStoreError, caplog: pytest.LogCaptureFixture) -> None:
-    tier = FakeTier()
+def test_errors_that_the_contract_knows_pass(
+    tier: FakeTier, guard: Guard, error: KVStoreError, caplog: pytest.LogCaptureFixture
+) -> None:
     tier.before_get = raising(error)
     with pytest.raises(type(error)) as caught:
-        Foreseen(tier).get([transfer(1)])
+        guard.get([transfer(1)])
     assert caught.value is error
     assert not caplog.records
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_an_answer_about_too_few_chunks_is_an_error_of_the_tier(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_about_too_few_chunks_is_an_error_of_the_tier(
+    guard: Guard, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(FakeTier, name, lambda *_: [])
     with pytest.raises(TierError, match="about 0 chunks instead of 1"):
-        CALLS[name](Foreseen(FakeTier()))
+        CALLS[name](guard)
 
 
 def test_they_count_for_the_breaker() -> None:
@@ -84,10 +98,12 @@ def test_they_count_for_the_breaker() -> None:
         with pytest.raises(TierError):
             disk.get([transfer(1)])
     assert not disk.answers
-    assert disk.errors == 2
+    statistics = find(disk, Statistics)
+    assert statistics is not None
+    assert statistics.errors == 2
     tier.before_get = lambda: None
     assert disk.get([transfer(1)]) == [HIT]
-    assert find(disk, CircuitBreaker).state is BreakerState.CLOSED  # type: ignore[union-attr]
+    assert disk.state is BreakerState.CLOSED
     disk.close()
 
 

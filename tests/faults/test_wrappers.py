@@ -37,15 +37,14 @@ from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Tier
 from kvstore.tiers.guards import (
     BreakerState,
     CircuitBreaker,
-    Deadline,
-    Foreseen,
+    Guard,
     GuardOptions,
     Statistics,
     TierWrapper,
     find,
+    guard,
     guarded,
     layers,
-    stats,
 )
 from kvstore.tiers.peers import PeersTier
 
@@ -92,14 +91,14 @@ def test_around_a_tier_without_a_bound_there_is_none() -> None:
 
 def test_layers_are_found_from_outside_in() -> None:
     tier = FakeTier()
-    with_deadline = Deadline(tier, 1.0, threads=1)
-    outer = Statistics(with_deadline)
+    with_deadline = Guard(tier, 1.0, threads=1)
+    outer = CircuitBreaker(with_deadline)
     assert list(layers(outer)) == [outer, with_deadline, tier]
-    assert find(outer, Deadline) is with_deadline
+    assert find(outer, Guard) is with_deadline
     assert find(outer, FakeTier) is tier
-    assert find(outer, CircuitBreaker) is None
+    assert find(outer, PeersTier) is None
     assert (outer.name, outer.capacity_bytes, outer.counters) == (tier.name, tier.capacity_bytes, tier.counters)
-    assert repr(outer).startswith("Statistics(Deadline(<")
+    assert repr(outer).startswith("CircuitBreaker(Guard(<")
     outer.close()
     assert tier.is_closed
 
@@ -127,7 +126,7 @@ def test_statistics_time_reads_and_writes() -> None:
 def test_statistics_count_errors_and_timeouts(stack: ExitStack) -> None:
     tier, gate = FakeTier(), threading.Event()
     tier.before_get = lambda: gate.wait(HANG_GUARD_S)
-    statistics = Statistics(Deadline(tier, BRIEF_S, threads=2))
+    statistics = Guard(tier, BRIEF_S, threads=2)
     stack.callback(statistics.close)
     stack.callback(gate.set)
     with pytest.raises(TierTimeoutError):
@@ -143,15 +142,19 @@ def test_statistics_count_errors_and_timeouts(stack: ExitStack) -> None:
     assert max(times_s) >= BRIEF_S
 
 
+@pytest.mark.parametrize("wrap", [Statistics, lambda tier: Guard(tier, HANG_GUARD_S, threads=1)])
 @pytest.mark.parametrize("operation", ["contains", "get", "get_layers", "borrow", "put", "remove", "clear", "reset"])
-def test_statistics_count_every_operation_that_fails(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_count_every_operation_that_fails(
+    operation: str, wrap: Callable[[Tier], Statistics], monkeypatch: pytest.MonkeyPatch
+) -> None:
     tier = FakeTier()
     monkeypatch.setattr(tier, operation, lambda *_: broken())
-    statistics = Statistics(tier)
+    statistics = wrap(tier)
     others: dict[str, tuple[object, ...]] = {"get_layers": ([], range(1)), "clear": (), "reset": (NAMESPACE,)}
     with pytest.raises(TierError):
         getattr(statistics, operation)(*others.get(operation, ([],)))
     assert (statistics.errors, statistics.timeouts) == (1, 0)
+    statistics.close()
 
 
 def test_statistics_lose_no_call_of_many_threads() -> None:
@@ -162,7 +165,7 @@ def test_statistics_lose_no_call_of_many_threads() -> None:
 
 
 def test_statistics_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stats, "MAX_TIMES", 3)
+    monkeypatch.setattr(guard, "MAX_TIMES", 3)
     statistics = Statistics(FakeTier())
     for _ in range(5):
         statistics.get([])
@@ -263,27 +266,24 @@ def test_a_guarded_tier_survives_a_disk_that_hangs(caplog: pytest.LogCaptureFixt
     caplog.set_level(logging.INFO)
     tier, faulty = injector(Fault(FaultKind.HANG, "get"))
     disk = guarded(faulty, GuardOptions(timeout_s=BRIEF_S, threads=4, failures=2, probe_interval_s=0.0))
-    breaker, deadline = find(disk, CircuitBreaker), find(disk, Deadline)
-    assert breaker is not None
-    assert deadline is not None
-    assert [type(layer) for layer in layers(disk)] == [
-        Statistics, CircuitBreaker, Deadline, Foreseen, FaultInjector, FakeTier,
-    ]  # fmt: skip
+    statistics = find(disk, Guard)
+    assert statistics is not None
+    assert [type(layer) for layer in layers(disk)] == [CircuitBreaker, Guard, FaultInjector, FakeTier]
     pendings = []
     for _ in range(2):
         with pytest.raises(TierTimeoutError) as caught:
             disk.get([transfer(1)])
         pendings.append(caught.value.pending)
-    assert breaker.is_open
+    assert disk.is_open
     disk.remove([ref_of(0)])
     faulty.heal()
     for pending in pendings:
         assert pending.result(HANG_GUARD_S) == [HIT]
     assert disk.get([transfer(1)]) == [HIT]
-    assert breaker.state is BreakerState.CLOSED
+    assert disk.state is BreakerState.CLOSED
     assert disk.contains([ref_of(0), ref_of(1)]) == [False, True]
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert "took longer than" in caplog.messages[0]
-    assert (len(disk.take_times_s("get")), disk.errors, disk.timeouts) == (3, 2, 2)
+    assert (len(statistics.take_times_s("get")), statistics.errors, statistics.timeouts) == (3, 2, 2)
     disk.close()
     assert tier.is_closed

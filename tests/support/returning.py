@@ -6,7 +6,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from kvstore.transfer.flushed import Flushed
+from kvstore.transfer.lane import Flushed
 from support.checks import check_idle
 from support.rig import Rig, tokens_of
 

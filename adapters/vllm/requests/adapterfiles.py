@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from kvstore.adapters.vllm.identity import digest_of, fingerprint_adapter
 from kvstore.errors import ConfigError
 from kvstore.throttle import Throttle
-from kvstore.tiers.tasks import Work, serve
+from kvstore.tiers.abandonable_threads import Work, serve
 
 logger = logging.getLogger(__name__)
 

@@ -75,6 +75,7 @@ class ChunkIO:
         self.file_bytes = tuple(chunkfile.file_bytes(layout, blocks) for blocks in range(layout.blocks_per_chunk + 1))
         self._layout = layout
         self._header_bytes = chunkfile.header_bytes(layout)
+        self._body_bytes = tuple(chunkfile.body_bytes(layout, blocks) for blocks in range(layout.blocks_per_chunk + 1))
         self._pieces = tuple(tuple(_cut(layout, blocks)) for blocks in range(layout.blocks_per_chunk + 1))
         self._thread = threading.local()
         self._shared = SharedReads()
@@ -86,10 +87,10 @@ class ChunkIO:
         Raises:
             InvalidCallError: names the violation.
         """
-        ref, buffer = transfer.ref, transfer.buffer
         payload_view(self._layout, transfer)
-        body_bytes = chunkfile.body_bytes(self._layout, ref.num_blocks)
-        return Body(ref, buffer[:body_bytes], buffer.ctypes.data % ALIGNMENT_BYTES == 0)
+        ref, buffer = transfer.ref, transfer.buffer
+        is_aligned = buffer.ctypes.data % ALIGNMENT_BYTES == 0
+        return Body(ref, buffer[: self._body_bytes[ref.num_blocks]], is_aligned)
 
     def may_be(self, num_blocks: int, size_bytes: int) -> bool:
         """Tell if the file of a chunk of ``num_blocks`` blocks can have that size."""

@@ -186,6 +186,15 @@ class Chunks:
             self.home = self._folder / namespace.id.hex()
             self._condemned[old] = self._forget_all()
 
+    def tidy(self) -> None:
+        """Try again what failed before: to delete the files from before a reset, and to rename those of dropped chunks.
+
+        Raises:
+            TierError: the folder still holds files from before a reset.
+        """
+        self.bury()
+        self._space.move_stuck()
+
     def bury(self) -> None:
         """Delete the files from before a reset.
 

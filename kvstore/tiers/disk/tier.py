@@ -215,8 +215,7 @@ class DiskTier(BoundedTier):
         """
         bodies = [self._io.check(transfer) for transfer in transfers]
         with self._operation():
-            self._chunks.bury()
-            self._space.move_stuck()
+            self._chunks.tidy()
             with self._changed:  # both at one moment, as a later reset makes another generation
                 generation, namespace_id = self._chunks.generation, self._io.namespace_id
             outcomes = []

@@ -1,7 +1,7 @@
-"""Wrappers around tiers, each with one task, to be combined.
+"""Wrappers around tiers, to be combined.
 
 disk = guarded(DiskTier(...), GuardOptions(timeout_s=10.0))
-breaker = find(disk, CircuitBreaker)
+guard = find(disk, Guard)
 """
 
 from __future__ import annotations
@@ -9,20 +9,16 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from kvstore.tiers.abandonable_threads import AbandonableThreads
 from kvstore.tiers.base import Tier
 from kvstore.tiers.guards.base import TierWrapper, find, layers
 from kvstore.tiers.guards.breaker import BreakerState, CircuitBreaker
-from kvstore.tiers.guards.crew import Crew
-from kvstore.tiers.guards.deadline import Deadline
-from kvstore.tiers.guards.foreseen import Foreseen
-from kvstore.tiers.guards.stats import Statistics
+from kvstore.tiers.guards.guard import Guard, Statistics
 
 __all__ = [
     "BreakerState",
     "CircuitBreaker",
-    "Crew",
-    "Deadline",
-    "Foreseen",
+    "Guard",
     "GuardOptions",
     "Statistics",
     "TierWrapper",
@@ -53,26 +49,19 @@ class GuardOptions:
     asks_storage: bool = False
 
 
-def guarded(tier: Tier, options: GuardOptions, crew: Crew | None = None) -> Statistics:
-    """Return ``Statistics(CircuitBreaker(Deadline(Foreseen(tier))))``, the guards of a tier that may break.
+def guarded(tier: Tier, options: GuardOptions, shared: AbandonableThreads | None = None) -> CircuitBreaker:
+    """Return ``CircuitBreaker(Guard(tier))``, the guards of a tier that may break.
 
-    The order matters. Every exception of a tier becomes a ``TierError`` before it is counted. The deadline is inside
-    the breaker, so that a time-out counts as a failure, a probe cannot hang, and a call that the breaker answers takes
-    no thread. The statistics are outermost, and include the caller's wait for a thread. Tiers on one storage may share
-    the threads of a ``crew``, which its owner closes.
+    The order matters: a time-out or a defect is a ``TierError`` before the breaker counts it, a probe cannot hang, and
+    a call that the breaker answers takes no thread. Tiers on one storage may share threads, which their owner closes.
 
     Raises:
         InvalidCallError: an option is out of range; the tier is closed then.
     """
     with ExitStack() as opened:
         opened.callback(tier.close)
-        foreseen = Foreseen(tier)
-        deadline = Deadline(
-            foreseen, options.timeout_s, options.threads, slow_timeout_s=options.slow_timeout_s, crew=crew
-        )
-        opened.callback(deadline.close)
-        breaker = CircuitBreaker(
-            deadline, options.failures, options.probe_interval_s, asks_storage=options.asks_storage
-        )
+        guard = Guard(tier, options.timeout_s, options.threads, slow_timeout_s=options.slow_timeout_s, shared=shared)
+        opened.callback(guard.close)
+        breaker = CircuitBreaker(guard, options.failures, options.probe_interval_s, asks_storage=options.asks_storage)
         opened.pop_all()
-    return Statistics(breaker)
+    return breaker

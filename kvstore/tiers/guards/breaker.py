@@ -18,9 +18,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
@@ -30,11 +31,11 @@ from kvstore.errors import InvalidCallError, TierError, TierTimeoutError
 from kvstore.keys import Namespace
 from kvstore.tiers.base import Loan, Tier, Transfer
 from kvstore.tiers.guards.base import TierWrapper
-from kvstore.tiers.guards.owed import OwedRemovals
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_Read = Callable[[Sequence[Transfer]], list[Outcome]]
 _REACHED = {Outcome.HIT, Outcome.CORRUPT, Outcome.STORED}
 
 
@@ -61,18 +62,88 @@ class _Passage:
             self.works = False
 
 
+class PendingRemovals:
+    """Chunks that a tier must still remove, and the removals and puts under way. Thread-safe; no call waits.
+
+    - While the removal of a chunk is pending, it cannot be read, although the tier may still hold it.
+    - A put that succeeds settles the removal; one that fails does not, as the old bytes may still be stored.
+    - While a removal may still take effect, even after a time-out, its chunks cannot be put.
+    - While a chunk is being put, its pending removal waits.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: dict[ChunkRef, None] = {}  # in order
+        self._leaving: Counter[ChunkRef] = Counter()
+        self._putting: Counter[ChunkRef] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def refs(self) -> tuple[ChunkRef, ...]:
+        """Return all chunks whose removal is pending now."""
+        with self._lock:
+            return tuple(self._pending)
+
+    def hidden(self, refs: Iterable[ChunkRef]) -> set[ChunkRef]:
+        """Return the chunks among ``refs`` that must not be read, because they were removed."""
+        if not self._pending and not self._leaving:
+            return set()
+        with self._lock:
+            return {ref for ref in refs if ref in self._pending or ref in self._leaving}
+
+    def add(self, refs: Iterable[ChunkRef]) -> None:
+        """Record removals that are not carried out now."""
+        with self._lock:
+            self._pending.update(dict.fromkeys(refs))
+
+    def forget(self, refs: Sequence[ChunkRef]) -> None:
+        """Settle removals of chunks that were removed in another way."""
+        with self._lock:
+            for ref in refs:
+                self._pending.pop(ref, None)
+
+    def begin_removal(self, refs: Iterable[ChunkRef]) -> tuple[ChunkRef, ...]:
+        """Begin a removal; returns the chunks to remove, including pending ones. End it with ``end_removal``."""
+        with self._lock:
+            going = {ref: None for ref in self._pending if ref not in self._putting} | dict.fromkeys(refs)
+            for ref in going:
+                self._pending.pop(ref, None)
+            self._leaving.update(going.keys())
+            return tuple(going)
+
+    def end_removal(self, refs: Iterable[ChunkRef]) -> None:
+        """End a removal that can no longer take effect. If it failed, call ``add`` first."""
+        with self._lock:
+            self._leaving -= Counter(refs)
+
+    def begin_put(self, refs: Iterable[ChunkRef]) -> set[ChunkRef]:
+        """Begin a put. Returns the chunks that cannot be put now; end the put of the others with ``end_put``."""
+        with self._lock:
+            wanted = set(refs)
+            refused = wanted & self._leaving.keys()
+            self._putting.update(wanted - refused)
+            return refused
+
+    def end_put(self, refs: Iterable[ChunkRef], stored: Iterable[ChunkRef]) -> None:
+        """End a put, which settles the removal of the chunks that it has ``stored``."""
+        with self._lock:
+            self._putting -= Counter(refs)
+            for ref in stored:
+                self._pending.pop(ref, None)
+
+
 class CircuitBreaker(TierWrapper):
     """Wrapper that bypasses a tier that keeps failing.
 
     While it is open, ``contains`` answers False, and ``get`` and ``put`` answer ``FAILED``, because ``MISS`` would make
     the index drop chunks that exist, and ``FULL`` would suggest a larger disk. ``remove`` is recorded, and carried out
     before the breaker closes, so that no removed chunk reappears and no bytes are lost. A ``remove`` that failed is
-    repeated with the next one, and until then its chunks are hidden. One that hangs may still take effect, so its
-    chunks cannot be put until it has ended. ``scan``, ``clear`` and ``reset`` always pass, because the caller must know
-    if they succeeded.
+    repeated with the next one, see ``PendingRemovals``. ``scan``, ``clear`` and ``reset`` always pass, because the
+    caller must know if they succeeded.
 
-    Exceptions of calls while the breaker is closed reach the caller. The state changes under a lock that is not held
-    during I/O. A probe that hangs keeps the breaker open, so put a ``Deadline`` inside.
+    A ``TierError`` of a call that passes reaches the caller. The state changes under a lock that is not held
+    during I/O. A probe that hangs keeps the breaker open, so put a ``Guard`` inside.
 
     Args:
         inner: the tier to guard.
@@ -105,7 +176,7 @@ class CircuitBreaker(TierWrapper):
         self._state = BreakerState.CLOSED
         self._failures_in_a_row = 0
         self._since_s = 0.0  # the last failure while open
-        self._owed = OwedRemovals()
+        self._removals = PendingRemovals()
         self._namespace_id: bytes | None = None  # of the last reset
         self._clears = 0  # number of begins and ends, so odd while one is under way
         self._is_shut = False
@@ -126,100 +197,78 @@ class CircuitBreaker(TierWrapper):
         return self._state
 
     @property
-    def owed_removals(self) -> int:
+    def pending_removals(self) -> int:
         """Number of chunks that the tier must still remove."""
-        return len(self._owed)
+        return len(self._removals)
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
-        """Forward; all False while open. It is a probe only if it reaches the storage.
-
-        Raises:
-            TierError: the tier is broken, and this call passed.
-        """
+        """Forward; all False while open. It is a probe only if it reaches the storage."""
         with self._passage(may_probe=self._asks_storage) as passage:
             if passage is None:
                 return [False] * len(refs)
             held = self.inner.contains(refs)
             if self._asks_storage and refs:
                 passage.works = True
-            hidden = self._owed.hidden(refs)
+            hidden = self._removals.hidden(refs)
             return [is_held and ref not in hidden for ref, is_held in zip(refs, held, strict=True)]
 
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
-        """Forward; all empty while open. Never a probe.
-
-        Raises:
-            TierError: the tier is broken, and this call passed.
-        """
+        """Forward; all empty while open. Never a probe."""
         with self._passage(may_probe=False) as passage:
             return self.inner.nearest(trails) if passage else [()] * len(trails)
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Forward; all ``FAILED`` while open, as the chunks may exist.
-
-        Raises:
-            TierError: the tier is broken, and this call passed.
-        """
+        """Forward; all ``FAILED`` while open, as the chunks may exist."""
         return self._get(transfers, self.inner.get)
 
     def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
         """Forward like ``get``."""
         return self._get(transfers, lambda some: self.inner.get_layers(some, layers))
 
-    def _get(
-        self, transfers: Sequence[Transfer], action: Callable[[Sequence[Transfer]], list[Outcome]]
-    ) -> list[Outcome]:
+    def _get(self, transfers: Sequence[Transfer], action: _Read) -> list[Outcome]:
         with self._passage() as passage:
             if passage is None:
                 return [Outcome.FAILED] * len(transfers)
-            hidden = self._owed.hidden(transfer.ref for transfer in transfers)
+            hidden = self._removals.hidden(transfer.ref for transfer in transfers)
             outcomes = action([transfer for transfer in transfers if transfer.ref not in hidden])
             passage.judge(outcomes)
             return _merge([transfer.ref in hidden for transfer in transfers], Outcome.MISS, outcomes)
 
     def borrow(self, refs: Sequence[ChunkRef]) -> Loan:
-        """Forward; all ``FAILED`` while open.
-
-        Raises:
-            TierError: the tier is broken, and this call passed.
-        """
+        """Forward; all ``FAILED`` while open."""
         with self._passage() as passage:
             if passage is None:
                 return Loan.refused(len(refs))
-            hidden = self._owed.hidden(refs)
+            hidden = self._removals.hidden(refs)
             loan = self.inner.borrow([ref for ref in refs if ref not in hidden])
             passage.judge(loan.outcomes)
             if not hidden:
                 return loan
-            is_hidden = [ref in hidden for ref in refs]
-            outcomes = _merge(is_hidden, Outcome.MISS, loan.outcomes)
-            return Loan(outcomes, _merge(is_hidden, None, loan.payloads), loan.end)
+            left_out = [ref in hidden for ref in refs]
+            outcomes, payloads = _merge(left_out, Outcome.MISS, loan.outcomes), _merge(left_out, None, loan.payloads)
+            return Loan(outcomes, payloads, loan.end)
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Forward; all ``FAILED`` while open. Chunks of a former epoch, or being removed, are also ``FAILED``.
-
-        Raises:
-            TierError: the tier is broken, and this call passed.
-        """
+        """Forward; all ``FAILED`` while open. Chunks of a former epoch, or being removed, are also ``FAILED``."""
         if transfers and not self._is_shut and not any(item.belongs_to(self._namespace_id) for item in transfers):
             return [Outcome.FAILED] * len(transfers)  # this proves nothing about the storage
         with self._passage() as passage:
             if passage is None:
                 return [Outcome.FAILED] * len(transfers)
             clears = self._clears
-            refused = self._owed.begin_put(transfer.ref for transfer in transfers)
+            refused = self._removals.begin_put(transfer.ref for transfer in transfers)
             outcomes = self._put([transfer for transfer in transfers if transfer.ref not in refused])
             if clears == self._clears and clears % 2 == 0:  # overtaken by a clear, a put fails on a sound tier
                 passage.judge(outcomes)
             return _merge([transfer.ref in refused for transfer in transfers], Outcome.FAILED, outcomes)
 
     def _put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Store chunks. The removal of chunks that are stored, even after a time-out, is no longer owed."""
+        """Store chunks. The removal of chunks that are stored, even after a time-out, is settled."""
         refs = {transfer.ref for transfer in transfers}
 
         def end(outcomes: Sequence[Outcome] = ()) -> None:
             pairs = zip(transfers, outcomes, strict=False)
-            self._owed.end_put(refs, [item.ref for item, outcome in pairs if outcome is Outcome.STORED])
+            self._removals.end_put(refs, [item.ref for item, outcome in pairs if outcome is Outcome.STORED])
 
         try:
             outcomes = self.inner.put(transfers)
@@ -241,31 +290,23 @@ class CircuitBreaker(TierWrapper):
         fixed = tuple(refs)
         with self._passage(may_probe=False) as passage:
             if passage:
-                self._remove_with_owed(fixed)
+                self._remove_with_pending(fixed)
                 return
         with self._lock:
-            self._owed.owe(fixed)
+            self._removals.add(fixed)
             has_recovered = self._state is BreakerState.CLOSED
         if has_recovered:  # between the check and the record
             self.remove(())
 
     def clear(self) -> None:
-        """Forward in any state; this settles removals recorded before.
-
-        Raises:
-            TierError: the tier is broken, and may have removed nothing.
-        """
-        owed = self._owed.refs()
+        """Forward in any state; if it succeeds, it settles removals recorded before."""
+        recorded = self._removals.refs()
         with self._clearing():
             self.inner.clear()
-        self._owed.forget(owed)
+        self._removals.forget(recorded)
 
     def drop_spares(self, wanted_bytes: int) -> None:
-        """Forward; nothing while open.
-
-        Raises:
-            TierError: the tier is broken, and the breaker was still closed.
-        """
+        """Forward; nothing while open."""
         with self._passage(may_probe=False) as passage:
             if passage:
                 super().drop_spares(wanted_bytes)
@@ -276,22 +317,22 @@ class CircuitBreaker(TierWrapper):
         Raises:
             TierError: the tier is broken. It still is in the new namespace, or enters it before any other call.
         """
-        self._try_owed()  # in the namespace that ends: other engines may still be there
+        self._try_pending()  # in the namespace that ends: other engines may still be there
         with self._clearing():
             self._namespace_id = namespace.id  # puts during the reset fail either way
             self.inner.reset(namespace)
 
-    def _try_owed(self) -> None:
-        """Carry out owed removals, or give them up. Chunks of one that hangs cannot be put."""
-        if self._owed:
+    def _try_pending(self) -> None:
+        """Carry out pending removals, or give them up. Chunks of one that hangs cannot be put."""
+        if self._removals:
             try:
-                self._remove_with_owed()
+                self._remove_with_pending()
             except TierError as error:
                 logger.warning("chunks stay in the %s tier's old namespace: %s", self.name, error)
-            self._owed.forget(self._owed.refs())
+            self._removals.forget(self._removals.refs())
 
     def close(self) -> None:
-        """Forward. Removals still owed are lost, so their chunks are found again at the next start."""
+        """Forward. Removals still pending are lost, so their chunks are found again at the next start."""
         self._is_shut = True
         self.inner.close()
 
@@ -299,10 +340,7 @@ class CircuitBreaker(TierWrapper):
     def _passage(self, *, may_probe: bool = True) -> Iterator[_Passage | None]:
         """Let a call pass, and judge it at its end; yields None if it must not pass."""
         passage = self._admit(may_probe=may_probe)
-        if passage is None:
-            yield None
-            return
-        with self._watch(passage):
+        with self._watch(passage) if passage else nullcontext():
             yield passage
 
     @contextmanager
@@ -340,9 +378,9 @@ class CircuitBreaker(TierWrapper):
 
     def _conclude(self, passage: _Passage) -> None:
         try:
-            if passage.is_probe and passage.works and self._owed:
+            if passage.is_probe and passage.works and self._removals:
                 passage.works = None
-                self._remove_with_owed()
+                self._remove_with_pending()
                 passage.works = True
         except TierError as error:  # the probe's own result stands; the breaker stays open
             passage.works, passage.reason = False, str(error)
@@ -350,8 +388,7 @@ class CircuitBreaker(TierWrapper):
             with self._lock:
                 line = self._after_probe(passage) if passage.is_probe else self._after_call(passage)
             if line:
-                level, message = line
-                logger.log(level, "%s", message)
+                logger.log(line[0], "%s", line[1])
 
     def _after_call(self, passage: _Passage) -> tuple[int, str] | None:
         """Count a failure or a success while closed. Returns the line to log."""
@@ -381,24 +418,24 @@ class CircuitBreaker(TierWrapper):
         self._failures_in_a_row = 0
         return logging.INFO, f"the {self.name} tier works again"
 
-    def _remove_with_owed(self, refs: Iterable[ChunkRef] = ()) -> None:
-        """Remove chunks, together with those whose removal is owed.
+    def _remove_with_pending(self, refs: Iterable[ChunkRef] = ()) -> None:
+        """Remove chunks, together with those whose removal is pending.
 
         Raises:
-            TierError: all of them are owed now.
+            TierError: all of them are pending now.
         """
-        going = self._owed.begin_removal(refs)
+        going = self._removals.begin_removal(refs)
         try:
             self.inner.remove(going)
         except TierTimeoutError as error:
-            self._owed.owe(going)
-            error.pending.add_done_callback(lambda _: self._owed.end_removal(going))
+            self._removals.add(going)
+            error.pending.add_done_callback(lambda _: self._removals.end_removal(going))
             raise
         except BaseException:
-            self._owed.owe(going)
-            self._owed.end_removal(going)
+            self._removals.add(going)
+            self._removals.end_removal(going)
             raise
-        self._owed.end_removal(going)
+        self._removals.end_removal(going)
 
 
 def _merge(is_left_out: Sequence[bool], answer: T, others: Sequence[T]) -> list[T]:

@@ -16,7 +16,7 @@ from kvstore.catalog.remote_view import RemoteView, Told
 from kvstore.chunks import ChunkRef
 from kvstore.errors import TierError
 from kvstore.keys import PrefixHasher
-from kvstore.transfer.flushed import Flushed
+from kvstore.transfer.lane import Flushed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,8 +17,7 @@ from kvstore.errors import TierError
 from kvstore.memory.labelled import LabelledPool
 from kvstore.memory.slabs import SlabPool
 from kvstore.tiers.base import Transfer
-from kvstore.transfer.flushed import Flushed
-from kvstore.transfer.lane import WRITE_THREADS
+from kvstore.transfer.lane import WRITE_THREADS, Flushed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -172,14 +171,14 @@ def test_a_write_is_not_undone_by_a_removal_before_it(
 ) -> None:
     bench.store(1)
     bench.before_forgetting = gate
-    errands = bench.lane._errands
-    waits, wait = threading.Event(), errands.wait
+    removals = bench.lane._removals
+    waits, wait = threading.Event(), removals.wait
 
     def waiting(number: int, timeout_s: float | None = None) -> bool:
         waits.set()
         return wait(number, timeout_s)
 
-    monkeypatch.setattr(errands, "wait", waiting)
+    monkeypatch.setattr(removals, "wait", waiting)
     bench.lane.remove([ref_of(1)])
     assert gate.reached.wait(HANG_GUARD_S)
     assert bench.read(1) is Outcome.MISS, "though it is still there"
@@ -290,7 +289,7 @@ def test_a_chunk_removed_while_it_waits_is_not_written(bench: Bench, gate: Gate)
     assert (ref_of(10), False) in bench.written
 
 
-def test_an_errand_that_fails_holds_up_nobody(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_removal_that_fails_holds_up_nobody(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     """This holds for an error of the tier and for a defect, which must be reported."""
 
     def fail(error: Exception) -> None:
@@ -310,7 +309,7 @@ def test_an_errand_that_fails_holds_up_nobody(bench: Bench, caplog: pytest.LogCa
 
 
 def test_a_report_that_fails_keeps_no_other_from_being_made(bench: Bench, gate: Gate) -> None:
-    """Two chunks were removed while they were written: both are reported by the errand that removes them."""
+    """Two chunks were removed while they were written: both are reported by the removal."""
 
     def report(ref: ChunkRef, stored: bool) -> None:
         bench.written.append((ref, stored))

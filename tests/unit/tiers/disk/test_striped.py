@@ -33,7 +33,7 @@ from kvstore.tiers.base import BoundedTier, Transfer
 from kvstore.tiers.disk import survey
 from kvstore.tiers.disk.striped import StripedTier, open_folders
 from kvstore.tiers.disk.tier import DiskTier
-from kvstore.tiers.guards import Deadline
+from kvstore.tiers.guards import Guard
 
 CAPACITY_BYTES = 36 * CHUNK_BYTES
 SMALL_BYTES = 12 * CHUNK_BYTES
@@ -316,7 +316,7 @@ def test_the_first_look_is_guarded(folders: list[Path]) -> None:
 
     def wrap(disk: DiskTier) -> BoundedTier:
         injectors.append(FaultInjector(disk, [Fault(FaultKind.HANG, "scan")] if len(injectors) == 1 else []))
-        return Deadline(injectors[-1], 30.0, slow_timeout_s=0.05)
+        return Guard(injectors[-1], 30.0, slow_timeout_s=0.05)
 
     tier = open_folders(folders, MINE, EVEN, CAPACITY_BYTES, wrap=wrap)
     with pytest.raises(TierTimeoutError, match="scan"):

@@ -1,7 +1,7 @@
 """Removals, clears and resets of one tier, in order and on a separate thread, so that no caller waits for the tier.
 
 Waiting removals are carried out together. A clear or a reset replaces earlier clears and resets, and first carries out
-the removals that waited before it, because damaged chunks must not be found again even if it fails. Errands have
+the removals that waited before it, because damaged chunks must not be found again even if it fails. All of them have
 numbers: a write that must come after some of them waits for the last one.
 """
 
@@ -20,8 +20,8 @@ from typing import Final
 from kvstore.chunks import ChunkRef
 from kvstore.errors import ClosedError, TierError
 from kvstore.keys import Namespace
+from kvstore.tiers.abandonable_threads import carry_out
 from kvstore.tiers.base import Tier
-from kvstore.tiers.tasks import carry_out
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ Then = Callable[[], None]
 
 
 @dataclass(eq=False)
-class _Errand:
+class _Removal:
     """Removals, or a sweep: a clear, or with a namespace a reset.
 
     Attributes:
@@ -38,8 +38,8 @@ class _Errand:
         namespace: the one that a reset enters.
         before: of a sweep, chunks to remove first, which other engines or peers may have.
         otherwise: of a clear, chunks to remove one by one if it fails, which only this engine knows.
-        number: of the last call that this errand completes.
-        then: called afterwards, even if the errand failed.
+        number: of the last call that it completes.
+        then: called afterwards, even if it failed.
     """
 
     refs: dict[ChunkRef, None] | None
@@ -50,12 +50,15 @@ class _Errand:
     then: list[Then] = field(default_factory=list)
 
 
-class Errands:
+class RemovalQueue:
     """Removals, clears and resets of one tier. Thread-safe; only ``wait`` and ``close`` wait.
 
     Args:
         tier: its wrappers ensure that every call ends in time.
         complain: called with a failed action and its error.
+
+    Attributes:
+        queued: number of the last call; 0 if there was none.
     """
 
     def __init__(self, tier: Tier, complain: Callable[[str, TierError], None]) -> None:
@@ -63,27 +66,24 @@ class Errands:
         self._complain = complain
         self._thread = ThreadPoolExecutor(1, f"kvstore-order-{tier.name}")
         self._changed = threading.Condition()
-        self._waiting: deque[_Errand] = deque()  # a sweep, then removals, or only one of them
-        self._under_way: _Errand | None = None
+        self._waiting: deque[_Removal] = deque()  # a sweep, then removals, or only one of them
+        self._under_way: _Removal | None = None
         self._is_closed = False
-        self._queued = 0
+        self.queued = 0
         self._done = 0
-
-    @property
-    def queued(self) -> int:
-        """Number of the last errand; 0 if there was none."""
-        return self._queued
 
     @property
     def pending(self) -> int:
         """Chunks whose removal waits or is under way; a clear or a reset counts as one."""
         with self._changed:
-            return sum(max(1, len(errand.refs or ())) for errand in self._unfinished())
+            return sum(max(1, len(removal.refs or ())) for removal in self._unfinished())
 
     def hides(self, refs: Collection[ChunkRef]) -> bool:
         """Tell if any of these chunks must no longer be read, although the tier may still have it."""
         with self._changed:
-            return any(errand.refs is None or any(ref in errand.refs for ref in refs) for errand in self._unfinished())
+            return any(
+                removal.refs is None or any(ref in removal.refs for ref in refs) for removal in self._unfinished()
+            )
 
     def remove(self, refs: Iterable[ChunkRef], then: Then | None = None) -> None:
         """Remove chunks from the tier. ``then`` is called once, after the attempt or ``close``."""
@@ -91,13 +91,13 @@ class Errands:
             is_taken = not self._is_closed
             if is_taken:
                 if not self._waiting or self._waiting[-1].refs is None:
-                    self._add(_Errand({}))
-                errand = self._waiting[-1]
-                assert errand.refs is not None
-                errand.refs.update(dict.fromkeys(refs))
-                self._number(errand)
+                    self._add(_Removal({}))
+                removal = self._waiting[-1]
+                assert removal.refs is not None
+                removal.refs.update(dict.fromkeys(refs))
+                self._number(removal)
                 if then is not None:
-                    errand.then.append(then)
+                    removal.then.append(then)
         if not is_taken and then is not None:
             _call([then])
 
@@ -110,86 +110,86 @@ class Errands:
         self._sweep(namespace, ())
 
     def wait(self, number: int, timeout_s: float | None = None) -> bool:
-        """Wait until the errands up to a number have been tried; False after a time-out or ``close``."""
+        """Wait until the calls up to a number have been tried; False after a time-out or ``close``."""
         with self._changed:
             self._changed.wait_for(lambda: self._done >= number or self._is_closed, timeout_s)
             return self._done >= number
 
     def close(self) -> None:
-        """Drop waiting errands, and end the thread; a call under way ends within the tier's deadline."""
+        """Drop what waits, and end the thread; a call under way ends within the tier's deadline."""
         with self._changed:
             self._is_closed = True
-            then = [action for errand in self._waiting for action in errand.then]
+            then = [action for removal in self._waiting for action in removal.then]
             self._waiting.clear()
             self._changed.notify_all()
         _call(then)
         self._thread.shutdown(wait=True)
 
-    def _unfinished(self) -> list[_Errand]:
+    def _unfinished(self) -> list[_Removal]:
         return [*self._waiting] if self._under_way is None else [self._under_way, *self._waiting]
 
     def _sweep(self, namespace: Namespace | None, refs: Iterable[ChunkRef]) -> None:
         with self._changed:
             if self._is_closed:
                 return
-            sweep = _Errand(None, namespace, otherwise=dict.fromkeys(refs))
-            for errand in self._waiting:
-                sweep.then += errand.then
-                sweep.before.update(errand.before if errand.refs is None else errand.refs)
-                sweep.otherwise.update(errand.otherwise)
-                sweep.namespace = sweep.namespace or errand.namespace  # a reset that has not begun also clears
+            sweep = _Removal(None, namespace, otherwise=dict.fromkeys(refs))
+            for removal in self._waiting:
+                sweep.then += removal.then
+                sweep.before.update(removal.before if removal.refs is None else removal.refs)
+                sweep.otherwise.update(removal.otherwise)
+                sweep.namespace = sweep.namespace or removal.namespace  # a reset that has not begun also clears
             self._waiting.clear()
             self._number(sweep)
             self._add(sweep)
 
-    def _number(self, errand: _Errand) -> None:
-        """Give an errand the next number. Needs the lock."""
-        self._queued += 1
-        errand.number = self._queued
+    def _number(self, removal: _Removal) -> None:
+        """Give a removal the next number. Needs the lock."""
+        self.queued += 1
+        removal.number = self.queued
 
-    def _add(self, errand: _Errand) -> None:
-        """Queue an errand, and let the thread carry out one more. Needs the lock."""
-        self._waiting.append(errand)
+    def _add(self, removal: _Removal) -> None:
+        """Queue a removal, and let the thread carry out one more. Needs the lock."""
+        self._waiting.append(removal)
         self._thread.submit(self._carry_out).add_done_callback(_tell)
 
     def _carry_out(self) -> None:
-        errand = self._next()
-        if errand is None:
+        removal = self._next()
+        if removal is None:
             return
         try:
-            self._try(errand)
+            self._try(removal)
         finally:  # also if it raises, because others wait for this one
             with self._changed:
                 self._under_way = None
-                self._done = errand.number
+                self._done = removal.number
                 self._changed.notify_all()
-            _call(errand.then)
+            _call(removal.then)
 
-    def _next(self) -> _Errand | None:
-        """Begin the first errand, or a part of it. None if a sweep has replaced it, or after ``close``."""
+    def _next(self) -> _Removal | None:
+        """Begin the first removal, or a part of it. None if a sweep has replaced it, or after ``close``."""
         with self._changed:
             if not self._waiting:
                 return None
-            errand = self._waiting.popleft()
-            if errand.refs is not None and len(errand.refs) > _MAX_REFS:
-                part = dict.fromkeys(islice(errand.refs, _MAX_REFS))
+            removal = self._waiting.popleft()
+            if removal.refs is not None and len(removal.refs) > _MAX_REFS:
+                part = dict.fromkeys(islice(removal.refs, _MAX_REFS))
                 for ref in part:
-                    del errand.refs[ref]
-                self._add(errand)  # only removals are the last to wait, so it is the first again
-                errand = _Errand(part, number=self._done)
-            self._under_way = errand
-            return errand
+                    del removal.refs[ref]
+                self._add(removal)  # only removals are the last to wait, so it is the first again
+                removal = _Removal(part, number=self._done)
+            self._under_way = removal
+            return removal
 
-    def _try(self, errand: _Errand) -> None:
-        if errand.refs is not None:
-            self._attempt("remove chunks from", partial(self._tier.remove, errand.refs))
+    def _try(self, removal: _Removal) -> None:
+        if removal.refs is not None:
+            self._attempt("remove chunks from", partial(self._tier.remove, removal.refs))
             return
-        self._remove(errand.before)
-        namespace = errand.namespace
+        self._remove(removal.before)
+        namespace = removal.namespace
         if namespace is not None:
             self._attempt("reset", lambda: self._tier.reset(namespace))
         elif not self._attempt("clear", self._tier.clear):
-            self._remove(errand.otherwise)
+            self._remove(removal.otherwise)
 
     def _remove(self, refs: Iterable[ChunkRef]) -> None:
         left = iter(refs)
@@ -216,7 +216,7 @@ def _call(then: Iterable[Then]) -> None:
         _tell(called)
 
 
-def _tell(errand: Future[None]) -> None:
+def _tell(removal: Future[None]) -> None:
     """Log an unexpected error, which would otherwise stay unseen in its future."""
-    if not errand.cancelled() and (error := errand.exception()) is not None:
+    if not removal.cancelled() and (error := removal.exception()) is not None:
         logger.error("removing chunks from a tier failed", exc_info=error)

@@ -13,12 +13,12 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from kvstore.errors import ClosedError, InvalidCallError, TierError
-from kvstore.tiers.tasks import Work, serve
 
 Result = TypeVar("Result")
+Work = tuple["Future[Any]", Callable[[], Any]]
 
 
-class Crew:
+class AbandonableThreads:
     """Fixed number of threads, which tiers on one storage may share, because a hang concerns all of them.
 
     Args:
@@ -32,7 +32,7 @@ class Crew:
 
     def __init__(self, name: str, threads: int, max_waiting: int = 64) -> None:
         if not (threads > 0 and max_waiting > 0):
-            raise InvalidCallError(f"a crew needs positive counts, not {threads=} {max_waiting=}")
+            raise InvalidCallError(f"abandonable threads need positive counts, not {threads=} {max_waiting=}")
         self._name = name
         self._threads = threads
         self._max_waiting = max_waiting
@@ -64,7 +64,7 @@ class Crew:
             self._work.put((future, action))
         return future
 
-    def give_up(self, future: Future[Any]) -> None:
+    def abandon(self, future: Future[Any]) -> None:
         """Stop waiting for a call, whose thread is lost until the call ends."""
         self._stuck.add(future)
         future.add_done_callback(self._stuck.discard)  # runs at once if the call has just ended
@@ -87,3 +87,25 @@ def start_aside(tier: str, operation: str, action: Callable[[], Result]) -> Futu
     work.put(None)
     threading.Thread(target=serve, args=(work,), name=f"kvstore-{tier}-{operation}", daemon=True).start()
     return future
+
+
+def serve(work: SimpleQueue[Work | None]) -> None:
+    """Carry out actions in order, until None; the target of a thread."""
+    while item := work.get():
+        carry_out(item)
+        del item  # or the last action's buffers would be kept alive until the next one
+
+
+def carry_out(work: Work) -> None:
+    """Run the action on this thread, unless it was cancelled; its future gets the result or the exception."""
+    future, action = work
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = action()
+    except BaseException as error:  # noqa: BLE001 - whoever waits for the result raises it
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+    finally:
+        del future, work  # or its exception and this frame would keep each other alive
