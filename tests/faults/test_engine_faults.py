@@ -397,7 +397,12 @@ def test_the_write_queue_is_bounded(rig: Rig, tier: FakeTier, tmp_path: Path, ga
 @pytest.mark.parametrize("everything", [False, True])
 def test_clear_while_being_written(rig: Rig, tier: FakeTier, tmp_path: Path, gate: Gate, everything: bool) -> None:
     begun: list[None] = []
-    tier.before_put = lambda: (begun.append(None), gate())
+
+    def begin() -> None:
+        begun.append(None)
+        gate()
+
+    tier.before_put = begin
     with rig.open(local_disk=tmp_path) as engine:
         rig.store(engine, TOKENS)
         assert until(lambda: len(begun) == 3)

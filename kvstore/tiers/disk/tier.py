@@ -21,7 +21,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -88,7 +88,7 @@ class DiskTier(BoundedTier):
         self._io.namespace_id = namespace.id
         self._max_sizes = self._io.file_bytes
         self._changed = threading.Condition()
-        self._throttle = Throttle(logger)
+        self._complain = _complaints(self._folder)
         self._space = Space(capacity_bytes, self._folder / _folder.FREE_NAME, self._changed)
         self._chunks = Chunks(self._folder, namespace, layout, self._space, self._complain)
         self._trails = TrailNote(layout)
@@ -421,5 +421,8 @@ class DiskTier(BoundedTier):
             except ConfigError as error:
                 raise TierError(str(error)) from error
 
-    def _complain(self, cause: str, what: str) -> None:
-        self._throttle.log(cause, "the disk tier in %s %s", self._folder, what)
+
+def _complaints(folder: Path) -> Callable[[str, str], None]:
+    """Return a function that logs a cause and a message. It refers to no tier: in a cycle, a closed one would stay."""
+    throttle = Throttle(logger)
+    return lambda cause, what: throttle.log(cause, "the disk tier in %s %s", folder, what)

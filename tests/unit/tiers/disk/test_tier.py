@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -277,3 +279,17 @@ def test_chunks_that_would_not_move_go_with_the_rest(
         assert get(tier, make_ref(2)) is Outcome.MISS
     assert put(tier, make_ref(3)) == [Outcome.STORED]
     assert tier.used_bytes == bytes_on_disk(folder) == CHUNK_BYTES
+
+
+def test_a_closed_tier_goes_without_a_garbage_collector(folder: Path) -> None:
+    """A cache server opens and closes thousands, and does without full collections."""
+    gc.disable()
+    try:
+        tier = DiskTier(folder, MINE, EVEN, CAPACITY_BYTES)
+        put(tier, make_ref(1, 8))
+        tier.close()
+        gone = weakref.ref(tier)
+        del tier
+        assert gone() is None
+    finally:
+        gc.enable()
