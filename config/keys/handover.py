@@ -116,7 +116,7 @@ class HandoverKeys(Keys):
     hosts in `peers`. With `pd_bidirectional`, an entry `host:port` is also an engine that a request may name as a
     holder of its KV."""
     pd_timeout_ms: Annotated[int, Unit("milliseconds"), Field(ge=1, le=MAX_TIMEOUT_S * 1000)] = 10_000
-    """How long a request waits for KV on its way to this engine. After that it is computed."""
+    """Longest wait of a request for KV on its way to this engine. After that it is computed."""
     peers: _Peers = ()
     """Other engines whose KV is read: `kvs://host:port` of their first worker, a list or text with commas. Nothing is
     sent to them."""

@@ -39,7 +39,7 @@ class RemoteKeys(Keys):
     remote_required: bool = False
     """Refuse to start if the remote tier cannot be used. If false, a warning says why, and it is tried again later."""
     remote_ttl_secs: Annotated[int | None, Unit("seconds"), Field(ge=1)] = None
-    """How long a chunk stays there after it is stored. If null, until that tier evicts it."""
+    """Time after which a stored chunk is removed there. If null, it stays until that tier evicts it."""
     remote_serde: Annotated[str, BeforeValidator(_read_naught)] = "none"
     """Codec there, as for `local_disk_serde`; `naive` is `none`. Engines that share chunks need the same one."""
     remote_connections: Annotated[int, Unit("connections"), Field(ge=1, le=1024)] = 8
@@ -47,12 +47,12 @@ class RemoteKeys(Keys):
     remote_io_threads: Threads = 4
     """Threads that read from there."""
     remote_lookup_cache_secs: Seconds = Field(default=3.0, ge=0)
-    """How long an answer about what it holds is reused. 0: only for the request that asked."""
+    """Time for which an answer about its contents is reused. 0: only for the request that asked."""
     max_remote_queue: QueueLength = None
     """Chunks that may wait to be sent; one that finds the queue full is counted and not sent. If null, a quarter of
     what fits in `max_local_cpu_size`."""
     lookup_timeout_ms: Annotated[int, Unit("milliseconds"), Field(ge=1, le=60_000)] = 500
-    """How long a request may wait to learn what is there. After that it is computed, and nothing is concluded for other
+    """Longest wait of a request to learn what is there. After that it is computed, and nothing is concluded for other
     requests."""
 
     @cached_property  # the registry searches all installed packages

@@ -38,21 +38,21 @@ class RequestKeys(Keys):
     """Store nothing; what is stored is still loaded. Meant for the variable `KVSTORE_FORCE_SKIP_SAVE`, which may also
     be 1 or 0."""
     request_fields: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = _SAFE_FIELDS
-    """Which [fields of requests](per-request.md) count, of `skip_save`, `skip_load`, `ttl`, `tag` and `pin`: a list, or
+    """[Fields of requests](per-request.md) that count, of `skip_save`, `skip_load`, `ttl`, `tag` and `pin`: a list, or
     text with commas. With `pin`, any client may keep up to half of the pool."""
     pin_max_secs: Annotated[float, Unit("seconds"), Field(gt=0, le=_MAX_PIN_S)] = 86_400.0
-    """How long a pin lasts unless it is renewed."""
+    """Duration of a pin, unless it is renewed."""
     min_retrieve_tokens: Tokens = 0
     """A shorter hit is computed instead of loaded."""
     max_tokens_per_load: Tokens = 0
     """A longer hit is cut to this, in whole blocks; the rest is computed. 0 for no limit."""
     enable_async_loading: Switch = None
-    """Whether a request waits for its load while others go on computing. If null or `auto`: yes from disk or a remote
+    """Let a request wait for its load while others go on computing. If null or `auto`: yes from disk or a remote
     tier, and for a long load from memory if other requests run; else the step waits. If false, a slower tier needs
     vLLM's `--no-async-scheduling`. Always yes where several workers send what they compute to a remote tier or another
     engine."""
     enable_async_saving: Switch = None
-    """Whether what a step computed is copied to memory while the next step runs, so that vLLM keeps the blocks until
+    """Copy what a step computed to memory while the next step runs, so that vLLM keeps the blocks until
     then. If null or `auto`: yes on a GPU, no on a CPU."""
     use_layerwise: bool = False
     """Load and store layer by layer, along with the model, what a step waits for. vLLM then captures piecewise CUDA
@@ -62,8 +62,8 @@ class RequestKeys(Keys):
     verify_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Fraction of the hits that are computed anyway, to [compare](operations.md#verifying) with what is stored."""
     blocking_timeout_secs: Seconds = Field(default=10.0, gt=0)
-    """How long a read from a slower tier, or a flush, may make its caller wait. Closing flushes, and may take as long
-    again."""
+    """Longest time that a read from a slower tier, or a flush, may make its caller wait. Closing flushes, and may take
+    as long again."""
 
     @property
     def saves_tails(self) -> bool:

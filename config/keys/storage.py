@@ -68,8 +68,8 @@ class StorageKeys(Keys):
     """Chunks that may wait to be written; one that finds the queue full is counted and not written. If null, half of
     what fits in `max_local_cpu_size`."""
     cache_policy: Annotated[str, AfterValidator(check_policy)] = "ADAPTIVE"
-    """What goes first when memory or disk is full, and what is worth storing: `ADAPTIVE`, `LRU`, `LFU`, `ARC` or
-    `S3FIFO` ([policies.md](policies.md))."""
+    """Policy of eviction and admission, in memory and on disk: `ADAPTIVE`, `LRU`, `LFU`, `ARC` or `S3FIFO`
+    ([policies.md](policies.md))."""
     disk_cache_policy: Annotated[str | None, AfterValidator(_check_if_given)] = None
     """The same, for the disk only. If null, `cache_policy`."""
     record_trace: Text = None

@@ -21,6 +21,11 @@ def test_a_word_that_only_begins_alike_is_none() -> None:
     assert [line for line, _ in docstring_problems('"""How: a class and a module are asked, too."""')] == [1]
 
 
+def test_a_text_below_an_attribute_is_one() -> None:
+    source = 'class Keys:\n    """Keys."""\n\n    ttl_s: float = 1.0\n    """How long it lasts."""\n'
+    assert [line for line, _ in docstring_problems(source)] == [5]
+
+
 @pytest.mark.parametrize(
     ("line", "is_good"),
     [

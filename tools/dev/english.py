@@ -24,13 +24,20 @@ _OTHER_LINES: Final = ("|", "#", "<!--", "![")
 
 
 def docstring_problems(source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and complaint for each docstring that begins with a question word."""
+    """Yield line and complaint for each docstring, also of an attribute, that begins with a question word."""
     for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, _DOCUMENTED):
-            continue
-        first = re.split(r"\W", ast.get_docstring(node) or "", maxsplit=1)[0]
-        if first.lower() in _FIRST_WORDS:
-            yield node.body[0].lineno, f"a docstring begins with {first!r}: begin with a verb or a noun"
+        for line, text in _docstrings(node):
+            first = re.split(r"\W+", text.strip(" \n["), maxsplit=1)[0]
+            if first.lower() in _FIRST_WORDS:
+                yield line, f"a docstring begins with {first!r}: begin with a verb or a noun"
+
+
+def _docstrings(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each string that stands alone in a body: its docstring, and those below attributes."""
+    for statement in node.body if isinstance(node, _DOCUMENTED) else ():
+        match statement:
+            case ast.Expr(ast.Constant(str(text))):
+                yield statement.lineno, text
 
 
 def prose_problems(page: str) -> Iterator[tuple[int, str]]:

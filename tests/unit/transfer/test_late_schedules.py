@@ -34,7 +34,7 @@ BLOCKS, SLOTS, CALLS = 40, 8, 60
 MAX_WRITTEN = 50  # chunks that the tier has room for
 
 Values = list[int | None]
-"""What blocks hold, each in every byte; None if nobody knows."""
+"""The value that fills each block, in every byte; None if unknown."""
 
 
 @pytest.fixture
