@@ -10,8 +10,12 @@ from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from support.gate import Gate
 
 TESTS = Path(__file__).parent
 
@@ -72,6 +76,16 @@ def _installed_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiers, "entry_points", remembered)
         yield
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    """Yield a gate, which is open at the end: the interpreter waits for the threads that wait there."""
+    from support.gate import Gate
+
+    gate = Gate()
+    yield gate
+    gate.open()
 
 
 @pytest.fixture(autouse=True)

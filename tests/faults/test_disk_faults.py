@@ -7,7 +7,7 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,13 +32,6 @@ from kvstore.transfer import mover
 
 CAPACITY_BYTES = 36 * CHUNK_BYTES
 REFS = [make_ref(number) for number in range(24)]
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.open()
 
 
 class Broken:

@@ -25,7 +25,7 @@ from kvstore.tiers.guards import CircuitBreaker, find
 from kvstore.transfer.lane import Flushed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from kvstore.chunks import ByteArray
     from kvstore.engine import CacheEngine
@@ -45,13 +45,6 @@ def tier(monkeypatch: pytest.MonkeyPatch) -> FakeTier:
     fake = FakeTier()
     install(monkeypatch, fake)
     return fake
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.open()  # or the interpreter would wait for the thread at exit
 
 
 def breaker_of(engine: CacheEngine) -> CircuitBreaker:

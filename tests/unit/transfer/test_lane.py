@@ -20,22 +20,8 @@ from kvstore.tiers.base import Transfer
 from kvstore.transfer.lane import WRITE_THREADS, Flushed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
-
-
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    bench = Bench()
-    yield bench
-    bench.lane.close()
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.open()
 
 
 # -- the epoch of a write ----------------------------------------------------------------------------------------------

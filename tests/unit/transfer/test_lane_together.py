@@ -16,21 +16,7 @@ from kvstore.tiers.base import Transfer
 from kvstore.transfer.lane import WRITE_THREADS, Flushed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    bench = Bench()
-    yield bench
-    bench.lane.close()
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.open()
+    from collections.abc import Callable, Sequence
 
 
 class Together:

@@ -36,13 +36,6 @@ def build(tmp_path: Path) -> Iterator[Build]:
 
 
 @pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.open()  # or the interpreter would wait for the thread at exit
-
-
-@pytest.fixture
 def slow_disk(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Gate:
     """Return a gate at which reads wait."""
     monkeypatch.setattr(DiskTier, "get", gate.before(DiskTier.get))
