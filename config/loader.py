@@ -15,7 +15,7 @@ from kvstore.config import sources
 from kvstore.config.lmcache import NOT_IMPLEMENTED, OTHER_CODECS, loses_nothing
 from kvstore.config.problems import Entry, Findings
 from kvstore.config.schema import StoreConfig
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.policies import choose_policy
 
 _log = logging.getLogger("kvstore.config")

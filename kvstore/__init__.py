@@ -8,8 +8,9 @@ is first used.
 TYPE_CHECKING = False  # as type checkers read it; ``typing`` itself would be an import
 
 if TYPE_CHECKING:
-    from kvstore.engine import CacheEngine
-    from kvstore.errors import (
+    from kvstore.engine.engine import CacheEngine
+    from kvstore.engine.options import EngineOptions, RemoteOptions
+    from kvstore.model.errors import (
         ChannelError,
         ClosedError,
         CodecError,
@@ -24,11 +25,10 @@ if TYPE_CHECKING:
         TierSetupError,
         TierTimeoutError,
     )
-    from kvstore.keys import KeyExtras, Namespace
-    from kvstore.options import EngineOptions, RemoteOptions
+    from kvstore.model.keys import KeyExtras, Namespace
+    from kvstore.model.version import __version__ as __version__
     from kvstore.paged.binding import bind_paged_kv
 
-__version__ = "0.1.0"
 __all__ = [
     "CacheEngine",
     "ChannelError",
@@ -52,23 +52,24 @@ __all__ = [
 ]
 
 _MODULES = {
-    "CacheEngine": "kvstore.engine",
-    "EngineOptions": "kvstore.options",
-    "KeyExtras": "kvstore.keys",
-    "Namespace": "kvstore.keys",
-    "RemoteOptions": "kvstore.options",
+    "CacheEngine": "kvstore.engine.engine",
+    "EngineOptions": "kvstore.engine.options",
+    "KeyExtras": "kvstore.model.keys",
+    "Namespace": "kvstore.model.keys",
+    "RemoteOptions": "kvstore.engine.options",
+    "__version__": "kvstore.model.version",
     "bind_paged_kv": "kvstore.paged.binding",
-}  # all others are in kvstore.errors
+}  # all others are in kvstore.model.errors
 
 if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept every name
 
     def __getattr__(name: str) -> object:
-        if name not in __all__:
+        if name not in __all__ and name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module  # noqa: PLC0415 - see the module's docstring
 
-        value = globals()[name] = getattr(import_module(_MODULES.get(name, "kvstore.errors")), name)
+        value = globals()[name] = getattr(import_module(_MODULES.get(name, "kvstore.model.errors")), name)
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return sorted({*globals(), *__all__, *_MODULES})

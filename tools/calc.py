@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.checkpoints.groups import Kind
-from kvstore.checkpoints.parts import Checkpoints
 from kvstore.format import chunkfile
-from kvstore.keys import PREFIX_KEY_BYTES
-from kvstore.layout import KVLayout, round_up
+from kvstore.model.checkpoints import Checkpoints
+from kvstore.model.groups import GroupKind
+from kvstore.model.keys import PREFIX_KEY_BYTES
+from kvstore.model.layout import KVLayout, round_up
 from kvstore.paged.footprint import DeviceBytes, device_bytes
 from kvstore.tools.modelgroups import Geometry, KVModel
 
@@ -212,12 +212,12 @@ def _held_tokens(memory_gib: float, layout: KVLayout, prompt: PromptSizes) -> in
 
 def kept(group: GroupSizes) -> str:
     """Describe the tokens or state that layers keep."""
-    match Kind(group.kind):
-        case Kind.FULL:
+    match GroupKind(group.kind):
+        case GroupKind.FULL:
             return "all tokens"
-        case Kind.WINDOW:
+        case GroupKind.WINDOW:
             return f"a window of {group.span_tokens + 1:,} tokens"
-        case Kind.LOCAL:
+        case GroupKind.LOCAL:
             return f"the tokens since a multiple of {group.span_tokens:,}"
-        case Kind.STATE:
+        case GroupKind.STATE:
             return f"a state of {group.block_bytes // group.layers:,} bytes"

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Column
 
-from kvstore.errors import ConfigError, KVStoreError, LayoutError, TierError
+from kvstore.model.errors import ConfigError, KVStoreError, LayoutError, TierError
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn

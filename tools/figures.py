@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 
 
 def require_plotting() -> None:

@@ -15,7 +15,7 @@ from kvstore.config.reference import KEYS
 from kvstore.config.schema import PD_ROLES
 from kvstore.config.sources import FILE_VARIABLES
 from kvstore.config.yamltext import YamlTextError, parse_yaml
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.tools.configs import own_values
 
 FLAG: Final = "--kv-transfer-config"

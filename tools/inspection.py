@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvstore.errors import ConfigError
 from kvstore.format.images import MAX_HEADER_BYTES, Facts, read_facts
 from kvstore.format.pack import MAGIC, open_pack
-from kvstore.keys import NAMESPACE_ID_BYTES, PREFIX_KEY_BYTES
+from kvstore.model.errors import ConfigError
+from kvstore.model.keys import NAMESPACE_ID_BYTES, PREFIX_KEY_BYTES
 from kvstore.tiers.disk.folder import parse_chunk_name
-from kvstore.tiers.disk.shelf import Shelf, shelves
+from kvstore.tiers.disk.inventory import Inventory, inventories
 
 Tree = dict[str, Any]
 
@@ -52,9 +52,9 @@ def inspect_target(target: str, *, folder: Path | None = None) -> Tree:
 def _inspect_key(key: str, folder: Path) -> Tree:
     chunks = [
         _inspect_chunk(path, facts)
-        for shelf in shelves(folder)
-        for path in (shelf.home / key[:2]).glob(f"{key}-*.safetensors")
-        if (facts := shelf.facts(path))
+        for inventory in inventories(folder)
+        for path in (inventory.home / key[:2]).glob(f"{key}-*.safetensors")
+        if (facts := inventory.facts(path))
     ]
     if not chunks:
         raise ConfigError(f"no namespace in {folder} has a readable chunk {key}: see kvstore verify {folder}")
@@ -68,43 +68,43 @@ def _inspect_chunk(path: Path, facts: Facts) -> Tree:
     ref = parse_chunk_name(path.parent.name, path.name)
     tree["sound"] = None
     if ref is not None and re.fullmatch(rf"[0-9a-f]{{{2 * NAMESPACE_ID_BYTES}}}", home.name):
-        shelf = Shelf(home)
-        checked = shelf.read(ref)
+        inventory = Inventory(home)
+        checked = inventory.read(ref)
         tree["sound"] = not isinstance(checked, str)
         if isinstance(checked, str):
             tree["damage"] = checked
-        tree["namespace_fields"] = _fields(shelf)
+        tree["namespace_fields"] = _fields(inventory)
     return tree
 
 
 def _inspect_folder(folder: Path) -> Tree:
-    found = shelves(folder)
+    found = inventories(folder)
     if not found:
         raise ConfigError(f"{folder} is no folder of the disk tier: there is no namespace in it")
-    kind = "server folder" if all(shelf.is_servers for shelf in found) else "folder"
-    return {"kind": kind, "path": str(folder), "namespaces": [_inspect_shelf(shelf) for shelf in found]}
+    kind = "server folder" if all(inventory.is_servers for inventory in found) else "folder"
+    return {"kind": kind, "path": str(folder), "namespaces": [_inspect_inventory(inventory) for inventory in found]}
 
 
-def _inspect_shelf(shelf: Shelf) -> Tree:
-    refs = [(place.path, place.ref) for place in shelf.places() if place.ref is not None]
+def _inspect_inventory(inventory: Inventory) -> Tree:
+    refs = [(place.path, place.ref) for place in inventory.places() if place.ref is not None]
     sizes = [path.lstat().st_size for path, _ in refs]
-    layout = shelf.layout
+    layout = inventory.layout
     tokens = sum(ref.num_blocks for _, ref in refs) * layout.block_tokens if layout else None
     return {
-        "namespace": shelf.home.name,
-        "path": str(shelf.home),
-        "fields": _fields(shelf),
+        "namespace": inventory.home.name,
+        "path": str(inventory.home),
+        "fields": _fields(inventory),
         "chunks": len(refs),
         "tokens": tokens,
         "file_bytes": sum(sizes),
         "layers": layout.num_layers if layout else None,
         "block_tokens": layout.block_tokens if layout else None,
-        "bytes_per_token": layout.block_bytes // layout.block_tokens if layout and shelf.is_layout_noted else None,
+        "bytes_per_token": layout.block_bytes // layout.block_tokens if layout and inventory.is_layout_noted else None,
     }
 
 
-def _fields(shelf: Shelf) -> Mapping[str, str | int] | None:
-    return dict(shelf.namespace.fields) if shelf.namespace else None
+def _fields(inventory: Inventory) -> Mapping[str, str | int] | None:
+    return dict(inventory.namespace.fields) if inventory.namespace else None
 
 
 def _begin_of(path: Path) -> bytes:

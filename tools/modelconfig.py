@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore.checkpoints.groups import Kind
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
+from kvstore.model.groups import GroupKind
 from kvstore.tools.modelgroups import DTYPE_BYTES, Attention, Geometry, KVModel, State
 
 Config = Mapping[str, Any]
-_FULL, _WINDOW, _LOCAL, _STATE = (Kind.FULL,), (Kind.WINDOW,), (Kind.LOCAL,), (Kind.STATE,)
-_BOTH, _NOTHING = (Kind.FULL, Kind.STATE), ()
-_KINDS: Final[dict[str, tuple[Kind, ...]]] = {
+_FULL, _WINDOW, _LOCAL, _STATE = (GroupKind.FULL,), (GroupKind.WINDOW,), (GroupKind.LOCAL,), (GroupKind.STATE,)
+_BOTH, _NOTHING = (GroupKind.FULL, GroupKind.STATE), ()
+_KINDS: Final[dict[str, tuple[GroupKind, ...]]] = {
     "full_attention": _FULL,
     "attention": _FULL,
     "sliding_attention": _WINDOW,
@@ -92,12 +92,12 @@ def parse_model(config: Config, kv_dtype: str | None = None, state_dtype: str | 
     number = Counter(kind for kinds in layers[: len(layers) - shared] for kind in kinds)
     attention = tuple(
         Attention(_geometry(config, kind, number[kind], kv_dtype), kind, _span_tokens(config, kind))
-        for kind in (Kind.FULL, Kind.WINDOW, Kind.LOCAL)
+        for kind in (GroupKind.FULL, GroupKind.WINDOW, GroupKind.LOCAL)
         if number[kind]
     )
     if not attention:
         raise ConfigError("this model has no attention layers: calc knows no model of states alone")
-    states = number[Kind.STATE]
+    states = number[GroupKind.STATE]
     return KVModel(attention, states, _state(config, own_dtype, _own(state_dtype)) if states else None)
 
 
@@ -122,7 +122,7 @@ def _type_of(config: Config) -> str:
 # -- kinds of layers -------------------------------------------------------------------------------------------------
 
 
-def _layers(config: Config) -> list[tuple[Kind, ...]]:
+def _layers(config: Config) -> list[tuple[GroupKind, ...]]:
     """Return the kinds of KV or state that each layer keeps."""
     if unreadable := [name for name in _UNREADABLE if config.get(name)]:
         raise ConfigError(f"calc does not know the layers that {unreadable[0]} describes")
@@ -134,13 +134,13 @@ def _layers(config: Config) -> list[tuple[Kind, ...]]:
     return [_unnamed(config, number) for number in range(int(config["num_hidden_layers"]))]
 
 
-def _named(name: str) -> tuple[Kind, ...]:
+def _named(name: str) -> tuple[GroupKind, ...]:
     if name not in _KINDS:
         raise ConfigError(f"calc does not know layers of type {name!r}; it knows {', '.join(_KINDS)}")
     return _KINDS[name]
 
 
-def _unnamed(config: Config, number: int) -> tuple[Kind, ...]:
+def _unnamed(config: Config, number: int) -> tuple[GroupKind, ...]:
     """Return the kinds of a layer if the configuration has no list of layers."""
     if (period := config.get("attn_layer_period")) is not None:
         return _FULL if number % int(period) == int(config["attn_layer_offset"]) else _STATE
@@ -157,7 +157,7 @@ def _unnamed(config: Config, number: int) -> tuple[Kind, ...]:
     return _windowed(config, number)
 
 
-def _windowed(config: Config, number: int) -> tuple[Kind, ...]:
+def _windowed(config: Config, number: int) -> tuple[GroupKind, ...]:
     if not _window_tokens(config):
         return _FULL
     if "use_sliding_window" in config:  # of Qwen
@@ -171,12 +171,12 @@ def _window_tokens(config: Config) -> int:
     return int(config.get("sliding_window") or 0) if config.get("use_sliding_window", True) else 0
 
 
-def _span_tokens(config: Config, kind: Kind) -> int:
+def _span_tokens(config: Config, kind: GroupKind) -> int:
     """Return ``Group.span_tokens``: tokens before the next one that a window covers, or local attention's chunk."""
     match kind:
-        case Kind.WINDOW:  # Cohere's window excludes the next token
+        case GroupKind.WINDOW:  # Cohere's window excludes the next token
             return _window_tokens(config) - (not _type_of(config).startswith("cohere2"))
-        case Kind.LOCAL:
+        case GroupKind.LOCAL:
             return int(config["attention_chunk_size"])
         case _:
             return 0
@@ -185,7 +185,7 @@ def _span_tokens(config: Config, kind: Kind) -> int:
 # -- sizes -----------------------------------------------------------------------------------------------------------
 
 
-def _geometry(config: Config, kind: Kind, layers: int, dtype: str) -> Geometry:
+def _geometry(config: Config, kind: GroupKind, layers: int, dtype: str) -> Geometry:
     if config.get("kv_lora_rank") is not None:
         return Geometry(layers, 1, int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]), dtype)
     heads = int(config["num_attention_heads"])
@@ -193,7 +193,7 @@ def _geometry(config: Config, kind: Kind, layers: int, dtype: str) -> Geometry:
     head_dim = config.get("head_dim") or config.get("attention_head_dim")
     if _type_of(config) == "zamba2":  # its attention also reads the embedding's output
         head_dim = 2 * int(config["hidden_size"]) // heads
-    if _type_of(config) == "gemma4" and kind is Kind.FULL:
+    if _type_of(config) == "gemma4" and kind is GroupKind.FULL:
         head_dim = config["global_head_dim"]
         kv_heads = int((config.get("attention_k_eq_v") and config.get("num_global_key_value_heads")) or kv_heads)
     return Geometry(layers, kv_heads, 2 * int(head_dim or int(config["hidden_size"]) // heads), dtype)

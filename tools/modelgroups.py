@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from kvstore.checkpoints.groups import Group, Groups, Kind
-from kvstore.errors import ConfigError
-from kvstore.layout import KVLayout, round_up
+from kvstore.model.errors import ConfigError
+from kvstore.model.groups import Group, GroupKind, Groups
+from kvstore.model.layout import KVLayout, round_up
 
 DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 _SIMILAR: Final = 1.5  # kinds whose numbers of layers differ by a smaller factor form one group each
@@ -62,7 +62,7 @@ class Attention:
     """
 
     geometry: Geometry
-    kind: Kind = Kind.FULL
+    kind: GroupKind = GroupKind.FULL
     span_tokens: int = 0
 
 
@@ -110,7 +110,7 @@ class State:
 class Alike(NamedTuple):
     """Layers of one kind on one worker; ``page_bytes`` is the size of a block in one of them."""
 
-    kind: Kind
+    kind: GroupKind
     layers: int
     block_tokens: int
     page_bytes: int
@@ -138,7 +138,7 @@ class KVModel:
 
     def bytes_per_token(self, tp_size: int = 1) -> int:
         """Return the bytes of a token in a chunk of one worker."""
-        in_chunks = (one for one in self.attention if one.kind is Kind.FULL or self.has_one_kind)
+        in_chunks = (one for one in self.attention if one.kind is GroupKind.FULL or self.has_one_kind)
         return sum(one.geometry.bytes_per_token(tp_size) for one in in_chunks)
 
     def promoted_bytes_per_token(self, tp_size: int = 1) -> int | None:
@@ -166,7 +166,7 @@ class KVModel:
             tokens = block_tokens * (max(sizes) // size if max(sizes) % size == 0 else 1)
             found.append(Alike(one.kind, one.geometry.layers, tokens, tokens * size, one.span_tokens))
         if self.state is not None:
-            found.append(Alike(Kind.STATE, self.states, block_tokens, self.state.state_bytes(tp_size), 0))
+            found.append(Alike(GroupKind.STATE, self.states, block_tokens, self.state.state_bytes(tp_size), 0))
         return found
 
     def groups(self, wanted_tokens: int, tp_size: int = 1) -> Groups:
@@ -174,7 +174,7 @@ class KVModel:
         found = self.alike(wanted_tokens, tp_size)
         if self.has_one_kind:
             (one,) = found
-            return Groups((Group(Kind.FULL, one.block_tokens, one.layers * one.page_bytes),))
+            return Groups((Group(GroupKind.FULL, one.block_tokens, one.layers * one.page_bytes),))
         return Groups(
             tuple(
                 Group(one.kind, one.block_tokens, layers * one.page_bytes, one.span_tokens)

@@ -11,14 +11,14 @@ from types import MappingProxyType
 
 import numpy as np
 
-from kvstore.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.errors import ConfigError, TierError
 from kvstore.format import chunkfile
 from kvstore.format.pack import Pack, PackWriter, Shard, open_pack
-from kvstore.keys import Namespace
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.errors import ConfigError, TierError
+from kvstore.model.keys import Namespace
 from kvstore.tiers import leads_to, open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
-from kvstore.tiers.disk.shelf import Shelf, shelves
+from kvstore.tiers.disk.inventory import Inventory, inventories
 from kvstore.tiers.disk.striped import open_folders
 from kvstore.tiers.disk.survey import held_bytes
 from kvstore.tiers.pack import PackTier
@@ -80,33 +80,33 @@ class Source:
     """
 
     def __init__(self, folder: Path, namespace: str | None = None) -> None:
-        found = shelves(folder)
+        found = inventories(folder)
         if namespace is not None:
-            found = [shelf for shelf in found if shelf.home.name.startswith(namespace.lower())]
+            found = [inventory for inventory in found if inventory.home.name.startswith(namespace.lower())]
         if not found:
             raise ConfigError(f"{folder} has no such namespace: see kvstore inspect {folder}")
-        if any(shelf.is_servers for shelf in found):
+        if any(inventory.is_servers for inventory in found):
             raise ConfigError(f"{folder} belongs to a cache server: a pack is made from an engine's folder")
         engines: set[str] = set()
-        by_id: dict[bytes, list[Shelf]] = {}
-        for shelf in found:
-            if shelf.namespace is None or not shelf.is_layout_noted or shelf.layout is None:
+        by_id: dict[bytes, list[Inventory]] = {}
+        for inventory in found:
+            if inventory.namespace is None or not inventory.is_layout_noted or inventory.layout is None:
                 raise ConfigError(
-                    f"{shelf.home} does not say whose chunks these are: start an engine of this version on it once"
+                    f"{inventory.home} does not say whose chunks these are: start an engine of this version on it once"
                 )
-            fields = {name: value for name, value in shelf.namespace.fields.items() if name != _SHARD_FIELD}
+            fields = {name: value for name, value in inventory.namespace.fields.items() if name != _SHARD_FIELD}
             engines.add(Namespace(fields).to_json())
-            by_id.setdefault(shelf.namespace_id, []).append(shelf)
+            by_id.setdefault(inventory.namespace_id, []).append(inventory)
         if len(engines) > 1:
-            ids = ", ".join(sorted(shelf.home.name for shelf in found))
+            ids = ", ".join(sorted(inventory.home.name for inventory in found))
             raise ConfigError(f"{folder} has chunks of several models or settings: choose one by --namespace: {ids}")
-        self.shelves = list(by_id.values())
-        self.shards = [_shard(folder, same) for same in self.shelves]
+        self.inventories = list(by_id.values())
+        self.shards = [_shard(folder, same) for same in self.inventories]
 
     def refs(self) -> list[ChunkRef]:
         """Return all chunks, oldest first, which puts the beginnings of prompts before their ends."""
         found: dict[ChunkRef, int] = {}
-        for place in (place for same in self.shelves for shelf in same for place in shelf.places()):
+        for place in (place for same in self.inventories for inventory in same for place in inventory.places()):
             if place.ref is not None:
                 found.setdefault(place.ref, place.path.lstat().st_mtime_ns)
         return sorted(found, key=lambda ref: (found[ref], ref))
@@ -114,15 +114,15 @@ class Source:
     def trails(self, refs: Iterable[ChunkRef]) -> list[bytes]:
         """Return the noted trails of chunks. Pass all chunks of the folder, because ``refs`` limits what is read."""
         keys = {ref.prefix_key for ref in refs}
-        found = [shelf.trails(keys) for same in self.shelves for shelf in same]
+        found = [inventory.trails(keys) for same in self.inventories for inventory in same]
         return list({key: trail for trails in found for key, trail in trails.items()}.values())
 
 
-def _shard(folder: Path, same: Sequence[Shelf]) -> Shard:
+def _shard(folder: Path, same: Sequence[Inventory]) -> Shard:
     first = same[0]
     assert first.namespace is not None
     assert first.layout is not None
-    folders = tuple(str(shelf.home.parent.relative_to(folder)) for shelf in same)
+    folders = tuple(str(inventory.home.parent.relative_to(folder)) for inventory in same)
     return Shard(first.namespace, first.layout, tuple("" if name == "." else name for name in folders))
 
 
@@ -151,7 +151,7 @@ def export(
     stored = source.refs()
     wanted = stored if refs is None else list(dict.fromkeys(refs))
     report = PackReport(str(path))
-    pairs = zip(source.shelves, source.shards, strict=True)
+    pairs = zip(source.inventories, source.shards, strict=True)
     workers = [Ends(same, shard.layout, trails) for same, shard in pairs]
     with PackWriter(path, source.shards) as writer:
         noted = source.trails([*stored, *(ref for _, ref in writer.held)])  # before any of these is evicted
@@ -186,10 +186,10 @@ def _export_one(writer: PackWriter, report: PackReport, source: Ends, number: in
 
 def _read(source: Ends, ref: ChunkRef) -> ByteArray | Fault | None:
     """Return the content of a chunk's file, or of the one that it would have; None if no file holds the chunk."""
-    for shelf in source.shelves:
-        image = shelf.read(ref)
+    for inventory in source.inventories:
+        image = inventory.read(ref)
         if image is not None:
-            return Fault(str(shelf.path(ref)), image) if isinstance(image, str) else image
+            return Fault(str(inventory.path(ref)), image) if isinstance(image, str) else image
     return source.read(ref)
 
 
@@ -279,7 +279,7 @@ def _places(pack: Pack, folders: Sequence[Path]) -> Iterator[Path]:
 
 def _refuse_servers(folders: Sequence[Path]) -> None:
     for folder in folders:
-        if folder.is_dir() and any(shelf.is_servers for shelf in shelves(folder)):
+        if folder.is_dir() and any(inventory.is_servers for inventory in inventories(folder)):
             raise ConfigError(
                 f"{folder} belongs to a cache server, which would not find these chunks: name an engine's folder"
             )
@@ -291,7 +291,7 @@ def refuse_foreign(pack: Pack, folders: Sequence[Path]) -> None:
     Raises:
         ConfigError: names the fields that differ.
     """
-    there = [s.namespace for folder in folders if folder.is_dir() for s in shelves(folder) if s.namespace]
+    there = [s.namespace for folder in folders if folder.is_dir() for s in inventories(folder) if s.namespace]
     ours = [shard.namespace for shard in pack.shards]
     if not there or any(found.id == namespace.id for found in there for namespace in ours):
         return

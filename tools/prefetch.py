@@ -16,7 +16,7 @@ try:
 except ImportError as error:
     raise ImportError("prefetch needs httpx: pip install 'vllm-kvstore[warm]'") from error
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.tools.vllmclient import TOKENS_LOADED, client_of, read_counter
 from kvstore.tools.warm.prompts import Chat, Prompt, Rejected
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import LoadStep, Place, chunk_refs
-from kvstore.keys import PrefixHasher
+from kvstore.index.index import ChunkIndex
+from kvstore.index.plans import LoadStep, Place, chunk_refs
+from kvstore.model.keys import PrefixHasher
 
 
 class Found(NamedTuple):

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvstore.errors import ConfigError
 from kvstore.memory.freed import keep_freed
+from kvstore.model.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

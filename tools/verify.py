@@ -10,18 +10,18 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from kvstore.chunks import ChunkRef
-from kvstore.errors import ConfigError
 from kvstore.format.chunkfile import Damage
 from kvstore.format.pack import Pack, Shard, open_pack
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import ConfigError
 from kvstore.tiers import leads_to, load_tier
 from kvstore.tiers.disk.folder import FOLDER_MODE, LOCK_FILE, FolderLock
-from kvstore.tiers.disk.shelf import Place, Shelf, shelves
+from kvstore.tiers.disk.inventory import Inventory, Place, inventories
 from kvstore.tools.interrupts import ShouldStop, never
 
 if TYPE_CHECKING:
     from kvstore.tiers.redis.chunk import Home
-    from kvstore.tiers.redis.shelf import RedisPlace, RedisShelf
+    from kvstore.tiers.redis.inventory import RedisInventory, RedisPlace
 
 _P = TypeVar("_P")
 
@@ -123,10 +123,10 @@ def verify(
     """
     if leads_to(target, "redis"):
         load_tier("redis")  # its error names the package to install
-        from kvstore.tiers.redis.shelf import RedisShelf  # noqa: PLC0415 - redis-py may not be installed
+        from kvstore.tiers.redis.inventory import RedisInventory  # noqa: PLC0415 - redis-py may not be installed
 
-        with closing(RedisShelf(target, options or {})) as shelf:
-            return _verify(_in_redis(shelf), fix=fix, tick=tick, should_stop=should_stop)
+        with closing(RedisInventory(target, options or {})) as inventory:
+            return _verify(_in_redis(inventory), fix=fix, tick=tick, should_stop=should_stop)
     if "://" in target:
         raise ConfigError(f"verify reads a folder, a pack or a Redis: {target.partition('://')[0]}:// is none of them")
     path = Path(target)
@@ -138,15 +138,15 @@ def verify(
             if lost := pack.read_trails()[1]:
                 report.faults.append(Fault(f"{path}: trails", f"{lost:,} damaged: found as whole chunks only"))
             return report
-    found = shelves(path)
+    found = inventories(path)
     if not found and not (path / LOCK_FILE).exists():
         raise ConfigError(f"{path} is no folder of the disk tier: there is no namespace in it")
     with ExitStack() as locks:
         if fix:  # a running engine would count removed bytes, and find names that it did not create
-            for owned in sorted({owner for shelf in found for owner in shelf.owners()}):
+            for owned in sorted({owner for inventory in found for owner in inventory.owners()}):
                 locks.callback(FolderLock(owned).release)
         return _verify(
-            [_in_folder(shelf, remove=remove) for shelf in found], fix=fix, tick=tick, should_stop=should_stop
+            [_in_folder(inventory, remove=remove) for inventory in found], fix=fix, tick=tick, should_stop=should_stop
         )
 
 
@@ -187,44 +187,47 @@ def _in_pack(pack: Pack) -> Iterator[_Namespace[ChunkRef]]:
         yield _Namespace(shard.namespace.id.hex(), places, check, lambda refs: [False] * len(refs))
 
 
-def _in_folder(shelf: Shelf, *, remove: bool) -> _Namespace[Place]:
+def _in_folder(inventory: Inventory, *, remove: bool) -> _Namespace[Place]:
     def check(place: Place) -> tuple[str | None, int]:
         if place.ref is None:
             return NOT_A_NAME, 0
-        found = shelf.read(place.ref)
+        found = inventory.read(place.ref)
         if found is None or isinstance(found, str):  # removed by an engine in the meantime, or damaged
             return found, 0
         return None, len(found)
 
     try:
-        places = [(str(place.path), place) for place in shelf.places()]
+        places = [(str(place.path), place) for place in inventory.places()]
     except OSError as error:
-        raise ConfigError(f"the folder {shelf.home} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"the folder {inventory.home} cannot be read: {error.strerror}") from error
     return _Namespace(
-        str(shelf.home), places, check, lambda found: [_set_aside(shelf, place, remove=remove) for place in found]
+        str(inventory.home),
+        places,
+        check,
+        lambda found: [_set_aside(inventory, place, remove=remove) for place in found],
     )
 
 
-def _in_redis(shelf: RedisShelf) -> Iterator[_Namespace[RedisPlace]]:
+def _in_redis(inventory: RedisInventory) -> Iterator[_Namespace[RedisPlace]]:
     def check(place: RedisPlace) -> tuple[str | None, int]:
-        damage = shelf.check(place)
-        facts = shelf.facts(place) if damage is None else None
+        damage = inventory.check(place)
+        facts = inventory.facts(place) if damage is None else None
         return damage, facts.payload_bytes if facts else 0
 
     def fix(places: list[RedisPlace]) -> list[bool]:
-        shelf.remove(places)
+        inventory.remove(places)
         return [True] * len(places)
 
-    places = shelf.places()
+    places = inventory.places()
     by_home: dict[Home, list[tuple[str, RedisPlace]]] = {}
     for place in places:
         by_home.setdefault(place.home, []).append((str(place), place))
     for home, mine in by_home.items():
-        shelf.layout(home, places)  # which ``check`` uses
+        inventory.layout(home, places)  # which ``check`` uses
         yield _Namespace(home.namespace_id.hex(), mine, check, fix)
 
 
-def _set_aside(shelf: Shelf, place: Place, *, remove: bool) -> bool:
+def _set_aside(inventory: Inventory, place: Place, *, remove: bool) -> bool:
     """Move or delete a chunk's file if a second read finds it damaged; return True if that was done.
 
     Folders, links, names that are not a chunk's, and unreadable files are left alone, because they may be anything, and
@@ -233,13 +236,13 @@ def _set_aside(shelf: Shelf, place: Place, *, remove: bool) -> bool:
     Raises:
         ConfigError: the file cannot be moved or deleted.
     """
-    if place.ref is None or not isinstance(shelf.read(place.ref), Damage):
+    if place.ref is None or not isinstance(inventory.read(place.ref), Damage):
         return False
     try:
         if remove:
             place.path.unlink()
             return True
-        aside = shelf.home.parent / QUARANTINE / shelf.home.name
+        aside = inventory.home.parent / QUARANTINE / inventory.home.name
         aside.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         target = aside / place.path.name
         number = 0

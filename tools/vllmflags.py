@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.config.yamltext import YamlTextError, parse_yaml
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.tools.workers import Workers
 
 TRANSFER_FLAG: Final = "--kv-transfer-config"

@@ -54,8 +54,8 @@ from kvstore.adapters.vllm.telemetry.events import as_kv_events
 from kvstore.adapters.vllm.telemetry.prometheus import StoreMetrics, StoreStats
 from kvstore.adapters.vllm.worker.worker import StoreWorker
 from kvstore.config import load_config
-from kvstore.errors import KVStoreError
 from kvstore.memory import limits
+from kvstore.model.errors import KVStoreError
 from kvstore.ops.admin_http import AdminServer
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from kvstore.catalog.index import ChunkIndex
+    from kvstore.index.index import ChunkIndex
 
 logger = logging.getLogger(__name__)
 

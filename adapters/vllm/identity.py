@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 
 WHOLE_BYTES: Final = 256 << 20  # a file up to this size is read whole
 _SAMPLE_BYTES: Final = 4096

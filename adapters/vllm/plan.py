@@ -8,15 +8,15 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
 from kvstore.adapters.vllm.requests.params import DisaggSpec
-from kvstore.catalog.plans import Place
-from kvstore.checkpoints.groups import Groups
-from kvstore.chunks import ChunkRef
+from kvstore.engine.options import RemoteOptions, Shard
 from kvstore.handover.ledger import PushJob, Settled
-from kvstore.heads import Division
-from kvstore.keys import Namespace, PrefixKey
-from kvstore.layout import KVLayout
+from kvstore.index.plans import Place
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.groups import Groups
+from kvstore.model.heads import Division
+from kvstore.model.keys import Namespace, PrefixKey
+from kvstore.model.layout import KVLayout
 from kvstore.ops.metrics import Tally
-from kvstore.options import RemoteOptions, Shard
 from kvstore.protocol.progress import Progress
 from kvstore.transfer.mover import LoadJob, StoreJob
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from kvstore.adapters.vllm import refusals
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

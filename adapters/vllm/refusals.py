@@ -19,7 +19,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
-from kvstore.errors import KVStoreError
+from kvstore.model.errors import KVStoreError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -9,8 +9,8 @@ from typing import Annotated, Final
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from kvstore.errors import ConfigError
 from kvstore.format.codecs import CODEC_NAMES
+from kvstore.model.errors import ConfigError
 from kvstore.policies import POLICIES, choose_policy
 
 GIB_BYTES: Final = 2**30

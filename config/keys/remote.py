@@ -10,8 +10,8 @@ from pydantic_core import PydanticCustomError
 
 from kvstore.config.keys.base import Keys, QueueLength, Seconds, Text, Threads, Unit, require_one_of
 from kvstore.config.lmcache import OTHER_CODECS, OTHER_SCHEMES
-from kvstore.errors import ConfigError
 from kvstore.format.codecs import CODEC_NAMES
+from kvstore.model.errors import ConfigError
 from kvstore.tiers import known_schemes, tier_behind
 
 _NAIVE: Final = "naive"  # LMCache's word for none

@@ -10,11 +10,11 @@ import logging
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Final
 
-from kvstore.errors import ChannelError, ConfigError
+from kvstore.model.errors import ChannelError, ConfigError
 
 if TYPE_CHECKING:
     from kvstore.channels.base import Channel
-    from kvstore.chunks import ByteArray
+    from kvstore.model.chunks import ByteArray
 
 logger = logging.getLogger(__name__)
 

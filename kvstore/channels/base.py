@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import ClassVar, NewType
 
-from kvstore.chunks import ByteArray
+from kvstore.model.chunks import ByteArray
 
 Peer = NewType("Peer", str)
 """The channel's name for an attached process."""

@@ -24,8 +24,8 @@ from typing import Any, ClassVar, Final, NamedTuple
 import xxhash
 
 from kvstore.channels.base import MAX_DESCRIPTION_BYTES, Channel, Peer, Reading, State
-from kvstore.chunks import ByteArray
-from kvstore.errors import ChannelError
+from kvstore.model.chunks import ByteArray
+from kvstore.model.errors import ChannelError
 
 _raises = logging.raiseExceptions
 try:

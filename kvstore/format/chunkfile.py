@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from kvstore.chunks import ByteArray
-from kvstore.keys import ChunkKey
-from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
+from kvstore.model.chunks import ByteArray
+from kvstore.model.keys import ChunkKey
+from kvstore.model.layout import ALIGNMENT_BYTES, KVLayout, round_up
 
 FORMAT_VERSION = "1"
 _LENGTH = struct.Struct("<Q")

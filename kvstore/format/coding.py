@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import xxhash
 
-from kvstore.chunks import ByteArray
-from kvstore.errors import CodecError
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Damage, Encoding
 from kvstore.format.codecs.base import Codec
-from kvstore.keys import ChunkKey
-from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
+from kvstore.model.chunks import ByteArray
+from kvstore.model.errors import CodecError
+from kvstore.model.keys import ChunkKey
+from kvstore.model.layout import ALIGNMENT_BYTES, KVLayout, round_up
 
 
 class ChunkCoder:

@@ -13,8 +13,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.chunks import ByteArray
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ByteArray
+from kvstore.model.layout import KVLayout
 
 _TOLERANCES: Final = {"f32": 1e-3, "f16": 0.02, "bf16": 0.1}
 _OPAQUE_TOLERANCE: Final = 0.5

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvstore.chunks import ByteArray
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Damage
 from kvstore.format.codecs import CODEC_NAMES
-from kvstore.keys import ChunkKey
-from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
+from kvstore.model.chunks import ByteArray
+from kvstore.model.keys import ChunkKey
+from kvstore.model.layout import ALIGNMENT_BYTES, KVLayout, round_up
 
 _ANY_PAGE_BYTES = 1 << 40  # longer than any layer: only the file bounds the lengths then
 MAX_HEADER_BYTES = 1 << 20  # of any chunk

@@ -23,14 +23,14 @@ from typing import NamedTuple, Self
 import numpy as np
 import xxhash
 
-from kvstore import __version__
-from kvstore.chunks import ByteArray, ChunkRef, chunk_of
-from kvstore.errors import ConfigError, LayoutError
 from kvstore.format.images import MAX_HEADER_BYTES, check_image, read_facts
 from kvstore.format.trailrecords import TrailRecords
 from kvstore.format.wholeio import read_front, read_whole, write_whole
-from kvstore.keys import ChunkKey, Namespace, PrefixKey
-from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
+from kvstore.model.chunks import ByteArray, ChunkRef, chunk_of
+from kvstore.model.errors import ConfigError, LayoutError
+from kvstore.model.keys import ChunkKey, Namespace, PrefixKey
+from kvstore.model.layout import ALIGNMENT_BYTES, KVLayout, round_up
+from kvstore.model.version import __version__
 
 MAGIC = b"KVSPACK1"
 END_MAGIC = b"KVSPEND1"

@@ -10,7 +10,7 @@ from typing import Final
 
 import xxhash
 
-from kvstore.keys import PREFIX_KEY_BYTES
+from kvstore.model.keys import PREFIX_KEY_BYTES
 
 _SUM_BYTES: Final = 8
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from kvstore.chunks import ChunkRef
 from kvstore.handover.transport import Receiver
+from kvstore.model.chunks import ChunkRef
 from kvstore.paged.base import BlockIds
 from kvstore.protocol.messages import MAX_OPEN
 from kvstore.protocol.progress import ALL_TOKENS, Progress

@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from kvstore.channels.base import Channel
-from kvstore.chunks import ByteArray, Outcome
-from kvstore.errors import ChannelError
 from kvstore.handover.tcp import TcpTransport
 from kvstore.handover.transport import Parcel
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ByteArray, Outcome
+from kvstore.model.errors import ChannelError
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
+from kvstore.model.throttle import Throttle
 from kvstore.protocol import messages
 from kvstore.protocol.outcomes import number_of
 from kvstore.protocol.pieces import checksum
-from kvstore.throttle import Throttle
-from kvstore.tiers.server.link import Link
+from kvstore.tiers.server.connection import ServerConnection
 from kvstore.tiers.server.moves import PieceSender
 from kvstore.tiers.server.url import ServerTarget, parse_server
 
@@ -66,21 +66,25 @@ class OfferingTransport(TcpTransport):
     def __init__(self, target: ServerTarget, namespace: Namespace, layout: KVLayout, exposed: Exposed) -> None:
         super().__init__(target, namespace, layout)
         self._exposed = exposed
-        self._attached: tuple[Link, bool] | None = None  # True if that link's server reads through the channel
+        self._attached: tuple[ServerConnection, bool] | None = (
+            None  # True if that connection's server reads through the channel
+        )
 
-    def _send(self, link: Link, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
+    def _send(self, connection: ServerConnection, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
         with self._exposed.channel.serving():
-            return super()._send(link, parcels, ready)
+            return super()._send(connection, parcels, ready)
 
-    def _sender(self, link: Link) -> PieceSender:
-        if self._attached is None or self._attached[0] is not link:
-            self._attached = (link, self._attach(link))
-        return OfferSender(link, self._exposed, self._give_up) if self._attached[1] else super()._sender(link)
+    def _sender(self, connection: ServerConnection) -> PieceSender:
+        if self._attached is None or self._attached[0] is not connection:
+            self._attached = (connection, self._attach(connection))
+        return (
+            OfferSender(connection, self._exposed, self._give_up) if self._attached[1] else super()._sender(connection)
+        )
 
-    def _attach(self, link: Link) -> bool:
+    def _attach(self, connection: ServerConnection) -> bool:
         """Offer the channel to the server; return True if it reads through it."""
         name = self._exposed.channel.name
-        if not link.knows(messages.Attach):
+        if not connection.knows(messages.Attach):
             self._say_no("it is of a version without channels")
             return False
         try:
@@ -88,15 +92,15 @@ class OfferingTransport(TcpTransport):
         except ChannelError as error:
             self._say_no(str(error))
             return False
-        answer = link.ask(messages.Attach(link.new_serial(), name, description), messages.Done)
+        answer = connection.ask(messages.Attach(connection.new_serial(), name, description), messages.Done)
         if answer.outcomes != bytes([number_of(Outcome.STORED)]):
             self._say_no("it does not read through it: set transfer_channel there, too, and look into its log")
             return False
         return True
 
-    def _give_up(self, link: Link) -> None:
+    def _give_up(self, connection: ServerConnection) -> None:
         """Stop offering over a connection, because an offer failed."""
-        self._attached = (link, False)
+        self._attached = (connection, False)
         self._say_no("it failed to read, or what it read was damaged")
 
     def _say_no(self, why: str) -> None:
@@ -108,13 +112,15 @@ class OfferSender(PieceSender):
     """Sender of offers, of which several are under way at once.
 
     Args:
-        link: connection to the reading server.
+        connection: connection to the reading server.
         exposed: the memory.
         give_up: called with the connection when an offer has failed.
     """
 
-    def __init__(self, link: Link, exposed: Exposed, give_up: Callable[[Link], None]) -> None:
-        super().__init__(link, _WINDOW)
+    def __init__(
+        self, connection: ServerConnection, exposed: Exposed, give_up: Callable[[ServerConnection], None]
+    ) -> None:
+        super().__init__(connection, _WINDOW)
         self._exposed = exposed
         self._give_up = give_up
         self._offered_bytes = 0
@@ -140,7 +146,7 @@ class OfferSender(PieceSender):
             self._offer(number, lease, payload, part)
         failed = super().finish()
         if failed:
-            self._give_up(self._link)
+            self._give_up(self._connection)
         else:
             self._exposed.count(self._offered_bytes)
         return failed
@@ -153,7 +159,7 @@ class OfferSender(PieceSender):
             added_up = checksum([piece.data])
             serial = self._begin(number)
             self._offered_bytes += len(piece)
-            self._link.send(messages.Offer(serial, lease, offset, len(piece), begin + offset, added_up))
+            self._connection.send(messages.Offer(serial, lease, offset, len(piece), begin + offset, added_up))
 
 
 def open_offering(

@@ -15,15 +15,15 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.chunks import ByteArray, Outcome
-from kvstore.errors import DeviceFullError, KVStoreError
 from kvstore.handover.ledger import Ledger, PushJob
 from kvstore.handover.sender import Delivery, Sender
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.memory.slabs import SlabPool
+from kvstore.model.chunks import ByteArray, Outcome
+from kvstore.model.errors import DeviceFullError, KVStoreError
+from kvstore.model.throttle import Throttle
 from kvstore.paged.base import ChunkBlocks, PagedKV
-from kvstore.paged.streams import Moment, Way
-from kvstore.throttle import Throttle
+from kvstore.paged.streams import DeviceEvent, Direction
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class Pusher:
             logger.warning("a receiver of KV does not answer; its thread is left running")
         else:
             streams = self._paged.streams
-            streams.reach(streams.launch(Way.OUT, lambda: None, None))  # the last copy to the buffer
+            streams.reach(streams.launch(Direction.OUT, lambda: None, None))  # the last copy to the buffer
             self._pool.close()
 
     def _sender(self, receiver: Receiver) -> Sender | None:
@@ -244,13 +244,13 @@ class StepPush:
         self._computed.add(layer)
         while not self._has_failed and (layers := self._next_layers()):
             try:
-                moment = self._paged.gather_layers(layers, self._chunks)
+                event = self._paged.gather_layers(layers, self._chunks)
             except DeviceFullError as error:
                 self._has_failed = True
                 self._fail(error)
                 return
             self._done_layers = layers.stop
-            self._advance(self._done_layers, moment)
+            self._advance(self._done_layers, event)
 
     def _next_layers(self) -> range:
         """Return the layers that are gathered next, if all of them are computed."""
@@ -278,20 +278,20 @@ class StepPush:
         """Gather all layers at once, of a cache of several groups."""
         self._done_layers = self._paged.layout.num_layers
         try:
-            moments = self._paged.gather_chunks(self._chunks)
+            events = self._paged.gather_chunks(self._chunks)
         except DeviceFullError as error:
             self._has_failed = True
             self._fail(error)
         else:
-            for moment in moments[-1:]:  # which covers all earlier ones
-                self._advance(self._done_layers, moment)
+            for event in events[-1:]:  # which covers all earlier ones
+                self._advance(self._done_layers, event)
 
     def _chunk(self, job: PushJob, slot: int) -> ChunkBlocks:
         return self._paged.chunk(job.block_ids, self._pool.slot(slot), job.ref.num_blocks)
 
-    def _advance(self, done_layers: int, moment: Moment) -> None:
+    def _advance(self, done_layers: int, event: DeviceEvent) -> None:
         for delivery in self._deliveries:
-            delivery.advance(done_layers, moment)
+            delivery.advance(done_layers, event)
 
     def _start(self, jobs: Sequence[PushJob], slots: Sequence[int], sender: Sender) -> None:
         layout = self._paged.layout
@@ -317,13 +317,13 @@ class StepPush:
                 self._refuse(job)
                 continue
             try:
-                (moment,) = self._paged.gather_chunks([self._chunk(job, slots[0])])
+                (event,) = self._paged.gather_chunks([self._chunk(job, slots[0])])
             except DeviceFullError as error:
                 self._room.give_back(slots)
                 self._fail(error, [job])
                 continue
             self._start([job], slots, sender)
-            self._advance(self._paged.layout.num_layers, moment)
+            self._advance(self._paged.layout.num_layers, event)
             self._end(trusted=True)
         self._late = []
 

@@ -8,12 +8,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from kvstore.chunks import Outcome
-from kvstore.errors import KVStoreError, TierError
 from kvstore.handover.ledger import Ledger, PushJob
 from kvstore.handover.transport import Parcel, Receiver, Transport
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import KVStoreError, TierError
 from kvstore.paged.base import PagedKV
-from kvstore.paged.streams import Moment
+from kvstore.paged.streams import DeviceEvent
 from kvstore.protocol.progress import BEAT_S
 
 logger = logging.getLogger(__name__)
@@ -40,14 +40,14 @@ class Delivery:
         self._reach = paged.streams.reach
         self._changed = threading.Condition()
         self._done_layers = 0
-        self._moment: Moment = None
+        self._event: DeviceEvent = None
         self._trusted: bool | None = None  # until the step has ended
         self._ended_s = 0.0
 
-    def advance(self, done_layers: int, moment: Moment) -> None:
-        """Note that the first ``done_layers`` layers are in the buffer once ``moment`` is reached."""
+    def advance(self, done_layers: int, event: DeviceEvent) -> None:
+        """Note that the first ``done_layers`` layers are in the buffer once ``event`` is reached."""
         with self._changed:
-            self._done_layers, self._moment = done_layers, moment
+            self._done_layers, self._event = done_layers, event
             self._changed.notify_all()
 
     def end(self, *, trusted: bool) -> None:
@@ -64,10 +64,10 @@ class Delivery:
         """
         sent_layers = 0
         while sent_layers < self._num_layers:
-            usable_layers, moment = self._wait_beyond(sent_layers, beat)
+            usable_layers, event = self._wait_beyond(sent_layers, beat)
             if self._trusted is False:
                 return
-            self._reach(moment)
+            self._reach(event)
             yield range(sent_layers, usable_layers)
             sent_layers = usable_layers
 
@@ -75,17 +75,17 @@ class Delivery:
         """Wait until the step and all its gathers have ended; ``beat`` as in ``ready``."""
         while not self._waited(lambda: self._trusted is not None):
             beat()
-        self._reach(self._moment)
+        self._reach(self._event)
 
     def seconds_behind(self) -> float:
         """Return the seconds since the end of the step."""
         return time.monotonic() - self._ended_s
 
-    def _wait_beyond(self, sent_layers: int, beat: Callable[[], object]) -> tuple[int, Moment]:
+    def _wait_beyond(self, sent_layers: int, beat: Callable[[], object]) -> tuple[int, DeviceEvent]:
         while not self._waited(lambda: self._trusted is not None or self._usable_layers() > sent_layers):
             beat()
         with self._changed:
-            return self._usable_layers(), self._moment
+            return self._usable_layers(), self._event
 
     def _waited(self, has_come: Callable[[], bool]) -> bool:
         """Wait for a condition for ``BEAT_S``; False if it is not met by then."""

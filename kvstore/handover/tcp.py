@@ -10,17 +10,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from kvstore.chunks import Outcome
-from kvstore.errors import TierError
 from kvstore.handover.transport import Parcel, Transport
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import TierError
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.protocol import messages
 from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.progress import BEAT_S, Progress
 from kvstore.tiers.server import calls
-from kvstore.tiers.server.link import Link, NoSessionError
-from kvstore.tiers.server.links import Links
+from kvstore.tiers.server.connection import NoSessionError, ServerConnection
+from kvstore.tiers.server.connections import ServerConnections
 from kvstore.tiers.server.moves import PieceSender
 from kvstore.tiers.server.url import ServerTarget, parse_server
 
@@ -36,79 +36,83 @@ class TcpTransport(Transport):
 
     def __init__(self, target: ServerTarget, namespace: Namespace, layout: KVLayout) -> None:
         self._layout = layout
-        self._links = Links(target, namespace, Geometry.of(layout))
-        self._link: Link | None = None  # in the middle of a delivery
+        self._connections = ServerConnections(target, namespace, Geometry.of(layout))
+        self._connection: ServerConnection | None = None  # in the middle of a delivery
         self._progress: Progress | None = None
-        self._told: tuple[Link, Progress] | None = None
+        self._told: tuple[ServerConnection, Progress] | None = None
         self._told_s = 0.0
 
     def deliver(self, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
         """See ``Transport``."""
-        return self._links.use(partial(self._deliver, parcels=parcels, ready=ready))
+        return self._connections.use(partial(self._deliver, parcels=parcels, ready=ready))
 
     def tell(self, progress: Progress) -> None:
         """See ``Transport``."""
         self._progress = progress
-        if self._link is not None:
-            self._say(self._link)
+        if self._connection is not None:
+            self._say(self._connection)
         else:
-            self._links.use(self._say_idle)
+            self._connections.use(self._say_idle)
 
     def close(self) -> None:
         """See ``Transport``."""
-        self._links.close()
+        self._connections.close()
 
-    def _say_idle(self, link: Link) -> None:
+    def _say_idle(self, connection: ServerConnection) -> None:
         """Report progress outside a delivery, over a new connection if the server has closed this one."""
-        link.check()
-        self._say(link)
+        connection.check()
+        self._say(connection)
 
-    def _say(self, link: Link) -> None:
+    def _say(self, connection: ServerConnection) -> None:
         """Report progress if it is new, or was last reported ``BEAT_S`` ago, and if the server understands it."""
         progress = self._progress
-        if progress is None or not progress.sender or not link.knows(messages.Sending):
+        if progress is None or not progress.sender or not connection.knows(messages.Sending):
             return
-        if (link, progress) == self._told and time.monotonic() < self._told_s + BEAT_S:
+        if (connection, progress) == self._told and time.monotonic() < self._told_s + BEAT_S:
             return
         open_, lost = list(progress.open.items()), list(progress.lost.items())
         beat_ms = int(BEAT_S * 1000)
-        if link.tell(messages.Sending(link.new_serial(), progress.sender, progress.following, open_, lost, beat_ms)):
-            self._told, self._told_s = (link, progress), time.monotonic()
+        if connection.tell(
+            messages.Sending(connection.new_serial(), progress.sender, progress.following, open_, lost, beat_ms)
+        ):
+            self._told, self._told_s = (connection, progress), time.monotonic()
 
-    def _deliver(self, link: Link, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
+    def _deliver(
+        self, connection: ServerConnection, parcels: Sequence[Parcel], ready: Iterator[range]
+    ) -> list[Outcome]:
         """Deliver over a connection, after reporting the progress, which a new connection has not got yet."""
-        self._link = link
-        self._say(link)
+        self._connection = connection
+        self._say(connection)
         try:
-            return self._send(link, parcels, ready)
+            return self._send(connection, parcels, ready)
         finally:
-            self._link = None
+            self._connection = None
 
-    def _send(self, link: Link, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
+    def _send(self, connection: ServerConnection, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
         """Send layers as they are ready; then, one by one, the chunks that had no room with the others."""
-        is_there = calls.lookup(link, [parcel.ref for parcel in parcels])
+        is_there = calls.lookup(connection, [parcel.ref for parcel in parcels])
         outcomes = [Outcome.STORED if here else Outcome.FAILED for here in is_there]
         missing = [number for number, here in enumerate(is_there) if not here]
-        leases = _reserve(link, parcels, missing)
+        leases = _reserve(connection, parcels, missing)
         try:
-            is_whole = self._send_layers(link, parcels, leases, ready)
-            committed = calls.commit(link, list(leases.values()), is_whole=is_whole)
+            is_whole = self._send_layers(connection, parcels, leases, ready)
+            committed = calls.commit(connection, list(leases.values()), is_whole=is_whole)
             if is_whole:
                 for number, outcome in zip(leases, committed, strict=True):
                     outcomes[number] = outcome
                 for number in missing:
                     if number not in leases:  # after the first without room the others are of no use
                         is_full = Outcome.FULL in outcomes
-                        outcomes[number] = Outcome.FULL if is_full else self._send_whole(link, parcels, number)
+                        outcomes[number] = Outcome.FULL if is_full else self._send_whole(connection, parcels, number)
         except NoSessionError as error:  # a retry would need all layers again, and ``ready`` yields them only once
             raise TierError(str(error)) from error
         return outcomes
 
     def _send_layers(
-        self, link: Link, parcels: Sequence[Parcel], leases: dict[int, int], ready: Iterator[range]
+        self, connection: ServerConnection, parcels: Sequence[Parcel], leases: dict[int, int], ready: Iterator[range]
     ) -> bool:
         """Send layers; return True if ``ready`` yielded all. At commit, the server checks that pieces are intact."""
-        sender = self._sender(link)
+        sender = self._sender(connection)
         done_layers = 0
         for layers in ready:
             for number, lease in leases.items():
@@ -120,25 +124,25 @@ class TcpTransport(Transport):
         sender.finish()
         return done_layers == self._layout.num_layers
 
-    def _sender(self, link: Link) -> PieceSender:
+    def _sender(self, connection: ServerConnection) -> PieceSender:
         """Return the sender of payloads over a connection."""
-        return PieceSender(link)
+        return PieceSender(connection)
 
-    def _send_whole(self, link: Link, parcels: Sequence[Parcel], number: int) -> Outcome:
-        leases = _reserve(link, parcels, [number])
+    def _send_whole(self, connection: ServerConnection, parcels: Sequence[Parcel], number: int) -> Outcome:
+        leases = _reserve(connection, parcels, [number])
         if not leases:
             return Outcome.FULL
-        self._send_layers(link, parcels, leases, iter([range(self._layout.num_layers)]))
-        (outcome,) = calls.commit(link, list(leases.values()), is_whole=True)
+        self._send_layers(connection, parcels, leases, iter([range(self._layout.num_layers)]))
+        (outcome,) = calls.commit(connection, list(leases.values()), is_whole=True)
         return outcome
 
 
-def _reserve(link: Link, parcels: Sequence[Parcel], numbers: Sequence[int]) -> dict[int, int]:
+def _reserve(connection: ServerConnection, parcels: Sequence[Parcel], numbers: Sequence[int]) -> dict[int, int]:
     """Reserve room; returns leases by the numbers of the parcels that got one, whose trails are sent."""
-    granted = calls.grants(link, messages.Reserve, [parcels[number].ref for number in numbers])
+    granted = calls.grants(connection, messages.Reserve, [parcels[number].ref for number in numbers])
     leases = {number: grant.lease for number, grant in zip(numbers, granted, strict=True) if grant.lease}
     for number, lease in leases.items():
-        calls.describe(link, lease, parcels[number].ref, parcels[number].trail)
+        calls.describe(connection, lease, parcels[number].ref, parcels[number].trail)
     return leases
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from kvstore.paged.streams import Moment, Streams
+from kvstore.paged.streams import DeviceEvent, Streams
 
 
 class DeviceSlots:
@@ -32,7 +32,7 @@ class DeviceSlots:
     def __init__(self, num_slots: int, slot_bytes: int, streams: Streams) -> None:
         self._streams = streams
         self._pool = streams.allocate(num_slots * slot_bytes).view(num_slots, slot_bytes)
-        allocated: Moment = streams.now()  # the memory may still be in use by work launched earlier
+        allocated: DeviceEvent = streams.now()  # the memory may still be in use by work launched earlier
         self._last_uses = [allocated] * num_slots  # the end of each slot's last use, which implies earlier ones
 
     @contextmanager

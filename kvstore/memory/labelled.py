@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from kvstore.chunks import ByteArray, ChunkRef
 from kvstore.memory.slabs import SlabPool
-from kvstore.paged.streams import Moment, Streams
+from kvstore.model.chunks import ByteArray, ChunkRef
+from kvstore.paged.streams import DeviceEvent, Streams
 
 
 class Filling(NamedTuple):
@@ -41,7 +41,7 @@ class LabelledPool:
         self._labels: list[ChunkRef | None] = [None] * pool.num_slots
         self._serials = [0] * pool.num_slots  # number of claims and removals of each slot
         self._claimed: set[int] = set()
-        self._uses: dict[int, list[Moment]] = {}  # the ends of a device's copies, by slot
+        self._uses: dict[int, list[DeviceEvent]] = {}  # the ends of a device's copies, by slot
 
     @property
     def num_slots(self) -> int:
@@ -62,28 +62,28 @@ class LabelledPool:
 
     def claim_on_device(self, slot: int, streams: Streams) -> ByteArray:
         """Claim a slot for a copy by the device, to be launched next on the current stream of ``streams``."""
-        for moment in self._uses_of(slot):
-            streams.hold(moment)
+        for event in self._uses_of(slot):
+            streams.hold(event)
         return self.claim(slot)
 
-    def note_use(self, slot: int, moment: Moment) -> None:
-        """Record that a launched copy of the device reads or writes a slot until ``moment``."""
-        if moment is not None:
+    def note_use(self, slot: int, event: DeviceEvent) -> None:
+        """Record that a launched copy of the device reads or writes a slot until ``event``."""
+        if event is not None:
             with self._lock:
                 under_way = [former for former in self._uses.get(slot, ()) if not self._streams.is_reached(former)]
-                self._uses[slot] = [*under_way, moment]
+                self._uses[slot] = [*under_way, event]
 
     def settle(self, slot: int) -> None:
         """Wait until no copy by the device uses a slot. Not for the model's thread: it may have to wait for a step."""
-        for moment in self._uses_of(slot):
-            self._streams.reach(moment)
+        for event in self._uses_of(slot):
+            self._streams.reach(event)
 
     @property
     def is_settled(self) -> bool:
         """True if no copy by the device uses any slot. Never waits."""
         with self._lock:
-            uses = [moment for moments in self._uses.values() for moment in moments]
-        return all(self._streams.is_reached(moment) for moment in uses)
+            uses = [event for events in self._uses.values() for event in events]
+        return all(self._streams.is_reached(event) for event in uses)
 
     def publish(self, slot: int, ref: ChunkRef) -> bool:
         """Declare that a claimed slot now holds all of ``ref``. False if it was emptied in between, and stays empty."""
@@ -117,7 +117,7 @@ class LabelledPool:
         finally:  # also if the device is broken
             self._pool.close()
 
-    def _uses_of(self, slot: int) -> list[Moment]:
+    def _uses_of(self, slot: int) -> list[DeviceEvent]:
         with self._lock:
             return list(self._uses.get(slot, ()))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 
 _GIB_BYTES = 2**30
 _GROWTH_BYTES = 16 << 20  # less is noise

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvstore.chunks import ByteArray
+from kvstore.model.chunks import ByteArray
 
 _STEP_BYTES = 8 << 20  # populated between two calls of ``stops``
 _MADV_DONTFORK = 10

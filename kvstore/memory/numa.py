@@ -12,8 +12,8 @@ from typing import Final
 
 import torch
 
-from kvstore.chunks import ByteArray
 from kvstore.memory.cudart import find_runtime
+from kvstore.model.chunks import ByteArray
 
 logger = logging.getLogger(__name__)
 

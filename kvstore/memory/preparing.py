@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from kvstore.chunks import ByteArray
 from kvstore.memory.mapped import populate
 from kvstore.memory.pinning import Pinner, Refusal
+from kvstore.model.chunks import ByteArray
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from queue import Empty, LifoQueue
 
 import numpy as np
 
-from kvstore.chunks import ByteArray
-from kvstore.errors import TierError
+from kvstore.model.chunks import ByteArray
+from kvstore.model.errors import TierError
 
 SCRATCH_BUFFERS = 4  # number of threads that encode at once; more than there are cores would not be faster
 

@@ -11,13 +11,13 @@ import mmap
 
 import torch
 
-from kvstore.chunks import ByteArray
-from kvstore.errors import ConfigError
-from kvstore.layout import ALIGNMENT_BYTES, round_up
 from kvstore.memory.mapped import keep_from_children, map_bytes
 from kvstore.memory.numa import node_near, prefer_node
 from kvstore.memory.pinning import Pinner, find_pinner
 from kvstore.memory.preparing import Pace, Preparation, pace_for
+from kvstore.model.chunks import ByteArray
+from kvstore.model.errors import ConfigError
+from kvstore.model.layout import ALIGNMENT_BYTES, round_up
 
 _CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from typing import Annotated, Final, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict, FailFast, ValidationError
 
-from kvstore.errors import InvalidCallError
-from kvstore.keys import KeyExtras
+from kvstore.model.errors import InvalidCallError
+from kvstore.model.keys import KeyExtras
 from kvstore.protocol.loopback import is_from_here
 
 Tree = Mapping[str, object]

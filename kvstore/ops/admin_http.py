@@ -9,7 +9,7 @@ import threading
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.ops.admin import Controls, answer
 from kvstore.protocol.loopback import is_from_here, is_loopback
 
@@ -126,7 +126,7 @@ def _make_server(respond: Respond, name: str) -> uvicorn.Server:
         from starlette.responses import PlainTextResponse  # noqa: PLC0415
         from starlette.routing import Route  # noqa: PLC0415
 
-        from kvstore.ops.entrance import entrance  # noqa: PLC0415
+        from kvstore.ops.http_limits import entrance  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(f"{name}: {error.name} is not installed: pip install 'vllm-kvstore[admin]'") from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, Final
 
-from kvstore.catalog.plans import Place
+from kvstore.index.plans import Place
 from kvstore.ops import metrics
 from kvstore.ops.metrics import Meter, Tally
 from kvstore.tiers.guards import BreakerState, CircuitBreaker, Statistics, find
@@ -13,9 +13,9 @@ from kvstore.tiers.guards import BreakerState, CircuitBreaker, Statistics, find
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvstore.assembly import OpenTiers
-    from kvstore.catalog.index import ChunkIndex
+    from kvstore.engine.opening import OpenTiers
     from kvstore.handover.pusher import PushCounters
+    from kvstore.index.index import ChunkIndex
     from kvstore.tiers.base import Tier
     from kvstore.transfer.mover import MoverCounters
 

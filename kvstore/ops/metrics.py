@@ -13,14 +13,14 @@ from enum import Enum
 from itertools import product
 from typing import Final
 
-from kvstore.catalog.plans import MissReason, Place
+from kvstore.index.plans import MissReason, Place
 
 _SEPARATOR = "|"
 _TIERS: Final = tuple(place.value for place in Place)
 _SLOW_TIERS: Final = (Place.DISK.value, Place.REMOTE.value)
 
 
-class Kind(Enum):
+class MetricKind(Enum):
     """Kinds of metrics."""
 
     COUNTER = "counter"  # only grows
@@ -42,7 +42,7 @@ class Metric:
     """
 
     name: str
-    kind: Kind
+    kind: MetricKind
     meaning: str
     labels: tuple[str, ...] = ()
     values: tuple[tuple[str, ...], ...] = ()
@@ -60,15 +60,15 @@ def split_key(key: str) -> tuple[Metric, tuple[str, ...]]:
 
 
 def _counter(name: str, meaning: str, **labels: tuple[str, ...]) -> Metric:
-    return Metric(name, Kind.COUNTER, meaning, tuple(labels), _combined(labels))
+    return Metric(name, MetricKind.COUNTER, meaning, tuple(labels), _combined(labels))
 
 
 def _gauge(name: str, meaning: str, *labels: str, worst: bool = False) -> Metric:
-    return Metric(name, Kind.GAUGE, meaning, labels, worst=worst)
+    return Metric(name, MetricKind.GAUGE, meaning, labels, worst=worst)
 
 
 def _histogram(name: str, meaning: str, **labels: tuple[str, ...]) -> Metric:
-    return Metric(name, Kind.HISTOGRAM, meaning, tuple(labels), _combined(labels))
+    return Metric(name, MetricKind.HISTOGRAM, meaning, tuple(labels), _combined(labels))
 
 
 def _combined(labels: Mapping[str, tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
@@ -269,7 +269,7 @@ class Totals:
         """Return all metrics by name, those with labels as mappings: ``{"hit_tokens": {"disk": 512}}``."""
         tree: dict[str, object] = {}
         for metric in METRICS.values():
-            if metric.kind is Kind.COUNTER:
+            if metric.kind is MetricKind.COUNTER:
                 for values in metric.values or ((),):
                     _hang(tree, metric, values, self[metric.key(*values)])
         for key, value in self.levels().items():

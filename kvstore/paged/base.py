@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstore.chunks import ByteArray
-from kvstore.errors import InvalidCallError, LayoutError
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ByteArray
+from kvstore.model.errors import InvalidCallError, LayoutError
+from kvstore.model.layout import KVLayout
 from kvstore.paged.copiers import ALONE, Copiers
-from kvstore.paged.streams import Moment, Streams
+from kvstore.paged.streams import DeviceEvent, Streams
 
 BlockIds = npt.NDArray[np.int64]
 LayerCache = torch.Tensor | Sequence[torch.Tensor]
@@ -97,22 +97,22 @@ class PagedKV(Protocol):
         For blocks that are overwritten before their gather has been waited for. The host does not wait.
         """
 
-    def gather(self, block_ids: BlockIds, payload: ByteArray) -> Moment:
+    def gather(self, block_ids: BlockIds, payload: ByteArray) -> DeviceEvent:
         """Copy ``n = len(block_ids)`` blocks of every layer into ``payload``, which is valid once ``reach`` returns."""
 
-    def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> Moment:
+    def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> DeviceEvent:
         """Copy blocks ``first_block ... first_block + len(block_ids)`` of a payload of ``chunk_blocks`` blocks.
 
-        Kernels launched after the call see the blocks. The payload must not change before the returned moment.
+        Kernels launched after the call see the blocks. The payload must not change before the returned event.
         """
 
-    def gather_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
-        """Gather several whole chunks, in fewer launches. Returns a moment for each; ``pages`` are not used."""
+    def gather_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[DeviceEvent]:
+        """Gather several whole chunks, in fewer launches. Returns an event for each; ``pages`` are not used."""
 
-    def scatter_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
-        """Scatter several chunks, in fewer launches. Returns a moment for each; ``pages`` are not used."""
+    def scatter_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[DeviceEvent]:
+        """Scatter several chunks, in fewer launches. Returns an event for each; ``pages`` are not used."""
 
-    def blank(self, parts: Sequence[ByteArray]) -> Moment:
+    def blank(self, parts: Sequence[ByteArray]) -> DeviceEvent:
         """Zero parts of payloads, ordered with gathers because the device may still read the former bytes."""
 
     def chunk(
@@ -127,16 +127,16 @@ class PagedKV(Protocol):
     def layers_with(self, layer: int) -> range:
         """Return the layers that are moved together with this one, because alone they are too small for fast copies."""
 
-    def gather_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Moment:
+    def gather_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> DeviceEvent:
         """Copy layers of several chunks' blocks into their payloads, which are valid once ``reach`` returns.
 
-        The returned moment also covers all layers gathered before.
+        The returned event also covers all layers gathered before.
         """
 
-    def scatter_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Moment:
+    def scatter_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> DeviceEvent:
         """Copy layers of several chunks into their blocks, where kernels launched later see them.
 
-        The payloads must not change before the returned moment, which also covers all layers before.
+        The payloads must not change before the returned event, which also covers all layers before.
         """
 
     def settle(self) -> None:
@@ -324,29 +324,29 @@ class HostPagedKV:
     def fence(self) -> None:
         """See ``PagedKV``."""
 
-    def gather(self, block_ids: BlockIds, payload: ByteArray) -> Moment:
+    def gather(self, block_ids: BlockIds, payload: ByteArray) -> DeviceEvent:
         """See ``PagedKV``."""
         check_block_ids(block_ids, self._allowed)
         pages = self._pages(payload, len(block_ids))
         self._copiers.each(((rows, block_ids, target) for rows, target in pages), self._take)
         return None
 
-    def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> Moment:
+    def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> DeviceEvent:
         """See ``PagedKV``."""
         check_block_ids(block_ids, self._allowed)
         last_block, pages = first_block + len(block_ids), self._pages(payload, chunk_blocks)
         self._copiers.each(((rows, block_ids, source[first_block:last_block]) for rows, source in pages), _put)
         return None
 
-    def gather_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
+    def gather_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[DeviceEvent]:
         """See ``PagedKV``."""
         return [self.gather(chunk.block_ids, chunk.payload) for chunk in chunks]
 
-    def scatter_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
+    def scatter_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[DeviceEvent]:
         """See ``PagedKV``."""
         return [self.scatter(chunk.block_ids, chunk.payload, chunk.chunk_blocks, chunk.first_block) for chunk in chunks]
 
-    def blank(self, parts: Sequence[ByteArray]) -> Moment:
+    def blank(self, parts: Sequence[ByteArray]) -> DeviceEvent:
         """See ``PagedKV``."""
         for part in parts:
             part[:] = 0
@@ -365,12 +365,12 @@ class HostPagedKV:
         """See ``PagedKV``: each layer is moved alone."""
         return range(layer, layer + 1)
 
-    def gather_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Moment:
+    def gather_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> DeviceEvent:
         """See ``PagedKV``."""
         self._copiers.each(self._copies_of(layers, chunks), self._take)
         return None
 
-    def scatter_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Moment:
+    def scatter_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> DeviceEvent:
         """See ``PagedKV``."""
         self._copiers.each(self._copies_of(layers, chunks), _put)
         return None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvstore.errors import LayoutError
-from kvstore.layout import KVLayout
+from kvstore.model.errors import LayoutError
+from kvstore.model.layout import KVLayout
 from kvstore.paged.base import HostPagedKV, LayerCache, PagedKV, PlaneRows, find_planes
 from kvstore.paged.device import DevicePagedKV
 from kvstore.paged.grouped import GroupedPagedKV

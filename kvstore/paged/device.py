@@ -17,9 +17,9 @@ from copy import copy
 
 import torch
 
-from kvstore.chunks import ByteArray
-from kvstore.errors import InvalidCallError
-from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
+from kvstore.model.chunks import ByteArray
+from kvstore.model.errors import InvalidCallError
+from kvstore.model.layout import ALIGNMENT_BYTES, KVLayout, round_up
 from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV, PlaneRows, check_block_ids
 from kvstore.paged.copiers import Copiers
 from kvstore.paged.footprint import BUFFERS, MAX_BLOCKS, STAGING_BYTES
@@ -27,7 +27,7 @@ from kvstore.paged.kernels import Kernels, Launch, kernels_for
 from kvstore.paged.places import Part, Piece, PlaceRing
 from kvstore.paged.regions import COPY_BYTES, regions_of
 from kvstore.paged.staging import Staging
-from kvstore.paged.streams import Moment, Streams, Way, streams_of
+from kvstore.paged.streams import DeviceEvent, Direction, Streams, streams_of
 
 _Copy = tuple[torch.Tensor, int]
 """Bytes in host memory, and their offset in a staging buffer."""
@@ -77,7 +77,7 @@ class DevicePagedKV:
         self._copy_bytes = copy_bytes
         self._together = [group for group in layout.layer_groups(copy_bytes) for _ in group]
         self.device = rows[0].device
-        self._gathered: dict[Streams, Moment] = {}  # the end of each thread's last gather
+        self._gathered: dict[Streams, DeviceEvent] = {}  # the end of each thread's last gather
         if beside is None:
             streams = streams_of(self.device) if streams is None else streams
             self._settle_on(streams, max(staging_bytes, round_up(piece_bytes, ALIGNMENT_BYTES) or layout.slot_bytes))
@@ -128,13 +128,13 @@ class DevicePagedKV:
 
     def fence(self) -> None:
         """See ``PagedKV``."""
-        for moment in list(self._gathered.values()):
-            self.streams.hold(moment)
+        for event in list(self._gathered.values()):
+            self.streams.hold(event)
 
     def settle(self) -> None:
         """See ``PagedKV``."""
-        for moment in (*self._staging.ends(), *self._ring.ends()):
-            self.streams.reach(moment)
+        for event in (*self._staging.ends(), *self._ring.ends()):
+            self.streams.reach(event)
 
     def restore(self) -> None:
         """See ``PagedKV``."""
@@ -148,23 +148,23 @@ class DevicePagedKV:
         check_block_ids(block_ids, self._allowed)
         return ChunkBlocks(block_ids, payload, chunk_blocks or len(block_ids), first_block)
 
-    def gather(self, block_ids: BlockIds, payload: ByteArray) -> Moment:
+    def gather(self, block_ids: BlockIds, payload: ByteArray) -> DeviceEvent:
         """See ``PagedKV``."""
         return self.gather_chunks([ChunkBlocks(block_ids, payload, len(block_ids), 0)])[0]
 
-    def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> Moment:
+    def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> DeviceEvent:
         """See ``PagedKV``."""
         return self.scatter_chunks([ChunkBlocks(block_ids, payload, chunk_blocks, first_block)])[0]
 
-    def gather_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
+    def gather_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[DeviceEvent]:
         """See ``PagedKV``."""
-        return self._carry_whole(Way.OUT, chunks)
+        return self._carry_whole(Direction.OUT, chunks)
 
-    def scatter_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
+    def scatter_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[DeviceEvent]:
         """See ``PagedKV``."""
-        return self._carry_whole(Way.IN, chunks)
+        return self._carry_whole(Direction.IN, chunks)
 
-    def blank(self, parts: Sequence[ByteArray]) -> Moment:
+    def blank(self, parts: Sequence[ByteArray]) -> DeviceEvent:
         """See ``PagedKV``; each is at most as long as a payload."""
         most_bytes = max(map(len, parts))
         self._check_fits(most_bytes)
@@ -179,13 +179,13 @@ class DevicePagedKV:
         """See ``PagedKV``."""
         return self._together[layer]
 
-    def gather_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Moment:
+    def gather_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> DeviceEvent:
         """See ``PagedKV``."""
-        return self._carry_layers(Way.OUT, layers, chunks)
+        return self._carry_layers(Direction.OUT, layers, chunks)
 
-    def scatter_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Moment:
+    def scatter_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> DeviceEvent:
         """See ``PagedKV``."""
-        return self._carry_layers(Way.IN, layers, chunks)
+        return self._carry_layers(Direction.IN, layers, chunks)
 
     def gather_on_device(self, block_ids: BlockIds, payload: torch.Tensor) -> None:
         """See ``PagedKV``."""
@@ -211,18 +211,18 @@ class DevicePagedKV:
         finally:
             places.last_use = self.streams.now()
 
-    def _carry_whole(self, way: Way, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
-        """Carry whole chunks, a buffer's worth at once, by one thread at a time. Returns a moment for each."""
+    def _carry_whole(self, direction: Direction, chunks: Sequence[ChunkBlocks]) -> list[DeviceEvent]:
+        """Carry whole chunks, a buffer's worth at once, by one thread at a time. Returns an event for each."""
         for chunk in chunks:
             check_block_ids(chunk.block_ids, self._allowed)  # before any copy
             self._check_fits(chunk.chunk_blocks * self.layout.block_bytes)
-        moments: list[Moment] = []
+        events: list[DeviceEvent] = []
         with self._staging.lock:
             for some in self._batches(self._all_layers, chunks):
                 places = self._ring.write([_pieces(own) for own in some])
                 for own, part in zip(some, places.parts(), strict=True):
-                    moments += [self._carry(way, self._all_layers, own, part)] * len(own)
-        return moments
+                    events += [self._carry(direction, self._all_layers, own, part)] * len(own)
+        return events
 
     def _check_fits(self, size_bytes: int) -> None:
         """Refuse more bytes than a buffer holds, because a kernel would write behind it."""
@@ -232,14 +232,14 @@ class DevicePagedKV:
                 "moved in smaller chunks"
             )
 
-    def _carry_layers(self, way: Way, layers: range, chunks: Sequence[ChunkBlocks]) -> Moment:
-        """Carry layers of some chunks' blocks. Returns the last moment, because copies end in order."""
-        last: Moment = None
+    def _carry_layers(self, direction: Direction, layers: range, chunks: Sequence[ChunkBlocks]) -> DeviceEvent:
+        """Carry layers of some chunks' blocks. Returns the last event, because copies end in order."""
+        last: DeviceEvent = None
         for some in self._batches(layers, chunks):
             places = self._ring.keep([_pieces(own) for own in some])
             self.streams.hold(places.last_use)  # of the layers before, maybe of another stream
             for own, part in zip(some, places.parts(), strict=True):
-                last = self._carry(way, layers, own, part)
+                last = self._carry(direction, layers, own, part)
         return last
 
     def _batches(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Iterator[Sequence[Sequence[ChunkBlocks]]]:
@@ -271,20 +271,20 @@ class DevicePagedKV:
     def _block_bytes(self, layers: range) -> int:
         return self.layout.layer_range(layers[-1], 1)[1] - self.layout.layer_range(layers[0], 1)[0]
 
-    def _carry(self, way: Way, layers: range, chunks: Sequence[ChunkBlocks], part: Part) -> Moment:
+    def _carry(self, direction: Direction, layers: range, chunks: Sequence[ChunkBlocks], part: Part) -> DeviceEvent:
         """Carry chunks that fit into one buffer. On the way out only the blocks are written to payloads."""
         block_bytes, begin = self._block_bytes(layers), 0
         copies: list[_Copy] = []
         for chunk in chunks:
             payload = torch.from_numpy(chunk.payload)
-            regions = regions_of(chunk, layers, self.layout, self._copy_bytes, exactly=way is Way.OUT)
+            regions = regions_of(chunk, layers, self.layout, self._copy_bytes, exactly=direction is Direction.OUT)
             copies += [(payload[region.begin : region.end], begin + region.staged) for region in regions]
             begin += chunk.chunk_blocks * block_bytes
         planes = range(layers.start * self._planes_per_layer, layers.stop * self._planes_per_layer)
-        carry = self._carry_out if way is Way.OUT else self._carry_in
+        carry = self._carry_out if direction is Direction.OUT else self._carry_in
         return carry(Launch(planes, part), copies)
 
-    def _carry_out(self, launch: Launch, copies: Sequence[_Copy]) -> Moment:
+    def _carry_out(self, launch: Launch, copies: Sequence[_Copy]) -> DeviceEvent:
         places = launch.part.places
         has_to_be_sent = not places.is_sent
 
@@ -298,13 +298,13 @@ class DevicePagedKV:
                 payload.copy_(staged[begin : begin + len(payload)], non_blocking=True)
 
         try:
-            moment = self._staging.carry_out(gather, copy_out)
+            event = self._staging.carry_out(gather, copy_out)
         finally:
             self._gathered[self.streams] = places.last_use = self._staging.last_use
         places.is_sent = True
-        return moment
+        return event
 
-    def _carry_in(self, launch: Launch, copies: Sequence[_Copy]) -> Moment:
+    def _carry_in(self, launch: Launch, copies: Sequence[_Copy]) -> DeviceEvent:
         places = launch.part.places
         has_to_be_sent = not places.is_sent
 
@@ -315,11 +315,11 @@ class DevicePagedKV:
                 staged[begin : begin + len(payload)].copy_(payload, non_blocking=True)
 
         try:
-            moment = self._staging.carry_in(copy_in, lambda staged: self._kernels.scatter(launch, staged))
+            event = self._staging.carry_in(copy_in, lambda staged: self._kernels.scatter(launch, staged))
         finally:
             places.last_use = self._staging.last_use
         places.is_sent = True
-        return moment
+        return event
 
 
 def _pieces(chunks: Sequence[ChunkBlocks]) -> list[Piece]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.layout import KVLayout
+from kvstore.model.layout import KVLayout
 
 BUFFERS = 3  # of each thread: one is copied while another is gathered or scattered, and a third waits for either
 STAGING_BYTES = 32 << 20  # of each; a copy of that size reaches 99% of PCIe's bandwidth

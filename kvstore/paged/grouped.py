@@ -16,12 +16,12 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from kvstore.chunks import ByteArray
-from kvstore.errors import InvalidCallError
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ByteArray
+from kvstore.model.errors import InvalidCallError
+from kvstore.model.layout import KVLayout
 from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV, check_block_ids
 from kvstore.paged.copiers import Copiers
-from kvstore.paged.streams import Moment
+from kvstore.paged.streams import DeviceEvent
 
 _GROUP_SHIFT: Final = 32
 _BLOCK_MASK: Final = (1 << _GROUP_SHIFT) - 1
@@ -119,17 +119,17 @@ class GroupedPagedKV:
         for group in self._bound:
             group.restore()
 
-    def gather(self, block_ids: BlockIds, payload: ByteArray) -> Moment:
+    def gather(self, block_ids: BlockIds, payload: ByteArray) -> DeviceEvent:
         """See ``PagedKV``; bytes of the payload behind the rows are not written."""
         chunks = [ChunkBlocks(block_ids, payload, len(block_ids), 0)]
         self._check_sources(chunks)
         return self._move(chunks, lambda paged, parts: paged.gather_chunks(parts), self.streams.now())[0]
 
-    def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> Moment:
+    def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> DeviceEvent:
         """See ``PagedKV``; the payload consists of the rows only."""
         return self.scatter_chunks([ChunkBlocks(block_ids, payload, chunk_blocks, first_block)])[0]
 
-    def gather_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
+    def gather_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[DeviceEvent]:
         """See ``PagedKV``; the rest of a part's last block becomes zeros."""
         self._check_sources(chunks)
         begun = self.blank([self._rest_of(chunk) for chunk in chunks])
@@ -139,7 +139,7 @@ class GroupedPagedKV:
         end = int(self._block_bytes[chunk.block_ids >> _GROUP_SHIFT].sum())
         return chunk.payload[end : self.layout.payload_bytes(chunk.chunk_blocks)]
 
-    def blank(self, parts: Sequence[ByteArray]) -> Moment:
+    def blank(self, parts: Sequence[ByteArray]) -> DeviceEvent:
         """See ``PagedKV``."""
         parts = [part for part in parts if len(part)]
         return self._first.blank(parts) if parts else self.streams.now()
@@ -152,30 +152,30 @@ class GroupedPagedKV:
         """Refuse null blocks, which cannot be sources of a copy."""
         check_block_ids(block_ids & _BLOCK_MASK, range(1, self.num_blocks))
 
-    def scatter_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
+    def scatter_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[DeviceEvent]:
         """See ``PagedKV``."""
         return self._move(chunks, lambda paged, parts: paged.scatter_chunks(parts), self.streams.now())
 
     def _move(
         self,
         chunks: Sequence[ChunkBlocks],
-        move: Callable[[PagedKV, Sequence[ChunkBlocks]], list[Moment]],
-        begun: Moment,
-    ) -> list[Moment]:
-        """Move several chunks, with one call for each group. Copies end in order, so a chunk's last moment is its end.
+        move: Callable[[PagedKV, Sequence[ChunkBlocks]], list[DeviceEvent]],
+        begun: DeviceEvent,
+    ) -> list[DeviceEvent]:
+        """Move several chunks, with one call for each group. Copies end in order, so a chunk's last event is its end.
 
-        ``begun`` is the moment of the work before, and that of chunks without a copy.
+        ``begun`` is the event of the work before, and that of chunks without a copy.
         """
         parts: dict[PagedKV, list[tuple[int, ChunkBlocks]]] = {}  # by moving cache, each with its chunk's number
         for number, chunk in enumerate(chunks):
             for paged, _, part in self._segments(chunk.block_ids, chunk.payload):
                 if len(part.block_ids):
                     parts.setdefault(paged, []).append((number, part))
-        moments = [begun] * len(chunks)
+        events = [begun] * len(chunks)
         for paged, own in parts.items():
-            for (number, _), moment in zip(own, move(paged, [part for _, part in own]), strict=True):
-                moments[number] = moment
-        return moments
+            for (number, _), event in zip(own, move(paged, [part for _, part in own]), strict=True):
+                events[number] = event
+        return events
 
     def chunk(
         self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int | None = None, first_block: int = 0
@@ -191,11 +191,11 @@ class GroupedPagedKV:
         """See ``PagedKV``."""
         raise _not_by_layer()
 
-    def gather_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Moment:
+    def gather_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> DeviceEvent:
         """See ``PagedKV``."""
         raise _not_by_layer()
 
-    def scatter_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Moment:
+    def scatter_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> DeviceEvent:
         """See ``PagedKV``."""
         raise _not_by_layer()
 

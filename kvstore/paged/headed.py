@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from kvstore.errors import LayoutError
-from kvstore.layout import KVLayout
+from kvstore.model.errors import LayoutError
+from kvstore.model.layout import KVLayout
 from kvstore.paged.base import LayerCache, PlaneRows, plane_rows, planes_of
 from kvstore.paged.binding import layout_of
 

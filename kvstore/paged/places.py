@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvstore.errors import InvalidCallError
+from kvstore.model.errors import InvalidCallError
 from kvstore.paged.base import BlockIds
 from kvstore.paged.footprint import LAUNCHES, NUMBERS, WORD_BYTES
-from kvstore.paged.streams import Moment, Streams
+from kvstore.paged.streams import DeviceEvent, Streams
 
 
 class Piece(NamedTuple):
@@ -50,7 +50,7 @@ class Places:
         self.on_host = on_host
         self.on_device = on_device
         self.is_sent = False
-        self.last_use: Moment = None
+        self.last_use: DeviceEvent = None
         self.key: int | None = None
 
     def parts(self) -> Iterator[Part]:
@@ -118,7 +118,7 @@ class PlaceRing:
             known.key, self._kept[key] = key, known
         return known
 
-    def ends(self) -> list[Moment]:
+    def ends(self) -> list[DeviceEvent]:
         """Return the ends of all uses of places in the ring."""
         return [places.last_use for places in self._oldest_first]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvstore.layout import KVLayout
+from kvstore.model.layout import KVLayout
 from kvstore.paged.base import ChunkBlocks
 
 COPY_BYTES = 256 << 10  # launching a copy takes about as long as copying so many bytes

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from kvstore.paged.footprint import BUFFERS
-from kvstore.paged.streams import Moment, Streams, Way, Work
+from kvstore.paged.streams import DeviceEvent, Direction, Streams, Work
 
 Use = Callable[[torch.Tensor], object]  # of a buffer
 
@@ -33,7 +33,7 @@ class Staging:
     def __init__(self, size_bytes: int, streams: Streams) -> None:
         self.size_bytes = size_bytes
         self.lock = threading.Lock()
-        self.last_use: Moment = None
+        self.last_use: DeviceEvent = None
         self._streams = streams
         self.buffers = [streams.allocate(size_bytes) for _ in range(BUFFERS)]
         for buffer in self.buffers:
@@ -41,11 +41,11 @@ class Staging:
         self._free = [streams.now()] * BUFFERS  # the end of each buffer's last use
         self._turn = 0
 
-    def ends(self) -> list[Moment]:
+    def ends(self) -> list[DeviceEvent]:
         """Return the end of each buffer's last use."""
         return list(self._free)
 
-    def carry_out(self, gather: Use, copy: Use) -> Moment:
+    def carry_out(self, gather: Use, copy: Use) -> DeviceEvent:
         """Fill a buffer on the current stream, then copy it to the host on a copy stream. Returns the copy's end."""
         turn, buffer = self._next()
         self._streams.hold(self._free[turn])
@@ -53,16 +53,16 @@ class Staging:
             self._streams.run(lambda: gather(buffer))
         finally:  # a part of it may have been launched
             self.last_use = self._free[turn] = self._streams.now()
-        self._free[turn] = self._copy(Way.OUT, turn, lambda: copy(buffer), self.last_use)
+        self._free[turn] = self._copy(Direction.OUT, turn, lambda: copy(buffer), self.last_use)
         return self._free[turn]
 
-    def carry_in(self, copy: Use, scatter: Use) -> Moment:
+    def carry_in(self, copy: Use, scatter: Use) -> DeviceEvent:
         """Copy from the host into a buffer on a copy stream, then empty it on the current stream.
 
         Returns the copy's end, after which the host's memory is no longer read.
         """
         turn, buffer = self._next()
-        copied = self._copy(Way.IN, turn, lambda: copy(buffer), self._free[turn])
+        copied = self._copy(Direction.IN, turn, lambda: copy(buffer), self._free[turn])
         self._streams.hold(copied)
         try:
             self._streams.run(lambda: scatter(buffer))
@@ -70,11 +70,11 @@ class Staging:
             self.last_use = self._free[turn] = self._streams.now()
         return copied
 
-    def _copy(self, way: Way, turn: int, work: Work, after: Moment) -> Moment:
+    def _copy(self, direction: Direction, turn: int, work: Work, after: DeviceEvent) -> DeviceEvent:
         try:
-            return self._streams.launch(way, work, after)
+            return self._streams.launch(direction, work, after)
         except BaseException:  # copies launched before one raised also use the buffer
-            self._streams.hold(self._streams.launch(way, _nothing, after))
+            self._streams.hold(self._streams.launch(direction, _nothing, after))
             self.last_use = self._free[turn] = self._streams.now()
             raise
 

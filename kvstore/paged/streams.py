@@ -1,7 +1,7 @@
 """Order of work on a device, and its memory. Only this module uses streams, events and the allocator.
 
 The host launches work and runs ahead of the device. Dependent work waits on the device and not on the host: the end of
-the work launched on a stream so far is a *moment*, and another stream, or the host, can wait for it.
+the work launched on a stream so far is an *event*, and another stream, or the host, can wait for it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from enum import Enum
 
 import torch
 
-from kvstore.errors import ConfigError, DeviceFullError
+from kvstore.model.errors import ConfigError, DeviceFullError
 
-Moment = torch.cuda.Event | None  # None where work is done when its call returns; only for the streams that made it
+# None where work is done when its call returns. Valid for the streams that made it only.
+DeviceEvent = torch.cuda.Event | None
 Work = Callable[[], object]
 
 _GIB = 2**30
 _CUDA_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 
-class Way(Enum):
+class Direction(Enum):
     """Direction of a copy; PCIe carries both at once."""
 
     IN = "host to device"
@@ -37,12 +38,12 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def now(self) -> Moment:
+    def now(self) -> DeviceEvent:
         """Return the end of the current stream's work so far."""
         return None
 
-    def hold(self, moment: Moment) -> None:
-        """Order later work of the current stream after ``moment``."""
+    def hold(self, event: DeviceEvent) -> None:
+        """Order later work of the current stream after ``event``."""
 
     def run(self, work: Work) -> None:
         """Launch ``work`` on the current stream.
@@ -53,24 +54,24 @@ class Streams:
         with _full_is_ours(self.device):
             self._run(work)
 
-    def launch(self, way: Way, work: Work, after: Moment) -> Moment:
+    def launch(self, direction: Direction, work: Work, after: DeviceEvent) -> DeviceEvent:
         """Launch ``work`` on a copy stream, after ``after``. Returns its end.
 
         Raises:
             DeviceFullError: see ``run``.
         """
         with _full_is_ours(self.device):
-            return self._launch(way, work, after)
+            return self._launch(direction, work, after)
 
-    def reach(self, moment: Moment) -> None:
-        """Let the host wait for ``moment``. Any thread may call it."""
+    def reach(self, event: DeviceEvent) -> None:
+        """Let the host wait for ``event``. Any thread may call it."""
 
-    def is_reached(self, moment: Moment) -> bool:  # noqa: ARG002 - all that was launched is done
-        """Tell if the device has reached ``moment``. Never waits. Any thread may call it."""
+    def is_reached(self, event: DeviceEvent) -> bool:  # noqa: ARG002 - all that was launched is done
+        """Tell if the device has reached ``event``. Never waits. Any thread may call it."""
         return True
 
-    def seconds_between(self, begin: Moment, end: Moment) -> float:  # noqa: ARG002 - callers have clocks
-        """Return the device's time between two reached moments; 0 where work is done when its call returns."""
+    def seconds_between(self, begin: DeviceEvent, end: DeviceEvent) -> float:  # noqa: ARG002 - callers have clocks
+        """Return the device's time between two reached events; 0 where work is done when its call returns."""
         return 0.0
 
     def allocate(self, size_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -105,7 +106,7 @@ class Streams:
         """Return streams for one other thread, with a new stream in the role of that thread's current one."""
         return self
 
-    def ends(self) -> list[Moment]:
+    def ends(self) -> list[DeviceEvent]:
         """Return the end of each stream's work so far."""
         return []
 
@@ -115,7 +116,7 @@ class Streams:
     def _run(self, work: Work) -> None:
         work()
 
-    def _launch(self, way: Way, work: Work, after: Moment) -> Moment:  # noqa: ARG002 - there is one way and one time
+    def _launch(self, direction: Direction, work: Work, after: DeviceEvent) -> DeviceEvent:  # noqa: ARG002 - there is one direction and one time
         work()
         return None
 
@@ -137,43 +138,43 @@ class CudaStreams(Streams):
     def __init__(self, device: torch.device, own: torch.cuda.Stream | None = None) -> None:
         super().__init__(device)
         self._own = own
-        self._copying = {way: torch.cuda.Stream(device) for way in Way}  # type: ignore[no-untyped-call]
+        self._copying = {direction: torch.cuda.Stream(device) for direction in Direction}  # type: ignore[no-untyped-call]
 
-    def now(self) -> Moment:
+    def now(self) -> DeviceEvent:
         """See ``Streams``."""
         return _end_of(self._current())
 
-    def hold(self, moment: Moment) -> None:
+    def hold(self, event: DeviceEvent) -> None:
         """See ``Streams``."""
-        if moment is not None:
-            self._current().wait_event(moment)
+        if event is not None:
+            self._current().wait_event(event)
 
     def _run(self, work: Work) -> None:
         with torch.cuda.device(self.device), torch.cuda.stream(self._own):  # None: the current one stays
             work()
 
-    def _launch(self, way: Way, work: Work, after: Moment) -> Moment:
-        stream = self._copying[way]
+    def _launch(self, direction: Direction, work: Work, after: DeviceEvent) -> DeviceEvent:
+        stream = self._copying[direction]
         if after is not None:
             stream.wait_event(after)
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             work()
         return _end_of(stream)
 
-    def reach(self, moment: Moment) -> None:
+    def reach(self, event: DeviceEvent) -> None:
         """See ``Streams``."""
-        if moment is not None:
+        if event is not None:
             with torch.cuda.device(self.device):  # else a thread of ours opens a context on device 0
-                moment.synchronize()
+                event.synchronize()
 
-    def is_reached(self, moment: Moment) -> bool:
+    def is_reached(self, event: DeviceEvent) -> bool:
         """See ``Streams``."""
-        if moment is None:
+        if event is None:
             return True
         with torch.cuda.device(self.device):
-            return bool(moment.query())  # type: ignore[no-untyped-call]
+            return bool(event.query())  # type: ignore[no-untyped-call]
 
-    def seconds_between(self, begin: Moment, end: Moment) -> float:
+    def seconds_between(self, begin: DeviceEvent, end: DeviceEvent) -> float:
         """See ``Streams``."""
         return 0.0 if begin is None or end is None else float(begin.elapsed_time(end)) / 1e3
 
@@ -186,7 +187,7 @@ class CudaStreams(Streams):
         """See ``Streams``."""
         return CudaStreams(self.device, torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
 
-    def ends(self) -> list[Moment]:
+    def ends(self) -> list[DeviceEvent]:
         """See ``Streams``."""
         return [_end_of(stream) for stream in self._all()]
 

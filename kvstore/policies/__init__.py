@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.policies.adaptive import Adaptive
 from kvstore.policies.arc import ARC
 from kvstore.policies.base import Policy

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 
-from kvstore.keys import PrefixKey
+from kvstore.model.keys import PrefixKey
 from kvstore.policies.base import Policy
 from kvstore.policies.survival import NUM_CLASSES, SurvivalTable, bucket_of
 from kvstore.policies.units import PAGE_UNITS, History, Unit

@@ -21,8 +21,8 @@ from collections.abc import Set as AbstractSet
 from contextlib import closing
 from typing import ClassVar
 
-from kvstore.errors import InvalidCallError
-from kvstore.keys import PrefixKey
+from kvstore.model.errors import InvalidCallError
+from kvstore.model.keys import PrefixKey
 
 MIN_GHOSTS = 65_536
 GHOSTS_PER_CHUNK = 8

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Generator, Sequence
 from collections.abc import Set as AbstractSet
 
-from kvstore.keys import PrefixKey
+from kvstore.model.keys import PrefixKey
 from kvstore.policies.base import Policy
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from kvstore.keys import PrefixKey
+from kvstore.model.keys import PrefixKey
 
 
 class SizedQueue(OrderedDict[PrefixKey, int]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from collections.abc import Set as AbstractSet
 
-from kvstore.keys import PrefixKey
+from kvstore.model.keys import PrefixKey
 from kvstore.policies.base import Policy
 from kvstore.policies.queues import SizedQueue
 

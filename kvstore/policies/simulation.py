@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from kvstore.keys import PrefixKey
+from kvstore.model.keys import PrefixKey
 from kvstore.policies import Policy
 
 

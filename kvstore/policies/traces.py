@@ -17,8 +17,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvstore.errors import ConfigError
-from kvstore.keys import PrefixKey
+from kvstore.model.errors import ConfigError
+from kvstore.model.keys import PrefixKey
 
 FORMAT_NAME = "kvstore-trace"
 FORMAT_VERSION = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from kvstore.keys import PrefixKey
+from kvstore.model.keys import PrefixKey
 
 PAGE_UNITS = 64
 

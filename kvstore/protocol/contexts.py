@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 
 import zmq
 
-from kvstore.errors import TierError
+from kvstore.model.errors import TierError
 
 Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 

@@ -10,8 +10,8 @@ try:
 except ImportError as error:
     raise ImportError("the cache server and its clients need msgspec: pip install 'vllm-kvstore[server]'") from error
 
-from kvstore.errors import LayoutError, ProtocolError
-from kvstore.layout import KVLayout
+from kvstore.model.errors import LayoutError, ProtocolError
+from kvstore.model.layout import KVLayout
 
 _MAX_LAYERS: Final = 1024
 MAX_CHUNK_PARTS: Final = 1 << 18  # blocks of a chunk times layers: the length of tables for storing it

@@ -20,7 +20,7 @@ try:
 except ImportError as error:
     raise ImportError("the cache server and its clients need pyzmq: pip install 'vllm-kvstore[server]'") from error
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.protocol.rights import EVERY_RIGHT, NO_RIGHT, USUAL_RIGHTS, Right, names_of
 
 PUBLIC_SUFFIX: Final = ".pub"

@@ -22,9 +22,9 @@ try:
 except ImportError as error:
     raise ImportError("the cache server and its clients need msgspec: pip install 'vllm-kvstore[server]'") from error
 
-from kvstore.chunks import ChunkRef
-from kvstore.errors import ProtocolError
-from kvstore.keys import PREFIX_KEY_BYTES, Namespace
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import ProtocolError
+from kvstore.model.keys import PREFIX_KEY_BYTES, Namespace
 from kvstore.protocol.geometry import MAX_CHUNK_PARTS, Geometry
 from kvstore.protocol.runs import Run
 

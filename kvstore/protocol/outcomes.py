@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from kvstore.chunks import Outcome
-from kvstore.errors import ProtocolError
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import ProtocolError
 
 _OUTCOMES: Final = tuple(Outcome)
 _NUMBERS: Final = {outcome: number for number, outcome in enumerate(_OUTCOMES)}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import xxhash
 
-from kvstore.chunks import ByteArray
+from kvstore.model.chunks import ByteArray
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from kvstore.errors import ProtocolError
+from kvstore.model.errors import ProtocolError
 
 PAGE_BYTES: Final = 16 << 10
 Run: TypeAlias = tuple[int, int]

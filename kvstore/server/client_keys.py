@@ -13,8 +13,8 @@ from typing import Final
 import zmq
 from zmq.utils import z85
 
+from kvstore.model.throttle import Throttle
 from kvstore.protocol.keyfiles import ListedKey
-from kvstore.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 

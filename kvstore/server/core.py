@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvstore.model.throttle import Throttle
 from kvstore.protocol import messages
 from kvstore.server.clients import Client
 from kvstore.server.disk import Disk
@@ -16,7 +17,6 @@ from kvstore.server.sessions import Peer, Sessions
 from kvstore.server.slices import Slices
 from kvstore.server.spaces import Space
 from kvstore.server.stock import Stock
-from kvstore.throttle import Throttle
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

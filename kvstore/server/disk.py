@@ -20,15 +20,15 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvstore.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.errors import ConfigError, TierError, TierTimeoutError
 from kvstore.format import chunkfile
-from kvstore.keys import EPOCH_FIELD, PrefixKey
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.errors import ConfigError, TierError, TierTimeoutError
+from kvstore.model.keys import EPOCH_FIELD, PrefixKey
+from kvstore.model.throttle import Throttle
 from kvstore.protocol.pieces import scatter
 from kvstore.server.disk_tiers import WRITE_THREADS, DiskOptions, DiskTiers, read_home
+from kvstore.server.file_order import Once, Turns, Work
 from kvstore.server.spaces import Chunk, Space
-from kvstore.server.turns import Once, Turns, Work
-from kvstore.throttle import Throttle
 from kvstore.tiers.base import Transfer, trails_in
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk import survey

@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kvstore.errors import ClosedError, LayoutError, TierError, TierTimeoutError
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.errors import ClosedError, LayoutError, TierError, TierTimeoutError
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.server.spaces import Space
 from kvstore.tiers.abandonable_threads import AbandonableThreads
 from kvstore.tiers.base import BoundedTier

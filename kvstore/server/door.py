@@ -13,8 +13,8 @@ from typing import Final
 
 import zmq
 
+from kvstore.model.throttle import Throttle
 from kvstore.server.files import limit_of_files, room_for_clients
-from kvstore.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore.chunks import ChunkRef
-from kvstore.errors import ConfigError
-from kvstore.heads import Part
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
 from kvstore.memory.freed import keep_freed
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import ConfigError
+from kvstore.model.heads import Part
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.protocol.keyfiles import KeyPair, ListedKey
 from kvstore.protocol.progress import Progress
 from kvstore.server.hub import Hub

@@ -9,7 +9,7 @@ import resource
 from pathlib import Path
 from typing import Final
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.server.clients import IPC, TCP
 
 _WANTED: Final = 65_536

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import ProtocolError
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import ProtocolError
 from kvstore.protocol import messages
 from kvstore.protocol.outcomes import number_of
 from kvstore.protocol.runs import PAGE_BYTES

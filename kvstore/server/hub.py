@@ -21,9 +21,10 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvstore.channels import open_channel
-from kvstore.chunks import ChunkRef
-from kvstore.errors import ConfigError, ProtocolError
-from kvstore.keys import Namespace
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import ConfigError, ProtocolError
+from kvstore.model.keys import Namespace
+from kvstore.model.throttle import Throttle
 from kvstore.protocol import messages
 from kvstore.protocol.contexts import close_context, open_context
 from kvstore.protocol.loopback import buffer_bytes
@@ -44,7 +45,6 @@ from kvstore.server.sessions import Peer, Session, Sessions
 from kvstore.server.stock import Stock
 from kvstore.server.unix_socket import UnixSocket
 from kvstore.server.watch import LOOK_S, Watch
-from kvstore.throttle import Throttle
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

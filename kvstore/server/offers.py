@@ -11,15 +11,15 @@ from functools import partial
 from typing import Final
 
 from kvstore.channels.base import Channel
-from kvstore.chunks import Outcome
-from kvstore.errors import ProtocolError
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import ProtocolError
 from kvstore.protocol import messages
 from kvstore.protocol.pieces import checksum
 from kvstore.server.core import Core
+from kvstore.server.file_order import Once
 from kvstore.server.payload import Payload, done
 from kvstore.server.pulling import Pull, Puller
 from kvstore.server.sessions import Session
-from kvstore.server.turns import Once
 
 _MAX_ATTACHED: Final = 256  # attached memories of clients
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.protocol.keyfiles import KeyPair, ListedKey
 from kvstore.protocol.loopback import is_loopback
 from kvstore.server.clients import ANYBODY
 from kvstore.server.disk_tiers import DiskOptions
-from kvstore.tiers.given import host_and_port
+from kvstore.tiers.url_options import host_and_port
 
 MAX_SOCKET_PATH_BYTES: Final = 107  # of sun_path
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Generator, Sequence
 from typing import Final
 
-from kvstore.chunks import ChunkRef, chunk_of
+from kvstore.model.chunks import ChunkRef, chunk_of
 from kvstore.protocol import messages
 from kvstore.protocol.messages import Refusal
 from kvstore.server.clients import Client

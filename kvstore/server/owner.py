@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 
-from kvstore.heads import LAYOUT_FIELD, Part
-from kvstore.keys import EPOCH_FIELD, Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.heads import LAYOUT_FIELD, Part
+from kvstore.model.keys import EPOCH_FIELD, Namespace
+from kvstore.model.layout import KVLayout
+from kvstore.model.throttle import Throttle
 from kvstore.protocol import messages
 from kvstore.protocol.geometry import Geometry
 from kvstore.server.senders import Senders
-from kvstore.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 

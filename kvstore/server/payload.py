@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvstore.chunks import ByteArray, Outcome
-from kvstore.errors import ProtocolError
+from kvstore.model.chunks import ByteArray, Outcome
+from kvstore.model.errors import ProtocolError
 from kvstore.protocol import messages
 from kvstore.protocol.outcomes import pack_outcomes
 from kvstore.protocol.pieces import Placing, checksum

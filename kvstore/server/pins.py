@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from kvstore.chunks import ChunkRef, chunk_of
+from kvstore.model.chunks import ChunkRef, chunk_of
 from kvstore.policies import Policy
 from kvstore.server.spaces import Chunk, Space
 

@@ -15,10 +15,10 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvstore.chunks import ByteArray
-from kvstore.errors import ConfigError
 from kvstore.memory.mapped import map_bytes
 from kvstore.memory.preparing import Pace, Preparation
+from kvstore.model.chunks import ByteArray
+from kvstore.model.errors import ConfigError
 from kvstore.protocol.runs import PAGE_BYTES, Run, extents
 
 # From linux/fcntl.h; only Python 3.12 and later have them. They keep clients from truncating the pool of the others.

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvstore.channels.base import Channel, Peer, Reading, State
-from kvstore.chunks import ByteArray
-from kvstore.errors import ChannelError
-from kvstore.throttle import Throttle
+from kvstore.model.chunks import ByteArray
+from kvstore.model.errors import ChannelError
+from kvstore.model.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 

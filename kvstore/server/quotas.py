@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from kvstore.keys import Namespace
+from kvstore.model.keys import Namespace
 from kvstore.server.spaces import NO_QUOTA, Quota
 
 ANY_NAME: Final = "*"  # all that are not named

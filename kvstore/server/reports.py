@@ -9,7 +9,7 @@ from itertools import accumulate
 from operator import attrgetter
 from typing import Any, Final
 
-import kvstore
+from kvstore.model.version import __version__
 from kvstore.protocol.messages import fields_bytes
 from kvstore.server.core import Core
 from kvstore.server.spaces import NO_QUOTA, Quota, Space
@@ -41,7 +41,7 @@ def part_of_stats(core: Core, spaces: Collection[Space]) -> dict[str, Any]:
     sizes = accumulate(fields_bytes(space.namespace) for space in largest)
     listed = [_space(space) for space, size in zip(largest, sizes, strict=True) if size <= _MAX_FIELDS_BYTES]
     return {
-        "version": kvstore.__version__,
+        "version": __version__,
         "status": core.status,
         "namespaces": listed,
         "namespaces_left_out": len(spaces) - len(listed),

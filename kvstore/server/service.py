@@ -8,9 +8,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from kvstore.channels.base import Channel
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import ProtocolError
-from kvstore.keys import Namespace
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import ProtocolError
+from kvstore.model.keys import Namespace
 from kvstore.protocol import messages
 from kvstore.protocol.messages import Refusal
 from kvstore.protocol.outcomes import pack_outcomes

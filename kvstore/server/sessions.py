@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvstore.chunks import Outcome
-from kvstore.errors import ProtocolError
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import ProtocolError
 from kvstore.protocol.progress import SILENT_BEATS, Progress
 from kvstore.server.clients import IPC, TCP, Client
 from kvstore.server.shares import Shares

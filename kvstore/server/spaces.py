@@ -7,10 +7,10 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvstore.catalog.trails import Trails
-from kvstore.chunks import ChunkRef
-from kvstore.keys import NAMESPACE_ID_BYTES, Namespace
-from kvstore.layout import KVLayout
+from kvstore.index.trails import Trails
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.keys import NAMESPACE_ID_BYTES, Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.protocol.geometry import encode_geometry
 from kvstore.protocol.messages import pack_refs
 from kvstore.protocol.runs import PAGE_BYTES, Run

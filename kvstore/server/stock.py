@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 
-from kvstore.catalog.entries import Departed
-from kvstore.catalog.plans import MissReason
-from kvstore.catalog.trails import TRAIL_SHARE, Trails
-from kvstore.chunks import ChunkRef, Outcome, is_trail_of
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.index.entries import Departed
+from kvstore.index.plans import MissReason
+from kvstore.index.trails import TRAIL_SHARE, Trails
+from kvstore.model.chunks import ChunkRef, Outcome, is_trail_of
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.policies import Policy, open_policy
 from kvstore.protocol.runs import PAGE_BYTES, Run
 from kvstore.server.holds import Holds

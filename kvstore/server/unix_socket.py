@@ -18,9 +18,9 @@ import struct
 from contextlib import suppress
 from pathlib import Path
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
+from kvstore.model.throttle import Throttle
 from kvstore.protocol.messages import TOKEN_BYTES
-from kvstore.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import ClosedError
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import ClosedError
 from kvstore.testing.harness import EVEN, FEW_CHUNKS, LAYOUTS, MINE, BoundedHarness, make_ref
 from kvstore.tiers.base import TierSetup
 

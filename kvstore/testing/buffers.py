@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.errors import InvalidCallError
-from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.errors import InvalidCallError
+from kvstore.model.layout import ALIGNMENT_BYTES, KVLayout, round_up
 from kvstore.testing.harness import (
     EVEN,
     ODD,

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from kvstore.channels.base import MAX_DESCRIPTION_BYTES, Channel, Peer, Reading, State
-from kvstore.chunks import ByteArray
-from kvstore.errors import ChannelError
+from kvstore.model.chunks import ByteArray
+from kvstore.model.errors import ChannelError
 from kvstore.testing.exposing import random_bytes
 from kvstore.testing.transports import BIG, STORED, TransportConformance
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.chunks import ChunkRef, Outcome
+from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.testing.harness import EVEN, LAYOUTS, MINE, OTHER, TierHarness, make_ref, make_transfer
 from kvstore.tiers.base import TierCounters
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvstore.chunks import ChunkRef, Outcome
+from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.testing.harness import ODD, TierHarness, make_ref
 
 A, B = make_ref(1), make_ref(2)

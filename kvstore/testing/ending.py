@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.errors import ClosedError
+from kvstore.model.errors import ClosedError
 from kvstore.testing.harness import EVEN, OTHER, TierHarness, make_ref, make_transfer
 
 A, B, C = make_ref(1), make_ref(2), make_ref(3)

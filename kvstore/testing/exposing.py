@@ -13,7 +13,7 @@ from importlib import import_module
 import numpy as np
 
 from kvstore.channels.base import Channel
-from kvstore.chunks import ByteArray
+from kvstore.model.chunks import ByteArray
 
 
 def random_bytes(num_bytes: int, seed: int) -> ByteArray:

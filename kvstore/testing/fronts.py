@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.errors import InvalidCallError
-from kvstore.layout import ALIGNMENT_BYTES, round_up
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.errors import InvalidCallError
+from kvstore.model.layout import ALIGNMENT_BYTES, round_up
 from kvstore.testing.harness import (
     EVEN,
     LAYOUTS,

@@ -13,9 +13,9 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from kvstore.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.keys import Namespace
-from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import ALIGNMENT_BYTES, KVLayout, round_up
 from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Tier, TierSetup, Transfer
 
 MINE = Namespace({"model": "conformance"})

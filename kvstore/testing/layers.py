@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.errors import InvalidCallError
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.errors import InvalidCallError
+from kvstore.model.layout import KVLayout
 from kvstore.testing.harness import (
     DEEP,
     EVEN,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import ClosedError, InvalidCallError
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import ClosedError, InvalidCallError
 from kvstore.testing.harness import EVEN, LAYOUTS, TierHarness, make_payload, make_ref, make_transfer
 from kvstore.tiers.base import MAX_LENT, Loan, Tier
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from kvstore.chunks import ChunkRef, Outcome
+from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.testing.harness import FEW_CHUNKS, TierHarness, make_ref
 
 SETTINGS = settings(

@@ -17,8 +17,8 @@ from types import FunctionType, MethodType, ModuleType
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
 
-from kvstore.errors import InvalidCallError
-from kvstore.keys import PrefixKey
+from kvstore.model.errors import InvalidCallError
+from kvstore.model.keys import PrefixKey
 from kvstore.policies.base import Policy
 from kvstore.policies.simulation import SimulatedStore
 from kvstore.testing.policy_machine import SETTINGS, PolicyMachine

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvstore.keys import PrefixKey
+from kvstore.model.keys import PrefixKey
 from kvstore.policies.base import Policy
 
 SETTINGS = settings(

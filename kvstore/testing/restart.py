@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.chunks import Outcome
+from kvstore.model.chunks import Outcome
 from kvstore.testing.harness import MINE, ODD, OTHER, TierHarness, make_ref
 
 A, B, C = make_ref(1), make_ref(2), make_ref(3)

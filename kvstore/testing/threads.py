@@ -7,9 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from kvstore.chunks import Outcome
-from kvstore.errors import ClosedError
-from kvstore.keys import Namespace
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import ClosedError
+from kvstore.model.keys import Namespace
 from kvstore.testing.harness import EVEN, TierHarness, make_buffer, make_payload, make_ref, make_transfer
 from kvstore.tiers.base import Transfer
 

@@ -15,13 +15,13 @@ import pytest
 from kvstore import channels
 from kvstore.channels import open_channel
 from kvstore.channels.base import Channel
-from kvstore.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.errors import ClosedError, TierError
 from kvstore.handover.offering import Exposed, open_offering
 from kvstore.handover.tcp import open_transport
 from kvstore.handover.transport import Parcel, Transport
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.errors import ClosedError, TierError
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.protocol.progress import Progress
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from kvstore.testing.harness import LARGE, MINE, ODD, OTHER

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

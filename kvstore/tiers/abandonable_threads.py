@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from kvstore.errors import ClosedError, InvalidCallError, TierError
+from kvstore.model.errors import ClosedError, InvalidCallError, TierError
 
 Result = TypeVar("Result")
 Work = tuple["Future[Any]", Callable[[], Any]]

@@ -28,10 +28,10 @@ from typing import Final, NamedTuple, Self
 
 import numpy as np
 
-from kvstore.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.errors import ConfigError, InvalidCallError, TierError
-from kvstore.keys import PREFIX_KEY_BYTES, Namespace, PrefixKey
-from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.errors import ConfigError, InvalidCallError, TierError
+from kvstore.model.keys import PREFIX_KEY_BYTES, Namespace, PrefixKey
+from kvstore.model.layout import ALIGNMENT_BYTES, KVLayout, round_up
 
 logger = logging.getLogger(__name__)
 

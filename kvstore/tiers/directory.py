@@ -8,9 +8,9 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from kvstore.chunks import Answer, Asked, ChunkRef
-from kvstore.errors import ClosedError, TierError
-from kvstore.keys import Namespace
+from kvstore.model.chunks import Answer, Asked, ChunkRef
+from kvstore.model.errors import ClosedError, TierError
+from kvstore.model.keys import Namespace
 from kvstore.tiers.base import Tier
 from kvstore.tiers.guards import find
 from kvstore.tiers.peers import PeersTier

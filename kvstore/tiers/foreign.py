@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import final
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import ClosedError
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import ClosedError
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.tiers.base import Tier, TierCounters, Transfer, payload_view
 
 

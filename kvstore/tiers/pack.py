@@ -15,16 +15,16 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
-from kvstore.catalog.trails import Trails
-from kvstore.chunks import ByteArray, ChunkRef, Outcome, chunk_of, is_trail_of
-from kvstore.errors import ClosedError, ConfigError
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Damage
 from kvstore.format.codecs import CODEC_NAMES, open_codec
 from kvstore.format.coding import ChunkCoder
 from kvstore.format.pack import Extent, Pack, open_pack
-from kvstore.keys import ChunkKey, Namespace, PrefixKey
-from kvstore.layout import KVLayout
+from kvstore.index.trails import Trails
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome, chunk_of, is_trail_of
+from kvstore.model.errors import ClosedError, ConfigError
+from kvstore.model.keys import ChunkKey, Namespace, PrefixKey
+from kvstore.model.layout import KVLayout
 from kvstore.tiers.base import GIVEN_BY_URL, MAX_NEAREST, Tier, TierCounters, TierSetup, Transfer, payload_view
 
 logger = logging.getLogger(__name__)

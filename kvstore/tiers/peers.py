@@ -19,10 +19,10 @@ from itertools import chain
 from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import ClosedError, ConfigError, TierError, TierTimeoutError
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import ClosedError, ConfigError, TierError, TierTimeoutError
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.tiers.base import Loan, Tier, TierCounters, Transfer, payload_view, start_closing
 
 _MAX_ROUTES: Final = 65_536  # chunks still to be read from a source

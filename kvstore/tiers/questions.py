@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
-from kvstore.chunks import Answer, Asked
-from kvstore.errors import KVStoreError
+from kvstore.model.chunks import Answer, Asked
+from kvstore.model.errors import KVStoreError
 from kvstore.tiers.abandonable_threads import carry_out
 
 logger = logging.getLogger(__name__)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.heads import Division
-from kvstore.layout import ALIGNMENT_BYTES, round_up
 from kvstore.memory.scratch import Scratch
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.heads import Division
+from kvstore.model.layout import ALIGNMENT_BYTES, round_up
 from kvstore.tiers.base import Tier, Transfer, payload_view, start_closing
 from kvstore.tiers.foreign import ForeignTier
 

@@ -1,1 +1,1 @@
-"""Execution of the catalog's plans: copies between paged KV cache, slots and slower tiers."""
+"""Execution of the index's plans: copies between paged KV cache, slots and slower tiers."""

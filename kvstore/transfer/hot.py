@@ -14,10 +14,10 @@ import logging
 from collections import OrderedDict
 from typing import Final, NamedTuple
 
-from kvstore.chunks import ChunkRef
-from kvstore.errors import ConfigError, DeviceFullError
 from kvstore.memory.device import DeviceSlots
 from kvstore.memory.labelled import Filling
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import ConfigError, DeviceFullError
 from kvstore.paged.base import BlockIds, PagedKV
 
 logger = logging.getLogger(__name__)

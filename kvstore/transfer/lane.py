@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import KVStoreError, TierError, TierTimeoutError
-from kvstore.keys import Namespace
 from kvstore.memory.labelled import LabelledPool
-from kvstore.throttle import Throttle
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import KVStoreError, TierError, TierTimeoutError
+from kvstore.model.keys import Namespace
+from kvstore.model.throttle import Throttle
 from kvstore.tiers.abandonable_threads import carry_out
 from kvstore.tiers.base import Loan, Tier, Transfer
 from kvstore.transfer.removal_queue import RemovalQueue
@@ -78,7 +78,7 @@ class _Write:
         ref: the chunk.
         slot: holds its bytes.
         namespace_id: the namespace of these bytes.
-        sweeps: clears and resets before it; the next one makes it void.
+        generation: clears and resets before it; the next one makes it void.
         after: the last removal that must come before it.
         trail: of the chunk.
         is_unwanted: the chunk was removed meanwhile, and is removed from the tier once it is stored.
@@ -89,7 +89,7 @@ class _Write:
     ref: ChunkRef
     slot: int
     namespace_id: bytes | None
-    sweeps: int
+    generation: int
     after: int
     trail: bytes
     is_unwanted: bool = False
@@ -132,7 +132,7 @@ class Lane:
         self._removals = RemovalQueue(tier, lambda what, error: self._log(f"cannot {what} the %s tier: %s", error))
         self._lock = threading.Condition()
         self._namespace_id = namespace_id
-        self._sweeps = 0  # clears and resets
+        self._generation = 0  # clears and resets
         self._max_together = min(_MAX_TOGETHER, _TOGETHER_BYTES // cpu.slot_bytes)
         self._waiting: deque[_Write] = deque()
         self._writing: set[_Write] = set()  # including those that wait
@@ -151,7 +151,7 @@ class Lane:
         """Start to read a chunk, or some layers of it, into a slot; of a ``holder`` only the leading blocks."""
         buffer = self._cpu.claim(slot)  # now, so that a failed read does not leave the former content
         wanted = Transfer(ref, buffer) if holder is None else Transfer(holder, buffer, front_blocks=ref.num_blocks)
-        return self._readers.submit(self._read, wanted, slot, layers, self._sweeps)
+        return self._readers.submit(self._read, wanted, slot, layers, self._generation)
 
     @property
     def lends(self) -> bool:
@@ -160,23 +160,23 @@ class Lane:
 
     def borrow(self, refs: Sequence[ChunkRef]) -> Future[Loan]:
         """Start to borrow chunks; a broken tier lends none. The caller ends the loan."""
-        return self._readers.submit(self._borrow, refs, self._sweeps)
+        return self._readers.submit(self._borrow, refs, self._generation)
 
     @property
-    def sweeps(self) -> int:
+    def generation(self) -> int:
         """Number of clears and resets so far. Bytes gathered from the model's blocks before one are void after it."""
-        return self._sweeps
+        return self._generation
 
-    def write(self, ref: ChunkRef, slot: int, sweeps: int | None = None, trail: bytes = b"") -> None:
+    def write(self, ref: ChunkRef, slot: int, generation: int | None = None, trail: bytes = b"") -> None:
         """Start to write a slot's chunk, with its trail; the slot must not change before the write has ended.
 
-        ``sweeps`` is its value when filling the slot began; None for the current one.
+        ``generation`` is its value when filling the slot began; None for the current one.
         """
         if self._leaves_writes:
             self._on_written(ref, True)
             return
         with self._lock:
-            began = self._sweeps if sweeps is None else sweeps
+            began = self._generation if generation is None else generation
             write = _Write(ref, slot, self._namespace_id, began, self._removals.queued, trail)
             self._writers.submit(self._write)
             self._waiting.append(write)
@@ -205,13 +205,13 @@ class Lane:
     def clear(self, refs: Iterable[ChunkRef] = ()) -> None:
         """Start to remove all chunks from the tier; if that fails, at least these."""
         with self._lock:
-            self._sweeps += 1  # voids reads and writes that began before
+            self._generation += 1  # voids reads and writes that began before
             self._removals.clear(refs)
 
     def reset(self, namespace: Namespace) -> None:
         """Start to remove all chunks from the tier; later writes belong to another namespace."""
         with self._lock:
-            self._sweeps += 1  # voids reads and writes that began before
+            self._generation += 1  # voids reads and writes that began before
             self._namespace_id = namespace.id
             self._removals.reset(namespace)
 
@@ -240,13 +240,13 @@ class Lane:
             pool.shutdown(wait=True)  # running calls end within the tier's deadline
         self._tier.close()
 
-    def _read(self, wanted: Transfer, slot: int, layers: range | None, sweeps: int) -> Arrival:
-        if sweeps != self._sweeps or self._removals.hides([wanted.ref]):
+    def _read(self, wanted: Transfer, slot: int, layers: range | None, generation: int) -> Arrival:
+        if generation != self._generation or self._removals.hides([wanted.ref]):
             return Arrival(Outcome.MISS)
         self._cpu.settle(slot)  # here, where no model waits
         try:
             outcome = (self._tier.get_layers([wanted], layers) if layers else self._tier.get([wanted]))[0]
-            return Arrival(outcome if sweeps == self._sweeps else Outcome.FAILED)
+            return Arrival(outcome if generation == self._generation else Outcome.FAILED)
         except TierTimeoutError as error:
             self._log("cannot read from the %s tier: %s", error)
             return Arrival(Outcome.FAILED, error.pending)
@@ -254,8 +254,8 @@ class Lane:
             self._log("cannot read from the %s tier: %s", error)
             return Arrival(Outcome.FAILED)
 
-    def _borrow(self, refs: Sequence[ChunkRef], sweeps: int) -> Loan:
-        if sweeps != self._sweeps or self._removals.hides(refs):
+    def _borrow(self, refs: Sequence[ChunkRef], generation: int) -> Loan:
+        if generation != self._generation or self._removals.hides(refs):
             return Loan.refused(len(refs))
         try:
             return self._tier.borrow(refs)
@@ -343,7 +343,7 @@ class Lane:
         return call.cancelled() or error is not None
 
     def _is_over(self, write: _Write) -> bool:
-        return write.sweeps != self._sweeps
+        return write.generation != self._generation
 
     def _log(self, message: str, error: KVStoreError) -> None:
         """Warn at most once a minute: a broken tier fails every chunk in the same way."""

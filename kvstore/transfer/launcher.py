@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from kvstore.errors import DeviceFullError
 from kvstore.memory.labelled import LabelledPool
-from kvstore.paged.streams import Moment, Streams, Way
-from kvstore.throttle import Throttle
+from kvstore.model.errors import DeviceFullError
+from kvstore.model.throttle import Throttle
+from kvstore.paged.streams import DeviceEvent, Direction, Streams
 
 logger = logging.getLogger(__name__)
 
@@ -31,19 +31,21 @@ class Launcher:
         self._on_failure = on_failure
         self._throttle = Throttle(logger)
 
-    def launch(self, slots: Sequence[int], way: Way, copy: Callable[[], Sequence[Moment]]) -> Sequence[Moment] | None:
-        """Launch copies from or to slots, which the device uses until the moments that ``copy`` returns for them.
+    def launch(
+        self, slots: Sequence[int], direction: Direction, copy: Callable[[], Sequence[DeviceEvent]]
+    ) -> Sequence[DeviceEvent] | None:
+        """Launch copies from or to slots, which the device uses until the events that ``copy`` returns for them.
 
         Returns None if the device had no memory left.
         """
-        moments: list[Moment] = []
-        if not self.attempt(slots, way, lambda: moments.extend(copy())):
+        events: list[DeviceEvent] = []
+        if not self.attempt(slots, direction, lambda: events.extend(copy())):
             return None
-        for slot, moment in zip(slots, moments, strict=True):
-            self._cpu.note_use(slot, moment)
-        return moments
+        for slot, event in zip(slots, events, strict=True):
+            self._cpu.note_use(slot, event)
+        return events
 
-    def attempt(self, slots: Sequence[int], way: Way, copy: Callable[[], object]) -> bool:
+    def attempt(self, slots: Sequence[int], direction: Direction, copy: Callable[[], object]) -> bool:
         """Launch copies from or to slots, whose use the caller notes. False if the device had no memory left.
 
         Other errors are raised, because a broken device stays broken.
@@ -51,7 +53,7 @@ class Launcher:
         try:
             copy()
         except BaseException as error:
-            self._hold(slots, way)
+            self._hold(slots, direction)
             if not isinstance(error, DeviceFullError):
                 raise
             self._on_failure(len(slots))
@@ -59,11 +61,11 @@ class Launcher:
             return False
         return True
 
-    def note_uses(self, slots: Iterable[int], moment: Moment) -> None:
-        """Note that the device uses slots until ``moment``."""
+    def note_uses(self, slots: Iterable[int], event: DeviceEvent) -> None:
+        """Note that the device uses slots until ``event``."""
         for slot in slots:
-            self._cpu.note_use(slot, moment)
+            self._cpu.note_use(slot, event)
 
-    def _hold(self, slots: Sequence[int], way: Way) -> None:
+    def _hold(self, slots: Sequence[int], direction: Direction) -> None:
         """Mark slots as used until all copies of a direction have ended, as a failed launch may have begun some."""
-        self.note_uses(slots, self._streams.launch(way, lambda: None, None))
+        self.note_uses(slots, self._streams.launch(direction, lambda: None, None))

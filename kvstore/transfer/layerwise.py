@@ -20,13 +20,13 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Generic, NamedTuple, TypeVar
 
-from kvstore.catalog.plans import LoadStep, Place
-from kvstore.chunks import ByteArray, Outcome
-from kvstore.keys import PrefixKey
-from kvstore.layout import KVLayout
+from kvstore.index.plans import LoadStep, Place
 from kvstore.memory.labelled import Filling
+from kvstore.model.chunks import ByteArray, Outcome
+from kvstore.model.keys import PrefixKey
+from kvstore.model.layout import KVLayout
 from kvstore.paged.base import ChunkBlocks
-from kvstore.paged.streams import Moment, Way
+from kvstore.paged.streams import DeviceEvent, Direction
 from kvstore.transfer.lane import Arrival
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, StoreJob
 
@@ -64,8 +64,8 @@ class LayerLoad:
         self._hot: set[PrefixKey] = set()  # loaded as a whole, from the device
         self._fillings: dict[int, Filling | None] = {}  # the content of the slots at their first use, by job number
         self._blocks: dict[int, ChunkBlocks] = {}  # of the jobs, by number
-        self._moment: Moment = None  # the end of the reads of slots so far
-        self._turn: Moment = None  # the end of the last call, whose thread may have another current stream
+        self._event: DeviceEvent = None  # the end of the reads of slots so far
+        self._turn: DeviceEvent = None  # the end of the last call, whose thread may have another current stream
         self._uses_thread = not mover.launches
         self._next_layer: Future[None] | None = None  # scattered while the model computes
         self._returned_s = -math.inf  # the time at which the last layer was loaded
@@ -123,9 +123,9 @@ class LayerLoad:
         steps = [self._jobs[number].step for number in arrived]
 
         def scatter() -> None:
-            self._moment = self._mover.paged.scatter_layers(layers, list(arrived.values()))
+            self._event = self._mover.paged.scatter_layers(layers, list(arrived.values()))
 
-        if not self._mover.launcher.attempt([step.slot for step in steps], Way.IN, scatter):
+        if not self._mover.launcher.attempt([step.slot for step in steps], Direction.IN, scatter):
             self._result.failed.update(step.ref.prefix_key for step in steps)
 
     def _blocks_of(self, number: int, source: ByteArray) -> ChunkBlocks:
@@ -156,7 +156,7 @@ class LayerLoad:
                 self._mover.note_arrival(reading.step)
             else:
                 self._result.failed.add(reading.step.ref.prefix_key)
-        self._mover.launcher.note_uses((job.step.slot for job in self._jobs), self._moment)
+        self._mover.launcher.note_uses((job.step.slot for job in self._jobs), self._event)
         self._mover.counters.mislabelled_slots += self._mislabelled
         if are_blocks_ours and self._done_layers == self._num_layers:
             self._note_loads()
@@ -247,11 +247,11 @@ class LayerStore:
         self._mover = mover
         self._jobs = list(jobs)
         self._stuck = {job.step.slot for job in jobs if mover.is_stuck(job.step.slot)}
-        self._sweeps = mover.sweeps()
+        self._generations = mover.generations()
         self._chunks: dict[int, ChunkBlocks] = {}  # the chunks to gather, by slot
         self._done_layers = 0
-        self._moment: Moment = None  # the end of the gathers so far
-        self._turn: Moment = None  # the end of the last call, whose thread may have another current stream
+        self._event: DeviceEvent = None  # the end of the gathers so far
+        self._turn: DeviceEvent = None  # the end of the last call, whose thread may have another current stream
 
     def move(self, layer: int) -> None:
         """Gather one layer of all chunks, the layers in order. Small ones wait for those that are moved with them."""
@@ -273,9 +273,9 @@ class LayerStore:
             return
 
         def gather() -> None:
-            self._moment = self._mover.paged.gather_layers(layers, list(self._chunks.values()))
+            self._event = self._mover.paged.gather_layers(layers, list(self._chunks.values()))
 
-        if self._mover.launcher.attempt(list(self._chunks), Way.OUT, gather):
+        if self._mover.launcher.attempt(list(self._chunks), Direction.OUT, gather):
             self._done_layers = layers.stop
 
     def finish(self, *, trusted: bool = True) -> set[PrefixKey]:
@@ -283,14 +283,14 @@ class LayerStore:
 
         All fail if a layer is missing, or if the gathered bytes are not ``trusted``.
         """
-        self._mover.launcher.note_uses(self._chunks, self._moment)  # in any case, because the slots are released
+        self._mover.launcher.note_uses(self._chunks, self._event)  # in any case, because the slots are released
         if not trusted or self._done_layers < self._mover.paged.layout.num_layers:
             return self._mover.refuse(self._jobs)
-        self._mover.paged.streams.reach(self._moment)
+        self._mover.paged.streams.reach(self._event)
         failed = self._mover.refuse(job for job in self._jobs if job.step.slot in self._stuck)
         for job in self._jobs:
             if job.step.slot not in self._stuck:
-                failed |= self._mover.note_store(job, self._sweeps)
+                failed |= self._mover.note_store(job, self._generations)
         return failed
 
 

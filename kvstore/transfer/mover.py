@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvstore.catalog.plans import LoadStep, Place, StoreStep
-from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.format.deviation import deviation
-from kvstore.keys import Namespace, PrefixKey
+from kvstore.index.plans import LoadStep, Place, StoreStep
 from kvstore.memory.labelled import Filling, LabelledPool
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV
 from kvstore.paged.copiers import Copiers
-from kvstore.paged.streams import Moment, Way
+from kvstore.paged.streams import DeviceEvent, Direction
 from kvstore.transfer.borrowing import use_borrowed
 from kvstore.transfer.hot import HotChunks
 from kvstore.transfer.lane import Arrival, Flushed, Lane
@@ -66,18 +66,18 @@ class LoadResult(NamedTuple):
             self.lost.add(ref.prefix_key)
 
 
-class Stores(NamedTuple):
-    """Stores that have begun.
+class StartedStores(NamedTuple):
+    """StartedStores that have begun.
 
     Attributes:
         waiting: those not known to be complete, each with the end of its copy; on the host they are not copied yet.
         failed: keys of those that did not begin.
-        sweeps: clears and resets of each lane when the stores began; another one voids them.
+        generations: clears and resets of each lane when the stores began; another one voids them.
     """
 
-    waiting: deque[tuple[StoreJob, Moment]]
+    waiting: deque[tuple[StoreJob, DeviceEvent]]
     failed: set[PrefixKey]
-    sweeps: Mapping[Place, int]
+    generations: Mapping[Place, int]
 
 
 @dataclass
@@ -113,7 +113,7 @@ class Mover:
         lanes: the slower tiers, each with the threads that serve it; ``close`` closes them.
         hot: copies of frequently loaded chunks on the device; ``close`` closes it.
         stuck: slots that abandoned reads may still write to, shared with another mover.
-        is_passage: no chunk stays in the pool. Chunks lent by a remote tier are then scattered directly from there.
+        staging_only: no chunk stays in the pool. Chunks lent by a remote tier are then scattered directly from there.
         copy_threads: number of threads that gather and scatter at once on the CPU, including the caller.
     """
 
@@ -125,7 +125,7 @@ class Mover:
         hot: HotChunks | None = None,
         stuck: dict[int, list[Future[Any]]] | None = None,
         *,
-        is_passage: bool = False,
+        staging_only: bool = False,
         copy_threads: int = 1,
     ) -> None:
         self.counters = MoverCounters()
@@ -137,10 +137,10 @@ class Mover:
         self._hot = hot
         self._layers = ThreadPoolExecutor(1, "kvstore-layers")  # has no thread before it is used
         self._stuck = {} if stuck is None else stuck
-        self._is_passage = is_passage
+        self._is_passage = staging_only
         self.launcher = Launcher(cpu, paged.streams, self._note_failure)
         self.launches = paged.streams.now() is not None  # copies run asynchronously, on a device
-        may_borrow = is_passage and Place.DISK not in self._lanes and not self.launches
+        may_borrow = staging_only and Place.DISK not in self._lanes and not self.launches
         self._may_lend = self._lanes.get(Place.REMOTE) if may_borrow else None
 
     def for_thread(self, paged: PagedKV | None = None) -> Mover:
@@ -150,7 +150,7 @@ class Mover:
         mover whose streams and buffers it shares for loads; None for separate ones.
         """
         paged = self.paged.for_thread() if paged is None else paged
-        return Mover(paged, self.cpu, self._lanes, stuck=self._stuck, is_passage=self._is_passage)
+        return Mover(paged, self.cpu, self._lanes, stuck=self._stuck, staging_only=self._is_passage)
 
     def load(self, jobs: Sequence[LoadJob]) -> LoadResult:
         """Load chunks into the paged cache; the blocks of failed ones hold garbage.
@@ -231,7 +231,7 @@ class Mover:
         cold = [one for one, is_hot in zip(arrived, hot, strict=True) if len(one[0].block_ids) and not is_hot]
         chunks = [ChunkBlocks(job.block_ids, source, job.step.ref.num_blocks, job.first_block) for job, source in cold]
         slots = [job.step.slot for job, _ in cold]
-        if self.launcher.launch(slots, Way.IN, lambda: self.paged.scatter_chunks(chunks)) is None:
+        if self.launcher.launch(slots, Direction.IN, lambda: self.paged.scatter_chunks(chunks)) is None:
             result.failed.update(job.step.ref.prefix_key for job, _ in cold)
         for (job, _), filling, is_hot in zip(arrived, fillings, hot, strict=True):
             if job.step.ref.prefix_key not in result.failed:
@@ -247,8 +247,10 @@ class Mover:
             return None
         num_blocks = job.step.ref.num_blocks
         fresh = np.zeros(self.paged.layout.payload_bytes(num_blocks), np.uint8)  # as where no row is gathered
-        slots, ends = [job.step.slot], list[Moment]()
-        if not self.launcher.attempt(slots, Way.OUT, lambda: ends.append(self.paged.gather(job.block_ids, fresh))):
+        slots, ends = [job.step.slot], list[DeviceEvent]()
+        if not self.launcher.attempt(
+            slots, Direction.OUT, lambda: ends.append(self.paged.gather(job.block_ids, fresh))
+        ):
             return None
         self.paged.streams.reach(ends[0])
         return deviation(fresh, stored, self.paged.layout, num_blocks)
@@ -287,58 +289,58 @@ class Mover:
         """
         return self.finish_store(self.start_store(jobs))
 
-    def start_store(self, jobs: Sequence[StoreJob]) -> Stores:
+    def start_store(self, jobs: Sequence[StoreJob]) -> StartedStores:
         """Launch a device's gathers in stream order, for ``finish_store``. Raises as ``store`` does."""
         stuck = {job.step.slot for job in jobs if self.is_stuck(job.step.slot)}
         failed = self.refuse(job for job in jobs if job.step.slot in stuck)
         ours = [job for job in jobs if job.step.slot not in stuck]
-        sweeps = self.sweeps()
+        generations = self.generations()
         if not self.launches:
-            return Stores(deque((job, None) for job in ours), failed, sweeps)
+            return StartedStores(deque((job, None) for job in ours), failed, generations)
         gathering = [job for job in ours if job.step.gather]
         try:
-            moments = self._launch_gathers(gathering)
+            events = self._launch_gathers(gathering)
         except BaseException:
             self.refuse(ours)
             raise
-        if moments is None:
+        if events is None:
             failed |= self.refuse(gathering)
-            ours, moments = [job for job in ours if not job.step.gather], ()
-        ends = dict(zip((job.step.slot for job in gathering), moments, strict=False))
-        return Stores(deque((job, ends.get(job.step.slot)) for job in ours), failed, sweeps)
+            ours, events = [job for job in ours if not job.step.gather], ()
+        ends = dict(zip((job.step.slot for job in gathering), events, strict=False))
+        return StartedStores(deque((job, ends.get(job.step.slot)) for job in ours), failed, generations)
 
-    def _launch_gathers(self, jobs: Sequence[StoreJob]) -> Sequence[Moment] | None:
+    def _launch_gathers(self, jobs: Sequence[StoreJob]) -> Sequence[DeviceEvent] | None:
         slots = [job.step.slot for job in jobs]
         chunks = [self._source(job) for job in jobs]
-        return self.launcher.launch(slots, Way.OUT, lambda: self.paged.gather_chunks(chunks))
+        return self.launcher.launch(slots, Direction.OUT, lambda: self.paged.gather_chunks(chunks))
 
     def _source(self, job: StoreJob) -> ChunkBlocks:
         """Claim a chunk's slot, and return it with the chunk's blocks."""
         slot = self.cpu.claim_on_device(job.step.slot, self.paged.streams)
         return ChunkBlocks(job.block_ids, slot, job.step.ref.num_blocks, 0)
 
-    def finish_store(self, stores: Stores) -> set[PrefixKey]:
+    def finish_store(self, stores: StartedStores) -> set[PrefixKey]:
         """Publish chunks as their bytes arrive in memory, and start their writes. On any thread, one at a time."""
-        waiting, failed, sweeps = stores
+        waiting, failed, generations = stores
         try:
             while waiting:
-                job, moment = waiting[0]
+                job, event = waiting[0]
                 if job.step.gather and not self.launches:
-                    (moment,) = self.paged.gather_chunks([self._source(job)])
-                self.paged.streams.reach(moment)
+                    (event,) = self.paged.gather_chunks([self._source(job)])
+                self.paged.streams.reach(event)
                 waiting.popleft()
-                failed |= self.note_store(job, sweeps)
+                failed |= self.note_store(job, generations)
         except BaseException:
             self.refuse(job for job, _ in waiting)
             raise
         return failed
 
-    def sweeps(self) -> dict[Place, int]:
+    def generations(self) -> dict[Place, int]:
         """Return the clears and resets of each lane so far."""
-        return {place: lane.sweeps for place, lane in self._lanes.items()}
+        return {place: lane.generation for place, lane in self._lanes.items()}
 
-    def note_store(self, job: StoreJob, sweeps: Mapping[Place, int]) -> set[PrefixKey]:
-        """Publish a chunk after its gather, which began when there were ``sweeps``, and start its writes.
+    def note_store(self, job: StoreJob, generations: Mapping[Place, int]) -> set[PrefixKey]:
+        """Publish a chunk after its gather, which began when there were ``generations``, and start its writes.
 
         Returns its key if the slot was cleared meanwhile, which fails the store.
         """
@@ -348,7 +350,7 @@ class Mover:
             self.counters.chunks_stored += 1
             self.counters.bytes_gathered += self.paged.bytes_of(job.block_ids)
         for target in job.step.targets:
-            self._lanes[target].write(ref, slot, sweeps[target], job.step.trail)
+            self._lanes[target].write(ref, slot, generations[target], job.step.trail)
         return set() if is_there else {ref.prefix_key}
 
     def refuse(self, jobs: Iterable[StoreJob]) -> set[PrefixKey]:

@@ -17,9 +17,9 @@ from functools import partial
 from itertools import islice
 from typing import Final
 
-from kvstore.chunks import ChunkRef
-from kvstore.errors import ClosedError, TierError
-from kvstore.keys import Namespace
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import ClosedError, TierError
+from kvstore.model.keys import Namespace
 from kvstore.tiers.abandonable_threads import carry_out
 from kvstore.tiers.base import Tier
 

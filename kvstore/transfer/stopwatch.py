@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from kvstore.paged.base import PagedKV
-from kvstore.paged.streams import Moment
+from kvstore.paged.streams import DeviceEvent
 
 
 class Stopwatch:
@@ -28,8 +28,8 @@ class Stopwatch:
         self.queued_s = 0.0
         self._host_s = 0.0
         self._begin_s = 0.0
-        self._begin: Moment = None
-        self._laps: list[tuple[Moment, Moment]] = []
+        self._begin: DeviceEvent = None
+        self._laps: list[tuple[DeviceEvent, DeviceEvent]] = []
 
     def __enter__(self) -> Self:
         self._begin, self._begin_s = self._streams.now(), time.perf_counter()

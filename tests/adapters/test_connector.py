@@ -25,7 +25,7 @@ from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.worker.worker import StoreWorker
-from kvstore.errors import KVStoreError
+from kvstore.model.errors import KVStoreError
 
 pytestmark = pytest.mark.vllm
 

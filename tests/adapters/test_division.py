@@ -20,8 +20,8 @@ from kvstore.adapters.vllm.glue.namespace import namespace_of
 from kvstore.adapters.vllm.glue.options import engine_options, remote_options
 from kvstore.adapters.vllm.glue.ports import _parts_sent_here
 from kvstore.config.schema import StoreConfig
-from kvstore.heads import Division
-from kvstore.keys import Namespace
+from kvstore.model.heads import Division
+from kvstore.model.keys import Namespace
 
 pytestmark = pytest.mark.vllm
 

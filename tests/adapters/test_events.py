@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from kvstore.adapters.vllm.telemetry.announcer import Blocks, Removed, Stored
 from kvstore.adapters.vllm.telemetry.events import as_kv_events
-from kvstore.catalog.plans import Place
+from kvstore.index.plans import Place
 
 pytestmark = pytest.mark.vllm
 

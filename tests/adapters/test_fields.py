@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 from kvstore.adapters.vllm.glue import settings
 from kvstore.adapters.vllm.glue.fields import MODEL_DTYPE, RULES, Fate, Rule
 from kvstore.adapters.vllm.glue.settings import settings_of
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.tools.dev.matrix import VERSIONS
 
 pytestmark = pytest.mark.vllm

@@ -11,7 +11,7 @@ import pytest
 from support.moved import make_arg_parser
 
 from kvstore.config import load_config
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.tools.doctor.flags import FIELDS
 from kvstore.tools.flags import as_shell, make_flags
 from kvstore.tools.vllmflags import parse_serve

@@ -35,8 +35,8 @@ from kvstore.adapters.vllm.glue.parallel import port_of, rank_of
 from kvstore.adapters.vllm.glue.support import check_supported, frees_blocks, overwrites_early
 from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.config.schema import StoreConfig
-from kvstore.errors import ConfigError
-from kvstore.keys import Namespace
+from kvstore.model.errors import ConfigError
+from kvstore.model.keys import Namespace
 
 pytestmark = pytest.mark.vllm
 

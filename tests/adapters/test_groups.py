@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvstore.adapters.vllm.glue import binding, capabilities, groups, support
 from kvstore.adapters.vllm.glue.support import check_supported
-from kvstore.errors import ConfigError, LayoutError
+from kvstore.model.errors import ConfigError, LayoutError
 from kvstore.paged.binding import bind_paged_kv
 
 pytestmark = pytest.mark.vllm

@@ -19,7 +19,7 @@ import kvstore.adapters.vllm as adapters
 from kvstore.adapters.vllm.connector import KVStoreConnector
 from kvstore.adapters.vllm.glue import interface, support
 from kvstore.adapters.vllm.glue.interface import TESTED, USES, Use, is_tested, missing, missing_hooks
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 
 pytestmark = pytest.mark.vllm
 BASE = base.KVConnectorBase_V1

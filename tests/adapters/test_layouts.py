@@ -24,10 +24,10 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvstore.adapters.vllm.glue.binding import paged_kv_of
-from kvstore.engine import CacheEngine
-from kvstore.errors import InvalidCallError, LayoutError
-from kvstore.keys import Namespace
-from kvstore.options import EngineOptions
+from kvstore.engine.engine import CacheEngine
+from kvstore.engine.options import EngineOptions
+from kvstore.model.errors import InvalidCallError, LayoutError
+from kvstore.model.keys import Namespace
 from kvstore.paged.base import LayerCache
 from kvstore.transfer.mover import as_block_ids
 

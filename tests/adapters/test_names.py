@@ -12,8 +12,8 @@ from vllm.config.quantization import resolve_quantization_config
 
 from kvstore.adapters.vllm.glue.namespace import namespace_of
 from kvstore.config.schema import StoreConfig
-from kvstore.errors import ConfigError
-from kvstore.keys import Namespace
+from kvstore.model.errors import ConfigError
+from kvstore.model.keys import Namespace
 
 pytestmark = pytest.mark.vllm
 

@@ -8,10 +8,10 @@ import pytest
 from support.example_tier import install_example
 
 from kvstore.adapters.vllm.glue.options import remote_options
-from kvstore.assembly import open_remote
 from kvstore.config import load_config
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.engine.opening import open_remote
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.tiers.base import GIVEN_BY_URL
 
 pytestmark = pytest.mark.vllm

@@ -41,11 +41,11 @@ from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.adapters.vllm.requests.wishes import PROBLEM, Wishes
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
-from kvstore.chunks import ChunkRef
 from kvstore.config import StoreConfig
-from kvstore.errors import ConfigError, KVStoreError, TierError
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import ConfigError, KVStoreError, TierError
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.ops import metrics
 
 pytestmark = pytest.mark.vllm

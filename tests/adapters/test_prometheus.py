@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from kvstore.adapters.vllm.connector import KVStoreConnector
 from kvstore.adapters.vllm.telemetry.prometheus import BUCKETS_S, PREFIX, StoreStats
 from kvstore.ops import metrics
-from kvstore.ops.metrics import METRICS, Kind, Tally
+from kvstore.ops.metrics import METRICS, MetricKind, Tally
 
 pytestmark = pytest.mark.vllm
 
@@ -75,6 +75,6 @@ def test_what_vllm_logs_adds_up() -> None:
 
 
 def test_buckets_are_bounds_of_what_is_measured() -> None:
-    assert all(metric.values for metric in METRICS.values() if metric.kind is not Kind.GAUGE and metric.labels)
+    assert all(metric.values for metric in METRICS.values() if metric.kind is not MetricKind.GAUGE and metric.labels)
     assert BUCKETS_S[0] < 1e-4
     assert BUCKETS_S[-1] > 100

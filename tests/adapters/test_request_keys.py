@@ -30,7 +30,7 @@ from kvstore.adapters.vllm.requests.arrivals import Known
 from kvstore.adapters.vllm.requests.contents import Unnamed, content_name
 from kvstore.adapters.vllm.requests.params import NO_PARAMS, RequestParams
 from kvstore.config.schema import REQUEST_FIELDS
-from kvstore.keys import Feature, PrefixHasher
+from kvstore.model.keys import Feature, PrefixHasher
 
 pytestmark = pytest.mark.vllm
 

@@ -16,11 +16,11 @@ from safetensors.numpy import load as load_safetensors
 from support.diskwork import MINE, bytes_on_disk, make_slot, path_of
 from support.schedules import schedules
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import ConfigError
 from kvstore.format import chunkfile
 from kvstore.format.pack import PackWriter, Shard, open_pack
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import ConfigError
+from kvstore.model.layout import KVLayout
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import BoundedTier, Tier, TierSetup, Transfer
 from kvstore.tiers.disk.striped import open_folders
@@ -29,7 +29,7 @@ from kvstore.tiers.guards import GuardOptions, guarded
 from kvstore.tiers.pack import PackTier
 
 if TYPE_CHECKING:
-    from kvstore.chunks import ByteArray
+    from kvstore.model.chunks import ByteArray
 
 LAYOUT = KVLayout((65536,) * 3, 1, 16, 64, element="bf16", page_axes=(4, 16, 512))
 LARGE = KVLayout((1 << 20,) * 5, 1, 16, 64, element="bf16", page_axes=(8, 16, 4096))

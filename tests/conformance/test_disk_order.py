@@ -23,7 +23,7 @@ from support.diskwork import (
 )
 from support.schedules import schedules
 
-from kvstore.chunks import ChunkRef, Outcome
+from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.tiers.disk.tier import DiskTier
 
 REFS = st.builds(make_ref, st.integers(0, 5), st.sampled_from([1, 3, 8]))

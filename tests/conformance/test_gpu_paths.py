@@ -16,10 +16,10 @@ from support.gpus import BLOCKS, CHUNK_BLOCKS, LAYERS, SLOTS, Gpu, opened
 
 from kvstore.adapters.vllm.plan import Fetch
 from kvstore.adapters.vllm.worker.background import Background
-from kvstore.catalog.plans import LoadStep, Place, StoreStep
-from kvstore.chunks import ByteArray, ChunkRef
+from kvstore.index.plans import LoadStep, Place, StoreStep
 from kvstore.memory.labelled import LabelledPool
 from kvstore.memory.slabs import SlabPool
+from kvstore.model.chunks import ByteArray, ChunkRef
 from kvstore.paged.base import BlockIds
 from kvstore.transfer.mover import LoadJob, Mover, StoreJob
 
@@ -54,14 +54,14 @@ def chunks_of(gpu: Gpu) -> list[tuple[BlockIds, int, ByteArray]]:
 
 
 def test_a_gather_reads_what_was_written_before_it_and_nothing_later(gpu: Gpu) -> None:
-    moments = []
+    events = []
     for ids, value, slot in chunks_of(gpu):
         gpu.hold_up()
         gpu.fill(ids, value)
-        moments.append(gpu.paged.gather(ids, slot))
+        events.append(gpu.paged.gather(ids, slot))
         gpu.fill(ids, LATER)
-    for moment in moments:
-        gpu.paged.streams.reach(moment)
+    for event in events:
+        gpu.paged.streams.reach(event)
     assert [held(gpu, slot) for slot in gpu.slots()] == [{value} for value in VALUES]
 
 
@@ -69,11 +69,11 @@ def test_a_payload_is_there_when_its_own_moment_is_reached(gpu: Gpu) -> None:
     (ids, value, slot), (more, _, other), *_ = chunks_of(gpu)
     gpu.hold_up()
     gpu.fill(ids, value)
-    moment = gpu.paged.gather(ids, slot)
+    event = gpu.paged.gather(ids, slot)
     gpu.hold_up()
     gpu.paged.gather(more, other)
-    gpu.paged.streams.reach(moment)
-    assert gpu.paged.streams.is_reached(moment)
+    gpu.paged.streams.reach(event)
+    assert gpu.paged.streams.is_reached(event)
     assert held(gpu, slot) == {value}
 
 
@@ -81,11 +81,11 @@ def test_several_chunks_in_one_call(gpu: Gpu) -> None:
     gpu.hold_up()
     for ids, value, _ in chunks_of(gpu):
         gpu.fill(ids, value)
-    moments = gpu.paged.gather_chunks([gpu.paged.chunk(ids, slot) for ids, _, slot in chunks_of(gpu)])
+    events = gpu.paged.gather_chunks([gpu.paged.chunk(ids, slot) for ids, _, slot in chunks_of(gpu)])
     for ids in IDS:
         gpu.fill(ids, LATER)
-    for moment in moments:
-        gpu.paged.streams.reach(moment)
+    for event in events:
+        gpu.paged.streams.reach(event)
     assert [held(gpu, slot) for slot in gpu.slots()] == [{value} for value in VALUES]
     gpu.paged.scatter_chunks([gpu.paged.chunk(ids, slot) for ids, _, slot in chunks_of(gpu)])
     seen = [gpu.read(ids) for ids in IDS]
@@ -124,8 +124,8 @@ def test_a_slot_may_change_when_the_moment_of_its_scatter_is_reached(gpu: Gpu) -
     for ids, value, slot in chunks_of(gpu):
         slot[:] = value
         gpu.hold_up()
-        moment = gpu.paged.scatter(ids, slot, CHUNK_BLOCKS, 0)
-        gpu.paged.streams.reach(moment)
+        event = gpu.paged.scatter(ids, slot, CHUNK_BLOCKS, 0)
+        gpu.paged.streams.reach(event)
         slot[:] = LATER
     assert [read_now(gpu, ids) for ids in IDS] == [{value} for value in VALUES]
 
@@ -146,9 +146,9 @@ def test_both_ways_in_turn(gpu: Gpu) -> None:
     for number, (ids, value, slot) in enumerate(chunks_of(gpu)):
         gpu.hold_up()
         gpu.fill(ids, value)
-        moment = gpu.paged.gather(ids, slot)
+        event = gpu.paged.gather(ids, slot)
         gpu.fill(ids, LATER)
-        gpu.paged.streams.reach(moment)
+        gpu.paged.streams.reach(event)
         other = IDS[number - 1]
         gpu.paged.scatter(other, slot, CHUNK_BLOCKS, 0)
         seen.append(gpu.read(other))
@@ -159,15 +159,15 @@ def test_both_ways_in_turn(gpu: Gpu) -> None:
 
 def test_layer_by_layer_out_with_each_layer_overwritten_at_once(gpu: Gpu) -> None:
     chunks = [gpu.paged.chunk(ids, slot) for ids, _, slot in chunks_of(gpu)]
-    moment = None
+    event = None
     for layer in range(LAYERS):
         gpu.hold_up()
         for ids, value, _ in chunks_of(gpu):
             gpu.fill(ids, value + 20 * layer, range(layer, layer + 1))
-        moment = gpu.paged.gather_layers(range(layer, layer + 1), chunks)
+        event = gpu.paged.gather_layers(range(layer, layer + 1), chunks)
         for ids in IDS:
             gpu.fill(ids, LATER, range(layer, layer + 1))
-    gpu.paged.streams.reach(moment)
+    gpu.paged.streams.reach(event)
     for _, value, slot in chunks_of(gpu):
         layers = slot[: gpu.size_bytes].reshape(LAYERS, -1)
         assert [set(np.unique(layer).tolist()) for layer in layers] == [{value + 20 * layer} for layer in range(LAYERS)]
@@ -210,10 +210,10 @@ def test_a_gather_on_another_thread_reads_what_the_model_had_launched(gpu: Gpu) 
         for ids, value, slot in chunks_of(gpu):
             gpu.hold_up()
             gpu.fill(ids, value)
-            moment = gpu.paged.streams.now()
+            event = gpu.paged.streams.now()
 
-            def save(ids: BlockIds = ids, slot: ByteArray = slot, moment: object = moment) -> None:
-                side.streams.hold(moment)  # type: ignore[arg-type]
+            def save(ids: BlockIds = ids, slot: ByteArray = slot, event: object = event) -> None:
+                side.streams.hold(event)  # type: ignore[arg-type]
                 side.streams.reach(side.gather(ids, slot))
 
             thread.submit(save).result()
@@ -223,17 +223,17 @@ def test_a_gather_on_another_thread_reads_what_the_model_had_launched(gpu: Gpu) 
 
 def test_blocks_may_be_written_behind_a_fence_while_a_save_is_under_way(gpu: Gpu) -> None:
     side = gpu.paged.for_thread()
-    moments = []
+    events = []
     for ids, value, slot in chunks_of(gpu):
         gpu.hold_up()
         gpu.fill(ids, value)
         side.streams.hold(gpu.paged.streams.now())
-        moments.append(side.gather(ids, slot))
+        events.append(side.gather(ids, slot))
         gpu.paged.fence()
         gpu.fill(ids, LATER)
     assert gpu.is_behind, "the host waited for the device"
-    for moment in moments:
-        gpu.paged.streams.reach(moment)
+    for event in events:
+        gpu.paged.streams.reach(event)
     assert [held(gpu, slot) for slot in gpu.slots()] == [{value} for value in VALUES]
 
 
@@ -244,10 +244,10 @@ def test_a_load_on_another_thread_is_there_when_it_has_ended(gpu: Gpu) -> None:
             slot[:] = value
             gpu.hold_up()
             gpu.fill(ids, LATER)  # launched before the load begins
-            moment = gpu.paged.streams.now()
+            event = gpu.paged.streams.now()
 
-            def load(ids: BlockIds = ids, slot: ByteArray = slot, moment: object = moment) -> None:
-                side.streams.hold(moment)  # type: ignore[arg-type]
+            def load(ids: BlockIds = ids, slot: ByteArray = slot, event: object = event) -> None:
+                side.streams.hold(event)  # type: ignore[arg-type]
                 side.scatter(ids, slot, CHUNK_BLOCKS, 0)
                 side.streams.wait()
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore.errors import ConfigError
 from kvstore.memory.device import DeviceSlots
 from kvstore.memory.slabs import SlabPool
+from kvstore.model.errors import ConfigError
 from kvstore.paged.base import BlockIds, PagedKV
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.transfer.mover import as_block_ids

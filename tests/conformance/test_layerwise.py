@@ -18,10 +18,10 @@ from support.remote import install as install_remote
 from support.rig import BLOCK, CHUNK, POISON, Rig, tokens_of
 from support.schedules import schedules
 
-from kvstore import assembly
-from kvstore.chunks import Outcome
-from kvstore.errors import InvalidCallError
-from kvstore.layout import KVLayout
+from kvstore.engine import opening
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import InvalidCallError
+from kvstore.model.layout import KVLayout
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.disk.striped import open_folders
 from kvstore.tiers.disk.tier import DiskTier
@@ -264,7 +264,7 @@ def test_a_tier_that_fails_in_the_middle(
         fault = Fault(kind, "get_layers", calls=(call,))
         return FaultInjector(open_folders(*arguments, **keywords), [fault])
 
-    monkeypatch.setattr(assembly, "open_folders", open_broken)
+    monkeypatch.setattr(opening, "open_folders", open_broken)
     with rig.open(local_disk=tmp_path, local_cpu=False, disk_io_threads=1) as engine:
         rig.store(engine, TOKENS)
         check_idle(engine)

@@ -25,14 +25,14 @@ from support.remote import install as install_remote
 from support.rig import POISON, Rig, tokens_of
 from support.uses import uses_of
 
-from kvstore.chunks import Outcome
-from kvstore.errors import ClosedError
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import ClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from kvstore.chunks import Answer, Asked
+    from kvstore.model.chunks import Answer, Asked
     from kvstore.tiers.base import Transfer
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvstore.channels.base import Peer, Reading, State
-from kvstore.errors import ChannelError
+from kvstore.model.errors import ChannelError
 from kvstore.testing.channels import ChannelConformance
 
 nixl = pytest.importorskip("kvstore.channels.nixl", reason="needs NIXL: the extra `nixl`", exc_type=ImportError)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.chunks import ChunkRef, Outcome
 from kvstore.format.pack import open_pack
-from kvstore.keys import Namespace
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.keys import Namespace
 from kvstore.testing.buffers import BufferTests
 from kvstore.testing.contents import ContentTests
 from kvstore.testing.damage import DamageTests

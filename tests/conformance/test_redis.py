@@ -20,9 +20,9 @@ from support.redis_server import (
     tls_options,
 )
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.testing import MINE, TierConformance
 from kvstore.testing.harness import ODD, make_buffer, make_ref, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer

@@ -15,11 +15,11 @@ from support.diskwork import MINE, make_slot
 from support.redis_server import ACL_USER, RedisServer, running
 from support.schedules import schedules
 
-from kvstore.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.errors import ConfigError, TierError
 from kvstore.format import chunkfile
-from kvstore.layout import KVLayout
 from kvstore.memory.scratch import SCRATCH_BUFFERS, Scratch
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.errors import ConfigError, TierError
+from kvstore.model.layout import KVLayout
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup, Transfer
 from kvstore.tiers.redis.chunk import PART_BYTES, WRITE_ID_BYTES

@@ -12,8 +12,8 @@ from support.cache_server import POOL_BYTES, ServerThread, serving_ipc, serving_
 from support.raw_client import scan
 from support.redis_server import wait_for
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.keys import Namespace
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.keys import Namespace
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server.disk_tiers import DiskOptions
 from kvstore.server.options import ServerOptions, TcpAddress
@@ -23,7 +23,7 @@ from kvstore.testing.harness import make_ref, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
 from kvstore.tiers.guards import GuardOptions, guarded, layers
 from kvstore.tiers.peers import PeersTier
-from kvstore.tiers.server.link import Link
+from kvstore.tiers.server.connection import ServerConnection
 from kvstore.tiers.server.tier import ServerTier
 
 HANG_GUARD_S = 60.0
@@ -72,9 +72,9 @@ class Served(TierConformance):
         tier, ref = self.server_tier(), make_ref(1)
         store = tier._store
 
-        def overtaken(link: Link, transfer: Transfer) -> Outcome:
+        def overtaken(connection: ServerConnection, transfer: Transfer) -> Outcome:
             tier.reset(MINE.at_epoch("next"))
-            return store(link, transfer)
+            return store(connection, transfer)
 
         monkeypatch.setattr(tier, "_store", overtaken)
         assert tier.put([make_transfer(self.layout, ref)]) == [Outcome.FAILED]
@@ -84,7 +84,7 @@ class Served(TierConformance):
 
     def raw_used_bytes(self) -> int:
         """Return the bytes of the tier's current namespace, which changes with a reset."""
-        here = (self.server_tier()._links.namespace.id, self.layout)
+        here = (self.server_tier()._connections.namespace.id, self.layout)
         chunks = [c for s in self._spaces() if (s.namespace.id, s.layout) == here for c in s.chunks.values()]
         return sum(pages for chunk in chunks for _, pages in chunk.runs) * PAGE_BYTES
 
@@ -148,7 +148,7 @@ class TestRestarted(Served):
         return b"there" if found else None
 
     def raw_used_bytes(self) -> int:
-        here = (self.server_tier()._links.namespace.id, self.layout)
+        here = (self.server_tier()._connections.namespace.id, self.layout)
         chunks = [c for s in self._spaces() if (s.namespace.id, s.layout) == here for c in s.chunks.values()]
         return sum(chunk.size_bytes for chunk in chunks)
 
@@ -162,11 +162,11 @@ class TestRestarted(Served):
         self.get(*refs[::2])
         self.put(refs[1], version=1)
         self._settle()
-        order = self.server_tier()._links.use(scan)
+        order = self.server_tier()._connections.use(scan)
         assert set(order[:3]) == set(refs[3::2])
         assert order[-1] == refs[1]
         self.restart()
-        order = self.server_tier()._links.use(scan)
+        order = self.server_tier()._connections.use(scan)
         assert set(order) == set(refs)
         assert order[-1] == refs[1]
 

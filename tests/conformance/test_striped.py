@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from kvstore.chunks import ChunkRef
+from kvstore.model.chunks import ChunkRef
 from kvstore.testing import BoundedTierConformance
 from kvstore.testing.harness import MINE
 from kvstore.tiers.base import BoundedTier, Tier, TierSetup

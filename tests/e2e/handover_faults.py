@@ -25,12 +25,12 @@ from support.disaggregated import Disaggregation
 from support.redis_server import wait_for
 from support.relay import Mood, Relay
 
-from kvstore.keys import Namespace
+from kvstore.model.keys import Namespace
 from kvstore.protocol import messages
 from kvstore.protocol.progress import BEAT_S, SILENT_BEATS
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from kvstore.testing.harness import EVEN
-from kvstore.tiers.server.link import Link
+from kvstore.tiers.server.connection import ServerConnection
 from kvstore.tiers.server.url import parse_server
 from kvstore.tools.models import TINY, build_llama, random_tokens
 from kvstore.tools.processes import free_port
@@ -70,11 +70,11 @@ class Trial:
         self.running, self.relay, self.port = running, relay, port
         self._seed = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._link = Link(self._context, parse_server(f"kvs://127.0.0.1:{port}", {}))
+        self._connection = ServerConnection(self._context, parse_server(f"kvs://127.0.0.1:{port}", {}))
 
     def server(self) -> dict[str, Any]:
         """Return the stats of the decode engine's server."""
-        answer = self._link.ask(messages.Stats(self._link.new_serial()), messages.Report)
+        answer = self._connection.ask(messages.Stats(self._connection.new_serial()), messages.Report)
         tree: dict[str, Any] = json.loads(answer.body)
         return tree
 
@@ -132,8 +132,8 @@ class Trial:
         self.wait_of(SHORT, time.monotonic)
 
     def close(self) -> None:
-        """Close the link to the decode engine's server."""
-        self._link.close()
+        """Close the connection to the decode engine's server."""
+        self._connection.close()
         self._context.destroy(linger=0)
 
 

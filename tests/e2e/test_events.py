@@ -10,8 +10,8 @@ import pytest
 import zmq
 from support.vllm_engine import BLOCK_TOKENS, CHUNK_TOKENS, Engine, Prompt, StoreSetup, make_prompts
 
-from kvstore.catalog.plans import Place
-from kvstore.keys import NO_EXTRAS, PrefixHasher
+from kvstore.index.plans import Place
+from kvstore.model.keys import NO_EXTRAS, PrefixHasher
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 

@@ -114,7 +114,7 @@ def test_every_third_load_fails(
     mode: dict[str, Any],
 ) -> None:
     """After random read failures, blocks are recomputed for all of the requests that share them."""
-    from kvstore.chunks import Outcome
+    from kvstore.model.chunks import Outcome
     from kvstore.tiers.disk.tier import DiskTier
 
     store = StoreSetup(tmp_path / "disk", extra={"kvstore.local_cpu": False} | mode)

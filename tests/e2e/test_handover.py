@@ -19,7 +19,7 @@ from support.redis_server import wait_for
 from support.relay import Mood, Relay
 from support.vllm_engine import BLOCK_TOKENS, Engine, Prompt
 
-from kvstore.keys import Namespace
+from kvstore.model.keys import Namespace
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from kvstore.testing.harness import EVEN
 from kvstore.tools.models import TINY, as_text, random_tokens

@@ -30,7 +30,7 @@ def mixed_prompts(rng: random.Random, count: int) -> list[Prompt]:
 
 def some_fail(original: Callable[..., list[Any]], calls: list[int]) -> Callable[..., list[Any]]:
     """Make every other read fail, in turn with an error and with wrong bytes."""
-    from kvstore.chunks import Outcome
+    from kvstore.model.chunks import Outcome
 
     def get(*args: Any) -> list[Any]:
         calls[0] += 1

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.vllm_engine import Completion, Engine, Prompt, StoreSetup, assert_same_outputs, forget_failed_start
 
-from kvstore.errors import ConfigError, FolderOwnedError, KVStoreError
+from kvstore.model.errors import ConfigError, FolderOwnedError, KVStoreError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 
@@ -54,8 +54,8 @@ def test_owned_folder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The start fails if the cache is required; otherwise vLLM answers without it."""
-    from kvstore.keys import Namespace
-    from kvstore.layout import KVLayout
+    from kvstore.model.keys import Namespace
+    from kvstore.model.layout import KVLayout
     from kvstore.tiers.disk.tier import DiskTier
 
     layout = KVLayout(page_bytes=(4096,), planes=1, block_tokens=32, chunk_tokens=256)

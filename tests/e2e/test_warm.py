@@ -27,9 +27,9 @@ from support.vllm_engine import (
     whole_blocks,
 )
 
-from kvstore.chunks import ChunkRef
-from kvstore.keys import KeyExtras
-from kvstore.tiers.disk.shelf import shelves
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.keys import KeyExtras
+from kvstore.tiers.disk.inventory import inventories
 from kvstore.tools.demo.server import VllmServer
 from kvstore.tools.models import TINY, as_text, random_tokens
 from kvstore.tools.verify import verify
@@ -98,8 +98,8 @@ def test_fifty_prompts_from_one_machine_to_another(tiny_model: Path, tmp_path: P
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(done.stdout)
-    (shelf,) = shelves(cache)
-    layout = shelf.layout
+    (inventory,) = inventories(cache)
+    layout = inventory.layout
     assert layout is not None
     refs = [refs_of(layout, prompt, KeyExtras()) for prompt in prompts]
     assert len(before) < sum(map(len, refs)), "it was killed too late"
@@ -169,11 +169,11 @@ def keys_without_vllm(prompts: Path, model: Path, cache: Path) -> set[str]:
 import sys
 from pathlib import Path
 sys.modules["vllm"] = None
-from kvstore.tiers.disk.shelf import shelves
+from kvstore.tiers.disk.inventory import inventories
 from kvstore.tools.warm.prompts import load_tokenizer, read_prompts
 from kvstore.tools.warm.wanted import Sharing, wanted
-(shelf,) = shelves(Path(sys.argv[3]))
-for item in wanted(read_prompts(Path(sys.argv[1])), shelf.layout, Sharing(), load_tokenizer(sys.argv[2])):
+(inventory,) = inventories(Path(sys.argv[3]))
+for item in wanted(read_prompts(Path(sys.argv[1])), inventory.layout, Sharing(), load_tokenizer(sys.argv[2])):
     for ref in item.refs:
         print(f"{ref.prefix_key.hex()}-{ref.num_blocks}.safetensors")
 """
@@ -204,10 +204,10 @@ def test_api_with_adapter_and_salt(tiny_model: Path, tmp_path: Path) -> None:
     assert not report.is_complete
 
     sharing = Sharing.of(Lora("one", adapter), "mine")
-    (shelf,) = shelves(cache)
-    assert shelf.layout is not None
+    (inventory,) = inventories(cache)
+    assert inventory.layout is not None
     extras = KeyExtras(lora=sharing.lora, cache_salt="mine")
-    expected = set().union(*(names(refs_of(shelf.layout, prompt, extras)) for prompt in prompts))
+    expected = set().union(*(names(refs_of(inventory.layout, prompt, extras)) for prompt in prompts))
     assert stored_names(cache) == expected
     assert load_tokenizer(str(tiny_model)).encode(as_text(prompts[0]), add_special_tokens=True) == prompts[0]
 
@@ -253,7 +253,7 @@ def test_into_redis(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_to_warm(tiny_model: Path, tmp_path: Path) -> None:
-    from kvstore.errors import ConfigError
+    from kvstore.model.errors import ConfigError
 
     file = tmp_path / "kvstore.yaml"
     file.write_text("max_local_cpu_size: 0.25\n", encoding="utf-8")

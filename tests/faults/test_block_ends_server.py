@@ -15,15 +15,15 @@ from support.redis_server import wait_for
 from support.rig import BLOCK, CHUNK, Rig, tokens_of
 from support.schedules import schedules
 
-from kvstore.chunks import Outcome
-from kvstore.options import RemoteOptions
+from kvstore.engine.options import RemoteOptions
+from kvstore.model.chunks import Outcome
 from kvstore.protocol import messages
 from kvstore.server import payload as payload_rules
 from kvstore.server.service import Service
 from kvstore.testing.harness import MINE, ODD, make_buffer, make_payload, make_ref, make_transfer
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup, Transfer
-from kvstore.tiers.server.link import Link
+from kvstore.tiers.server.connection import ServerConnection
 
 HEAD = tokens_of(1, CHUNK + 2 * BLOCK)
 ONE, OTHER = [*HEAD, *tokens_of(2, CHUNK)], [*HEAD, *tokens_of(3, CHUNK)]
@@ -99,18 +99,18 @@ def test_a_chunk_that_is_gone_is_not_named(rig: Rig, server: ServerThread) -> No
 def test_leading_blocks_in_messages(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
     """Only leading blocks are sent, in a few messages; an older server is asked for each range of them."""
     sent: list[messages.Request] = []
-    send, say_hello = Link.send, Link.hello
+    send, say_hello = ServerConnection.send, ServerConnection.hello
 
-    def note(link: Link, request: messages.Request, *frames: object) -> None:
+    def note(connection: ServerConnection, request: messages.Request, *frames: object) -> None:
         sent.append(request)
-        send(link, request, *frames)  # type: ignore[arg-type]
+        send(connection, request, *frames)  # type: ignore[arg-type]
 
-    def hello(link: Link, *arguments: object) -> object:
-        link.version = version
-        return say_hello(link, *arguments)  # type: ignore[arg-type]
+    def hello(connection: ServerConnection, *arguments: object) -> object:
+        connection.version = version
+        return say_hello(connection, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Link, "send", note)
-    monkeypatch.setattr(Link, "hello", hello)
+    monkeypatch.setattr(ServerConnection, "send", note)
+    monkeypatch.setattr(ServerConnection, "hello", hello)
     layout, ref = ODD, make_ref(1, ODD.blocks_per_chunk)
     setup = TierSetup(MINE, layout, UNBOUNDED_BYTES, {"timeout_s": 30.0})
     with serving_tcp() as server, closing(open_tier("server", replace(setup, options={"url": server.url}))) as tier:
@@ -147,13 +147,13 @@ def test_an_older_version_is_served_as_before(rig: Rig, monkeypatch: pytest.Monk
     with serving_tcp() as server, monkeypatch.context() as patch:
         if older == "server":
             patch.setattr("kvstore.server.service.messages.PROTOCOL_VERSION", 1)
-        say_hello = Link.hello
+        say_hello = ServerConnection.hello
 
-        def hello(link: Link, *arguments: object) -> object:
-            link.version = 1 if older == "client" else 2
-            return say_hello(link, *arguments)  # type: ignore[arg-type]
+        def hello(connection: ServerConnection, *arguments: object) -> object:
+            connection.version = 1 if older == "client" else 2
+            return say_hello(connection, *arguments)  # type: ignore[arg-type]
 
-        patch.setattr(Link, "hello", hello)
+        patch.setattr(ServerConnection, "hello", hello)
         with rig.open(remote=remote(server.url)) as engine:
             rig.store(engine, ONE)
             assert engine.flush(FLUSH_S)
@@ -167,10 +167,12 @@ def test_an_older_version_is_served_as_before(rig: Rig, monkeypatch: pytest.Monk
 def test_old_and_new_engines_share_a_server(rig: Rig, server: ServerThread) -> None:
     """Old and new engines find each other's chunks by their keys."""
     clear(server)
-    say_hello = Link.hello
+    say_hello = ServerConnection.hello
 
-    def old(link: Link, *arguments: object) -> object:
-        link.version = 1
-        return say_hello(link, *arguments)  # type: ignore[arg-type]
+    def old(connection: ServerConnection, *arguments: object) -> object:
+        connection.version = 1
+        return say_hello(connection, *arguments)  # type: ignore[arg-type]
 
-    check_ages(lambda: rig.open(remote=remote(server.url)), rig, lambda patch: patch.setattr(Link, "hello", old))
+    check_ages(
+        lambda: rig.open(remote=remote(server.url)), rig, lambda patch: patch.setattr(ServerConnection, "hello", old)
+    )

@@ -32,7 +32,7 @@ from support.wrapped import (
     transfer,
 )
 
-from kvstore.errors import ClosedError, InvalidCallError, TierError, TierTimeoutError
+from kvstore.model.errors import ClosedError, InvalidCallError, TierError, TierTimeoutError
 from kvstore.tiers.guards import BreakerState, CircuitBreaker
 
 OTHER = NAMESPACE.at_epoch("other")

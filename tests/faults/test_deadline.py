@@ -26,8 +26,8 @@ from support.wrapped import (
     transfer,
 )
 
-from kvstore.chunks import ChunkRef
-from kvstore.errors import ClosedError, InvalidCallError, TierError, TierTimeoutError
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import ClosedError, InvalidCallError, TierError, TierTimeoutError
 from kvstore.tiers.abandonable_threads import AbandonableThreads
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.guards import Guard
@@ -243,7 +243,7 @@ def test_a_stuck_call_does_not_keep_the_process() -> None:
     code = (
         "import threading\n"
         "from support.rig import FakeTier\n"
-        "from kvstore.errors import TierTimeoutError\n"
+        "from kvstore.model.errors import TierTimeoutError\n"
         "from kvstore.tiers.guards import Guard\n"
         "tier = FakeTier()\n"
         "tier.before_get = lambda: threading.Event().wait()\n"

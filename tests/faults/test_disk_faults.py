@@ -19,10 +19,10 @@ from support.invariants import check_invariants
 from support.rig import FILE_BYTES, Rig, tokens_of
 from support.uses import uses_of
 
-from kvstore.catalog.plans import Place
-from kvstore.chunks import Outcome
-from kvstore.engine import CacheEngine
-from kvstore.errors import FolderOwnedError, TierTimeoutError
+from kvstore.engine.engine import CacheEngine
+from kvstore.index.plans import Place
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import FolderOwnedError, TierTimeoutError
 from kvstore.tiers.base import BoundedTier, Transfer
 from kvstore.tiers.disk.chunkio import ChunkIO
 from kvstore.tiers.disk.striped import StripedTier, open_folders

@@ -17,18 +17,18 @@ from support.gate import HANG_GUARD_S, Gate, until
 from support.rig import CHUNK, FILE_BYTES, FakeTier, Rig, install, tokens_of
 from support.uses import uses_of
 
-from kvstore.chunks import Outcome
-from kvstore.errors import TierError
-from kvstore.keys import NO_EXTRAS
-from kvstore.requests import hash_tokens
+from kvstore.engine.requests import hash_tokens
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import TierError
+from kvstore.model.keys import NO_EXTRAS
 from kvstore.tiers.guards import CircuitBreaker, find
 from kvstore.transfer.lane import Flushed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvstore.chunks import ByteArray
-    from kvstore.engine import CacheEngine
+    from kvstore.engine.engine import CacheEngine
+    from kvstore.model.chunks import ByteArray
 
 TIMEOUT_S = 0.2
 TOKENS = tokens_of(1, 40)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.diskwork import CHUNK_BYTES, EVEN, MINE, bytes_on_disk, get, make_ref, put
 
-from kvstore.chunks import Outcome
+from kvstore.model.chunks import Outcome
 from kvstore.tiers.disk import survey
 from kvstore.tiers.disk.tier import DiskTier
 

@@ -17,8 +17,8 @@ from support.handed_over import Wire, answered, consumer, flush, producer, throw
 from support.schedules import seeds
 
 from kvstore.adapters.vllm.requests.params import Handover
-from kvstore.chunks import ChunkRef
-from kvstore.errors import TierError
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import TierError
 from kvstore.server.spaces import Chunk, Space
 from kvstore.server.stock import Stock
 

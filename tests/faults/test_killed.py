@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.diskwork import CHUNK_BYTES, EVEN, MINE, bytes_on_disk, get, start_storing
 
-from kvstore.chunks import Outcome
+from kvstore.model.chunks import Outcome
 from kvstore.tiers.disk.striped import open_folders
 
 if TYPE_CHECKING:

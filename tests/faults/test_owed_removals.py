@@ -22,8 +22,8 @@ from support.wrapped import (
     transfer,
 )
 
-from kvstore.chunks import ByteArray, Outcome
-from kvstore.errors import TierError, TierTimeoutError
+from kvstore.model.chunks import ByteArray, Outcome
+from kvstore.model.errors import TierError, TierTimeoutError
 from kvstore.tiers.base import Loan
 from kvstore.tiers.guards import (
     BreakerState,

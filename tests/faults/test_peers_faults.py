@@ -12,10 +12,10 @@ from support.checks import check_idle
 from support.redis_server import free_port, wait_for
 from support.rig import NAMESPACE, Rig, tokens_of
 
-from kvstore import assembly
-from kvstore.engine import CacheEngine
-from kvstore.keys import Namespace
-from kvstore.options import RemoteOptions
+from kvstore.engine import opening
+from kvstore.engine.engine import CacheEngine
+from kvstore.engine.options import RemoteOptions
+from kvstore.model.keys import Namespace
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from kvstore.tiers.guards import BreakerState, CircuitBreaker, find
 from kvstore.tiers.peers import PeersTier
@@ -119,7 +119,7 @@ def test_beside_a_server_of_its_own(rig: Rig, peers: list[ServerProcess]) -> Non
 def test_a_frozen_peer_costs_one_deadline_and_the_others_go_on(
     rig: Rig, peers: list[ServerProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assembly, "PROBE_INTERVAL_S", 1000.0)
+    monkeypatch.setattr(opening, "PROBE_INTERVAL_S", 1000.0)
     frozen, alive = peers
     fill(rig, frozen.url, OTHERS)
     fill(rig, alive.url, TOKENS)
@@ -141,7 +141,7 @@ def test_a_peer_that_dies_is_done_without_and_found_again(
     rig: Rig, peers: list[ServerProcess], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing is written to a peer, so a lookup must detect that it is back."""
-    monkeypatch.setattr(assembly, "PROBE_INTERVAL_S", 0.2)
+    monkeypatch.setattr(opening, "PROBE_INTERVAL_S", 0.2)
     mortal, alive = peers
     fill(rig, mortal.url, OTHERS)
     fill(rig, alive.url, TOKENS)

@@ -19,14 +19,14 @@ from support.returning import check_return
 from support.rig import Rig, tokens_of
 from support.schedules import schedules
 
-from kvstore import assembly
 from kvstore.adapters.vllm.plan import ReqMeta, StepPlan, StepResult
 from kvstore.adapters.vllm.worker.worker import StoreWorker
-from kvstore.catalog.plans import LoadStep, Place, StoreStep
-from kvstore.chunks import ChunkRef
-from kvstore.errors import TierError
-from kvstore.keys import Namespace
-from kvstore.options import EngineOptions, RemoteOptions
+from kvstore.engine import opening
+from kvstore.engine.options import EngineOptions, RemoteOptions
+from kvstore.index.plans import LoadStep, Place, StoreStep
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import TierError
+from kvstore.model.keys import Namespace
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.tiers.base import Tier
 from kvstore.tiers.redis.calls import Calls
@@ -129,7 +129,7 @@ def test_a_start_without_redis_and_its_return(
     rig: Rig, server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The engine logs one warning, works without Redis, and then with it."""
-    monkeypatch.setattr(assembly, "PROBE_INTERVAL_S", 0.2)
+    monkeypatch.setattr(opening, "PROBE_INTERVAL_S", 0.2)
     server.kill()
     check_return(rig, caplog, options_of(server), server.start)
 

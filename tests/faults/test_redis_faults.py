@@ -35,8 +35,8 @@ from support.redis_tiers import (
     values,
 )
 
-from kvstore.chunks import Outcome
-from kvstore.errors import ConfigError, TierError, TierSetupError, TierTimeoutError
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import ConfigError, TierError, TierSetupError, TierTimeoutError
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.guards import Guard
 from kvstore.tiers.redis.chunk import PART_BYTES

@@ -25,8 +25,8 @@ from support.redis_tiers import (
     values,
 )
 
-from kvstore.chunks import Outcome
-from kvstore.errors import TierError
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import TierError
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.redis.tier import RedisTier
 

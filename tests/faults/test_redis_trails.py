@@ -17,13 +17,13 @@ from support.redis_tiers import ends, open_redis, values
 from support.schedules import schedules
 from support.trails import Path, key_of, most_shared, ref_of, shared_blocks, trail_of
 
-from kvstore.chunks import Outcome, chunk_of
-from kvstore.keys import Namespace
+from kvstore.model.chunks import Outcome, chunk_of
+from kvstore.model.keys import Namespace
 from kvstore.tiers.base import MAX_NEAREST
-from kvstore.tiers.redis.shelf import RedisShelf
+from kvstore.tiers.redis.connection import Buffer, RedisConnection
+from kvstore.tiers.redis.inventory import RedisInventory
 from kvstore.tiers.redis.tier import RedisTier
 from kvstore.tiers.redis.trails import CHECKED, SETS
-from kvstore.tiers.redis.wire import Buffer, Link
 
 PATHS = st.lists(st.integers(0, 2), min_size=1, max_size=EVEN.blocks_per_chunk).map(tuple)
 LOOK_ROUNDS = 40  # each removes the missing chunks that the last ones named
@@ -223,14 +223,14 @@ def test_keys_and_bytes(server: RedisServer, tier: RedisTier) -> None:
 
 def test_no_round_trip_more(server: RedisServer, tier: RedisTier, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trails add no round trips to a put, even if it looks for chunks of others; ``nearest`` costs one."""
-    sent: list[Link] = []
-    send = Link.send
+    sent: list[RedisConnection] = []
+    send = RedisConnection.send
 
-    def counted(link: Link, pieces: Iterable[Buffer]) -> None:
-        sent.append(link)
-        send(link, pieces)
+    def counted(connection: RedisConnection, pieces: Iterable[Buffer]) -> None:
+        sent.append(connection)
+        send(connection, pieces)
 
-    monkeypatch.setattr(Link, "send", counted)
+    monkeypatch.setattr(RedisConnection, "send", counted)
 
     def cost(action: Any) -> int:
         sent.clear()
@@ -290,14 +290,14 @@ def test_sweeps_and_tools_take_a_set_for_a_chunk_without_blocks(server: RedisSer
     assert found is not None
     tier._calls.sweep(home)
     assert len(members(server)) == 2
-    shelf = RedisShelf(url_of(server), {})
-    places = shelf.places()
+    inventory = RedisInventory(url_of(server), {})
+    places = inventory.places()
     assert {place.ref for place in places} == {ref_of((1, 2, 3)), ref_of((2, 3))}
-    shelf.layout(home, places)
-    assert [shelf.check(place) for place in places] == [None, None]
-    shelf.remove(places)
+    inventory.layout(home, places)
+    assert [inventory.check(place) for place in places] == [None, None]
+    inventory.remove(places)
     assert len(members(server)) == 2
-    shelf.close()
+    inventory.close()
     assert look(tier, (1, 2, 3)) == ()
 
 

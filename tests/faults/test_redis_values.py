@@ -13,11 +13,11 @@ from support.diskwork import OTHER, get, make_ref, put
 from support.redis_server import RedisServer, running
 from support.redis_tiers import LARGE, REFS, WHOLE, ends, get_large, keys_of, killed, open_redis, put_large, values
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import TierError
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import TierError
 from kvstore.tiers.redis.chunk import UNCOMMITTED_TTL_S, ChunkIO
+from kvstore.tiers.redis.connection import RedisConnection, Reply, pack
 from kvstore.tiers.redis.tier import RedisTier
-from kvstore.tiers.redis.wire import Link, Reply, pack
 
 
 @pytest.fixture
@@ -130,20 +130,20 @@ def test_what_replaces_a_damaged_chunk_is_not_removed_with_it(
     put(one, REFS[0])
     part = next(key for key in values(server) if not key.endswith(b":c"))
     server.admin().setrange(part, 100, b"damaged")
-    real_ask = Link.ask
+    real_ask = RedisConnection.ask
 
-    def ask(link: Link, commands: Sequence[bytes]) -> list[Reply]:
+    def ask(connection: RedisConnection, commands: Sequence[bytes]) -> list[Reply]:
         if not any(b"}:c" in command for command in commands):
-            return real_ask(link, commands)
+            return real_ask(connection, commands)
         monkeypatch.undo()
         if when == "before":
             put(other, REFS[0])
-        found = real_ask(link, commands)
+        found = real_ask(connection, commands)
         if when == "after":
             put(other, REFS[0])
         return found
 
-    monkeypatch.setattr(Link, "ask", ask)
+    monkeypatch.setattr(RedisConnection, "ask", ask)
     assert get(one, REFS[0]) is Outcome.HIT
     assert other.contains(REFS[:1]) == [True]
     for tier in (one, other):
@@ -174,17 +174,17 @@ def test_half_a_reply_is_read_by_nobody_else(server: RedisServer, tier: RedisTie
     (node,) = tier._calls.nodes.masters()
 
     def cut() -> None:
-        with node.link() as link:
-            link.send([pack("ECHO", "of the call that was cut")])
+        with node.connection() as connection:
+            connection.send([pack("ECHO", "of the call that was cut")])
             raise ConnectionResetError
 
-    with node.link() as link:
-        link.call("PING")
+    with node.connection() as connection:
+        connection.call("PING")
     server.admin().execute_command("CLIENT PAUSE", 300, "ALL")  # so that nothing has arrived at its next use
     with pytest.raises(TierError):
         cut()
-    with node.link() as link:
-        assert link.call("ECHO", "mine") == b"mine"
+    with node.connection() as connection:
+        assert connection.call("ECHO", "mine") == b"mine"
 
 
 def test_a_sweep_that_began_before_a_clear_leaves_what_came_after_it(server: RedisServer) -> None:

@@ -15,13 +15,13 @@ from support.redis_server import RedisServer, running
 from support.rig import BLOCK, CHUNK, Rig, tokens_of
 from support.schedules import schedules
 
-from kvstore.catalog.plans import chunk_refs
-from kvstore.chunks import ChunkRef
-from kvstore.engine import CacheEngine
-from kvstore.keys import NO_EXTRAS
-from kvstore.options import RemoteOptions
-from kvstore.requests import hash_tokens
-from kvstore.tiers.redis.shelf import RedisShelf
+from kvstore.engine.engine import CacheEngine
+from kvstore.engine.options import RemoteOptions
+from kvstore.engine.requests import hash_tokens
+from kvstore.index.plans import chunk_refs
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.keys import NO_EXTRAS
+from kvstore.tiers.redis.inventory import RedisInventory
 
 TURN = CHUNK + BLOCK  # tokens of a turn, so that each turn ends at another place in a chunk
 
@@ -50,9 +50,9 @@ def at_redis(folder: Path) -> Iterator[Place]:
     server = RedisServer(folder / "redis", [])
     with running(server):
         url = f"redis://127.0.0.1:{server.port}"
-        shelf = RedisShelf(url, {})
-        yield Place(url, lambda: {place.ref for place in shelf.places()}, server.admin().flushall)
-        shelf.close()
+        inventory = RedisInventory(url, {})
+        yield Place(url, lambda: {place.ref for place in inventory.places()}, server.admin().flushall)
+        inventory.close()
 
 
 @contextmanager

@@ -8,8 +8,8 @@ import numpy as np
 from support.cache_server import serving_tcp
 from support.served import open_tier, settle
 
-from kvstore.chunks import ByteArray, Outcome
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ByteArray, Outcome
+from kvstore.model.layout import KVLayout
 from kvstore.server.disk_tiers import DiskOptions
 from kvstore.testing.harness import make_buffer, make_ref
 from kvstore.tiers.base import Transfer

@@ -18,10 +18,10 @@ from support.redis_server import wait_for
 from support.served import WAIT_S, A, Raw, open_tier, settle
 from support.shop import whole
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import TierError
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import TierError
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.protocol import messages
 from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.runs import PAGE_BYTES
@@ -271,15 +271,15 @@ class TestGrants:
             gate = threading.Event()
             server.hub._report(partial(hold, gate))
             refs = [make_ref(number, 1) for number in range(5)]
-            client.link.send(messages.Reserve(1, messages.pack_refs(refs)))
+            client.connection.send(messages.Reserve(1, messages.pack_refs(refs)))
             for _ in range(3):
-                other.link.send(messages.Lookup(other.link.new_serial(), messages.pack_refs([A])))
+                other.connection.send(messages.Lookup(other.connection.new_serial(), messages.pack_refs([A])))
             gate.set()
-            granted = client.link.receive()
+            granted = client.connection.receive()
             assert isinstance(granted, messages.Granted)
             assert [grant.lease > 0 for grant in granted.grants] == [True] * 5
             for _ in range(3):
-                assert isinstance(other.link.receive(), messages.Held)
+                assert isinstance(other.connection.receive(), messages.Held)
             assert [space.counters.evicted_chunks for space in server.hub.stock.spaces.values()] == [1000, 0]
             assert min(seen) < 1000
             client.close()
@@ -301,7 +301,9 @@ class TestGrants:
             client = Raw(server)
             client.hello(dict(MINE.fields), Geometry.of(EVEN))
             for _ in range(20):
-                client.link.send(messages.Acquire(client.link.new_serial(), messages.pack_refs([make_ref(0)])))
+                client.connection.send(
+                    messages.Acquire(client.connection.new_serial(), messages.pack_refs([make_ref(0)]))
+                )
             wait_for("it is cut off", lambda: server.hub.num_malformed == 1)
             gate.set()
             client.close()

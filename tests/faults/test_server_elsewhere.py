@@ -13,7 +13,7 @@ from support.cache_server import serving_tcp
 from support.other_host import OtherHost, other_host
 from support.redis_server import wait_for
 
-from kvstore.chunks import Outcome
+from kvstore.model.chunks import Outcome
 from kvstore.protocol.keyfiles import make_keys, read_list, read_pair
 from kvstore.server.options import TcpAddress
 from kvstore.testing.harness import EVEN, MINE, make_payload, make_ref, make_transfer
@@ -24,7 +24,7 @@ A, B = make_ref(1), make_ref(2)
 TRIES = 2
 CLIENT = """
 import json, sys
-from kvstore.errors import TierError
+from kvstore.model.errors import TierError
 from kvstore.testing.harness import EVEN, MINE, make_payload, make_ref, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.server.tier import ServerTier

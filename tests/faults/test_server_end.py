@@ -16,11 +16,11 @@ from support.cache_server import ServerThread, serving_process, serving_tcp
 from support.redis_server import wait_for
 from support.served import WAIT_S, A, B, check_read, open_tier
 
-from kvstore.chunks import Outcome
-from kvstore.errors import TierError
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import TierError
 from kvstore.server.disk_tiers import DiskOptions
+from kvstore.server.file_order import Turns
 from kvstore.server.options import ServerOptions, TcpAddress
-from kvstore.server.turns import Turns
 from kvstore.testing.harness import EVEN, make_transfer
 from kvstore.tiers.base import Tier, Transfer
 from kvstore.tiers.disk.tier import DiskTier

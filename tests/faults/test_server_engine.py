@@ -15,11 +15,11 @@ from support.redis_server import wait_for
 from support.returning import check_return
 from support.rig import CHUNK, Rig, tokens_of
 
-from kvstore import assembly
-from kvstore.engine import CacheEngine
-from kvstore.errors import ConfigError, TierError
+from kvstore.engine import opening
+from kvstore.engine.engine import CacheEngine
+from kvstore.engine.options import RemoteOptions
 from kvstore.memory.labelled import LabelledPool
-from kvstore.options import RemoteOptions
+from kvstore.model.errors import ConfigError, TierError
 from kvstore.transfer.borrowing import BATCH
 
 TOKENS = tokens_of(1, 40)
@@ -151,7 +151,7 @@ class TestPassage:
     @pytest.mark.parametrize("deadly", ["kill", "freeze"])
     def test_a_server_that_goes_in_the_middle(self, rig: Rig, monkeypatch: pytest.MonkeyPatch, deadly: str) -> None:
         """Lent chunks stay right, the others are missing, and all works again once the server is back."""
-        monkeypatch.setattr(assembly, "PROBE_INTERVAL_S", 0.2)
+        monkeypatch.setattr(opening, "PROBE_INTERVAL_S", 0.2)
         before = mapped_pools()
         with short_folder() as folder:
             server = ServerProcess(folder, f"local_disk: {folder}/disk\nmax_local_disk_size: 0.1\n").start()
@@ -197,7 +197,7 @@ def test_a_start_without_it_and_its_return(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The engine logs one warning, works without the server, and then with it."""
-    monkeypatch.setattr(assembly, "PROBE_INTERVAL_S", 0.2)
+    monkeypatch.setattr(opening, "PROBE_INTERVAL_S", 0.2)
     with short_folder() as folder:
         server = ServerProcess(folder)
         check_return(rig, caplog, options_of(server.url), server.start)

@@ -16,10 +16,10 @@ import pytest
 import zmq
 from support.cache_server import ServerProcess, ServerThread, mapped_pools, serving_ipc, serving_tcp
 from support.redis_server import free_port, wait_for
-from support.served import BIG, WAIT_S, A, B, check_quiet, check_read, open_link, open_tier, works
+from support.served import BIG, WAIT_S, A, B, check_quiet, check_read, open_connection, open_tier, works
 
-from kvstore.chunks import Outcome
-from kvstore.errors import ClosedError, ConfigError, TierError
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import ClosedError, ConfigError, TierError
 from kvstore.protocol import messages
 from kvstore.protocol.contexts import close_context
 from kvstore.protocol.outcomes import pack_outcomes
@@ -27,7 +27,7 @@ from kvstore.server.hub import Hub
 from kvstore.server.options import ServerOptions, TcpAddress
 from kvstore.testing.harness import EVEN, make_buffer, make_ref, make_transfer
 from kvstore.tiers.guards import GuardOptions, guarded
-from kvstore.tiers.server.link import Link
+from kvstore.tiers.server.connection import ServerConnection
 from kvstore.tiers.server.moves import Mapped
 
 
@@ -93,12 +93,12 @@ class TestServerGoesAway:
     def test_a_call_that_comes_back_after_close_maps_nothing(self, process: ServerProcess) -> None:
         before = mapped_pools()
         mover = Mapped()
-        context, link = open_link(process.url)
+        context, connection = open_connection(process.url)
         mover.close()
         with pytest.raises(ClosedError):
-            mover.read(link, make_buffer(EVEN.slot_bytes), messages.Grant(0))
+            mover.read(connection, make_buffer(EVEN.slot_bytes), messages.Grant(0))
         assert mapped_pools() <= before
-        link.close()
+        connection.close()
         close_context(context)
 
     def test_a_second_server_in_the_folder_is_refused(self, process: ServerProcess) -> None:
@@ -122,11 +122,11 @@ class TestLeases:
     def test_a_client_that_vanishes_gives_everything_back(self, server: ServerThread) -> None:
         tier = open_tier(server.url)
         tier.put([make_transfer(EVEN, A)])
-        context, link = open_link(server.url)
-        link.ask(messages.Reserve(link.new_serial(), messages.pack_refs([B])), messages.Granted)
-        link.ask(messages.Acquire(link.new_serial(), messages.pack_refs([A])), messages.Granted)
+        context, connection = open_connection(server.url)
+        connection.ask(messages.Reserve(connection.new_serial(), messages.pack_refs([B])), messages.Granted)
+        connection.ask(messages.Acquire(connection.new_serial(), messages.pack_refs([A])), messages.Granted)
         assert server.hub.sessions.num_leases == 2
-        link.close()
+        connection.close()
         check_quiet(server)
         assert tier.contains([A, B]) == [True, False]
         close_context(context)
@@ -139,10 +139,10 @@ class TestLeases:
 
     def _change_places(self, server: ServerThread) -> bool:
         """Return True if the new client, which is served in any case, has the file descriptor of the one that left."""
-        context, other = open_link(server.url)
-        first_context, first = open_link(server.url)
-        came: list[tuple[zmq.Context[zmq.Socket[bytes]], Link]] = []
-        opener = threading.Thread(target=lambda: came.append(open_link(server.url)))
+        context, other = open_connection(server.url)
+        first_context, first = open_connection(server.url)
+        came: list[tuple[zmq.Context[zmq.Socket[bytes]], ServerConnection]] = []
+        opener = threading.Thread(target=lambda: came.append(open_connection(server.url)))
         receive = server.hub._receive
 
         def change_places(number: int, router: zmq.Socket[bytes]) -> None:
@@ -165,21 +165,23 @@ class TestLeases:
             assert new.ask(messages.Lookup(new.new_serial(), messages.pack_refs([A])), messages.Held).found == b"\0"
             return set(server.hub._by_fd) == fds
         finally:
-            for its_context, link in ((context, other), *came):
-                link.close()
+            for its_context, connection in ((context, other), *came):
+                connection.close()
                 close_context(its_context)
 
     def test_a_lease_of_before_is_worth_nothing(self, server: ServerThread) -> None:
         """A lease of another connection, or one that was given back, is refused."""
-        context, link = open_link(server.url)
-        granted = link.ask(messages.Reserve(link.new_serial(), messages.pack_refs([B])), messages.Granted)
+        context, connection = open_connection(server.url)
+        granted = connection.ask(messages.Reserve(connection.new_serial(), messages.pack_refs([B])), messages.Granted)
         (lease,) = (grant.lease for grant in granted.grants)
-        other_context, other = open_link(server.url)
+        other_context, other = open_connection(server.url)
         failed = pack_outcomes([Outcome.FAILED])
         assert other.ask(messages.Commit(other.new_serial(), [lease], True), messages.Done).outcomes == failed
-        assert link.ask(messages.Commit(link.new_serial(), [lease], False), messages.Done).outcomes == failed
-        assert link.ask(messages.Commit(link.new_serial(), [lease], True), messages.Done).outcomes == failed
-        link.close()
+        assert (
+            connection.ask(messages.Commit(connection.new_serial(), [lease], False), messages.Done).outcomes == failed
+        )
+        assert connection.ask(messages.Commit(connection.new_serial(), [lease], True), messages.Done).outcomes == failed
+        connection.close()
         other.close()
         check_quiet(server)
         assert not server.hub.stock.spaces or all(not s.chunks for s in server.hub.stock.spaces.values())
@@ -191,52 +193,57 @@ class TestLeases:
         with serving_ipc(pool_bytes=8 << 20) as server:
             tier = open_tier(server.url)
             tier.put([make_transfer(EVEN, A)])
-            context, link = open_link(server.url)
-            granted = link.ask(messages.Acquire(link.new_serial(), messages.pack_refs([A])), messages.Granted)
+            context, connection = open_connection(server.url)
+            granted = connection.ask(
+                messages.Acquire(connection.new_serial(), messages.pack_refs([A])), messages.Granted
+            )
             before = server.hub.pool.parts(granted.grants[0].runs, 0, EVEN.slot_bytes)[0].copy()
             for number in range(2000):
                 tier.put([make_transfer(EVEN, make_ref(number % 600))])
             tier.remove([A])
             after = server.hub.pool.parts(granted.grants[0].runs, 0, EVEN.slot_bytes)[0]
             assert np.array_equal(before, after)
-            link.close()
+            connection.close()
             check_quiet(server)
             close_context(context)
             tier.close()
 
     def test_a_write_that_clear_overtook(self, server: ServerThread) -> None:
-        context, link = open_link(server.url)
-        granted = link.ask(messages.Reserve(link.new_serial(), messages.pack_refs([B])), messages.Granted)
+        context, connection = open_connection(server.url)
+        granted = connection.ask(messages.Reserve(connection.new_serial(), messages.pack_refs([B])), messages.Granted)
         tier = open_tier(server.url)
         tier.clear()
-        done = link.ask(messages.Commit(link.new_serial(), [granted.grants[0].lease], True), messages.Done)
+        done = connection.ask(messages.Commit(connection.new_serial(), [granted.grants[0].lease], True), messages.Done)
         assert done.outcomes == pack_outcomes([Outcome.FAILED])
         assert tier.contains([B]) == [False]
-        link.close()
+        connection.close()
         close_context(context)
         tier.close()
 
     def test_a_client_may_not_take_the_whole_pool(self) -> None:
         with serving_ipc(pool_bytes=64 << 20) as server:
-            context, link = open_link(server.url, BIG)
+            context, connection = open_connection(server.url, BIG)
             refs = [make_ref(number) for number in range(16)]
-            granted = link.ask(messages.Reserve(link.new_serial(), messages.pack_refs(refs)), messages.Granted)
+            granted = connection.ask(
+                messages.Reserve(connection.new_serial(), messages.pack_refs(refs)), messages.Granted
+            )
             assert sum(grant.lease > 0 for grant in granted.grants) == 4
             tier = open_tier(server.url, BIG)
             assert tier.put([make_transfer(BIG, make_ref(99))]) == [Outcome.STORED]
-            link.close()
+            connection.close()
             close_context(context)
             tier.close()
 
     def test_a_frozen_client_keeps_its_place_until_it_is_gone(self) -> None:
         """The client may still write to its pages when it continues, so they are not reused."""
         code = (
-            "import sys, zmq, time; from kvstore.protocol import messages; from kvstore.tiers.server.link import Link;"
+            "import sys, zmq, time; from kvstore.protocol import messages;"
+            "from kvstore.tiers.server.connection import ServerConnection;"
             "from kvstore.tiers.server.url import parse_server; from kvstore.testing.harness import *;"
             "from kvstore.protocol.geometry import Geometry;"
-            "link = Link(zmq.Context(), parse_server(sys.argv[1], {}));"
-            "link.hello(MINE, Geometry.of(EVEN));"
-            "link.ask(messages.Reserve(1, messages.pack_refs([make_ref(7)])), messages.Granted);"
+            "connection = ServerConnection(zmq.Context(), parse_server(sys.argv[1], {}));"
+            "connection.hello(MINE, Geometry.of(EVEN));"
+            "connection.ask(messages.Reserve(1, messages.pack_refs([make_ref(7)])), messages.Granted);"
             "print('reserved', flush=True);"
             "time.sleep(600)"
         )
@@ -262,13 +269,13 @@ class TestLeases:
     def test_a_child_does_not_keep_what_was_its_parent_s(self) -> None:
         """A forked process that outlives the client does not keep the client's pages in use."""
         with serving_ipc() as server:
-            context, link = open_link(server.url)
-            link.ask(messages.Reserve(link.new_serial(), messages.pack_refs([B])), messages.Granted)
+            context, connection = open_connection(server.url)
+            connection.ask(messages.Reserve(connection.new_serial(), messages.pack_refs([B])), messages.Granted)
             child = os.fork()
             if not child:
                 time.sleep(WAIT_S)
                 os._exit(0)
-            link.close()
+            connection.close()
             check_quiet(server)
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)

@@ -14,8 +14,8 @@ from support.cache_server import serving_tcp, short_folder
 from support.redis_server import wait_for
 from support.served import A, B, check_read, open_tier
 
-from kvstore.chunks import Outcome
-from kvstore.errors import ConfigError, TierError
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import ConfigError, TierError
 from kvstore.protocol.keyfiles import make_keys, read_list, read_pair
 from kvstore.server.hub import Hub
 from kvstore.server.options import ServerOptions, TcpAddress

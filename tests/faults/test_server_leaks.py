@@ -10,8 +10,8 @@ import pytest
 from support.cache_server import ServerProcess, short_folder
 from support.redis_server import wait_for
 
-from kvstore.chunks import Outcome
-from kvstore.keys import Namespace
+from kvstore.model.chunks import Outcome
+from kvstore.model.keys import Namespace
 from kvstore.server.disk_tiers import MAX_OPEN
 from kvstore.testing.harness import EVEN, MINE, make_ref, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup

@@ -15,12 +15,12 @@ import psutil
 import pytest
 from support.cache_server import ServerThread, raw_peer, serving_ipc, serving_tcp
 from support.redis_server import wait_for
-from support.served import WAIT_S, A, B, Raw, check_quiet, check_read, open_link, open_tier
+from support.served import WAIT_S, A, B, Raw, check_quiet, check_read, open_connection, open_tier
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import TierError
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import TierError
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.protocol import messages
 from kvstore.protocol.contexts import close_context, open_context
 from kvstore.protocol.geometry import Geometry
@@ -28,7 +28,7 @@ from kvstore.protocol.outcomes import pack_outcomes
 from kvstore.protocol.pieces import checksum
 from kvstore.server import sessions, watch
 from kvstore.testing.harness import EVEN, MINE, make_payload, make_transfer
-from kvstore.tiers.server.link import Link, NoSessionError
+from kvstore.tiers.server.connection import NoSessionError, ServerConnection
 from kvstore.tiers.server.url import parse_server
 
 
@@ -37,13 +37,13 @@ class TestMalformed:
         """A malformed message ends its sender's connection, and affects no other client."""
         tier = open_tier(server.url)
         tier.put([make_transfer(EVEN, A)])
-        context, link = open_link(server.url)
-        link.ask(messages.Acquire(link.new_serial(), messages.pack_refs([A])), messages.Granted)
-        link._socket.send(b"\x93\x01nonsense")
+        context, connection = open_connection(server.url)
+        connection.ask(messages.Acquire(connection.new_serial(), messages.pack_refs([A])), messages.Granted)
+        connection._socket.send(b"\x93\x01nonsense")
         wait_for("it is cut off", lambda: server.hub.num_malformed == 1)
         with pytest.raises(TierError):
-            link.ask(messages.Lookup(link.new_serial(), b""), messages.Held)
-        link.close()
+            connection.ask(messages.Lookup(connection.new_serial(), b""), messages.Held)
+        connection.close()
         check_quiet(server)
         assert check_read(tier, A) is Outcome.HIT
         close_context(context)
@@ -88,56 +88,62 @@ class TestMalformed:
 
     def test_a_piece_that_was_damaged_on_its_way(self) -> None:
         with serving_tcp() as server:
-            context, link = open_link(server.url)
-            granted = link.ask(messages.Reserve(link.new_serial(), messages.pack_refs([A])), messages.Granted)
+            context, connection = open_connection(server.url)
+            granted = connection.ask(
+                messages.Reserve(connection.new_serial(), messages.pack_refs([A])), messages.Granted
+            )
             lease = granted.grants[0].lease
             payload = make_payload(EVEN, A)
-            piece = messages.Piece(link.new_serial(), lease, 0, bytes(8))
-            assert link.ask(piece, messages.Done, [payload]).outcomes == pack_outcomes([Outcome.FAILED])
-            done = link.ask(messages.Commit(link.new_serial(), [lease], True), messages.Done)
+            piece = messages.Piece(connection.new_serial(), lease, 0, bytes(8))
+            assert connection.ask(piece, messages.Done, [payload]).outcomes == pack_outcomes([Outcome.FAILED])
+            done = connection.ask(messages.Commit(connection.new_serial(), [lease], True), messages.Done)
             assert done.outcomes == pack_outcomes([Outcome.FAILED])
-            link.close()
+            connection.close()
             check_quiet(server)
             close_context(context)
 
     def test_a_chunk_of_which_a_part_never_came(self) -> None:
         with serving_tcp() as server:
-            context, link = open_link(server.url)
-            granted = link.ask(messages.Reserve(link.new_serial(), messages.pack_refs([A])), messages.Granted)
+            context, connection = open_connection(server.url)
+            granted = connection.ask(
+                messages.Reserve(connection.new_serial(), messages.pack_refs([A])), messages.Granted
+            )
             lease = granted.grants[0].lease
             part = make_payload(EVEN, A)[:4096]
-            link.ask(messages.Piece(link.new_serial(), lease, 0, checksum([part])), messages.Done, [part])
-            done = link.ask(messages.Commit(link.new_serial(), [lease], True), messages.Done)
+            connection.ask(messages.Piece(connection.new_serial(), lease, 0, checksum([part])), messages.Done, [part])
+            done = connection.ask(messages.Commit(connection.new_serial(), [lease], True), messages.Done)
             assert done.outcomes == pack_outcomes([Outcome.FAILED])
-            link.close()
+            connection.close()
             close_context(context)
 
     def test_a_chunk_of_which_one_half_came_twice(self) -> None:
         """Otherwise the other half would be the old contents of the pages, which are another client's KV."""
         with serving_tcp() as server:
-            context, link = open_link(server.url)
-            granted = link.ask(messages.Reserve(link.new_serial(), messages.pack_refs([A])), messages.Granted)
+            context, connection = open_connection(server.url)
+            granted = connection.ask(
+                messages.Reserve(connection.new_serial(), messages.pack_refs([A])), messages.Granted
+            )
             lease = granted.grants[0].lease
             payload = make_payload(EVEN, A)
             half = payload[: len(payload) // 2]
             for outcome in (Outcome.STORED, Outcome.FAILED):
-                piece = messages.Piece(link.new_serial(), lease, 0, checksum([half]))
-                assert link.ask(piece, messages.Done, [half]).outcomes == pack_outcomes([outcome])
-            done = link.ask(messages.Commit(link.new_serial(), [lease], True), messages.Done)
+                piece = messages.Piece(connection.new_serial(), lease, 0, checksum([half]))
+                assert connection.ask(piece, messages.Done, [half]).outcomes == pack_outcomes([outcome])
+            done = connection.ask(messages.Commit(connection.new_serial(), [lease], True), messages.Done)
             assert done.outcomes == pack_outcomes([Outcome.FAILED])
-            link.close()
+            connection.close()
             check_quiet(server)
             close_context(context)
 
     def test_another_version(self, server: ServerThread) -> None:
         context = open_context()
-        link = Link(context, parse_server(server.url, {}))
-        hello = messages.Hello(1, 99, {}, Geometry.of(EVEN), 0, link.token)
+        connection = ServerConnection(context, parse_server(server.url, {}))
+        hello = messages.Hello(1, 99, {}, Geometry.of(EVEN), 0, connection.token)
         with pytest.raises(TierError, match="versions 1 to 3 of the protocol, not 99"):
-            link.ask(hello, messages.Welcome)
+            connection.ask(hello, messages.Welcome)
         with pytest.raises(NoSessionError):
-            link.ask(messages.Lookup(2, b""), messages.Held)
-        link.close()
+            connection.ask(messages.Lookup(2, b""), messages.Held)
+        connection.close()
         close_context(context)
 
 
@@ -147,21 +153,21 @@ def fuzz(server: ServerThread, count: int) -> None:
     tier = open_tier(server.url)
     tier.put([make_transfer(EVEN, A)])
     context = open_context()
-    link = None
+    connection = None
     for number in range(count):
-        if link is None:
-            link = Link(context, parse_server(server.url, {}))
+        if connection is None:
+            connection = ServerConnection(context, parse_server(server.url, {}))
             if dice.random() < 0.7:
-                link.hello(MINE, Geometry.of(EVEN))
-        link._socket.send_multipart(malformed(dice))
+                connection.hello(MINE, Geometry.of(EVEN))
+        connection._socket.send_multipart(malformed(dice))
         if number % 2:  # all messages after the first malformed one are ignored
-            link._socket.linger = 5000
-            link.close()
-            link = None
+            connection._socket.linger = 5000
+            connection.close()
+            connection = None
         if number % 500 == 0:
             assert check_read(tier, A) is Outcome.HIT
-    if link is not None:
-        link.close()
+    if connection is not None:
+        connection.close()
     close_context(context)
     check_quiet(server)
     assert server.hub.num_malformed >= count // 4
@@ -282,24 +288,25 @@ class TestMessages:
         layout = KVLayout((2 << 20,), 1, 16, 128)
         with serving_tcp() as server:
             context = open_context()
-            link = Link(context, parse_server(server.url, {"timeout_s": 60.0}))
-            link.hello(MINE, Geometry.of(layout))
-            granted = link.ask(
-                messages.Reserve(link.new_serial(), messages.pack_refs([ChunkRef(bytes(16), 8)])), messages.Granted
+            connection = ServerConnection(context, parse_server(server.url, {"timeout_s": 60.0}))
+            connection.hello(MINE, Geometry.of(layout))
+            granted = connection.ask(
+                messages.Reserve(connection.new_serial(), messages.pack_refs([ChunkRef(bytes(16), 8)])),
+                messages.Granted,
             )
             gate = threading.Event()
             server.hub._report(partial(hold, gate))
             piece = bytes(2 << 20)
             for number in range(8):
                 offset = number * len(piece)
-                link.send(
-                    messages.Piece(link.new_serial(), granted.grants[0].lease, offset, checksum([piece])), [piece]
+                connection.send(
+                    messages.Piece(connection.new_serial(), granted.grants[0].lease, offset, checksum([piece])), [piece]
                 )
             gate.set()
-            outcomes = [link.receive() for _ in range(8)]
+            outcomes = [connection.receive() for _ in range(8)]
             assert all(isinstance(outcome, messages.Done) for outcome in outcomes)
             assert server.hub.num_malformed == 0
-            link.close()
+            connection.close()
             close_context(context)
 
     @pytest.mark.parametrize("serving", [serving_tcp, serving_ipc])
@@ -310,7 +317,7 @@ class TestMessages:
         with serving() as server:
             tier = open_tier(server.url)
             client = Raw(server)
-            client.link._socket.send_multipart([b"x"] * 20_000)
+            client.connection._socket.send_multipart([b"x"] * 20_000)
             wait_for("it is malformed", lambda: server.hub.num_malformed == 1)
             assert tier.contains([A]) == [False]
             assert server.hub.num_malformed == 1
@@ -367,11 +374,13 @@ class TestHellos:
         with serving_tcp() as server:
             client = Raw(server)
             client.hello(dict(MINE.fields), Geometry.of(EVEN))
-            link = client.link
-            granted = link.ask(messages.Reserve(link.new_serial(), messages.pack_refs([A])), messages.Granted)
+            connection = client.connection
+            granted = connection.ask(
+                messages.Reserve(connection.new_serial(), messages.pack_refs([A])), messages.Granted
+            )
             for offset in range(400):
-                piece = messages.Piece(link.new_serial(), granted.grants[0].lease, offset, checksum([b"x"]))
-                link.ask(piece, messages.Done, [b"x"])
+                piece = messages.Piece(connection.new_serial(), granted.grants[0].lease, offset, checksum([b"x"]))
+                connection.ask(piece, messages.Done, [b"x"])
             (session,) = server.hub.sessions.by_peer.values()
             (lease,) = session.leases.values()
             assert len(lease.chunk.sums) <= 256

@@ -17,10 +17,10 @@ from support.gate import Gate
 from support.redis_server import wait_for
 from support.served import BIG, WAIT_S, A, check_read, open_tier, works
 
-from kvstore.chunks import ByteArray, Outcome
-from kvstore.errors import TierError
 from kvstore.memory import preparing
 from kvstore.memory.mapped import populate
+from kvstore.model.chunks import ByteArray, Outcome
+from kvstore.model.errors import TierError
 from kvstore.server.pool import _PIECE_BYTES
 from kvstore.testing.harness import EVEN, make_payload, make_ref, make_transfer
 
@@ -32,8 +32,8 @@ def _nothing_of_earlier_tests() -> None:
 
 def held_pools() -> int:
     """Return the number of servers' pools that this process keeps through descriptors or mappings."""
-    links = (os.path.realpath(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry.path))
-    return mapped_pools() + sum("kvstore-pool" in link for link in links)
+    connections = (os.path.realpath(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry.path))
+    return mapped_pools() + sum("kvstore-pool" in connection for connection in connections)
 
 
 def resident_bytes(server: ServerThread) -> list[int]:
@@ -110,7 +110,7 @@ class TestItComesBack:
             before = mapped_pools()
             tier = open_tier(server.url)
             assert works(tier)
-            using = threading.Thread(target=tier._links.use, args=(lambda _: gate(),))
+            using = threading.Thread(target=tier._connections.use, args=(lambda _: gate(),))
             using.start()
             assert gate.reached.wait(WAIT_S)
         assert mapped_pools() > before

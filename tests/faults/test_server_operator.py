@@ -10,11 +10,11 @@ from support.cache_server import ServerThread, serving_ipc
 from support.parting import FLUSH_S
 from support.rig import BLOCK, CHUNK, Rig, tokens_of
 
-from kvstore.catalog.plans import chunk_refs
-from kvstore.chunks import ChunkRef
-from kvstore.keys import NO_EXTRAS
-from kvstore.options import RemoteOptions
-from kvstore.requests import hash_tokens
+from kvstore.engine.options import RemoteOptions
+from kvstore.engine.requests import hash_tokens
+from kvstore.index.plans import chunk_refs
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.keys import NO_EXTRAS
 from kvstore.tiers.server.operator import Found, Operator
 from kvstore.tiers.server.url import parse_server
 

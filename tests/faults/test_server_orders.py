@@ -12,7 +12,7 @@ from support.cache_server import serving_ipc, serving_tcp
 from support.redis_server import wait_for
 from support.served import A, B, Raw, open_tier
 
-from kvstore.errors import TierError
+from kvstore.model.errors import TierError
 from kvstore.protocol import messages
 from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.keyfiles import make_keys, read_list, read_pair
@@ -48,12 +48,12 @@ class TestOrders:
             tier.put([make_transfer(EVEN, A)])
             client = Raw(server)
             with pytest.raises(TierError, match="those who run the server"):
-                client.link.ask(order, messages.Report)
+                client.connection.ask(order, messages.Report)
             client.close()
             stranger = Raw(server)  # a session changes nothing
             stranger.hello(dict(MINE.fields), Geometry.of(EVEN))
             with pytest.raises(TierError, match="those who run the server"):
-                stranger.link.ask(order, messages.Report)
+                stranger.connection.ask(order, messages.Report)
             stranger.close()
             assert tier.contains([A]) == [True]
             tier.close()
@@ -64,7 +64,7 @@ class TestOrders:
                 tier = open_tier(server.url)
                 tier.put([make_transfer(EVEN, A)])
                 client = Raw(server)
-                assert b"1" in client.link.ask(messages.ClearSpaces(1, b""), messages.Report).body
+                assert b"1" in client.connection.ask(messages.ClearSpaces(1, b""), messages.Report).body
                 assert tier.contains([A]) == [False]
                 client.close()
                 tier.close()
@@ -107,7 +107,7 @@ class TestPins:
             client = Raw(server)
             for ref, seconds in ((A, 0), (B, 10**9)):
                 asked = messages.Pin(1, space_id, messages.pack_refs([ref]), True, seconds)
-                assert b"1" in client.link.ask(asked, messages.Report).body
+                assert b"1" in client.connection.ask(asked, messages.Report).body
             now_s = time.monotonic()
             ends = [chunk.pin_end_s for chunk in hub.stock.pins]
             assert all(now_s < end_s <= now_s + 100 for end_s in ends)
@@ -121,7 +121,7 @@ class TestPins:
             tier.put([make_transfer(EVEN, A)])
             client = Raw(server)
             (space_id,) = server.hub.stock.spaces
-            client.link.ask(messages.Pin(1, space_id, messages.pack_refs([A]), True), messages.Report)
+            client.connection.ask(messages.Pin(1, space_id, messages.pack_refs([A]), True), messages.Report)
             wait_for("it has ended", lambda: server.hub.stock.pins.used_bytes == 0)
             client.close()
             tier.close()

@@ -10,9 +10,9 @@ from support.cache_server import serving_tcp
 from support.redis_server import wait_for
 from support.served import A, B, check_read, open_tier, settle
 
-from kvstore.chunks import Outcome
-from kvstore.errors import ConfigError, TierError
-from kvstore.keys import Namespace
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import ConfigError, TierError
+from kvstore.model.keys import Namespace
 from kvstore.protocol.keyfiles import make_keys, read_list, read_pair
 from kvstore.server.disk_tiers import DiskOptions
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer

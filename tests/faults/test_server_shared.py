@@ -13,9 +13,9 @@ from support.raw_client import scan, used_bytes
 from support.redis_server import free_port, wait_for
 from support.served import BIG, A, check_quiet, check_read, open_tier
 
-from kvstore.chunks import Outcome
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import Outcome
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server.disk_tiers import DiskOptions
 from kvstore.testing.harness import EVEN, make_ref, make_transfer
@@ -50,9 +50,9 @@ class TestManyNamespaces:
             for number in range(20):
                 assert tier.put([make_transfer(EVEN, make_ref(number))]) == [Outcome.STORED]
                 assert other.put([make_transfer(EVEN, make_ref(number))]) == [Outcome.STORED]
-            assert tier._links.use(scan) == [make_ref(number) for number in range(12, 20)]
-            assert other._links.use(scan) == [make_ref(18), make_ref(19)]
-            assert tier._links.use(used_bytes) == 8 * page
+            assert tier._connections.use(scan) == [make_ref(number) for number in range(12, 20)]
+            assert other._connections.use(scan) == [make_ref(18), make_ref(19)]
+            assert tier._connections.use(used_bytes) == 8 * page
             tier.close()
             other.close()
 

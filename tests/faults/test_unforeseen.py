@@ -12,7 +12,7 @@ from support.fake_vllm import one_after_the_other
 from support.rig import FakeTier
 from support.wrapped import HANG_GUARD_S, HIT, ref_of, transfer
 
-from kvstore.errors import ClosedError, InvalidCallError, KVStoreError, TierError
+from kvstore.model.errors import ClosedError, InvalidCallError, KVStoreError, TierError
 from kvstore.testing.harness import MINE
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.guards import BreakerState, Guard, GuardOptions, Statistics, find, guarded

@@ -30,8 +30,8 @@ from support.wrapped import (
     transfer,
 )
 
-from kvstore.chunks import Outcome
-from kvstore.errors import InvalidCallError, TierError, TierTimeoutError
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import InvalidCallError, TierError, TierTimeoutError
 from kvstore.testing.harness import EVEN, MINE
 from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Tier
 from kvstore.tiers.guards import (

@@ -16,18 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
 # Rooms, from the ground up: a module imports its own room and rooms on the lines above it, and there is no circle. A
 # room is a folder or a module in kvstore/; the adapter and the tools are divided once more.
 ROOMS = (
-    ("errors", "throttle"),
-    ("keys", "layout"),
-    ("chunks", "policies"),
-    ("checkpoints", "heads"),
-    ("catalog", "format", "paged", "protocol"),
-    ("channels", "memory"),
-    ("options", "requests", "tiers"),
+    ("model",),
+    ("policies", "format", "paged", "protocol", "channels"),
+    ("index", "memory"),
+    ("tiers",),
     ("config", "handover", "server", "transfer"),
-    ("elsewhere",),
-    ("assembly", "testing"),
-    ("ops", "planner"),
-    ("engine",),
+    ("engine", "testing"),
+    ("ops",),
     ("adapters.vllm.telemetry", "adapters.vllm.identity", "adapters.vllm.refusals"),
     ("adapters.vllm.requests",),
     ("adapters.vllm.plan",),
@@ -112,7 +107,7 @@ def python(code: str) -> str:
 
 
 def test_there_are_modules() -> None:
-    assert {"kvstore.keys", "kvstore.tools.cli", "kvstore.config", "kvstore.adapters"} <= NAMES
+    assert {"kvstore.model.keys", "kvstore.tools.cli", "kvstore.config", "kvstore.adapters"} <= NAMES
     assert LEVELS.keys() == {module.room for module in MODULES} - {""}
 
 
@@ -147,13 +142,13 @@ def test_nothing_that_runs_data_as_code(module: Module) -> None:
 
 
 def test_keys_need_neither_torch_nor_vllm() -> None:
-    code = "import sys, kvstore, kvstore.keys; print(sorted({'torch', 'vllm'} & sys.modules.keys()))"
+    code = "import sys, kvstore, kvstore.model.keys; print(sorted({'torch', 'vllm'} & sys.modules.keys()))"
     assert python(code) == "[]"
 
 
 def test_the_engine_needs_little_besides_torch() -> None:
     """Importing it costs a process that has torch next to nothing; `kvstore bench` measures how much."""
-    imports = "import sys, torch; known = set(sys.modules); import kvstore.engine, kvstore.paged.binding; "
+    imports = "import sys, torch; known = set(sys.modules); import kvstore.engine.engine, kvstore.paged.binding; "
     found = python(imports + "print(*sorted({name.split('.')[0] for name in set(sys.modules) - known}))").split()
     assert set(found) - set(sys.stdlib_module_names) <= {"kvstore", "numpy", "xxhash"}
 
@@ -165,14 +160,14 @@ def test_the_package_itself_imports_nothing() -> None:
 
 def test_every_name_of_the_package_is_there() -> None:
     code = "import kvstore; print(*(f'{getattr(kvstore, name).__module__}.{name}' for name in kvstore.__all__))"
-    defined = ast.parse((ROOT / "kvstore/errors.py").read_text(encoding="utf-8")).body
-    errors = {f"kvstore.errors.{node.name}" for node in defined if isinstance(node, ast.ClassDef)}
+    defined = ast.parse((ROOT / "kvstore/model/errors.py").read_text(encoding="utf-8")).body
+    errors = {f"kvstore.model.errors.{node.name}" for node in defined if isinstance(node, ast.ClassDef)}
     assert set(python(code).split()) == errors | {
-        "kvstore.engine.CacheEngine",
-        "kvstore.keys.KeyExtras",
-        "kvstore.keys.Namespace",
-        "kvstore.options.EngineOptions",
-        "kvstore.options.RemoteOptions",
+        "kvstore.engine.engine.CacheEngine",
+        "kvstore.model.keys.KeyExtras",
+        "kvstore.model.keys.Namespace",
+        "kvstore.engine.options.EngineOptions",
+        "kvstore.engine.options.RemoteOptions",
         "kvstore.paged.binding.bind_paged_kv",
     }
     assert python("import kvstore; print({*kvstore.__all__, '__version__'} <= set(dir(kvstore)))") == "True"
@@ -194,7 +189,7 @@ def test_the_command_starts_without_heavy_imports() -> None:
 
 def test_no_module_has_two_names() -> None:
     code = (
-        "import sys, kvstore.adapters, kvstore.config, kvstore.tools.cli, kvstore.tools.models, kvstore.engine;"
+        "import sys, kvstore.adapters, kvstore.config, kvstore.tools.cli, kvstore.tools.models, kvstore.engine.engine;"
         "print(sorted({name.split('.')[0] for name in sys.modules} & {'adapters', 'config', 'tools'}))"
     )
     assert python(code) == "[]"

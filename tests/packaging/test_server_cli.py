@@ -14,8 +14,8 @@ from support.cache_server import ServerThread, serving_ipc
 from support.raw_client import used_bytes
 from typer.testing import CliRunner
 
-from kvstore.chunks import ChunkRef
-from kvstore.keys import Namespace, PrefixHasher
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.keys import Namespace, PrefixHasher
 from kvstore.server.reports import exposition
 from kvstore.testing.harness import EVEN, MINE, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
@@ -124,7 +124,7 @@ def test_stats_and_clear(server: ServerThread, tier: ServerTier, prompt: list[st
     tree = json.loads(run(server, "stats", "--json"))
     (space,) = tree["namespaces"]
     assert space["chunks"] == space["counters"]["stored_chunks"] == 3
-    assert tree["tiers"]["memory"]["used_bytes"] == space["used_bytes"] == tier._links.use(used_bytes)
+    assert tree["tiers"]["memory"]["used_bytes"] == space["used_bytes"] == tier._connections.use(used_bytes)
     run(server, "clear", code=2)
     run(server, "clear", "--namespace", "0" * 16, code=2)
     assert run(server, "clear", "--namespace", space["id"]) == "3 chunks forgotten\n"

@@ -70,7 +70,7 @@ def test_only_kvstore_at_top_level(wheel: Path) -> None:
 
 def test_every_module_is_in_it(wheel: Path, checkout: Path) -> None:
     expected = {
-        *("kvstore/py.typed", "kvstore/keys.py", "kvstore/tiers/base.py", "kvstore/tools/cli.py"),
+        *("kvstore/py.typed", "kvstore/model/keys.py", "kvstore/tiers/base.py", "kvstore/tools/cli.py"),
         *("kvstore/config/__init__.py", "kvstore/adapters/vllm/__init__.py"),
         *(f"kvstore/config/examples/{path.name}" for path in (checkout / "config" / "examples").glob("*.yaml")),
     }

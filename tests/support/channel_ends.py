@@ -21,11 +21,11 @@ from typing import Self
 import numpy as np
 
 from kvstore.channels import open_channel
-from kvstore.chunks import ByteArray, ChunkRef
-from kvstore.errors import TierError
 from kvstore.handover.offering import Exposed, open_offering
 from kvstore.handover.transport import Parcel
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ByteArray, ChunkRef
+from kvstore.model.errors import TierError
+from kvstore.model.layout import KVLayout
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from kvstore.testing.harness import MINE
 

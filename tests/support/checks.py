@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstore.catalog.entries import NO_SLOT
-from kvstore.catalog.plans import Place
+from kvstore.index.entries import NO_SLOT
+from kvstore.index.plans import Place
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.guards import layers
 from support.invariants import check_invariants
 from support.uses import uses_of
 
 if TYPE_CHECKING:
-    from kvstore.catalog.index import ChunkIndex
-    from kvstore.chunks import ChunkRef
-    from kvstore.engine import CacheEngine
+    from kvstore.engine.engine import CacheEngine
+    from kvstore.index.index import ChunkIndex
+    from kvstore.model.chunks import ChunkRef
 
 
 def sizes_on_disk(index: ChunkIndex) -> dict[ChunkRef, int]:

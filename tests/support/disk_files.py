@@ -11,7 +11,7 @@ from kvstore.tiers.disk import folder
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvstore.chunks import ChunkRef
+    from kvstore.model.chunks import ChunkRef
 
 NOT_COUNTED = {".lock", "namespace.json", "layout.json", "trails"}
 

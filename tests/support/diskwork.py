@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.format import chunkfile
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.tiers.base import Tier, Transfer
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk.tier import DiskTier

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from kvstore.engine import CacheEngine
-from kvstore.heads import Division, Part, heads_of, shards_with
-from kvstore.keys import Namespace
-from kvstore.options import EngineOptions, RemoteOptions
+from kvstore.engine.engine import CacheEngine
+from kvstore.engine.options import EngineOptions, RemoteOptions
+from kvstore.model.heads import Division, Part, heads_of, shards_with
+from kvstore.model.keys import Namespace
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.paged.headed import HeadedPages, find_heads
 

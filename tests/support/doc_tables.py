@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.config.reference import KEYS
-from kvstore.ops.metrics import METRICS, Kind
+from kvstore.ops.metrics import METRICS, MetricKind
 from kvstore.tools.calc import calculate, kept
 from kvstore.tools.console import size
 from kvstore.tools.modelconfig import parse_model
@@ -71,7 +71,7 @@ def _key_item(name: str) -> str:
 def metric_list(prefix: str) -> str:
     """Return all metrics as Markdown, by kind: name with a prefix, labels, meaning."""
     parts = []
-    for kind in Kind:
+    for kind in MetricKind:
         items = [
             f"- `{prefix}{metric.name}{_in_braces(metric.labels)}`: {metric.meaning}."
             for metric in METRICS.values()

@@ -23,10 +23,10 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvstore import assembly
-from kvstore.catalog.plans import Place, all_refs
-from kvstore.keys import NO_EXTRAS, PrefixHasher, PrefixKey
-from kvstore.requests import hash_tokens
+from kvstore.engine import opening
+from kvstore.engine.requests import hash_tokens
+from kvstore.index.plans import Place, all_refs
+from kvstore.model.keys import NO_EXTRAS, PrefixHasher, PrefixKey
 from kvstore.tiers import open_tier
 from kvstore.transfer import layerwise
 from kvstore.transfer.lane import WRITE_THREADS, Lane
@@ -125,7 +125,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.loading: list[Loading] = []
         self.storing: list[Storing] = []
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(assembly, "PROBE_INTERVAL_S", 0.0)
+        self.patch.setattr(opening, "PROBE_INTERVAL_S", 0.0)
         self.patch.setattr(layerwise, "READ_BYTES", 1)
 
         def open_gated(kind: str, setup: TierSetup) -> Tier:
@@ -138,8 +138,8 @@ class EngineMachine(RuleBasedStateMachine):
         ) -> Tier:
             return wrap(GatedTier(self.stores["disk"], namespace, layout, reads_layers=reads_layers))
 
-        self.patch.setattr(assembly, "open_tier", open_gated)
-        self.patch.setattr(assembly, "open_folders", open_disk)
+        self.patch.setattr(opening, "open_tier", open_gated)
+        self.patch.setattr(opening, "open_folders", open_disk)
         self.engine = self.rig.open(
             slots=slots,
             local_cpu=local_cpu,
@@ -337,7 +337,7 @@ class EngineMachine(RuleBasedStateMachine):
         name = f"epoch {self.epoch}"
         self.namespaces[NAMESPACE.at_epoch(name).id] = self.epoch
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvstore.engine.new_epoch", lambda: name)
+            patch.setattr("kvstore.engine.engine.new_epoch", lambda: name)
             self.engine.reset_cache()
 
     def condemn(self, tokens: list[int]) -> None:

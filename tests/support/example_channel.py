@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvstore.channels.base import Channel, Peer, Reading, State
-from kvstore.chunks import ByteArray
-from kvstore.errors import ChannelError
+from kvstore.model.chunks import ByteArray
+from kvstore.model.errors import ChannelError
 
 
 class ProcChannel(Channel):

@@ -18,9 +18,9 @@ from kvstore.adapters.vllm.plan import StepPlan
 from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadRules
 from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
-from kvstore.catalog.plans import Place
-from kvstore.checkpoints.groups import Group, Groups, Kind
-from kvstore.keys import Namespace
+from kvstore.index.plans import Place
+from kvstore.model.groups import Group, GroupKind, Groups
+from kvstore.model.keys import Namespace
 from kvstore.paged.base import PagedKV
 from kvstore.paged.binding import bind_groups
 from kvstore.paged.grouped import GroupedPagedKV
@@ -38,7 +38,7 @@ _ROW_BITS = 32
 class GroupSetup(CommonSetup):
     """Options of a `FakeGroups`."""
 
-    groups: tuple[FakeGroup, ...] = (FakeGroup(Kind.FULL, 4), FakeGroup(Kind.WINDOW, 4, 9))
+    groups: tuple[FakeGroup, ...] = (FakeGroup(GroupKind.FULL, 4), FakeGroup(GroupKind.WINDOW, 4, 9))
     stages: tuple[tuple[int, ...], ...] = ((2, 2),)  # layers of each group on each rank
     chunk: int = 16
     gpu_blocks: int = 128
@@ -56,7 +56,7 @@ class FakeGroups(FakeScheduler):
 
     def __init__(self, setup: GroupSetup) -> None:
         self._remote = None if setup.server is None else replace(REMOTE, max_queue=setup.max_write_queue)
-        self.words = [STATE_WORDS if group.kind is Kind.STATE else group.block for group in setup.groups]
+        self.words = [STATE_WORDS if group.kind is GroupKind.STATE else group.block for group in setup.groups]
         self.failed_loads: set[str] = set()
         self.failures = 0  # of requests that have waited for a load
         rules = SaveRules(
@@ -65,7 +65,7 @@ class FakeGroups(FakeScheduler):
             setup.save_decode,
             setup.save_tails,
             spares_last_token=True,
-            marks_decode=any(group.kind is Kind.STATE for group in setup.groups),
+            marks_decode=any(group.kind is GroupKind.STATE for group in setup.groups),
         )
         load_rules = LoadRules(async_load=True, runs_ahead=setup.run_ahead > 0, only_if_faster=False)
         options = scheduler_options(setup, rules, load_rules, self._remote)
@@ -100,7 +100,7 @@ class FakeGroups(FakeScheduler):
         for number, count in enumerate(self.setup.stages[rank]):
             first = next((paged for paged in bound if paged is not None), None)
             bound.append(self._bind_group(rank, number, count, first) if count else None)
-        full = [number for number, group in enumerate(self.groups) if group.kind is Kind.FULL]
+        full = [number for number, group in enumerate(self.groups) if group.kind is GroupKind.FULL]
         return bind_groups(bound, full, block_tokens=self.align, chunk_tokens=self.setup.chunk)
 
     def _bind_group(self, rank: int, number: int, count: int, first: PagedKV | None) -> PagedKV:
@@ -158,7 +158,7 @@ class FakeGroups(FakeScheduler):
         for number, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
             positions = range(group.first_needed(start), start)
             for cache, mark in self._layers(number):
-                if group.kind is Kind.STATE:
+                if group.kind is GroupKind.STATE:
                     found = cache[table[(start - 1) // group.block]].tolist() if start else []
                     right = found == ([int(values[start - 1]) + mark, start] if start else [])
                 else:
@@ -171,7 +171,7 @@ class FakeGroups(FakeScheduler):
     def _write_group(self, number: int, table: list[int], values: npt.NDArray[np.int64], start: int) -> None:
         group, end = self.groups[number], len(values)
         for cache, mark in self._layers(number):
-            if group.kind is Kind.STATE:
+            if group.kind is GroupKind.STATE:
                 cache[table[(end - 1) // group.block]] = [int(values[end - 1]) + mark, end]
                 continue
             for at in range(start, end):

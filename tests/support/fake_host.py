@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstore import assembly
 from kvstore.adapters.vllm.plan import StepPlan
 from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadRules
@@ -26,9 +25,10 @@ from kvstore.adapters.vllm.scheduler.connected import Connected
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.worker.worker import StoreWorker
-from kvstore.catalog.entries import NO_SLOT
-from kvstore.catalog.index import ChunkIndex
-from kvstore.options import EngineOptions, RemoteOptions
+from kvstore.engine import opening
+from kvstore.engine.options import EngineOptions, RemoteOptions
+from kvstore.index.entries import NO_SLOT
+from kvstore.index.index import ChunkIndex
 from kvstore.paged.base import PagedKV, find_planes
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.paged.device import DevicePagedKV
@@ -92,7 +92,7 @@ class FakeHost(FakeTables):
         self.loading: dict[str, tuple[FakeRequest, int]] = {}  # wait for a fetch, until so many ranks have reported
         self.scheduler = StoreScheduler(options)
         self.workers: list[StoreWorker] = []
-        with patch.object(assembly, "open_tier", setup.server.open) if setup.server else nullcontext():
+        with patch.object(opening, "open_tier", setup.server.open) if setup.server else nullcontext():
             try:
                 self.workers.extend(self._worker(rank) for rank in range(len(caches)))
                 self.scheduler.connect([worker.facts() for worker in self.workers])

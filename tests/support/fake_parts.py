@@ -15,15 +15,15 @@ from kvstore.adapters.vllm.plan import StepPlan, StepReport
 from kvstore.adapters.vllm.requests.rows import RowMap
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
 from kvstore.adapters.vllm.telemetry.announcer import ANNOUNCED, Adapter, Removed, Stored
-from kvstore.catalog.plans import Place
-from kvstore.checkpoints.groups import Group, Groups, Kind
-from kvstore.options import RemoteOptions
+from kvstore.engine.options import RemoteOptions
+from kvstore.index.plans import Place
+from kvstore.model.groups import Group, GroupKind, Groups
 from support.remote import REMOTE, FakeServer
 
 BLOCK = 4
 CHUNK = 16
 LAYERS = 2
-ONE_GROUP = RowMap(Groups((Group(Kind.FULL, BLOCK, block_bytes=64),)))
+ONE_GROUP = RowMap(Groups((Group(GroupKind.FULL, BLOCK, block_bytes=64),)))
 CHUNK_SLOT_BYTES = 4096
 CHUNK_FILE_BYTES = 8192
 GARBAGE = 0x6B6B6B6B

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from kvstore.adapters.vllm.plan import StepPlan
 from kvstore.adapters.vllm.requests.params import NO_PARAMS, Handover, RequestParams
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
-from kvstore.checkpoints.groups import Kind
-from kvstore.keys import KeyExtras
+from kvstore.model.groups import GroupKind
+from kvstore.model.keys import KeyExtras
 from support.fake_host import Cache, FakeHost
 from support.fake_parts import CommonSetup, FakeRequest, Scheduled, Step
 from support.fake_tables import FakeGroup
@@ -219,7 +219,7 @@ class FakeScheduler(FakeHost):
         """Return the tokens of a request that a step takes: with states, a prefill stops where one is to be kept."""
         count = min(request.num_tokens + request.placeholders - start, budget)
         prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
-        blocks = [group.block for group in self.groups if group.kind is Kind.STATE]
+        blocks = [group.block for group in self.groups if group.kind is GroupKind.STATE]
         if not blocks or start >= prefill_end:
             return count
         block, end = blocks[0], start + count

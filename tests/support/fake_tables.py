@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 
-from kvstore.checkpoints.groups import Kind
+from kvstore.model.groups import GroupKind
 from support.fake_parts import FakeRequest
 
 NULL = 0
@@ -17,20 +17,20 @@ NULL = 0
 class FakeGroup:
     """Layers of one kind, which keep for a window the ``span`` before the next token, for local attention its chunk."""
 
-    kind: Kind
+    kind: GroupKind
     block: int
     span: int = 0
 
     def first_needed(self, num_tokens: int) -> int:
         """Return the first token before this one that it attends to; of a state, the last whose state is needed."""
         match self.kind:
-            case Kind.FULL:
+            case GroupKind.FULL:
                 return 0
-            case Kind.WINDOW:
+            case GroupKind.WINDOW:
                 return max(0, num_tokens - self.span)
-            case Kind.LOCAL:
+            case GroupKind.LOCAL:
                 return num_tokens - num_tokens % self.span
-            case Kind.STATE:
+            case GroupKind.STATE:
                 return max(0, num_tokens - 1)
 
     def needed_blocks(self, num_tokens: int) -> range:
@@ -91,7 +91,7 @@ class FakeTables:
         tokens = tuple(request.all_token_ids)
         for number, group in enumerate(self.groups):
             table = request.tables[number]
-            is_state = group.kind is Kind.STATE
+            is_state = group.kind is GroupKind.STATE
             for at in range(request.offered[number] if is_state else 0, end_tokens // group.block):
                 block, key = table[at], (number, request.salt, tokens[: (at + 1) * group.block])
                 if block == NULL or (is_state and not self.retains()):
@@ -138,11 +138,11 @@ class FakeTables:
         missing = []
         for group, table in zip(self.groups, request.tables, strict=True):
             count = -(-end_tokens // group.block) - len(table)
-            missing.append(min(1, max(0, count)) if group.kind is Kind.STATE else max(0, count))
+            missing.append(min(1, max(0, count)) if group.kind is GroupKind.STATE else max(0, count))
         if sum(missing) > len(self.free):
             return False
         for group, table, count in zip(self.groups, request.tables, missing, strict=True):
-            if group.kind is Kind.STATE and count:
+            if group.kind is GroupKind.STATE and count:
                 table.extend([NULL] * (-(-end_tokens // group.block) - 1 - len(table)))
             table.extend(self._take() for _ in range(count))
         return True

@@ -22,11 +22,11 @@ from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
 from kvstore.adapters.vllm.telemetry.announcer import Removed
 from kvstore.adapters.vllm.worker.pushes import PushOptions
 from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
-from kvstore.catalog.plans import Place
-from kvstore.catalog.trails import keys_of
-from kvstore.checkpoints.groups import Kind
-from kvstore.keys import KeyExtras, Namespace, PrefixHasher
-from kvstore.options import RemoteOptions
+from kvstore.engine.options import RemoteOptions
+from kvstore.index.plans import Place
+from kvstore.index.trails import keys_of
+from kvstore.model.groups import GroupKind
+from kvstore.model.keys import KeyExtras, Namespace, PrefixHasher
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from support.fake_host import scheduler_options
 from support.fake_parts import (
@@ -71,7 +71,7 @@ class FakeVllm(FakeScheduler):
         )
         stages = setup.stages or (LAYERS,) * setup.ranks
         caches = [[np.full((setup.gpu_blocks, BLOCK), GARBAGE, np.int64) for _ in range(layers)] for layers in stages]
-        super().__init__(setup, [FakeGroup(Kind.FULL, BLOCK)], caches, options)
+        super().__init__(setup, [FakeGroup(GroupKind.FULL, BLOCK)], caches, options)
         self.recovered = 0  # requests set back by failed loads
         self.heard = Listener()
         self._shareable: list[FakeRequest] = []  # all without tags

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import InvalidCallError, TierError
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import InvalidCallError, TierError
 from kvstore.tiers.base import Tier, Transfer
 from kvstore.tiers.guards.base import TierWrapper
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
 
-    from kvstore.keys import Namespace
+    from kvstore.model.keys import Namespace
 
 OPERATIONS = ("scan", "contains", "get", "get_layers", "put", "remove", "clear", "reset")
 

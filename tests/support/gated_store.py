@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.chunks import Outcome
-from kvstore.errors import TierError
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import TierError
 from support.gate import HANG_GUARD_S
 from support.rig import FakeTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from kvstore.chunks import ByteArray, ChunkRef
-    from kvstore.keys import Namespace
-    from kvstore.layout import KVLayout
+    from kvstore.model.chunks import ByteArray, ChunkRef
+    from kvstore.model.keys import Namespace
+    from kvstore.model.layout import KVLayout
     from kvstore.tiers.base import Transfer
 
 BEGINNING = 8  # bytes of a payload that tell it from others

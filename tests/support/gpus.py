@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from kvstore.chunks import ByteArray
 from kvstore.memory.slabs import SlabPool
+from kvstore.model.chunks import ByteArray
 from kvstore.paged.base import BlockIds, PagedKV
 from kvstore.paged.binding import bind_paged_kv
 from support.late_device import LateDevice, late_paged

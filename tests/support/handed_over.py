@@ -9,11 +9,11 @@ from typing import Any
 
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover, parse_handover
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
-from kvstore.chunks import Outcome
 from kvstore.handover.tcp import open_transport
 from kvstore.handover.transport import Parcel, Transport
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import Outcome
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.protocol.progress import Progress
 from kvstore.server.hub import Hub
 from support.fake_parts import FakeRequest, Setup

@@ -13,10 +13,10 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import LoadStep, Place, StoreStep, chunk_refs, trails
-from kvstore.catalog.remote_view import RemoteView
-from kvstore.keys import PrefixKey
+from kvstore.index.index import ChunkIndex
+from kvstore.index.plans import LoadStep, Place, StoreStep, chunk_refs, trails
+from kvstore.index.remote_view import RemoteView
+from kvstore.model.keys import PrefixKey
 from kvstore.policies import POLICIES
 from support.index_model import IndexModel
 from support.index_world import BLOCK, CHUNK, FAMILIES, World, all_trails, stored_bytes
@@ -24,7 +24,7 @@ from support.invariants import check_invariants
 from support.uses import uses_of
 
 if TYPE_CHECKING:
-    from kvstore.chunks import ChunkRef
+    from kvstore.model.chunks import ChunkRef
 
 FAMILY, LENGTH = st.integers(0, len(FAMILIES) - 1), st.integers(0, 36)
 

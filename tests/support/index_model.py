@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING
 
 from hypothesis.stateful import RuleBasedStateMachine
 
-from kvstore.catalog.entries import LOADING, NO_FILE, NO_SLOT, SENDING, STORED, UNSENT
-from kvstore.catalog.plans import Match, Place
-from kvstore.catalog.trails import keys_of
-from support.catalog import shared_blocks
+from kvstore.index.entries import LOADING, NO_FILE, NO_SLOT, SENDING, STORED, UNSENT
+from kvstore.index.plans import Match, Place
+from kvstore.index.trails import keys_of
+from support.index import shared_blocks
 from support.index_world import BLOCK, CHUNK, World, all_trails, hasher_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvstore.catalog.entries import Entry
-    from kvstore.catalog.index import ChunkIndex
-    from kvstore.catalog.remote_view import RemoteView
-    from kvstore.checkpoints.parts import Checkpoints
-    from kvstore.chunks import ChunkRef
-    from kvstore.keys import PrefixHasher, PrefixKey
+    from kvstore.index.entries import Entry
+    from kvstore.index.index import ChunkIndex
+    from kvstore.index.remote_view import RemoteView
+    from kvstore.model.checkpoints import Checkpoints
+    from kvstore.model.chunks import ChunkRef
+    from kvstore.model.keys import PrefixHasher, PrefixKey
 
 
 class IndexModel(RuleBasedStateMachine):

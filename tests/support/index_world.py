@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
 
-from kvstore.catalog.plans import LoadStep, Place, StoreStep, chunk_refs, trails
-from kvstore.keys import PrefixHasher
+from kvstore.index.plans import LoadStep, Place, StoreStep, chunk_refs, trails
+from kvstore.model.keys import PrefixHasher
 from kvstore.tiers.base import MAX_NEAREST
-from support.catalog import shared_blocks
+from support.index import shared_blocks
 
 if TYPE_CHECKING:
-    from kvstore.chunks import Answer, Asked, ChunkRef
+    from kvstore.model.chunks import Answer, Asked, ChunkRef
 
 BLOCK, CHUNK = 2, 6
 COMMON = list(range(100, 118))

@@ -80,10 +80,10 @@ def prepare_bench() -> None:
 
 def prepare_chunks() -> None:
     """Stop at the gate in the second chunk that is read from a folder, or stored in one."""
-    from kvstore.tiers.disk.shelf import Shelf
+    from kvstore.tiers.disk.inventory import Inventory
     from kvstore.tiers.disk.tier import DiskTier
 
-    Shelf.read = gated(Shelf.read, 2)  # type: ignore[method-assign]
+    Inventory.read = gated(Inventory.read, 2)  # type: ignore[method-assign]
     DiskTier.put = gated(DiskTier.put, 2)  # type: ignore[method-assign]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from kvstore.catalog.entries import (
+from kvstore.index.entries import (
     _SLACK,
     GATHERING,
     LOADING,
@@ -17,11 +17,11 @@ from kvstore.catalog.entries import (
     Entries,
     Name,
 )
-from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.leases import Leases, Uses
-from kvstore.catalog.slots import Slots
-from kvstore.catalog.writes import DiskWrites, RemoteSends
-from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
+from kvstore.index.index import ChunkIndex
+from kvstore.index.leases import Leases, Uses
+from kvstore.index.slots import Slots
+from kvstore.index.writes import DiskWrites, RemoteSends
+from kvstore.model.keys import PREFIX_KEY_BYTES, PrefixKey
 
 
 def check_invariants(index: ChunkIndex) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.keys import Namespace
 from kvstore.memory.labelled import LabelledPool
 from kvstore.memory.slabs import SlabPool
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.keys import Namespace
 from kvstore.transfer.lane import Lane
 from support.gate import HANG_GUARD_S
 from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES, FakeTier

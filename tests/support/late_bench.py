@@ -9,10 +9,10 @@ from functools import partial
 import torch
 
 from kvstore.adapters.vllm.worker.worker import StoreWorker
-from kvstore.catalog.plans import LoadStep, Place, StoreStep
-from kvstore.chunks import ChunkRef
+from kvstore.index.plans import LoadStep, Place, StoreStep
 from kvstore.memory.labelled import LabelledPool
 from kvstore.memory.slabs import SlabPool
+from kvstore.model.chunks import ChunkRef
 from kvstore.transfer.hot import HotChunks
 from kvstore.transfer.lane import Lane
 from kvstore.transfer.mover import LoadJob, Mover, StoreJob, as_block_ids

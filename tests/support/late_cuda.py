@@ -10,31 +10,31 @@ import pytest
 import torch
 
 from kvstore.paged.streams import CudaStreams, Work
-from support.late_device import CPU, LateDevice, LateMoment, LateStream
+from support.late_device import CPU, LateDevice, LateEvent, LateStream
 
 
-class LateEvent:
+class CudaEvent:
     """Event in the place of one of ``torch.cuda``."""
 
     def __init__(self, device: LateDevice) -> None:
         self._device = device
-        self.moment: LateMoment | None = None  # a wait for an event that was never recorded is no wait
+        self.event: LateEvent | None = None  # a wait for an event that was never recorded is no wait
 
     def record(self, stream: LateStream) -> None:
-        self.moment = stream.now()
+        self.event = stream.now()
 
     def query(self) -> bool:
         self._device.run_at_random()
-        return self.moment is None or self.moment.is_reached
+        return self.event is None or self.event.is_reached
 
     def synchronize(self) -> None:
-        self._device.run_until(lambda: self.moment is None or self.moment.is_reached)
+        self._device.run_until(lambda: self.event is None or self.event.is_reached)
 
-    def elapsed_time(self, end: LateEvent) -> float:
+    def elapsed_time(self, end: CudaEvent) -> float:
         """Return the time in ms of the device's clock."""
-        assert self.moment is not None
-        assert end.moment is not None
-        return float(end.moment.stream.done_at[end.moment.place] - self.moment.stream.done_at[self.moment.place]) * 1e3
+        assert self.event is not None
+        assert end.event is not None
+        return float(end.event.stream.done_at[end.event.place] - self.event.stream.done_at[self.event.place]) * 1e3
 
 
 def late_cuda(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> CudaStreams:
@@ -55,11 +55,11 @@ def late_cuda(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> CudaStream
 
     monkeypatch.setattr(CudaStreams, "_run", deferred(CudaStreams._run))
     monkeypatch.setattr(CudaStreams, "_launch", deferred(CudaStreams._launch))
-    monkeypatch.setattr(LateStream, "wait_event", lambda self, event: self.hold(event.moment), raising=False)
+    monkeypatch.setattr(LateStream, "wait_event", lambda self, event: self.hold(event.event), raising=False)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda _memory, _stream: None)
     replacements: dict[str, Any] = {
         "Stream": lambda _device: device.make_stream(),
-        "Event": lambda **_options: LateEvent(device),
+        "Event": lambda **_options: CudaEvent(device),
         "current_stream": lambda _device: device.current,
         "stream": on,
         "device": lambda _device: nullcontext(),

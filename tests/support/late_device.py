@@ -1,7 +1,7 @@
 """A device on a CPU that does things as late, and in as mixed an order, as CUDA allows.
 
 Launched work waits in its stream. The device takes it from the streams at random, in order within each, and holds
-back work that waits for a moment. It runs while the host waits for it, and now and then at a launch. Work that is not
+back work that waits for an event. It runs while the host waits for it, and now and then at a launch. Work that is not
 ordered gives other bytes than the same calls carried out one after the other.
 
 Work is a closure, which reads the host's memory when it runs and not when it is launched, as a copy does.
@@ -22,7 +22,7 @@ import torch
 from kvstore.paged.base import LayerCache, find_planes
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.paged.device import DevicePagedKV
-from kvstore.paged.streams import Streams, Way, Work
+from kvstore.paged.streams import Direction, Streams, Work
 
 CPU = torch.device("cpu")
 CAPTURE_ERROR = "CUDA error 900: operation not permitted when stream is capturing"
@@ -38,7 +38,7 @@ class LateStream:
         self.done = 0
         self.speed = device.draw_speed()
         self.done_at: dict[int, int] = {0: 0}  # the device's clock when each piece was done
-        self._work: deque[Work | LateMoment] = deque()
+        self._work: deque[Work | LateEvent] = deque()
 
     def launch(self, work: Work) -> None:
         """Launch work on this stream."""
@@ -47,26 +47,26 @@ class LateStream:
             self.launched += 1
             self.device.run_at_random()
 
-    def hold(self, moment: LateMoment | None) -> None:
-        """Run all later work after ``moment``."""
-        if moment is not None:
+    def hold(self, event: LateEvent | None) -> None:
+        """Run all later work after ``event``."""
+        if event is not None:
             with self.device.lock:
-                self._work.append(moment)
+                self._work.append(event)
                 self.launched += 1
 
-    def now(self) -> LateMoment:
-        """Return the moment at which all work launched so far is done."""
-        return LateMoment(self, self.launched)
+    def now(self) -> LateEvent:
+        """Return the event at which all work launched so far is done."""
+        return LateEvent(self, self.launched)
 
     @property
     def can_go_on(self) -> bool:
         """True if it has work that waits for nothing."""
-        return bool(self._work) and (not isinstance(self._work[0], LateMoment) or self._work[0].is_reached)
+        return bool(self._work) and (not isinstance(self._work[0], LateEvent) or self._work[0].is_reached)
 
     def do_next(self) -> None:
         """Do one piece of work."""
         work = self._work.popleft()
-        if not isinstance(work, LateMoment):
+        if not isinstance(work, LateEvent):
             work()
         self.done += 1
         self.done_at[self.done] = self.device.clock
@@ -76,7 +76,7 @@ class LateStream:
         self.device.run_until(lambda: not self._work)
 
 
-class LateMoment:
+class LateEvent:
     """A position in the work of a stream."""
 
     def __init__(self, stream: LateStream, place: int) -> None:
@@ -225,12 +225,12 @@ class Arena:
         self._end = 0
         self._owners: dict[int, tuple[LateStream, int]] = {}
         self._users: dict[int, set[LateStream]] = {}
-        self._dropped: list[tuple[LateStream, int, int, list[LateMoment]]] = []
+        self._dropped: list[tuple[LateStream, int, int, list[LateEvent]]] = []
 
     def lend(self, stream: LateStream, size_bytes: int) -> torch.Tensor:
         """Return memory for a stream, if possible some that it had before."""
-        for number, (owner, begin, end, moments) in enumerate(self._dropped):
-            if owner is stream and end - begin == size_bytes and all(moment.is_reached for moment in moments):
+        for number, (owner, begin, end, events) in enumerate(self._dropped):
+            if owner is stream and end - begin == size_bytes and all(event.is_reached for event in events):
                 del self._dropped[number]
                 return self._part(stream, begin, size_bytes)
         if size_bytes > self.free_bytes:
@@ -247,8 +247,8 @@ class Arena:
         """Take memory back from its owner. Work that was launched may still use it."""
         begin = self._allocation(memory)
         owner, size_bytes = self._owners.pop(begin)
-        moments = [stream.now() for stream in self._users.pop(begin) if stream is not owner]
-        self._dropped.append((owner, begin, begin + size_bytes, moments))
+        events = [stream.now() for stream in self._users.pop(begin) if stream is not owner]
+        self._dropped.append((owner, begin, begin + size_bytes, events))
 
     def _part(self, stream: LateStream, begin: int, size_bytes: int) -> torch.Tensor:
         self._owners[begin] = stream, size_bytes
@@ -274,7 +274,7 @@ class LateStreams(Streams):
         super().__init__(CPU)
         self.late = late
         self.own = own
-        self.copying = {way: late.make_stream() for way in Way}
+        self.copying = {direction: late.make_stream() for direction in Direction}
 
     @property
     def current(self) -> LateStream:
@@ -284,23 +284,23 @@ class LateStreams(Streams):
         self.late.counts["now"] += 1
         return self.current.now()
 
-    def hold(self, moment: Any) -> None:
+    def hold(self, event: Any) -> None:
         self.late.counts["hold"] += 1
-        self.current.hold(moment)
+        self.current.hold(event)
 
-    def reach(self, moment: Any) -> None:
-        if moment is None:
+    def reach(self, event: Any) -> None:
+        if event is None:
             return
         self.late.counts["reach"] += 1
         self.late.check_capture()
-        self.late.run_until(lambda: moment.is_reached)
+        self.late.run_until(lambda: event.is_reached)
 
-    def is_reached(self, moment: Any) -> bool:
-        if moment is None:
+    def is_reached(self, event: Any) -> bool:
+        if event is None:
             return True
         self.late.check_capture()
         self.late.run_at_random()
-        return bool(moment.is_reached)
+        return bool(event.is_reached)
 
     def seconds_between(self, begin: Any, end: Any) -> float:
         if begin is None or end is None:
@@ -329,9 +329,9 @@ class LateStreams(Streams):
         with self._failing():
             self.current.launch(work)
 
-    def _launch(self, way: Way, work: Work, after: Any) -> Any:
-        self.late.counts[way.name] += 1
-        stream = self.copying[way]
+    def _launch(self, direction: Direction, work: Work, after: Any) -> Any:
+        self.late.counts[direction.name] += 1
+        stream = self.copying[direction]
         stream.hold(after)
         with self._failing():
             stream.launch(work)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvstore.paged.base import ChunkBlocks, PagedKV
-from kvstore.paged.streams import Moment, Streams, Way
+from kvstore.paged.streams import DeviceEvent, Direction, Streams
 from kvstore.transfer.mover import as_block_ids
 from support.late_device import LateDevice, late_paged
 
@@ -24,7 +24,7 @@ class Slot:
     def __init__(self, size_bytes: int) -> None:
         self.payload = np.zeros(size_bytes, np.uint8)
         self.values: list[int] = []
-        self.busy: list[Moment] = []  # until then the device writes or reads it
+        self.busy: list[DeviceEvent] = []  # until then the device writes or reads it
 
 
 class Model:
@@ -68,8 +68,8 @@ class Model:
         return slots
 
     def reach(self, slot: Slot) -> None:
-        for moment in slot.busy:
-            self.paged.streams.reach(moment)
+        for event in slot.busy:
+            self.paged.streams.reach(event)
         slot.busy = []
         blocks = len(slot.values)
         begin = 0
@@ -95,7 +95,7 @@ class Model:
             slot.values = [self.wanted[block] for block in ids]
             used += ids
             chunks.append(paged.chunk(as_block_ids(ids), slot.payload))
-        self.note(slots, chunks, by_layer(paged, Way.OUT, chunks) if layered else paged.gather_chunks(chunks))
+        self.note(slots, chunks, by_layer(paged, Direction.OUT, chunks) if layered else paged.gather_chunks(chunks))
         return used
 
     def scatter(self, paged: PagedKV, number: int, *, layered: bool) -> None:
@@ -109,15 +109,15 @@ class Model:
             for block, value in zip(ids, slot.values[first:], strict=True):
                 self.wanted[block] = value
             chunks.append(paged.chunk(as_block_ids(ids), slot.payload, len(slot.values), first))
-        self.note(slots, chunks, by_layer(paged, Way.IN, chunks) if layered else paged.scatter_chunks(chunks))
+        self.note(slots, chunks, by_layer(paged, Direction.IN, chunks) if layered else paged.scatter_chunks(chunks))
         for slot in slots:
             if self.dice.random() < 0.5:
                 self.paged.streams.reach(slot.busy[0])
                 self.spoil(slot)
 
-    def note(self, slots: Sequence[Slot], chunks: Sequence[ChunkBlocks], moments: Sequence[Moment]) -> None:
-        for slot, _, moment in zip(slots, chunks, moments, strict=True):
-            slot.busy.append(moment)
+    def note(self, slots: Sequence[Slot], chunks: Sequence[ChunkBlocks], events: Sequence[DeviceEvent]) -> None:
+        for slot, _, event in zip(slots, chunks, events, strict=True):
+            slot.busy.append(event)
 
     def check(self) -> None:
         self.device.run_all()
@@ -128,9 +128,9 @@ class Model:
             assert found == [[(value + 31 * layer) % 256] for value in self.wanted]
 
 
-def by_layer(paged: PagedKV, way: Way, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
-    move = paged.gather_layers if way is Way.OUT else paged.scatter_layers
-    last: Moment = None
+def by_layer(paged: PagedKV, direction: Direction, chunks: Sequence[ChunkBlocks]) -> list[DeviceEvent]:
+    move = paged.gather_layers if direction is Direction.OUT else paged.scatter_layers
+    last: DeviceEvent = None
     for layer in range(LAYERS):
         if paged.layers_with(layer)[-1] == layer:
             last = move(paged.layers_with(layer), chunks)

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvstore.chunks import Outcome
+from kvstore.model.chunks import Outcome
 from support.checks import check_idle
 from support.rig import BLOCK, POISON, FakeTier, Rig, tokens_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore.chunks import ChunkRef
-    from kvstore.engine import CacheEngine
-    from kvstore.layout import KVLayout
+    from kvstore.engine.engine import CacheEngine
+    from kvstore.model.chunks import ChunkRef
+    from kvstore.model.layout import KVLayout
     from kvstore.tiers.base import Transfer
 
 LAYERS = 6

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup
-from kvstore.catalog.remote_view import RemoteView
-from kvstore.chunks import ChunkRef
+from kvstore.index.remote_view import RemoteView
+from kvstore.model.chunks import ChunkRef
 from kvstore.testing.harness import EVEN, MINE, make_ref
 from kvstore.tiers.base import Tier
 from kvstore.tiers.directory import RemoteDirectory

@@ -12,7 +12,7 @@ from support.rig import BLOCK, CHUNK, tokens_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvstore.engine import CacheEngine
+    from kvstore.engine.engine import CacheEngine
     from support.rig import Rig
 
 STEMS = [tokens_of(stem, 3 * CHUNK) for stem in (1, 2, 3)]

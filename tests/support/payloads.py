@@ -9,8 +9,8 @@ from kvstore.testing import buffers, harness, layers, threads
 if TYPE_CHECKING:
     import pytest
 
-    from kvstore.chunks import ChunkRef
-    from kvstore.layout import KVLayout
+    from kvstore.model.chunks import ChunkRef
+    from kvstore.model.layout import KVLayout
 
 
 def let_some_shrink(monkeypatch: pytest.MonkeyPatch) -> None:

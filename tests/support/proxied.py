@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from kvstore.ops.entrance import entrance
+from kvstore.ops.http_limits import entrance
 from kvstore.tools.proxy.listing import Receiver
 from kvstore.tools.proxy.options import ProxyOptions
 from kvstore.tools.proxy.process import Proxy

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvstore.adapters.vllm.requests.params import NO_PARAMS, WITHOUT_CACHE, RequestParams
-from kvstore.errors import TierError
+from kvstore.model.errors import TierError
 from support.fake_parts import BLOCK, LAYERS, FakeRequest
 from support.fake_scheduler import FakeScheduler
 from support.invariants import check_invariants

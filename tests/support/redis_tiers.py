@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvstore.chunks import Outcome
-from kvstore.errors import ClosedError, TierError
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import ClosedError, TierError
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
 from kvstore.tiers.redis.tier import RedisTier

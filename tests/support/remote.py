@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvstore import assembly
-from kvstore.chunks import Outcome
+from kvstore.engine import opening
+from kvstore.engine.options import RemoteOptions
 from kvstore.handover.transport import Parcel, Transport
-from kvstore.options import RemoteOptions
+from kvstore.model.chunks import Outcome
 from support.rig import FakeTier
 
 if TYPE_CHECKING:
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from kvstore.chunks import ChunkRef
-    from kvstore.keys import Namespace
-    from kvstore.layout import KVLayout
+    from kvstore.model.chunks import ChunkRef
+    from kvstore.model.keys import Namespace
+    from kvstore.model.layout import KVLayout
     from kvstore.protocol.progress import Progress
     from kvstore.tiers.base import Tier, TierSetup, Transfer
 
@@ -137,7 +137,7 @@ class _FakeTransport(Transport):
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
     """Let engines opened from now on with ``REMOTE`` use this server."""
     server = FakeServer()
-    monkeypatch.setattr(assembly, "open_tier", server.open)
+    monkeypatch.setattr(opening, "open_tier", server.open)
     return server
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from kvstore.options import RemoteOptions
+    from kvstore.engine.options import RemoteOptions
 
 TOKENS = tokens_of(1, 40)
 WAIT_S = 30.0

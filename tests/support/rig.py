@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvstore import assembly
-from kvstore.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.engine import CacheEngine
-from kvstore.keys import Namespace
-from kvstore.options import EngineOptions
+from kvstore.engine import opening
+from kvstore.engine.engine import CacheEngine
+from kvstore.engine.options import EngineOptions
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.keys import Namespace
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.tiers.base import MAX_NEAREST, BoundedTier, Tier, TierCounters, Transfer
-from support.catalog import shared_blocks
+from support.index import shared_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -211,4 +211,4 @@ class FakeTier(BoundedTier):
 
 def install(monkeypatch: pytest.MonkeyPatch, tier: Tier) -> None:
     """Let engines opened from now on use ``tier`` as their disk."""
-    monkeypatch.setattr(assembly, "open_folders", lambda *_args, wrap, **_keywords: wrap(tier))
+    monkeypatch.setattr(opening, "open_folders", lambda *_args, wrap, **_keywords: wrap(tier))

@@ -6,11 +6,11 @@ import json
 import os
 from pathlib import Path
 
-from kvstore.catalog.plans import chunk_refs
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.keys import KeyExtras, Namespace
-from kvstore.layout import KVLayout
-from kvstore.requests import hash_tokens
+from kvstore.engine.requests import hash_tokens
+from kvstore.index.plans import chunk_refs
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.keys import KeyExtras, Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tools.models import TINY, as_text, build_llama, random_tokens
 from support.diskwork import flip_payload, make_transfer, path_of

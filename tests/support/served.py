@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import TierError
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import TierError
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.protocol import messages
 from kvstore.protocol.contexts import Context, close_context, open_context
 from kvstore.protocol.geometry import Geometry
 from kvstore.testing.harness import EVEN, MINE, make_buffer, make_payload, make_ref, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
-from kvstore.tiers.server.link import Link
+from kvstore.tiers.server.connection import ServerConnection
 from kvstore.tiers.server.tier import ServerTier
 from kvstore.tiers.server.url import parse_server
 from support.cache_server import ServerThread
@@ -26,11 +26,11 @@ def open_tier(url: str, layout: KVLayout = EVEN, namespace: Namespace = MINE, **
     return ServerTier.open(TierSetup(namespace, layout, UNBOUNDED_BYTES, {"url": url, "timeout_s": 10.0, **options}))
 
 
-def open_link(url: str, layout: KVLayout = EVEN) -> tuple[Context, Link]:
+def open_connection(url: str, layout: KVLayout = EVEN) -> tuple[Context, ServerConnection]:
     context = open_context()
-    link = Link(context, parse_server(url, {}))
-    link.hello(MINE, Geometry.of(layout))
-    return context, link
+    connection = ServerConnection(context, parse_server(url, {}))
+    connection.hello(MINE, Geometry.of(layout))
+    return context, connection
 
 
 def check_read(tier: ServerTier, ref: ChunkRef, layout: KVLayout = EVEN, version: int = 0) -> Outcome:
@@ -69,11 +69,11 @@ class Raw:
 
     def __init__(self, server: ServerThread) -> None:
         self.context = open_context()  # which a test that fails leaks, and nothing waits for
-        self.link = Link(self.context, parse_server(server.url, {"timeout_s": 10.0}))
+        self.connection = ServerConnection(self.context, parse_server(server.url, {"timeout_s": 10.0}))
 
     def hello(self, fields: dict[str, str | int], geometry: Geometry) -> messages.Welcome:
-        return self.link.hello(Namespace(fields), geometry)
+        return self.connection.hello(Namespace(fields), geometry)
 
     def close(self) -> None:
-        self.link.close()
+        self.connection.close()
         close_context(self.context)

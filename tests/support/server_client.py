@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from kvstore.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.errors import TierError
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.errors import TierError
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.testing.harness import make_buffer
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup, Transfer
 from kvstore.tiers.server.tier import ServerTier

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.protocol import messages
 from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.outcomes import outcome_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Sequence
 
-from kvstore.chunks import ChunkRef
-from kvstore.keys import PREFIX_KEY_BYTES
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.keys import PREFIX_KEY_BYTES
 
 Path = tuple[int, ...]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.catalog.index import ChunkIndex
+from kvstore.index.index import ChunkIndex
 
 
 def uses_of(index: ChunkIndex) -> int:

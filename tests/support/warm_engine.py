@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvstore.chunks import ChunkRef
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.layout import KVLayout
 from kvstore.tools.warm.prompts import Prompt
 from kvstore.tools.warm.wanted import Sharing, refs_of
 from kvstore.tools.warm.warming import Work

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 
-from kvstore.keys import PrefixKey
+from kvstore.model.keys import PrefixKey
 
 Chain = list[PrefixKey]
 

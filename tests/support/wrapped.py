@@ -8,8 +8,8 @@ from typing import NoReturn
 import numpy as np
 import pytest
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import TierError
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import TierError
 from kvstore.tiers.base import Loan, Transfer
 from kvstore.tiers.guards import BreakerState, CircuitBreaker
 from support.faults import Fault, FaultInjector

@@ -11,9 +11,9 @@ import pytest
 from support.diskwork import CHUNK_BYTES, EVEN, MINE, make_transfer
 from typer.testing import CliRunner, Result
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tools.cli import app
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore.errors import ConfigError
 from kvstore.format import chunkfile
+from kvstore.model.errors import ConfigError
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.tools.calc import calculate
 from kvstore.tools.modelconfig import model_of

@@ -13,7 +13,7 @@ import yaml
 from support.lmcache_file import EVERYTHING
 
 from kvstore.config import load_config
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.tools.configs import from_lmcache
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "config" / "examples"

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from kvstore.errors import ConfigError, InvalidCallError, LayoutError, TierError
+from kvstore.model.errors import ConfigError, InvalidCallError, LayoutError, TierError
 from kvstore.tools.console import FAILED, WRONG_USAGE, Answer, for_typer, log_to_stderr, parse_numbers, some
 
 

@@ -14,10 +14,10 @@ from support.cache_server import short_folder
 from support.diskwork import make_ref, path_of
 from support.redis_server import free_port
 
-from kvstore.chunks import Outcome
-from kvstore.errors import ConfigError, FolderOwnedError, TierError
 from kvstore.format.pack import PackWriter
-from kvstore.keys import Namespace
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import ConfigError, FolderOwnedError, TierError
+from kvstore.model.keys import Namespace
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.disk.folder import FolderLock, make_folder
 from kvstore.tiers.disk.tier import DiskTier

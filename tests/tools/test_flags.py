@@ -14,7 +14,7 @@ from support.lmcache_file import EVERYTHING
 
 from kvstore.config import StoreConfig, load_config
 from kvstore.config.reference import KEYS
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.tools.flags import as_shell, make_flags, parse_settings
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "config" / "examples").glob("*.yaml"))

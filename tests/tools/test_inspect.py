@@ -19,7 +19,7 @@ def test_a_folder(fill: Fill, run_json: Any) -> None:
     folder = fill([make_ref(9, 2)], namespace=OTHER)
     code, tree = run_json("inspect", folder)
     assert (code, tree["kind"]) == (0, "folder")
-    found = {shelf["namespace"]: shelf for shelf in tree["namespaces"]}
+    found = {inventory["namespace"]: inventory for inventory in tree["namespaces"]}
     mine = found[MINE.id.hex()]
     assert (mine["fields"], mine["chunks"], mine["tokens"]) == (dict(MINE.fields), 3, 3 * 256)
     assert mine["file_bytes"] == 3 * CHUNK_BYTES

@@ -10,8 +10,8 @@ import pytest
 from support.doc_tables import hybrid_table, section
 from support.hybrid_configs import FULL, HYBRIDS, WINDOW
 
-from kvstore.checkpoints.groups import Kind
-from kvstore.errors import ConfigError, LayoutError
+from kvstore.model.errors import ConfigError, LayoutError
+from kvstore.model.groups import GroupKind
 from kvstore.tools.calc import calculate
 from kvstore.tools.modelconfig import parse_model
 from kvstore.tools.modelgroups import Attention, Geometry, KVModel
@@ -195,7 +195,10 @@ def test_gemma_4_has_other_heads_where_it_keeps_all_tokens() -> None:
     assert (full.geometry.kv_heads, full.geometry.head_elements) == (4, 1024)
     assert (window.geometry.kv_heads, window.geometry.head_elements) == (16, 512)
     groups = parse_model(config).groups(16)
-    assert {(group.kind, group.block_tokens) for group in groups.groups} == {(Kind.FULL, 32), (Kind.WINDOW, 16)}
+    assert {(group.kind, group.block_tokens) for group in groups.groups} == {
+        (GroupKind.FULL, 32),
+        (GroupKind.WINDOW, 16),
+    }
     assert calculate(parse_model(config), chunk_tokens=16).chunk_tokens == 32
     same = parse_model({**config, "attention_k_eq_v": False}).attention[0]
     assert same.geometry.kv_heads == 16
@@ -262,7 +265,7 @@ def test_what_is_not_known_is_refused(config: dict[str, Any], message: str) -> N
 def test_a_block_of_a_checkpoint_fits_into_a_chunk() -> None:
     """Otherwise the error says what to do. Kinds with almost as many layers are one group each."""
     geometry = Geometry(10, 1, 128, "bfloat16")
-    larger = Attention(Geometry(14, 1, 128, "bfloat16"), Kind.WINDOW, 127)
+    larger = Attention(Geometry(14, 1, 128, "bfloat16"), GroupKind.WINDOW, 127)
     with pytest.raises(LayoutError, match="chunk_size higher"):
         calculate(KVModel((Attention(geometry), larger)), chunk_tokens=16)
     assert calculate(KVModel((Attention(geometry), larger)), chunk_tokens=32).chunk_tokens == 32

@@ -23,7 +23,7 @@ DONE: dict[str, dict[str, Any]] = {
     "Unequal": OWN | {"cached": [64], "equal": False, "equal_own": False},
     "NoHit": OWN | {"cached": [0], "equal": True, "equal_own": True},
     "Failed": OWN | {"error": "RuntimeError: no"},
-    "Refused": OWN | {"error": "[rank0]: kvstore.errors.LayoutError: no"},
+    "Refused": OWN | {"error": "[rank0]: kvstore.model.errors.LayoutError: no"},
     "NotRun": {"built": True, "error": "no kernel"},
     "NotBuilt": {"error": "AttributeError: layers"},
 }

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 from support.hybrid_configs import FULL, HYBRIDS, WINDOW
 
-from kvstore.checkpoints.groups import Kind
+from kvstore.model.groups import GroupKind
 from kvstore.tools.modelconfig import parse_model
 from kvstore.tools.modelgroups import KVModel, State
 
@@ -56,12 +56,12 @@ LAYERS = [
     {**HEADS, **MAMBA2, "model_type": "bamba", "num_hidden_layers": 9, "attn_layer_indices": [2, 7]},
 ]
 TYPES = {
-    FULL: (Kind.FULL,),
-    WINDOW: (Kind.WINDOW,),
-    "chunked_attention": (Kind.LOCAL,),
-    "linear_attention": (Kind.STATE,),
-    "conv": (Kind.STATE,),
-    "hybrid": (Kind.FULL, Kind.STATE),
+    FULL: (GroupKind.FULL,),
+    WINDOW: (GroupKind.WINDOW,),
+    "chunked_attention": (GroupKind.LOCAL,),
+    "linear_attention": (GroupKind.STATE,),
+    "conv": (GroupKind.STATE,),
+    "hybrid": (GroupKind.FULL, GroupKind.STATE),
     "mlp": (),
     "moe": (),
 }
@@ -107,12 +107,12 @@ def vllm_states(config: dict[str, Any], tp_size: int, state_dtype: str) -> Any:
 @pytest.mark.parametrize("config", LAYERS, ids=type_of)
 def test_layers_are_what_transformers_reads(config: dict[str, Any]) -> None:
     model = parse_model(config)
-    found = {one.kind: one.geometry.layers for one in model.attention} | {Kind.STATE: model.states}
+    found = {one.kind: one.geometry.layers for one in model.attention} | {GroupKind.STATE: model.states}
     read = transformers_config(config)
     names = getattr(read, "layer_types", None) or read.layers_block_type
     assert +Counter(found) == Counter(kind for name in names for kind in TYPES[name])
-    if Kind.WINDOW in found:
-        assert next(one for one in model.attention if one.kind is Kind.WINDOW).span_tokens == (
+    if GroupKind.WINDOW in found:
+        assert next(one for one in model.attention if one.kind is GroupKind.WINDOW).span_tokens == (
             read.sliding_window - (read.model_type != "cohere2")
         )
 
@@ -184,9 +184,9 @@ def specs_of(model: KVModel, block_tokens: int) -> dict[str, Any]:
             "dtype": torch.bfloat16,
         }
         match one.kind:
-            case Kind.WINDOW:
+            case GroupKind.WINDOW:
                 spec: Any = SlidingWindowSpec(**common, sliding_window=one.span_tokens + 1)
-            case Kind.LOCAL:
+            case GroupKind.LOCAL:
                 spec = ChunkedLocalAttentionSpec(**common, attention_chunk_size=one.span_tokens)
             case _:
                 spec = FullAttentionSpec(**common)

@@ -18,13 +18,13 @@ from support.diskwork import CHUNK_BYTES, EVEN, MINE, OTHER, bytes_on_disk, get,
 from support.redis_server import RedisServer, running
 from support.rig import Rig, tokens_of
 
-from kvstore.catalog.plans import chunk_refs
-from kvstore.chunks import Outcome
-from kvstore.errors import ConfigError, FolderOwnedError
+from kvstore.engine.options import RemoteOptions
+from kvstore.engine.requests import hash_tokens
 from kvstore.format.pack import END_MAGIC, PARTIAL_SUFFIX, Shard, open_pack
-from kvstore.keys import NO_EXTRAS, Namespace, PrefixHasher
-from kvstore.options import RemoteOptions
-from kvstore.requests import hash_tokens
+from kvstore.index.plans import chunk_refs
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import ConfigError, FolderOwnedError
+from kvstore.model.keys import NO_EXTRAS, Namespace, PrefixHasher
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.disk.tier import DiskTier
@@ -427,11 +427,11 @@ def test_a_note_that_is_wrong_about_a_chunk_leads_to_nothing(tmp_path: Path) -> 
     with rig.open(local_disk=tmp_path / "disk") as engine:
         rig.store(engine, tokens_of(2, 4))
         assert engine.flush()
-    (shelf,) = Source(tmp_path / "disk").shelves[0]
-    (held,) = (place.ref for place in shelf.places() if place.ref is not None)
+    (inventory,) = Source(tmp_path / "disk").inventories[0]
+    (held,) = (place.ref for place in inventory.places() if place.ref is not None)
     hasher = hash_tokens(rig.layout, tokens_of(1, 8), NO_EXTRAS)
     (ref,) = chunk_refs(hasher, with_tail=True)
-    TrailNote(rig.layout).add(shelf.home, trail_of(hasher) + held.prefix_key, 1, lambda: {held.prefix_key})
+    TrailNote(rig.layout).add(inventory.home, trail_of(hasher) + held.prefix_key, 1, lambda: {held.prefix_key})
     report = export(Source(tmp_path / "disk"), tmp_path / "a.kvpack", refs=[ref], trails={ref: trail_of(hasher)})
     assert (report.chunks, report.missing) == (0, 1)
 

@@ -16,8 +16,8 @@ import pytest
 import xxhash
 from support.diskwork import EVEN, make_ref
 
-from kvstore.errors import ConfigError
 from kvstore.format.pack import END_MAGIC, open_pack
+from kvstore.model.errors import ConfigError
 from kvstore.tools.pack import Source, export
 
 REFS = [make_ref(number, 8 if number % 4 else 3) for number in range(20)]

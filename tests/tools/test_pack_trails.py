@@ -19,13 +19,13 @@ from support.parting import PROMPTS, shared_tokens
 from support.rig import BLOCK, BLOCKS_PER_CHUNK, CHUNK, FILE_BYTES, NAMESPACE, Rig, tokens_of
 from support.schedules import schedules
 
-from kvstore.catalog.plans import chunk_refs
-from kvstore.chunks import ChunkRef, Outcome, chunk_of
-from kvstore.engine import CacheEngine
+from kvstore.engine.engine import CacheEngine
+from kvstore.engine.options import RemoteOptions
+from kvstore.engine.requests import hash_tokens
 from kvstore.format.pack import PARTIAL_SUFFIX, TRAILS_MAGIC, PackWriter, Shard, open_pack
-from kvstore.keys import NO_EXTRAS, PREFIX_KEY_BYTES, Namespace
-from kvstore.options import RemoteOptions
-from kvstore.requests import hash_tokens
+from kvstore.index.plans import chunk_refs
+from kvstore.model.chunks import ChunkRef, Outcome, chunk_of
+from kvstore.model.keys import NO_EXTRAS, PREFIX_KEY_BYTES, Namespace
 from kvstore.tiers.base import MAX_NEAREST, Transfer
 from kvstore.tiers.disk.folder import TRAILS_FILE
 from kvstore.tiers.disk.tier import DiskTier

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from support.answers import Answers, answering
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.tools.prefetch import prefetch
 from kvstore.tools.vllmclient import TOKENS_LOADED
 from kvstore.tools.warm.prompts import read_prompts

@@ -11,7 +11,7 @@ import pytest
 from support.answers import Answers, answering
 from support.redis_server import free_port
 
-from kvstore.catalog.plans import MissReason
+from kvstore.index.plans import MissReason
 from kvstore.ops.metrics import METRICS
 from kvstore.tools.probe import reasons
 from kvstore.tools.probe.counters import PREFIX

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.tools.models import TINY, build_llama
 from kvstore.tools.warm import prompts as prompts_tool
 from kvstore.tools.warm.prompts import (

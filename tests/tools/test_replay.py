@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 from support.invariants import check_invariants
 
-from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import Place
-from kvstore.keys import PrefixHasher
+from kvstore.index.index import ChunkIndex
+from kvstore.index.plans import Place
+from kvstore.model.keys import PrefixHasher
 from kvstore.tools.replay import Replay
 
 PROMPT = list(range(70))

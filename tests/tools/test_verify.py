@@ -14,10 +14,10 @@ from support import diskwork
 from support.diskwork import CHUNK_BYTES, EVEN, MINE, OTHER, make_ref, make_transfer, path_of
 from support.redis_server import RedisServer, running
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import FolderOwnedError
 from kvstore.format.chunkfile import encode_header
-from kvstore.keys import ChunkKey
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import FolderOwnedError
+from kvstore.model.keys import ChunkKey
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk.tier import DiskTier

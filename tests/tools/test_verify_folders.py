@@ -14,16 +14,16 @@ from support.cache_server import serving_ipc
 from support.diskwork import CHUNK_BYTES, EVEN, MINE, OTHER, make_ref, make_transfer, path_of
 from support.redis_server import RedisServer, running, wait_for
 
-from kvstore.chunks import Outcome
-from kvstore.errors import ConfigError, FolderOwnedError
 from kvstore.format.chunkfile import Damage
-from kvstore.keys import Namespace
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import ConfigError, FolderOwnedError
+from kvstore.model.keys import Namespace
 from kvstore.server.disk_tiers import DiskOptions
 from kvstore.server.spaces import Space
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.disk import folder as _folder
-from kvstore.tiers.disk.shelf import Shelf, shelves
+from kvstore.tiers.disk.inventory import Inventory, inventories
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.redis.tier import RedisTier
 from kvstore.tools.pack import Source, Target, export, import_pack
@@ -89,11 +89,11 @@ def test_a_damaged_chunk_of_a_server(served: Path, remove: bool) -> None:
 def test_a_servers_folder_is_counted(served: Path, run_json: Any) -> None:
     code, tree = run_json("inspect", served)
     assert (code, tree["kind"]) == (0, "server folder")
-    assert {shelf["namespace"]: shelf["chunks"] for shelf in tree["namespaces"]} == {
+    assert {inventory["namespace"]: inventory["chunks"] for inventory in tree["namespaces"]} == {
         MINE.id.hex(): 15,
         OTHER.id.hex(): 2,
     }
-    assert {shelf["tokens"] for shelf in tree["namespaces"]} == {15 * 256, 2 * 256}
+    assert {inventory["tokens"] for inventory in tree["namespaces"]} == {15 * 256, 2 * 256}
     code, tree = run_json("inspect", make_ref(3).prefix_key.hex(), "--folder", served)
     assert (code, tree["sound"]) == (0, True)
 
@@ -177,16 +177,16 @@ def test_a_chunk_that_is_damaged_once_only(fill: Fill, monkeypatch: pytest.Monke
     """A fault that a disk shows only at times is no reason to remove anything: the last of three reads is sound."""
     folder = fill(REFS[:3])
     reads = []
-    real = Shelf._read
+    real = Inventory._read
 
-    def seldom(self: Shelf, ref: Any) -> Any:
+    def seldom(self: Inventory, ref: Any) -> Any:
         if ref == REFS[1]:
             reads.append(ref)
             if len(reads) <= 2:
                 return Damage.CHECKSUM
         return real(self, ref)
 
-    monkeypatch.setattr(Shelf, "_read", seldom)
+    monkeypatch.setattr(Inventory, "_read", seldom)
     report = verify(str(folder), fix=True, remove=True)
     assert [(fault.damage, fault.fixed) for fault in report.faults] == [(Damage.CHECKSUM, False)]
     assert len(reads) > 2
@@ -248,7 +248,7 @@ def test_folders_of_workers(tmp_path: Path) -> None:
         tier = DiskTier(tmp_path / "replica-0" / name, MINE, EVEN, 8 * CHUNK_BYTES)
         assert tier.put([make_transfer(ref) for ref in REFS[:2]]) == [Outcome.STORED] * 2
         tier.close()
-    assert [shelf.is_servers for shelf in shelves(tmp_path)] == [False, False]
+    assert [inventory.is_servers for inventory in inventories(tmp_path)] == [False, False]
     assert verify(str(tmp_path), fix=True).chunks == 4
 
 

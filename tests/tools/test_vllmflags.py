@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.tools.vllmflags import parse_serve
 from kvstore.tools.workers import Workers
 

@@ -9,7 +9,7 @@ import pytest
 from support.diskwork import EVEN
 from support.warm_engine import WarmEngine
 
-from kvstore.chunks import ChunkRef
+from kvstore.model.chunks import ChunkRef
 from kvstore.tools.warm.prompts import Prompt
 from kvstore.tools.warm.wanted import Sharing, refs_of
 from kvstore.tools.warm.warming import WarmReport, warm_with

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from support.diskwork import CAPACITY_BYTES, EVEN, MINE, Open
 
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.tiers.disk.tier import DiskTier
 
 

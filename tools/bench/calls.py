@@ -9,11 +9,11 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 
-from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import chunk_refs
-from kvstore.engine import CacheEngine
-from kvstore.keys import PREFIX_KEY_BYTES, PrefixHasher, PrefixKey
-from kvstore.options import EngineOptions
+from kvstore.engine.engine import CacheEngine
+from kvstore.engine.options import EngineOptions
+from kvstore.index.index import ChunkIndex
+from kvstore.index.plans import chunk_refs
+from kvstore.model.keys import PREFIX_KEY_BYTES, PrefixHasher, PrefixKey
 from kvstore.policies import Adaptive, open_policy
 from kvstore.policies.simulation import SimulatedStore
 from kvstore.tools.bench.geometry import GEOMETRIES, TINY
@@ -32,7 +32,7 @@ _IMPORT_TIMEOUT_S = 120.0
 _IMPORT = """
 import time, torch
 begin_s = time.perf_counter()
-import kvstore.engine, kvstore.paged.binding
+import kvstore.engine.engine, kvstore.paged.binding
 print(time.perf_counter() - begin_s)
 """
 

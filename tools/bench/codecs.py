@@ -15,10 +15,10 @@ from functools import partial
 import numpy as np
 from rich.table import Table
 
-from kvstore.chunks import ByteArray
-from kvstore.errors import ConfigError
 from kvstore.format.codecs import CODEC_NAMES, Codec, open_codec
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ByteArray
+from kvstore.model.errors import ConfigError
+from kvstore.model.layout import KVLayout
 from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.limits import prefaulted
 from kvstore.tools.bench.lines import Subject

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from kvstore.tools.bench.bidirectional import MODELS, bidirectional_table, measure_bidirectional, to_json
 from kvstore.tools.bench.codecs import CodecLine, codec_table, measure_codecs
+from kvstore.tools.bench.conversations import measure_turns, parse_connectors, turns_table
 from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.plot import plot_report
 from kvstore.tools.bench.report import (
@@ -30,7 +31,6 @@ from kvstore.tools.bench.report import (
     timed_table,
 )
 from kvstore.tools.bench.run import BenchOptions, run_bench
-from kvstore.tools.bench.turns import measure_turns, parse_connectors, turns_table
 from kvstore.tools.bench.users import count_computed, parse_shares, users_table
 from kvstore.tools.console import FAILED, bar
 from kvstore.tools.figures import require_plotting

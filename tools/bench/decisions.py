@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvstore.chunks import ChunkRef
-from kvstore.keys import PREFIX_KEY_BYTES
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.keys import PREFIX_KEY_BYTES
+from kvstore.model.layout import KVLayout
 from kvstore.tools.bench.lines import target
 from kvstore.tools.bench.samples import NAMESPACE, require
 from kvstore.tools.serve import without_full_collections

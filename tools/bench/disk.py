@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from kvstore.engine import CacheEngine
+from kvstore.engine.engine import CacheEngine
+from kvstore.engine.options import EngineOptions
 from kvstore.format import chunkfile
-from kvstore.options import EngineOptions
 from kvstore.tools.bench import moves
 from kvstore.tools.bench.limits import RawDisk
 from kvstore.tools.bench.lines import Line, Subject, move_lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 
 _ELEMENT_BYTES = 2  # bfloat16
 

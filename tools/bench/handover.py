@@ -28,12 +28,12 @@ import msgspec
 import numpy as np
 
 from kvstore.channels import open_channel
-from kvstore.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.errors import ConfigError
 from kvstore.handover.offering import Exposed, open_offering
 from kvstore.handover.tcp import open_transport
 from kvstore.handover.transport import Parcel, Transport
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.errors import ConfigError
+from kvstore.model.layout import KVLayout
 from kvstore.protocol.geometry import Geometry, encode_geometry
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from kvstore.tiers import open_tier

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 import xxhash
 
-from kvstore.chunks import ByteArray
 from kvstore.format import chunkfile
-from kvstore.layout import KVLayout, round_up
 from kvstore.memory.slabs import SlabPool
+from kvstore.model.chunks import ByteArray
+from kvstore.model.layout import KVLayout, round_up
 from kvstore.tools.bench.samples import BenchError, require
 from kvstore.transfer.lane import WRITE_THREADS
 

@@ -31,9 +31,9 @@ from typing import Any, Protocol
 import torch
 from rich.console import Console
 
-from kvstore.engine import CacheEngine
-from kvstore.errors import KVStoreError
-from kvstore.options import EngineOptions, RemoteOptions
+from kvstore.engine.engine import CacheEngine
+from kvstore.engine.options import EngineOptions, RemoteOptions
+from kvstore.model.errors import KVStoreError
 from kvstore.tools.bench.geometry import GEOMETRIES
 from kvstore.tools.bench.lines import Line, Subject
 from kvstore.tools.bench.load import Mark

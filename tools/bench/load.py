@@ -63,7 +63,7 @@ class Mark(NamedTuple):
 
     @classmethod
     def now(cls) -> Self:
-        """Return the mark of this moment."""
+        """Return the mark of this event."""
         fields, own = psutil.cpu_times()._asdict(), os.times()
         busy_s = sum(seconds for name, seconds in fields.items() if name not in _NOT_BUSY)
         return cls(time.monotonic(), os.getloadavg()[0], busy_s, sum(own[:4]))

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from kvstore.engine import CacheEngine
-from kvstore.options import EngineOptions
+from kvstore.engine.engine import CacheEngine
+from kvstore.engine.options import EngineOptions
 from kvstore.tools.bench.limits import PinnedCopies
 from kvstore.tools.bench.lines import Line, Subject, move_lines
 from kvstore.tools.bench.samples import NAMESPACE, Limit, Pair, Pairing, Tick, alternating, require

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.tools.bench.bare_http import ANSWER, Asker, run
 from kvstore.tools.bench.lines import Line, Subject
 from kvstore.tools.bench.samples import WARM_UP_ROUNDS, Pair, Tick, alternating, require

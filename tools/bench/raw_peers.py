@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.chunks import ByteArray
+from kvstore.model.chunks import ByteArray
 from kvstore.tools.bench.samples import BenchError
 from kvstore.tools.bench.servers import child
 

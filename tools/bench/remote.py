@@ -17,9 +17,9 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.keys import PREFIX_KEY_BYTES
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.keys import PREFIX_KEY_BYTES
+from kvstore.model.layout import KVLayout
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
 from kvstore.tools.bench.limits import prefaulted

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.lines import Line
 from kvstore.tools.bench.load import Load

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from kvstore.errors import ConfigError
 from kvstore.memory.limits import require_memory
+from kvstore.model.errors import ConfigError
 from kvstore.tools.bench.calls import CALLS, start
 from kvstore.tools.bench.decisions import longest_decisions
 from kvstore.tools.bench.disk import measure_disk

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-from kvstore.errors import KVStoreError
-from kvstore.keys import Namespace
+from kvstore.model.errors import KVStoreError
+from kvstore.model.keys import Namespace
 
 T = TypeVar("T")
 

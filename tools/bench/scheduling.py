@@ -21,14 +21,14 @@ from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.telemetry.announcer import Adapter, Announcer
 from kvstore.adapters.vllm.worker.background import Background
-from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import LoadStep, Place, StoreStep, chunk_refs
-from kvstore.catalog.remote_view import RemoteView
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.keys import NO_EXTRAS, Feature, KeyExtras, PrefixHasher
-from kvstore.layout import KVLayout
+from kvstore.index.index import ChunkIndex
+from kvstore.index.plans import LoadStep, Place, StoreStep, chunk_refs
+from kvstore.index.remote_view import RemoteView
 from kvstore.memory.labelled import LabelledPool
 from kvstore.memory.slabs import SlabPool
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.keys import NO_EXTRAS, Feature, KeyExtras, PrefixHasher
+from kvstore.model.layout import KVLayout
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import Tier, TierSetup, Transfer
 from kvstore.tiers.directory import RemoteDirectory

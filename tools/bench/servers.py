@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.tools.processes import free_port, is_listening, running, wait_until
 
 # As docs/redis.md recommends. Otherwise the server returns memory to the system and faults it in again page by page.

@@ -16,9 +16,9 @@ from typing import Final
 
 from rich.table import Table
 
-from kvstore.catalog.index import ChunkIndex
-from kvstore.errors import ConfigError
-from kvstore.keys import PrefixHasher
+from kvstore.index.index import ChunkIndex
+from kvstore.model.errors import ConfigError
+from kvstore.model.keys import PrefixHasher
 from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.vllm import has_vllm
 from kvstore.tools.console import numbers, parse_numbers

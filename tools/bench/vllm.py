@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.tools.bench.lines import Line, Subject
 from kvstore.tools.bench.samples import Pair, require
 from kvstore.tools.bench.servers import private_server

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Column, Table
 
-from kvstore.errors import ConfigError, InvalidCallError, KVStoreError
+from kvstore.model.errors import ConfigError, InvalidCallError, KVStoreError
 from kvstore.tools.console import FAILED, WRONG_USAGE, Answer, AsJson, give_up, printable
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Prompt:
             ConfigError: the options do not give a prompt.
             TierError: the server does not answer.
         """
-        from kvstore.keys import KeyExtras  # noqa: PLC0415
+        from kvstore.model.keys import KeyExtras  # noqa: PLC0415
 
         ids = self._ids()
         return len(ids), operator.find(ids, KeyExtras(cache_salt=self.salt), self.model)

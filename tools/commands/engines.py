@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvstore.errors import ConfigError, TierError
+from kvstore.model.errors import ConfigError, TierError
 from kvstore.tools.console import Answer
 
 _TIMEOUT_S = 10.0

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.tools.console import Answer, errors
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-import kvstore
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
+from kvstore.model.version import __version__
 from kvstore.tools.commands.options import ConfigFile
 from kvstore.tools.console import FAILED, WRONG_USAGE, Answer, parse_numbers, size
 from kvstore.tools.workers import Workers
@@ -159,7 +159,7 @@ def calc(
 
 def version() -> Answer:
     """Show the versions of kvstore, vLLM and torch."""
-    versions: dict[str, str | None] = {"kvstore": kvstore.__version__}
+    versions: dict[str, str | None] = {"kvstore": __version__}
     for name in ("vllm", "torch"):
         try:
             versions[name] = metadata.version(name)

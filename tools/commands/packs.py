@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.tools.commands.options import Lora, Password, PromptFormat, Salt
 from kvstore.tools.console import FAILED, Answer, chunk_progress, size
 from kvstore.tools.interrupts import INTERRUPTED, interruptible
@@ -16,7 +16,7 @@ from kvstore.tools.interrupts import INTERRUPTED, interruptible
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvstore.chunks import ChunkRef
+    from kvstore.model.chunks import ChunkRef
     from kvstore.tools.pack import PackReport, Source, Target
     from kvstore.tools.warm.prompts import Prompt, Rejected
     from kvstore.tools.warm.wanted import Sharing

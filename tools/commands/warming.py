@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.tools.commands.options import ConfigFile, Lora, PromptFiles, PromptFormat, Salt
 from kvstore.tools.console import FAILED, Answer, errors, progress, size, some
 from kvstore.tools.interrupts import INTERRUPTED, interruptible

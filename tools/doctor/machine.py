@@ -13,8 +13,8 @@ from pathlib import Path
 
 from kvstore.adapters.vllm.glue.interface import TESTED, is_tested
 from kvstore.config import StoreConfig
-from kvstore.errors import ConfigError, FolderOwnedError, KVStoreError
 from kvstore.memory.limits import available_memory_bytes
+from kvstore.model.errors import ConfigError, FolderOwnedError, KVStoreError
 from kvstore.tiers.disk.folder import LOCK_FILE, FolderLock, make_folder, probe_direct
 from kvstore.tiers.disk.survey import held_bytes
 from kvstore.tools.console import size

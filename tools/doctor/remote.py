@@ -11,9 +11,9 @@ from importlib import import_module
 from urllib.parse import urlsplit
 
 from kvstore.config import StoreConfig
-from kvstore.errors import ConfigError, KVStoreError, TierSetupError
 from kvstore.format.codecs import open_codec
-from kvstore.layout import KVLayout
+from kvstore.model.errors import ConfigError, KVStoreError, TierSetupError
+from kvstore.model.layout import KVLayout
 from kvstore.tiers import load_tier, tier_behind
 from kvstore.tools.console import size
 from kvstore.tools.doctor.findings import Finding, State
@@ -147,16 +147,16 @@ def _listens(url: str) -> bool:
 
 
 def _redis(config: StoreConfig) -> Iterator[Finding]:
-    from kvstore.tiers.redis.shelf import RedisShelf  # noqa: PLC0415 - the tier could be loaded, so redis-py is there
+    from kvstore.tiers.redis.inventory import RedisInventory  # noqa: PLC0415 - the tier could be loaded, so redis-py is there
 
     options = {"username": config.remote_username, "password": config.remote_password}
     try:
-        with closing(RedisShelf(str(config.shared_url), options)) as shelf:
+        with closing(RedisInventory(str(config.shared_url), options)) as inventory:
             begin_s = time.perf_counter()
-            shelf.ask_servers("PING")
+            inventory.ask_servers("PING")
             found = f"answers in {1e3 * (time.perf_counter() - begin_s):.1f} ms, the connection included"
             yield Finding("Redis", "ok", found)
-            for place, info in shelf.ask_servers("INFO").items():
+            for place, info in inventory.ask_servers("INFO").items():
                 yield from _redis_server(f"Redis {place}", info)
     except TierSetupError as error:  # it is there: to start it again would not help
         yield Finding(

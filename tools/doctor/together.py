@@ -9,7 +9,7 @@ from typing import Final
 
 from kvstore.config import LoadedConfig, StoreConfig
 from kvstore.config.schema import PD_ROLES
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.tools.doctor.findings import Finding
 from kvstore.tools.doctor.flags import our_part
 from kvstore.tools.processes import is_listening

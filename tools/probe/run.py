@@ -20,7 +20,7 @@ try:
 except ImportError as error:
     raise ImportError("probe needs httpx: pip install 'vllm-kvstore[warm]'") from error
 
-from kvstore.errors import ConfigError, TierError
+from kvstore.model.errors import ConfigError, TierError
 from kvstore.tools.probe.counters import Counters, Seen, read_counters
 from kvstore.tools.probe.reasons import NO_METRICS, NOT_ALONE, why_never, why_not
 from kvstore.tools.vllmclient import client_of, events

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.tools.proxy.listing import Listed, Listing, Receiver
 
 _MAX_FILE_BYTES: Final = 1 << 20

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.tools.proxy.choice import Rota
 from kvstore.tools.proxy.engines import Engine
 from kvstore.tools.proxy.listing import Listed

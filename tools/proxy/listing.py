@@ -6,7 +6,7 @@ import re
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 
 _RECEIVER: Final = re.compile(r"kvs://(\[[^\]\s]+\]|[^\s:/?#@\[\],]+):(\d{1,5}(?:,\d{1,5})*)", re.ASCII)
 

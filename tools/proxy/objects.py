@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import DecodeError, Raw
 
-from kvstore.errors import InvalidCallError
+from kvstore.model.errors import InvalidCallError
 
 Members = Mapping[str, Any]
 """Members of a JSON object to write; a ``Raw`` value is written unchanged."""

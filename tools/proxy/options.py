@@ -12,7 +12,7 @@ from typing import Annotated, Final
 
 import typer
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.protocol.loopback import is_loopback
 from kvstore.tools.proxy.listing import Listed, Listing, Receiver
 

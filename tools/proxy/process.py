@@ -28,7 +28,7 @@ from typing import Final
 
 from starlette.requests import Request
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.ops.admin_http import listen
 from kvstore.tools.interrupts import ignore_hangup
 from kvstore.tools.proxy.options import ProxyOptions
@@ -42,9 +42,9 @@ try:
     from starlette.routing import Route
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from kvstore.ops.entrance import entrance
+    from kvstore.ops.http_limits import entrance
+    from kvstore.tools.proxy.admission import HEALTH, Doorkeeper, Endpoint, Gate
     from kvstore.tools.proxy.fleet import Fleet
-    from kvstore.tools.proxy.gate import HEALTH, Doorkeeper, Endpoint, Gate
     from kvstore.tools.proxy.meters import ProxyMeters
     from kvstore.tools.proxy.reply import error_tree
     from kvstore.tools.proxy.routes import Router

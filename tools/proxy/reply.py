@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.types import Message, Send
 
-from kvstore.errors import KVStoreError
+from kvstore.model.errors import KVStoreError
 
 
 class Reason(Enum):

@@ -11,8 +11,8 @@ from typing import Final, NamedTuple, Protocol
 
 from msgspec import Raw
 
-from kvstore.errors import InvalidCallError
-from kvstore.tools.proxy.asks import Ask, sent_kv
+from kvstore.model.errors import InvalidCallError
+from kvstore.tools.proxy.admission import Call
 from kvstore.tools.proxy.choice import Beginning
 from kvstore.tools.proxy.engines import (
     MAX_ANSWER_BYTES,
@@ -22,14 +22,14 @@ from kvstore.tools.proxy.engines import (
     EngineUnreachableError,
 )
 from kvstore.tools.proxy.events import EventCutter, Handover, is_last
-from kvstore.tools.proxy.firsts import First, Recount, first_of
+from kvstore.tools.proxy.first_token import First, Recount, first_of
 from kvstore.tools.proxy.fleet import Fleet
-from kvstore.tools.proxy.gate import Call
 from kvstore.tools.proxy.listing import Receiver
 from kvstore.tools.proxy.meters import ProxyMeters
 from kvstore.tools.proxy.objects import Parts
 from kvstore.tools.proxy.options import Choice, ProxyOptions
 from kvstore.tools.proxy.reply import AnswerError, Reason, Reply
+from kvstore.tools.proxy.requests import Ask, sent_kv
 from kvstore.tools.proxy.upstream import UpstreamAnswer, UpstreamError
 
 _EVENTS: Final = "text/event-stream"

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from kvstore.errors import KVStoreError
+from kvstore.model.errors import KVStoreError
 from kvstore.tools.proxy.objects import Parts
 
 _KEPT_S: Final = 2.0  # vLLM closes connections after 5 idle seconds, even if a request is about to arrive

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import Place
-from kvstore.errors import ConfigError
-from kvstore.keys import PrefixHasher
+from kvstore.index.index import ChunkIndex
+from kvstore.index.plans import Place
+from kvstore.model.errors import ConfigError
+from kvstore.model.keys import PrefixHasher
 from kvstore.policies.traces import read_trace
 from kvstore.tools.replay import Replay
 from kvstore.tools.simulate.cells import Cell, Scale, Tick

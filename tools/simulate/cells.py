@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.policies import POLICIES, choose_policy, open_policy
 from kvstore.policies.simulation import SimulatedStore, TierCounts, best_hits
 from kvstore.policies.traces import Request, read_trace

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.tools.console import bar, errors, parse_numbers
 from kvstore.tools.figures import require_plotting
 from kvstore.tools.simulate import report as simulate_report

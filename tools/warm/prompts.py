@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.model.errors import ConfigError, KVStoreError
 
 Format = Literal["auto", "jsonl", "lines", "text"]
 FORMATS: tuple[Format, ...] = ("auto", "jsonl", "lines", "text")

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstore.adapters.vllm.identity import fingerprint_adapter
-from kvstore.catalog.plans import chunk_refs, trails
-from kvstore.chunks import ChunkRef
-from kvstore.errors import ConfigError, InvalidCallError
-from kvstore.keys import KeyExtras
-from kvstore.layout import KVLayout
-from kvstore.requests import hash_tokens
+from kvstore.engine.requests import hash_tokens
+from kvstore.index.plans import chunk_refs, trails
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import ConfigError, InvalidCallError
+from kvstore.model.keys import KeyExtras
+from kvstore.model.layout import KVLayout
 from kvstore.tools.warm.prompts import Prompt, PromptError, Rejected, Tokenizer, tokens_of
 
 

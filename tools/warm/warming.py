@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvstore.chunks import ChunkRef
+from kvstore.model.chunks import ChunkRef
 from kvstore.tools import console
 from kvstore.tools.warm.prompts import Prompt, PromptError, Rejected, parse, read_prompts
 from kvstore.tools.warm.wanted import Lora, Sharing, Wanted, wanted

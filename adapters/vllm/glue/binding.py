@@ -11,8 +11,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, MLAAttentionSpe
 
 from kvstore.adapters.vllm.glue.groups import block_tokens_of, is_grouped, kind_of, model_groups, stored_groups
 from kvstore.adapters.vllm.requests.blocks import NULL_BLOCK
-from kvstore.checkpoints.groups import Kind
-from kvstore.errors import LayoutError
+from kvstore.model.errors import LayoutError
+from kvstore.model.groups import GroupKind
 from kvstore.paged.binding import bind_groups, bind_paged_kv
 from kvstore.paged.grouped import GroupedPagedKV
 from kvstore.paged.headed import HeadedPages, find_heads
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
-    from kvstore.checkpoints.groups import Groups
+    from kvstore.model.groups import Groups
     from kvstore.paged.base import LayerCache, PagedKV
 
 
@@ -43,7 +43,7 @@ def paged_kv_of(
     how = _How(kv_cache_config.num_blocks, chunk_size, _packing(vllm_config, kv_cache_config))
     if not is_grouped(kv_cache_config):
         return _bind(kv_caches, groups[0], how)
-    full = [number for number, group in enumerate(groups) if kind_of(group.kv_cache_spec) is Kind.FULL]
+    full = [number for number, group in enumerate(groups) if kind_of(group.kv_cache_spec) is GroupKind.FULL]
     how = how._replace(piece_bytes=_piece_bytes(kv_cache_config, full, chunk_size))
     bound: list[PagedKV | None] = []
     for group in groups:

@@ -13,8 +13,8 @@ from kvstore.adapters.vllm.glue.binding import page_heads_of
 from kvstore.adapters.vllm.glue.capabilities import COUNTS_REPLICAS, FOUND, kv_replicas
 from kvstore.adapters.vllm.glue.groups import is_grouped, stored_groups
 from kvstore.adapters.vllm.glue.parallel import folder_of, rank_of, shard_name
-from kvstore.errors import LayoutError
-from kvstore.heads import Division, Part, heads_of, shards_with
+from kvstore.model.errors import LayoutError
+from kvstore.model.heads import Division, Part, heads_of, shards_with
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -16,9 +16,9 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
-from kvstore.checkpoints.groups import Group, Groups, Kind
-from kvstore.errors import LayoutError
-from kvstore.layout import round_up
+from kvstore.model.errors import LayoutError
+from kvstore.model.groups import Group, GroupKind, Groups
+from kvstore.model.layout import round_up
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
@@ -44,7 +44,7 @@ def is_grouped(kv_cache_config: KVCacheConfig) -> bool:
 
 def has_states(kv_cache_config: KVCacheConfig) -> bool:
     """Tell if a group keeps a state of Mamba, linear attention or a convolution."""
-    return any(kind_of(group.kv_cache_spec) is Kind.STATE for group in stored_groups(kv_cache_config))
+    return any(kind_of(group.kv_cache_spec) is GroupKind.STATE for group in stored_groups(kv_cache_config))
 
 
 def block_tokens_of(kv_cache_config: KVCacheConfig) -> int:
@@ -68,10 +68,10 @@ def announced_group(kv_cache_config: KVCacheConfig) -> int | None:
     if getattr(kv_cache_config, "hash_block_size", None) not in {None, block_tokens}:  # 0.30 does not say
         return None
     groups = zip(group_ids(kv_cache_config), stored_groups(kv_cache_config), strict=True)
-    return next((number for number, group in groups if kind_of(group.kv_cache_spec) is Kind.FULL), None)
+    return next((number for number, group in groups if kind_of(group.kv_cache_spec) is GroupKind.FULL), None)
 
 
-def kind_of(spec: KVCacheSpec) -> Kind:
+def kind_of(spec: KVCacheSpec) -> GroupKind:
     """Return the kind of KV that layers with this specification keep.
 
     Raises:
@@ -92,20 +92,20 @@ def model_groups(kv_cache_config: KVCacheConfig, block_bytes: Sequence[int]) -> 
     return Groups(tuple(groups))
 
 
-def _kind_of_layer(spec: KVCacheSpec) -> Kind:
+def _kind_of_layer(spec: KVCacheSpec) -> GroupKind:
     if getattr(spec, "non_causal", False):
         raise LayoutError(
             "in this model tokens of a prompt attend to those after them, so equal prefixes need not have equal KV: "
             "start vLLM without kvstore"
         )
     if isinstance(spec, MambaSpec):
-        return Kind.STATE
+        return GroupKind.STATE
     if isinstance(spec, SlidingWindowSpec):
-        return Kind.WINDOW
+        return GroupKind.WINDOW
     if isinstance(spec, ChunkedLocalAttentionSpec):
-        return Kind.LOCAL
+        return GroupKind.LOCAL
     if isinstance(spec, FullAttentionSpec) and not isinstance(spec, RSWASpec):
-        return Kind.FULL
+        return GroupKind.FULL
     raise LayoutError(
         f"a layer's KV cache is a {type(spec).__name__}, in which equal prefixes need not have equal KV: not supported"
     )

@@ -12,7 +12,7 @@ from importlib import import_module
 from types import FunctionType
 from typing import Any, Final, NamedTuple
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 
 TESTED: Final = ("0.30", "0.31", "0.32")
 """The versions with which the whole matrix of tests was run; docs/versions.md has the figures."""

@@ -13,10 +13,10 @@ from kvstore.adapters.vllm.glue.lengths import lengths_of
 from kvstore.adapters.vllm.glue.parallel import shard_of
 from kvstore.adapters.vllm.glue.settings import drafts_of, settings_of
 from kvstore.adapters.vllm.identity import fingerprint_file, fingerprint_folder
-from kvstore.errors import ConfigError
 from kvstore.format.chunkfile import FORMAT_VERSION
-from kvstore.heads import LAYOUT_FIELD, SHARD_FIELD
-from kvstore.keys import Namespace
+from kvstore.model.errors import ConfigError
+from kvstore.model.heads import LAYOUT_FIELD, SHARD_FIELD
+from kvstore.model.keys import Namespace
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

@@ -29,7 +29,7 @@ from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.worker.pushes import PushOptions
 from kvstore.adapters.vllm.worker.worker import WorkerOptions
 from kvstore.config.schema import PD_ROLES
-from kvstore.options import EngineOptions, RemoteOptions
+from kvstore.engine.options import EngineOptions, RemoteOptions
 from kvstore.tiers import READ_ONLY, tier_behind
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.adapters.vllm.glue.capabilities import kv_replicas
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

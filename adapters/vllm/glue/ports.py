@@ -10,7 +10,7 @@ import vllm
 from kvstore.adapters.vllm.glue.parallel import port_of, rank_of
 from kvstore.adapters.vllm.scheduler.operator import SchedulerControls
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.ops.admin_http import AdminServer
 
 if TYPE_CHECKING:
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from kvstore.config import StoreConfig
-    from kvstore.heads import Part
-    from kvstore.keys import Namespace
-    from kvstore.layout import KVLayout
-    from kvstore.options import RemoteOptions
+    from kvstore.engine.options import RemoteOptions
+    from kvstore.model.heads import Part
+    from kvstore.model.keys import Namespace
+    from kvstore.model.layout import KVLayout
     from kvstore.server.embedded import EmbeddedServer
 
 

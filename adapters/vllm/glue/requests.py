@@ -10,7 +10,7 @@ from kvstore.adapters.vllm.requests.adapterfiles import Adapter
 from kvstore.adapters.vllm.requests.arrivals import NOTHING_KNOWN, Known
 from kvstore.adapters.vllm.requests.contents import Unnamed
 from kvstore.adapters.vllm.requests.params import NO_PARAMS, Handover, RequestParams, parse_handover, parse_params
-from kvstore.keys import Feature, KeyExtras
+from kvstore.model.keys import Feature, KeyExtras
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

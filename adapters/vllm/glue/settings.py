@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import iter_layer_specs
 from kvstore.adapters.vllm.glue.fields import MODEL_DTYPE, RULES, Rule
 from kvstore.adapters.vllm.glue.groups import stored_groups
 from kvstore.adapters.vllm.identity import digest_of
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

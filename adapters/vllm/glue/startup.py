@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from kvstore.adapters.vllm.plan import WorkerFacts
     from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
-    from kvstore.catalog.index import ChunkIndex
     from kvstore.config import LoadedConfig
+    from kvstore.index.index import ChunkIndex
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheConfig,
 from kvstore.adapters.vllm.glue.capabilities import FOUND, SLEEPS
 from kvstore.adapters.vllm.glue.groups import block_tokens_of, has_states, is_grouped, kind_of, stored_groups
 from kvstore.adapters.vllm.glue.interface import TESTED, is_tested
-from kvstore.errors import ConfigError, LayoutError
+from kvstore.model.errors import ConfigError, LayoutError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

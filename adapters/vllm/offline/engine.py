@@ -27,18 +27,18 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from kvstore.adapters.vllm.connector import CONNECTOR, KVStoreConnector
 from kvstore.adapters.vllm.glue.options import remote_options
 from kvstore.adapters.vllm.plan import shards_of
-from kvstore.assembly import open_directory
 from kvstore.config import load_config
 from kvstore.config.sources import FILE_VARIABLES
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.engine.opening import open_directory
+from kvstore.model.errors import ConfigError, KVStoreError
 from kvstore.tiers import READ_ONLY, tier_behind
 from kvstore.tiers.disk.folder import chunk_name
 
 if TYPE_CHECKING:
     from vllm.tokenizers import TokenizerLike
 
-    from kvstore.chunks import ChunkRef
-    from kvstore.layout import KVLayout
+    from kvstore.model.chunks import ChunkRef
+    from kvstore.model.layout import KVLayout
 
 _POLL_S = 0.02
 # Overrides of settings for serving that would leave chunks out or open a port here.

@@ -23,7 +23,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 
 from kvstore.adapters.vllm.connector import KVStoreConnector
 from kvstore.adapters.vllm.offline.engine import end_vllm, transfer_config
-from kvstore.errors import KVStoreError
+from kvstore.model.errors import KVStoreError
 
 MARK: Final = "BENCH SAMPLES "  # before the JSON
 BLOCK_TOKENS: Final = 32

@@ -22,10 +22,10 @@ from vllm import LLM
 from kvstore.adapters.vllm.offline.engine import connector_of
 from kvstore.adapters.vllm.offline.measuring import MARK, STORE, Sample, ask, opened
 from kvstore.adapters.vllm.plan import WorkerFacts
-from kvstore.catalog.plans import chunk_refs
-from kvstore.errors import KVStoreError
-from kvstore.keys import NO_EXTRAS
-from kvstore.requests import hash_tokens
+from kvstore.engine.requests import hash_tokens
+from kvstore.index.plans import chunk_refs
+from kvstore.model.errors import KVStoreError
+from kvstore.model.keys import NO_EXTRAS
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup
 

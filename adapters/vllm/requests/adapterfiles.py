@@ -14,8 +14,8 @@ from queue import SimpleQueue
 from typing import Final, NamedTuple
 
 from kvstore.adapters.vllm.identity import digest_of, fingerprint_adapter
-from kvstore.errors import ConfigError
-from kvstore.throttle import Throttle
+from kvstore.model.errors import ConfigError
+from kvstore.model.throttle import Throttle
 from kvstore.tiers.abandonable_threads import Work, serve
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from typing import Final, NamedTuple
 
 from kvstore.adapters.vllm.requests.adapterfiles import Adapter, AdapterFiles, Look
 from kvstore.adapters.vllm.requests.contents import Contents, Unnamed
-from kvstore.keys import Feature
-from kvstore.throttle import Throttle
+from kvstore.model.keys import Feature
+from kvstore.model.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Validat
 from pydantic.dataclasses import dataclass
 
 from kvstore.config.schema import REQUEST_FIELDS
-from kvstore.errors import InvalidCallError
 from kvstore.handover.transport import Receiver
+from kvstore.model.errors import InvalidCallError
 
 MAX_TAGS: Final = 16
 MAX_TAG_CHARACTERS: Final = 256

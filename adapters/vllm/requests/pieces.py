@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvstore.adapters.vllm.requests.rows import RowMap, States, Tables
 from kvstore.adapters.vllm.requests.tracker import SaveSpec
-from kvstore.chunks import ChunkRef
+from kvstore.model.chunks import ChunkRef
 from kvstore.paged.base import BlockIds
 
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from kvstore.adapters.vllm.requests import blocks
 from kvstore.adapters.vllm.requests.blocks import NULL_BLOCK
-from kvstore.checkpoints.groups import Groups, Kind, Row
-from kvstore.checkpoints.parts import Checkpoints
+from kvstore.model.checkpoints import Checkpoints
+from kvstore.model.groups import GroupKind, Groups, Row
 from kvstore.paged.base import BlockIds
 from kvstore.paged.grouped import row_of, rows_of
 from kvstore.transfer.mover import as_block_ids
@@ -98,7 +98,7 @@ class RowMap:
         """Return the rows of a part. Tables locate KV, but only ``states`` tell which state a block holds."""
         ids = []
         for number, position in rows:
-            if self.groups.groups[number].kind is Kind.STATE:
+            if self.groups.groups[number].kind is GroupKind.STATE:
                 block = states.get((number, end_tokens), NULL_BLOCK)
             else:
                 block = _at(tables[number], position)
@@ -133,7 +133,7 @@ class RowMap:
             (number, tokens): _at(tables[number], tokens // group.block_tokens - 1)
             for tokens in step_tokens
             for number, group in enumerate(self.groups.groups)
-            if group.kind is Kind.STATE and tokens and not tokens % self.groups.block_tokens
+            if group.kind is GroupKind.STATE and tokens and not tokens % self.groups.block_tokens
         }
         return {**found, **offered}
 

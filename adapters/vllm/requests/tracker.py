@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol
 from kvstore.adapters.vllm.requests.params import NO_PARAMS, RequestParams
 from kvstore.adapters.vllm.telemetry.accounts import Account
 from kvstore.adapters.vllm.telemetry.announcer import Described
-from kvstore.catalog.plans import Match
-from kvstore.catalog.remote_view import NOTHING_TOLD, Told
-from kvstore.chunks import ChunkRef
-from kvstore.keys import KeyExtras, PrefixHasher, PrefixKey
+from kvstore.index.plans import Match
+from kvstore.index.remote_view import NO_ANSWERS, RemoteAnswers
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.keys import KeyExtras, PrefixHasher, PrefixKey
 
 
 class RequestView(Described, Protocol):
@@ -43,7 +43,7 @@ class LoadSpec:
     match: Match
     num_local_tokens: int
     num_external_tokens: int
-    told: Told = NOTHING_TOLD
+    told: RemoteAnswers = NO_ANSWERS
     async_load: bool = False
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvstore.adapters.vllm.requests.params import WITHOUT_CACHE, FieldError, Handover, RequestParams
-from kvstore.throttle import Throttle
+from kvstore.model.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 

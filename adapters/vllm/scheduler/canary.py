@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvstore.chunks import ChunkRef
+    from kvstore.model.chunks import ChunkRef
 
 _WHOLE = 1 - 1e-9  # ten times 0.1 is a little less than 1
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.catalog.plans import Place
+from kvstore.index.plans import Place
 
 BRIEF_S: Final = 0.01  # a load from memory that would hold up others for longer is asynchronous
 RETRY_EVERY: Final = 16  # one in so many loads that seem too slow is done anyway, to measure again

@@ -17,18 +17,18 @@ from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.pins import Pins
 from kvstore.adapters.vllm.scheduler.saves import SavePlanner
 from kvstore.adapters.vllm.scheduler.steps import Steps
-from kvstore.assembly import open_directory
-from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.remote_view import RemoteView
-from kvstore.checkpoints.groups import Group, Groups, Kind
-from kvstore.checkpoints.parts import Checkpoints
-from kvstore.layout import KVLayout
+from kvstore.engine.opening import open_directory
+from kvstore.index.index import ChunkIndex
+from kvstore.index.remote_view import RemoteView
+from kvstore.model.checkpoints import Checkpoints
+from kvstore.model.groups import Group, GroupKind, Groups
+from kvstore.model.layout import KVLayout
 from kvstore.tiers.directory import RemoteDirectory
 
 
 @dataclass(frozen=True)
 class Connected:
-    """The catalog and the planners that use it.
+    """The index and the planners that use it.
 
     Attributes:
         num_ranks: number of workers that report each step.
@@ -103,7 +103,7 @@ def _row_map(facts: Sequence[WorkerFacts], options: SchedulerOptions) -> RowMap:
 
 
 def _one_group(layout: KVLayout) -> Groups:
-    return Groups((Group(Kind.FULL, layout.block_tokens, layout.block_bytes),))
+    return Groups((Group(GroupKind.FULL, layout.block_tokens, layout.block_bytes),))
 
 
 def _new_index(

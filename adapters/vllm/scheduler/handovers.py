@@ -17,9 +17,9 @@ from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, Sav
 from kvstore.adapters.vllm.scheduler.loads import overlapping
 from kvstore.adapters.vllm.scheduler.sendings import NOWHERE, Kept, Sendings, hit_tokens
 from kvstore.adapters.vllm.scheduler.waits import Waits
-from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import Place, chunk_refs
-from kvstore.chunks import ChunkRef
+from kvstore.index.index import ChunkIndex
+from kvstore.index.plans import Place, chunk_refs
+from kvstore.model.chunks import ChunkRef
 
 logger = logging.getLogger(__name__)
 

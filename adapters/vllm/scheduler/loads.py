@@ -18,10 +18,10 @@ from kvstore.adapters.vllm.requests.rows import RowMap, Tables
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice
 from kvstore.adapters.vllm.telemetry.accounts import HitSplit
-from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import LoadStep, Match, Place
-from kvstore.chunks import ChunkRef
-from kvstore.keys import PrefixHasher, PrefixKey
+from kvstore.index.index import ChunkIndex
+from kvstore.index.plans import LoadStep, Match, Place
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.keys import PrefixHasher, PrefixKey
 from kvstore.paged.base import BlockIds
 from kvstore.paged.grouped import any_present
 from kvstore.transfer.mover import LoadJob, as_block_ids
@@ -112,7 +112,7 @@ class LoadPlanner:
     """Planner of an engine's loads. For the scheduler's thread.
 
     Args:
-        index: the catalog.
+        index: of all chunks.
         rules: the sizes of blocks and chunks.
         choice: learns the times of loads.
         num_ranks: number of ranks that report each load.

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Final
 
-from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import Place, chunk_refs, ends, tail_refs
-from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView, Told
-from kvstore.catalog.trails import HeardTrails
-from kvstore.checkpoints.parts import Checkpoints, End
-from kvstore.chunks import Answer, Asked, ChunkRef
-from kvstore.keys import Namespace, PrefixHasher
+from kvstore.index.index import ChunkIndex
+from kvstore.index.plans import Place, chunk_refs, ends, tail_refs
+from kvstore.index.remote_view import NO_ANSWERS, RemoteAnswers, RemoteView
+from kvstore.index.trails import RemoteTrails
+from kvstore.model.checkpoints import Checkpoints, End
+from kvstore.model.chunks import Answer, Asked, ChunkRef
+from kvstore.model.keys import Namespace, PrefixHasher
 from kvstore.tiers.directory import RemoteDirectory
 from kvstore.tiers.questions import Question
 
@@ -29,7 +29,7 @@ is sooner than the next step."""
 class _Asking:
     """A request that asks, or that has asked and waits to be scheduled."""
 
-    told: Told
+    told: RemoteAnswers
     questions: list[Question] = field(default_factory=list)  # without an answer so far
     asked: Sequence[Asked] = ()  # with them
     deadline_s: float | None = None  # from the first of them on
@@ -79,12 +79,12 @@ class RemoteLookup:
     def begin(self, request_id: str, source: str) -> None:
         """Also ask the engine that a request names, if that is allowed."""
         if source in self._sources:
-            self._requests[request_id] = _Asking(Told(source))
+            self._requests[request_id] = _Asking(RemoteAnswers(source))
 
-    def told(self, request_id: str) -> Told:
+    def told(self, request_id: str) -> RemoteAnswers:
         """Return the answers that a request has received."""
         asking = self._requests.get(request_id)
-        return asking.told if asking is not None else NOTHING_TOLD
+        return asking.told if asking is not None else NO_ANSWERS
 
     def answered(self, request_id: str, asked: Sequence[Asked]) -> bool:
         """Ask about chunks and trails for a request. Return False until all is answered or its deadline has passed.
@@ -93,7 +93,7 @@ class RemoteLookup:
         deadline, open questions count as "no" for this request only.
         """
         now_s = time.monotonic()
-        asking = self._requests.setdefault(request_id, _Asking(Told()))
+        asking = self._requests.setdefault(request_id, _Asking(RemoteAnswers()))
         self._take_in()
         if asking.deadline_s is None:
             asking.deadline_s = now_s + self._timeout_s
@@ -147,7 +147,7 @@ class RemoteLookup:
     def longest(self, trail: bytes) -> tuple[ChunkRef, int] | None:
         """Return the remote chunk with most blocks of a trail, and how many. Waits, as ``ask``. From any thread."""
         question = self._directory.ask([trail])
-        heard = HeardTrails()
+        heard = RemoteTrails()
         if self._directory.wait([question], self._timeout_s) and isinstance(named := question.answers[0], tuple):
             heard.add(trail, named)
         near = list(heard.nearest(trail))
@@ -156,7 +156,7 @@ class RemoteLookup:
 
     def reset(self, epoch: str) -> None:
         """Ask about the namespaces at another epoch from now on. Questions in flight are about the old ones."""
-        self._requests = {name: _Asking(Told(asking.told.source)) for name, asking in self._requests.items()}
+        self._requests = {name: _Asking(RemoteAnswers(asking.told.source)) for name, asking in self._requests.items()}
         self._open.clear()
         self._answered = deque()
         if self.is_open:

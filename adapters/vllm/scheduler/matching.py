@@ -13,8 +13,8 @@ from kvstore.adapters.vllm.scheduler.handovers import Handovers
 from kvstore.adapters.vllm.scheduler.loads import LoadPlanner, overlapping
 from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
-from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import Match, Place
+from kvstore.index.index import ChunkIndex
+from kvstore.index.plans import Match, Place
 
 
 @dataclass(eq=False)

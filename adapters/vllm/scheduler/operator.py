@@ -10,8 +10,8 @@ from concurrent.futures import TimeoutError as NotYet
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kvstore import __version__
-from kvstore.catalog.plans import Place
+from kvstore.index.plans import Place
+from kvstore.model.version import __version__
 from kvstore.ops import metrics
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
     from kvstore.config import StoreConfig
-    from kvstore.keys import KeyExtras
+    from kvstore.model.keys import KeyExtras
     from kvstore.ops.admin import Tree
 
 _STATES: Final = ("ok", "being tried again", "left out")

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadRules
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
-from kvstore.options import RemoteOptions
+from kvstore.engine.options import RemoteOptions
 from kvstore.policies import Adaptive
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvstore.adapters.vllm.scheduler.steps import Steps
-from kvstore.catalog.index import ChunkIndex
-from kvstore.keys import PrefixHasher
+from kvstore.index.index import ChunkIndex
+from kvstore.model.keys import PrefixHasher
 
 
 class Pins:
@@ -13,7 +13,7 @@ class Pins:
     A pin begins when the steps that store its chunks have ended, of its request and of others with the same prompt.
 
     Args:
-        index: the catalog.
+        index: of all chunks.
         steps: tells which steps have ended.
         max_s: the duration of a pin.
     """

@@ -12,10 +12,10 @@ from kvstore.adapters.vllm.plan import ReqMeta, StepPlan, Written
 from kvstore.adapters.vllm.requests.pieces import Piece, pieces_of
 from kvstore.adapters.vllm.requests.rows import NO_STATES, RowMap, States, Tables
 from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveSpec
-from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import Place, StoreStep
-from kvstore.chunks import ChunkRef
-from kvstore.keys import PrefixKey
+from kvstore.index.index import ChunkIndex
+from kvstore.index.plans import Place, StoreStep
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.keys import PrefixKey
 from kvstore.transfer.mover import StoreJob, as_block_ids
 
 _NO_BLOCKS: Final = as_block_ids([])
@@ -36,7 +36,7 @@ class SavePlanner:
     """Planner of an engine's stores. For the scheduler's thread.
 
     Args:
-        index: the catalog.
+        index: of all chunks.
         num_ranks: number of ranks that report each store and each write.
         rows: maps block tables to rows.
     """

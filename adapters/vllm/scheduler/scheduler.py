@@ -23,12 +23,12 @@ from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.steps import Step, Steps
 from kvstore.adapters.vllm.telemetry.accounts import NO_HIT, Accounts, HitSplit
 from kvstore.adapters.vllm.telemetry.announcer import Announcer, Removed, Stored
-from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.leases import LeaseView
-from kvstore.catalog.plans import Place, chunk_refs, pin_name
-from kvstore.chunks import ChunkRef
-from kvstore.errors import InvalidCallError
-from kvstore.keys import NO_EXTRAS, KeyExtras, PrefixHasher, new_epoch
+from kvstore.index.index import ChunkIndex
+from kvstore.index.leases import LeaseView
+from kvstore.index.plans import Place, chunk_refs, pin_name
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import InvalidCallError
+from kvstore.model.keys import NO_EXTRAS, KeyExtras, PrefixHasher, new_epoch
 from kvstore.ops import metrics
 from kvstore.ops.metrics import Tally
 from kvstore.policies.traces import TraceRecorder
@@ -75,7 +75,7 @@ class StoreScheduler:
 
     @property
     def index(self) -> ChunkIndex | None:
-        """The catalog, once the workers have reported."""
+        """The index, once the workers have reported."""
         return self._connected.index if self._connected is not None else None
 
     def connect(self, facts: Sequence[WorkerFacts]) -> None:

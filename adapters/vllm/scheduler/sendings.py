@@ -15,7 +15,7 @@ from kvstore.adapters.vllm.requests.rows import RowMap, StatesOf
 from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveRules, chunks_of
 from kvstore.adapters.vllm.scheduler.loads import TablesOf
 from kvstore.handover.ledger import PushJob, Settled
-from kvstore.keys import PrefixHasher
+from kvstore.model.keys import PrefixHasher
 from kvstore.protocol.progress import ALL_TOKENS
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvstore import __version__
+from kvstore.model.version import __version__
 
 if TYPE_CHECKING:
     from kvstore.adapters.vllm.plan import WorkerFacts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvstore.adapters.vllm.plan import StepPlan, StepResult
-from kvstore.catalog.plans import LoadStep
+from kvstore.index.plans import LoadStep
 
 
 @dataclass

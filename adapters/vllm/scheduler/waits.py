@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvstore.adapters.vllm.requests.params import DisaggSpec
+from kvstore.model.throttle import Throttle
 from kvstore.protocol.progress import ALL_TOKENS, Progress
-from kvstore.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 

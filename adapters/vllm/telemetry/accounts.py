@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvstore.catalog.plans import Match, MissReason
+from kvstore.index.plans import Match, MissReason
 from kvstore.ops import metrics
 from kvstore.ops.meters import IndexMeter
 from kvstore.ops.metrics import Meter, Tally, Totals
 
 if TYPE_CHECKING:
-    from kvstore.catalog.index import ChunkIndex
-    from kvstore.keys import PrefixHasher
+    from kvstore.index.index import ChunkIndex
+    from kvstore.model.keys import PrefixHasher
 
 logger = logging.getLogger(__name__)
 

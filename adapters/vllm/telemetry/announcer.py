@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from kvstore.catalog.plans import Place
-from kvstore.chunks import ChunkRef
+from kvstore.index.plans import Place
+from kvstore.model.chunks import ChunkRef
 
 if TYPE_CHECKING:
-    from kvstore.catalog.index import ChunkIndex
-    from kvstore.keys import PrefixHasher, PrefixKey
+    from kvstore.index.index import ChunkIndex
+    from kvstore.model.keys import PrefixHasher, PrefixKey
 
 ANNOUNCED = (Place.MEMORY, Place.DISK)
 """A remote tier is as near to every engine as to this one, and does not report what it evicts."""
@@ -96,7 +96,7 @@ class Announcer:
         self._block_tokens = block_tokens
         self._known: dict[PrefixKey, Blocks] = {}  # of chunks in the index
         self._described: list[PrefixKey] = []  # since the last call
-        self._shelves = {place: _Shelf() for place in ANNOUNCED}
+        self._by_place = {place: _PlaceEvents() for place in ANNOUNCED}
 
     def describe(self, ref: ChunkRef, blocks: range, request: Described) -> None:
         """Note a request's blocks as those of a chunk in the index; of another sequence's chunk these are the first."""
@@ -133,18 +133,18 @@ class Announcer:
         changed = [key for key in dict.fromkeys([*changes, *self._described, *heirs]) if key in self._known]
         self._described.clear()
         events: list[Stored | Removed] = []
-        for place, shelf in self._shelves.items():
+        for place, at_place in self._by_place.items():
             gone: list[PrefixKey] = []
             for key in changed:
                 is_here = index.holds(key, place)
                 blocks = self._known[key]
-                if is_here and shelf.num_blocks(key) < len(blocks.hashes):
-                    said = shelf.add(key, blocks.hashes)
+                if is_here and at_place.num_blocks(key) < len(blocks.hashes):
+                    said = at_place.add(key, blocks.hashes)
                     if said < len(blocks.hashes):
                         events.append(Stored(place, blocks.behind(said)))
-                elif not is_here and shelf.num_blocks(key):
+                elif not is_here and at_place.num_blocks(key):
                     gone.append(key)
-            hashes = [name for key in gone for name in shelf.remove(key, self._known[key].hashes)]
+            hashes = [name for key in gone for name in at_place.remove(key, self._known[key].hashes)]
             if hashes:
                 events.append(Removed(place, hashes))
         for key in changed:
@@ -155,8 +155,8 @@ class Announcer:
     def _heirs(self, index: ChunkIndex, key: PrefixKey, trail: bytes) -> Iterator[PrefixKey]:
         """Yield chunks that still hold the first blocks of one that has left a place, and note these blocks."""
         blocks = self._known[key]
-        for place, shelf in self._shelves.items():
-            if not shelf.num_blocks(key) or index.holds(key, place):
+        for place, at_place in self._by_place.items():
+            if not at_place.num_blocks(key) or index.holds(key, place):
                 continue
             heir, num_shared = index.nearest(trail, place)
             known = self._known.get(heir)
@@ -165,7 +165,7 @@ class Announcer:
                 yield heir
 
 
-class _Shelf:
+class _PlaceEvents:
     """Chunks announced in one place, and the number of them that have each block.
 
     A block's hash names all tokens before it, so chunks that share a block share all their blocks before it.

@@ -9,7 +9,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
 from kvstore.adapters.vllm.telemetry.announcer import Blocks, Removed, Stored
-from kvstore.catalog.plans import Place
+from kvstore.index.plans import Place
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -13,16 +13,16 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvstore.ops import metrics
-from kvstore.ops.metrics import METRICS, Kind, Metric, Tally, split_key
+from kvstore.ops.metrics import METRICS, Metric, MetricKind, Tally, split_key
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 PREFIX: Final = "vllm:kvstore_"
 BUCKETS_S: Final = tuple(1e-5 * 4**power for power in range(1, 13))  # from 40 us to 168 s
-_EXTRAS: Final[dict[Kind, dict[str, Any]]] = {
-    Kind.GAUGE: {"multiprocess_mode": "mostrecent"},  # one of vLLM's front ends at a time receives a step
-    Kind.HISTOGRAM: {"buckets": BUCKETS_S},
+_EXTRAS: Final[dict[MetricKind, dict[str, Any]]] = {
+    MetricKind.GAUGE: {"multiprocess_mode": "mostrecent"},  # one of vLLM's front ends at a time receives a step
+    MetricKind.HISTOGRAM: {"buckets": BUCKETS_S},
 }
 
 
@@ -80,7 +80,7 @@ class StoreMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        kinds = {Kind.COUNTER: Counter, Kind.GAUGE: Gauge, Kind.HISTOGRAM: Histogram}
+        kinds = {MetricKind.COUNTER: Counter, MetricKind.GAUGE: Gauge, MetricKind.HISTOGRAM: Histogram}
         self._families: dict[str, Any] = {}
         for metric in METRICS.values():
             self._families[metric.name] = metric_types[kinds[metric.kind]](
@@ -89,7 +89,7 @@ class StoreMetrics(KVConnectorPromMetrics):
                 labelnames=[*labelnames, *metric.labels],
                 **_EXTRAS.get(metric.kind, {}),
             )
-            for engine in per_engine_labelvalues if metric.kind is not Kind.GAUGE else ():
+            for engine in per_engine_labelvalues if metric.kind is not MetricKind.GAUGE else ():
                 for values in metric.values or ((),):  # so that they exist, as 0, before anything happens
                     self._series(engine, metric, values)
 

@@ -23,10 +23,10 @@ from typing import Any, Final, NamedTuple
 from torch.profiler import record_function
 
 from kvstore.adapters.vllm.plan import Fetch
-from kvstore.catalog.plans import Place
-from kvstore.keys import PrefixKey
-from kvstore.paged.streams import Moment
-from kvstore.transfer.mover import LoadResult, Mover, MoverCounters, StoreJob, Stores
+from kvstore.index.plans import Place
+from kvstore.model.keys import PrefixKey
+from kvstore.paged.streams import DeviceEvent
+from kvstore.transfer.mover import LoadResult, Mover, MoverCounters, StartedStores, StoreJob
 from kvstore.transfer.stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -87,12 +87,12 @@ class Background:
 
     def fetch(self, fetch: Fetch) -> None:
         """Start a load, after what the model's thread has launched so far."""
-        moment, watch, now_s = self._model.streams.now(), Stopwatch(self._loader.paged), time.perf_counter()
+        event, watch, now_s = self._model.streams.now(), Stopwatch(self._loader.paged), time.perf_counter()
         is_slow = any(job.step.source is not Place.MEMORY for job in fetch.loads)
         if is_slow:
-            loaded = self._slow_loads.submit(self._load_slowly, fetch, moment, watch, now_s)
+            loaded = self._slow_loads.submit(self._load_slowly, fetch, event, watch, now_s)
         else:
-            loaded = self._loads.submit(self._load, self._loader, fetch, moment, watch, now_s)
+            loaded = self._loads.submit(self._load, self._loader, fetch, event, watch, now_s)
         self._fetching[fetch.number] = (fetch, loaded, watch)
 
     def save(self, step: int, jobs: Sequence[StoreJob], ended: Collection[str]) -> None:
@@ -173,7 +173,7 @@ class Background:
             ended.append(Saved(step, saved.result()[0], requests, saved.result()[1]))
         return ended
 
-    def ends(self) -> list[Moment]:
+    def ends(self) -> list[DeviceEvent]:
         """Return the ends of the work that was launched on the device here so far."""
         return [end for mover in (self._loader, self._storer) for end in mover.paged.streams.ends()]
 
@@ -191,21 +191,21 @@ class Background:
         for executor in (self._loads, self._slow_loads, self._stores):
             executor.shutdown(wait=False, cancel_futures=True)
 
-    def _load_slowly(self, fetch: Fetch, moment: Moment, watch: Stopwatch, planned_s: float) -> LoadResult:
+    def _load_slowly(self, fetch: Fetch, event: DeviceEvent, watch: Stopwatch, planned_s: float) -> LoadResult:
         loader = self._idle_loaders.get()
         try:
-            return self._load(loader, fetch, moment, watch, planned_s)
+            return self._load(loader, fetch, event, watch, planned_s)
         finally:
             self._idle_loaders.put(loader)
 
-    def _load(self, loader: Mover, fetch: Fetch, moment: Moment, watch: Stopwatch, planned_s: float) -> LoadResult:
+    def _load(self, loader: Mover, fetch: Fetch, event: DeviceEvent, watch: Stopwatch, planned_s: float) -> LoadResult:
         watch.queued_s = time.perf_counter() - planned_s
-        loader.paged.streams.hold(moment)
+        loader.paged.streams.hold(event)
         loader.on_arrival = lambda step: self._arrived.append(Arrived(fetch.number, step.ref.prefix_key))
         with record_function("kvstore::load"), watch:
             return loader.load(fetch.loads)
 
-    def _store(self, stores: Stores, jobs: Sequence[StoreJob]) -> tuple[set[PrefixKey], float]:
+    def _store(self, stores: StartedStores, jobs: Sequence[StoreJob]) -> tuple[set[PrefixKey], float]:
         begin_s = time.perf_counter()
         with record_function("kvstore::store"):
             try:

@@ -16,8 +16,8 @@ from kvstore.handover.offering import Exposed, open_offering
 from kvstore.handover.pusher import PushCounters, Pusher, StepPush
 from kvstore.handover.tcp import open_transport
 from kvstore.handover.transport import Receiver, Transport
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.ops import metrics
 from kvstore.ops.meters import push_totals
 from kvstore.ops.metrics import Meter, Tally

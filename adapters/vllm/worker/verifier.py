@@ -9,9 +9,9 @@ from torch.profiler import record_function
 
 from kvstore.adapters.vllm.plan import StepResult
 from kvstore.format.deviation import tolerance
+from kvstore.model.throttle import Throttle
 from kvstore.ops import metrics
 from kvstore.ops.metrics import Tally
-from kvstore.throttle import Throttle
 from kvstore.transfer.mover import LoadJob, Mover, as_block_ids
 
 logger = logging.getLogger(__name__)

@@ -26,14 +26,14 @@ from kvstore.adapters.vllm.worker.background import Background, Fetched
 from kvstore.adapters.vllm.worker.layered import LayeredLoad, LayerOrder
 from kvstore.adapters.vllm.worker.pushes import Pushes, PushOptions
 from kvstore.adapters.vllm.worker.verifier import Verifier
-from kvstore.assembly import log_device_bytes, open_tiers
-from kvstore.catalog.plans import Place
-from kvstore.checkpoints.groups import Groups
-from kvstore.chunks import ChunkRef
-from kvstore.keys import Namespace, PrefixKey
+from kvstore.engine.opening import log_device_bytes, open_tiers
+from kvstore.engine.options import EngineOptions
+from kvstore.index.plans import Place
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.groups import Groups
+from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.ops import metrics
 from kvstore.ops.meters import WorkerMeter
-from kvstore.options import EngineOptions
 from kvstore.paged.base import PagedKV
 from kvstore.paged.copiers import copy_threads
 from kvstore.paged.footprint import WORKER_THREADS
@@ -117,7 +117,7 @@ class StoreWorker:
                 self._tiers.cpu,
                 lanes,
                 self._tiers.hot,
-                is_passage=not (engine.local_cpu or options.layerwise),
+                staging_only=not (engine.local_cpu or options.layerwise),
                 copy_threads=copy_threads(),
             )
             self._pushes = Pushes(paged, namespace, options.push)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from difflib import get_close_matches
 
-from kvstore.errors import CodecError, ConfigError
 from kvstore.format.codecs.base import Codec
 from kvstore.format.codecs.int8 import Int8Codec
 from kvstore.format.codecs.lossless import Lz4Codec, SplitCodec
-from kvstore.layout import KVLayout
+from kvstore.model.errors import CodecError, ConfigError
+from kvstore.model.layout import KVLayout
 
 __all__ = ["CODEC_NAMES", "Codec", "CodecError", "open_codec"]
 

@@ -15,8 +15,8 @@ from abc import ABC, abstractmethod
 from importlib import import_module
 from typing import Any, ClassVar
 
-from kvstore.chunks import ByteArray
-from kvstore.errors import CodecError, ConfigError
+from kvstore.model.chunks import ByteArray
+from kvstore.model.errors import CodecError, ConfigError
 
 
 class Codec(ABC):

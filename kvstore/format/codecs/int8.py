@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.chunks import ByteArray
-from kvstore.errors import CodecError, ConfigError
 from kvstore.format.codecs.base import Codec
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ByteArray
+from kvstore.model.errors import CodecError, ConfigError
+from kvstore.model.layout import KVLayout
 
 if TYPE_CHECKING:
     Floats = npt.NDArray[np.float32]

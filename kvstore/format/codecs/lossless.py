@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.chunks import ByteArray
-from kvstore.errors import CodecError, ConfigError
 from kvstore.format.codecs.base import Codec, require
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ByteArray
+from kvstore.model.errors import CodecError, ConfigError
+from kvstore.model.layout import KVLayout
 
 _LENGTH_BYTES = 4
 _PROBE_GAIN = 1 / 32  # the first piece has to shrink by this much

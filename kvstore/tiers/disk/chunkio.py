@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvstore.chunks import ByteArray, ChunkRef
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Damage
 from kvstore.format.wholeio import read_whole, write_whole
-from kvstore.keys import ChunkKey
-from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
+from kvstore.model.chunks import ByteArray, ChunkRef
+from kvstore.model.keys import ChunkKey
+from kvstore.model.layout import ALIGNMENT_BYTES, KVLayout, round_up
 from kvstore.tiers.base import Transfer, payload_view
 from kvstore.tiers.disk.folder import opened
 from kvstore.tiers.disk.shared_reads import SharedReads

@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore.chunks import ChunkRef
-from kvstore.errors import TierError
-from kvstore.keys import Namespace, PrefixKey
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import TierError
+from kvstore.model.keys import Namespace, PrefixKey
+from kvstore.model.layout import KVLayout
 from kvstore.tiers.disk import survey
 from kvstore.tiers.disk.folder import (
     DEAD_PREFIX,

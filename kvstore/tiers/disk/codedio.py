@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 
-from kvstore.chunks import ByteArray
 from kvstore.format.chunkfile import Damage
 from kvstore.format.codecs import Codec
 from kvstore.format.coding import ChunkCoder, Image
 from kvstore.format.wholeio import read_whole
-from kvstore.layout import KVLayout
 from kvstore.memory.scratch import Scratch
+from kvstore.model.chunks import ByteArray
+from kvstore.model.layout import KVLayout
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.disk.chunkio import PIECE_BYTES, Body, ChunkIO, Writable
 

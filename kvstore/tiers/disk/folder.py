@@ -26,10 +26,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvstore.chunks import ChunkRef
-from kvstore.errors import ConfigError, FolderOwnedError
-from kvstore.keys import NAMESPACE_ID_BYTES, PREFIX_KEY_BYTES
-from kvstore.layout import ALIGNMENT_BYTES
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import ConfigError, FolderOwnedError
+from kvstore.model.keys import NAMESPACE_ID_BYTES, PREFIX_KEY_BYTES
+from kvstore.model.layout import ALIGNMENT_BYTES
 
 FREE_NAME = ".free"
 DEAD_PREFIX = ".dead-"

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from kvstore.catalog.trails import Trails
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import TierError
 from kvstore.format.codecs import open_codec
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
-from kvstore.throttle import Throttle
+from kvstore.index.trails import Trails
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import TierError
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
+from kvstore.model.throttle import Throttle
 from kvstore.tiers.base import MAX_NEAREST, Transfer
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk.chunkio import Body, ChunkIO

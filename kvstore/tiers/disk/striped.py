@@ -18,11 +18,11 @@ from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import ClosedError, ConfigError, TierError, TierTimeoutError
-from kvstore.keys import Namespace, PrefixKey
-from kvstore.layout import KVLayout
-from kvstore.throttle import Throttle
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import ClosedError, ConfigError, TierError, TierTimeoutError
+from kvstore.model.keys import Namespace, PrefixKey
+from kvstore.model.layout import KVLayout
+from kvstore.model.throttle import Throttle
 from kvstore.tiers.base import BoundedTier, TierCounters, Transfer, check_layers, payload_view, start_closing
 from kvstore.tiers.disk.folder import unusable
 from kvstore.tiers.disk.survey import Use, check_room, in_order_of_use

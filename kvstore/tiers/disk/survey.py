@@ -12,9 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore.chunks import ChunkRef
-from kvstore.errors import ConfigError
-from kvstore.keys import EPOCH_FIELD, Namespace
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import ConfigError
+from kvstore.model.keys import EPOCH_FIELD, Namespace
 from kvstore.tiers.disk.folder import (
     DEAD_PREFIX,
     FREE_NAME,

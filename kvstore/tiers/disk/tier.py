@@ -25,12 +25,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import ClosedError, ConfigError, TierError
 from kvstore.format.codecs import open_codec
-from kvstore.keys import Namespace, PrefixKey
-from kvstore.layout import KVLayout
-from kvstore.throttle import Throttle
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import ClosedError, ConfigError, TierError
+from kvstore.model.keys import Namespace, PrefixKey
+from kvstore.model.layout import KVLayout
+from kvstore.model.throttle import Throttle
 from kvstore.tiers.base import BoundedTier, TierCounters, TierSetup, Transfer, check_layers
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk import survey

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.format.trailrecords import TrailRecords
-from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
-from kvstore.layout import KVLayout
+from kvstore.model.keys import PREFIX_KEY_BYTES, PrefixKey
+from kvstore.model.layout import KVLayout
 from kvstore.tiers.disk.folder import TRAILS_FILE, opened
 
 _SLACK: Final = 4096  # records of removed chunks, in addition to as many as there are chunks

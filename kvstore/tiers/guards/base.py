@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import InvalidCallError
-from kvstore.keys import Namespace, PrefixKey
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import InvalidCallError
+from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Loan, Tier, Transfer
 
 SomeTier = TypeVar("SomeTier", bound=Tier)

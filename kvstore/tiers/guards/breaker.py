@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import InvalidCallError, TierError, TierTimeoutError
-from kvstore.keys import Namespace
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import InvalidCallError, TierError, TierTimeoutError
+from kvstore.model.keys import Namespace
 from kvstore.tiers.base import Loan, Tier, Transfer
 from kvstore.tiers.guards.base import TierWrapper
 
@@ -48,7 +48,7 @@ class BreakerState(Enum):
 
 
 @dataclass
-class _Passage:
+class _Attempt:
     """Call that passes, and its proof that the tier works or fails; None if it proves nothing."""
 
     is_probe: bool
@@ -337,7 +337,7 @@ class CircuitBreaker(TierWrapper):
         self.inner.close()
 
     @contextmanager
-    def _passage(self, *, may_probe: bool = True) -> Iterator[_Passage | None]:
+    def _passage(self, *, may_probe: bool = True) -> Iterator[_Attempt | None]:
         """Let a call pass, and judge it at its end; yields None if it must not pass."""
         passage = self._admit(may_probe=may_probe)
         with self._watch(passage) if passage else nullcontext():
@@ -347,13 +347,13 @@ class CircuitBreaker(TierWrapper):
     def _clearing(self) -> Iterator[None]:
         self._clears += 1
         try:
-            with self._watch(_Passage(is_probe=False)):
+            with self._watch(_Attempt(is_probe=False)):
                 yield
         finally:
             self._clears += 1
 
     @contextmanager
-    def _watch(self, passage: _Passage) -> Iterator[None]:
+    def _watch(self, passage: _Attempt) -> Iterator[None]:
         try:
             yield
         except TierError as error:
@@ -362,13 +362,13 @@ class CircuitBreaker(TierWrapper):
         finally:  # also after exceptions that prove nothing, because a probe must end
             self._conclude(passage)
 
-    def _admit(self, *, may_probe: bool) -> _Passage | None:
+    def _admit(self, *, may_probe: bool) -> _Attempt | None:
         with self._lock:
             if self._state is BreakerState.CLOSED or self._is_shut:  # after close the tier itself refuses
-                return _Passage(is_probe=False)
+                return _Attempt(is_probe=False)
             if may_probe and self._state is BreakerState.OPEN and self._is_probe_due():
                 self._state = BreakerState.PROBING
-                return _Passage(is_probe=True)
+                return _Attempt(is_probe=True)
             return None
 
     def _is_probe_due(self) -> bool:
@@ -376,7 +376,7 @@ class CircuitBreaker(TierWrapper):
         self._since_s = min(self._since_s, now_s)  # after a jump back the interval begins again
         return now_s - self._since_s >= self._probe_interval_s
 
-    def _conclude(self, passage: _Passage) -> None:
+    def _conclude(self, passage: _Attempt) -> None:
         try:
             if passage.is_probe and passage.works and self._removals:
                 passage.works = None
@@ -390,7 +390,7 @@ class CircuitBreaker(TierWrapper):
             if line:
                 logger.log(line[0], "%s", line[1])
 
-    def _after_call(self, passage: _Passage) -> tuple[int, str] | None:
+    def _after_call(self, passage: _Attempt) -> tuple[int, str] | None:
         """Count a failure or a success while closed. Returns the line to log."""
         if self._state is not BreakerState.CLOSED or passage.works is None:
             return None  # a late call from before it opened changes nothing
@@ -407,7 +407,7 @@ class CircuitBreaker(TierWrapper):
             f"every {self._probe_interval_s:g} s ({passage.reason or 'every chunk of the last call failed'})"
         )
 
-    def _after_probe(self, passage: _Passage) -> tuple[int, str] | None:
+    def _after_probe(self, passage: _Attempt) -> tuple[int, str] | None:
         """Close after a success, wait again after a failure. Returns the line to log."""
         if not passage.works:
             self._state = BreakerState.OPEN

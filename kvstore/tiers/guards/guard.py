@@ -18,10 +18,10 @@ from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import ClosedError, InvalidCallError, KVStoreError, TierError, TierTimeoutError
-from kvstore.keys import Namespace
-from kvstore.throttle import Throttle
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import ClosedError, InvalidCallError, KVStoreError, TierError, TierTimeoutError
+from kvstore.model.keys import Namespace
+from kvstore.model.throttle import Throttle
 from kvstore.tiers.abandonable_threads import AbandonableThreads, start_aside
 from kvstore.tiers.base import Loan, Tier, Transfer
 from kvstore.tiers.guards.base import TierWrapper

@@ -12,11 +12,11 @@ from typing import TypeGuard, TypeVar
 
 from redis.exceptions import ResponseError
 
-from kvstore.errors import TierError, TierSetupError
+from kvstore.model.errors import TierError, TierSetupError
 from kvstore.tiers.redis.chunk import Home, first_error
+from kvstore.tiers.redis.connection import RedisConnection, Reply, pack
 from kvstore.tiers.redis.nodes import Node, Nodes, SlotMovedError, SlotMovingError, translated
-from kvstore.tiers.redis.url import Kind, RedisTarget
-from kvstore.tiers.redis.wire import Link, Reply, pack
+from kvstore.tiers.redis.url import Deployment, RedisTarget
 
 Result = TypeVar("Result")
 Question = tuple[bytes, list[bytes]]
@@ -38,7 +38,7 @@ class Calls:
         self._target = target
         self.nodes = nodes
 
-    def at(self, tag: bytes, action: Callable[[Link], Result]) -> Result:
+    def at(self, tag: bytes, action: Callable[[RedisConnection], Result]) -> Result:
         """Run an action at the server that has a tag, even if the tag has just moved to another server.
 
         Raises:
@@ -47,11 +47,11 @@ class Calls:
         for _ in range(_MOVES):
             node = self.nodes.node_of(tag)
             try:
-                with node.link() as link:
-                    return action(link)
+                with node.connection() as connection:
+                    return action(connection)
             except SlotMovedError as moved:
                 self.nodes.forget()
-                if self._target.kind is not Kind.CLUSTER:
+                if self._target.kind is not Deployment.CLUSTER:
                     raise TierSetupError(f"{moved}: use redis-cluster:// in the URL") from moved
             except SlotMovingError:
                 raise
@@ -91,8 +91,8 @@ class Calls:
     def ask_node(self, node: Node, questions: Sequence[list[bytes]]) -> list[Reply | TierError]:
         """Send commands to one server like ``ask_all``; if it fails as a whole, every answer is its error."""
         try:
-            with node.link() as link:
-                replies = iter(link.ask([command for commands in questions for command in commands]))
+            with node.connection() as connection:
+                replies = iter(connection.ask([command for commands in questions for command in commands]))
         except TierError as error:
             self.nodes.forget(node)
             return [error for _ in questions]
@@ -107,20 +107,20 @@ class Calls:
         for node in self.nodes.masters():
             cursor = b"0"
             while True:
-                with node.link() as link:
-                    cursor, keys = _page(link.call("SCAN", cursor, "MATCH", pattern, "COUNT", _PAGE_KEYS))
+                with node.connection() as connection:
+                    cursor, keys = _page(connection.call("SCAN", cursor, "MATCH", pattern, "COUNT", _PAGE_KEYS))
                 yield node, keys
                 if cursor == b"0":
                     break
 
     def epoch(self, home: Home) -> bytes:
         """Return the current epoch of the namespace of ``home``."""
-        return self.at(home.epoch_tag, lambda link: _epoch(link, home))
+        return self.at(home.epoch_tag, lambda connection: _epoch(connection, home))
 
     def renew(self, home: Home) -> Home:
         """Begin a new epoch, in which the namespace's earlier chunks are unreachable."""
         new = Home(home.namespace_id, _new_epoch())
-        self.at(new.epoch_tag, lambda link: link.call("SET", new.epoch_key, new.epoch))
+        self.at(new.epoch_tag, lambda connection: connection.call("SET", new.epoch_key, new.epoch))
         return new
 
     def sweep(self, home: Home) -> None:
@@ -133,8 +133,8 @@ class Calls:
                 continue
             now = Home(home.namespace_id, self.epoch(home))
             dead = [key for key in keys if now.parse(key) is None]
-            with node.link() as link:
-                link.ask([pack("UNLINK", key) for key in dead])
+            with node.connection() as connection:
+                connection.ask([pack("UNLINK", key) for key in dead])
 
 
 def _answer(replies: list[Reply], node: Node) -> Reply | TierError:
@@ -147,17 +147,17 @@ def _new_epoch() -> bytes:
     return secrets.token_hex(_EPOCH_DIGITS // 2).encode()
 
 
-def _epoch(link: Link, home: Home) -> bytes:
+def _epoch(connection: RedisConnection, home: Home) -> bytes:
     """Return the current epoch. If there is none, because none began or it was evicted, begin a new one."""
-    found = link.ask([pack("GET", home.epoch_key)])[0]
+    found = connection.ask([pack("GET", home.epoch_key)])[0]
     if found is None:
-        link.call("SET", home.epoch_key, _new_epoch(), "NX")
-        found = link.call("GET", home.epoch_key)
+        connection.call("SET", home.epoch_key, _new_epoch(), "NX")
+        found = connection.call("GET", home.epoch_key)
     if isinstance(found, ResponseError) and not str(found).startswith("WRONGTYPE"):
         raise found
     if not _is_epoch(found):  # another client wrote something else there
-        link.call("SET", home.epoch_key, _new_epoch())
-        found = link.call("GET", home.epoch_key)
+        connection.call("SET", home.epoch_key, _new_epoch())
+        found = connection.call("GET", home.epoch_key)
     if not _is_epoch(found):  # or every look would find another one
         raise ResponseError("the server does not keep the epoch that it was told")
     return found

@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 from redis.exceptions import ExecAbortError, OutOfMemoryError, ResponseError
 
-from kvstore.chunks import ByteArray, ChunkRef
 from kvstore.format import chunkfile
 from kvstore.format.codecs import CODEC_NAMES
-from kvstore.keys import ChunkKey
-from kvstore.layout import KVLayout
-from kvstore.tiers.redis.wire import Buffer, Link, Reply, pack
+from kvstore.model.chunks import ByteArray, ChunkRef
+from kvstore.model.keys import ChunkKey
+from kvstore.model.layout import KVLayout
+from kvstore.tiers.redis.connection import Buffer, RedisConnection, Reply, pack
 
 WRITE_ID_BYTES = 8
 # A value of 1 MiB and its header would take 1.25 MiB of jemalloc's size classes; this takes 1 MiB.
@@ -207,7 +207,7 @@ class ChunkIO:
         """
         yield Incoming(ref, payload, payload)
 
-    def store(self, link: Link, home: Home, chunk: Outgoing) -> int | ResponseError:
+    def store(self, connection: RedisConnection, home: Home, chunk: Outgoing) -> int | ResponseError:
         """Write a chunk, in the place of an older one.
 
         Returns:
@@ -218,38 +218,40 @@ class ChunkIO:
         """
         write_id = secrets.token_bytes(WRITE_ID_BYTES)
         fresh = _fresh_keys(home, chunk, write_id)
-        value = self.upload(link, home, chunk, write_id, fresh)
+        value = self.upload(connection, home, chunk, write_id, fresh)
         if isinstance(value, ResponseError):
             return value
-        failure = self.commit(link, home, chunk.ref, value, fresh)
+        failure = self.commit(connection, home, chunk.ref, value, fresh)
         return len(value) + WRITE_ID_BYTES * len(fresh) + len(chunk.data) if failure is None else failure
 
     def upload(
-        self, link: Link, home: Home, chunk: Outgoing, write_id: bytes, fresh: list[bytes]
+        self, connection: RedisConnection, home: Home, chunk: Outgoing, write_id: bytes, fresh: list[bytes]
     ) -> bytes | ResponseError:
         """Write the parts of a chunk under temporary names. Returns the value to ``commit``, or the error."""
         parts = split(chunk.data)
         sums = chunkfile.RunningSums(self._layout, chunk.ref.num_blocks)
         passing = sums.over(parts) if chunk.header is None else parts
-        link.send(_set_commands(fresh, write_id, passing, self._ttl_s or UNCOMMITTED_TTL_S))
+        connection.send(_set_commands(fresh, write_id, passing, self._ttl_s or UNCOMMITTED_TTL_S))
         header = chunk.header or self._header(home, chunk.ref, sums.text())
-        failure = first_error([link.reader.reply() for _ in fresh])
-        return write_id + header if failure is None else self._give_up(link, failure, fresh)
+        failure = first_error([connection.reader.reply() for _ in fresh])
+        return write_id + header if failure is None else self._give_up(connection, failure, fresh)
 
     def _header(self, home: Home, ref: ChunkRef, layer_sums: str) -> bytes:
         key = ChunkKey(home.namespace_id, ref.prefix_key)
         return chunkfile.build_header(self._layout, key, ref.num_blocks, layer_sums).rstrip()
 
-    def commit(self, link: Link, home: Home, ref: ChunkRef, value: bytes, fresh: list[bytes]) -> ResponseError | None:
+    def commit(
+        self, connection: RedisConnection, home: Home, ref: ChunkRef, value: bytes, fresh: list[bytes]
+    ) -> ResponseError | None:
         """Turn uploaded parts into the chunk, in the place of an older one. Returns the server's error, if any."""
         keys = self.keys(home, ref)
-        *queued, done = link.ask(self._commit_commands(fresh, keys, value))
+        *queued, done = connection.ask(self._commit_commands(fresh, keys, value))
         failure = first_error([*queued, *(done if isinstance(done, list) else [done])])
         if failure is None:
             return None
-        return self._give_up(link, failure, fresh if isinstance(failure, OutOfMemoryError) else [*fresh, *keys])
+        return self._give_up(connection, failure, fresh if isinstance(failure, OutOfMemoryError) else [*fresh, *keys])
 
-    def _give_up(self, link: Link, failure: ResponseError, keys: list[bytes]) -> ResponseError:
+    def _give_up(self, connection: RedisConnection, failure: ResponseError, keys: list[bytes]) -> ResponseError:
         """Delete written keys after an error of this chunk alone: no memory, or parts lost before the commit.
 
         Raises:
@@ -257,7 +259,7 @@ class ChunkIO:
         """
         if not isinstance(failure, OutOfMemoryError) and "no such key" not in str(failure):
             raise failure
-        link.call("UNLINK", *keys)
+        connection.call("UNLINK", *keys)
         return failure
 
     def _commit_commands(self, fresh: list[bytes], keys: list[bytes], value: bytes) -> list[bytes]:
@@ -272,7 +274,7 @@ class ChunkIO:
         expiry = ("EX", self._ttl_s) if self._ttl_s else ()
         return [*commands, pack("SET", keys[0], value, *expiry), pack("EXEC")]
 
-    def fetch(self, link: Link, home: Home, chunk: Incoming) -> Fetched:
+    def fetch(self, connection: RedisConnection, home: Home, chunk: Incoming) -> Fetched:
         """Read the existing parts of a chunk into ``chunk.data``. ``is_sound`` verifies them.
 
         Raises:
@@ -280,21 +282,21 @@ class ChunkIO:
         """
         commands = [pack("GET", key) for key in self.keys(home, chunk.ref)]
         asked, read = min(1 + _WINDOW, len(commands)), 1
-        link.send([b"".join(commands[:asked])])
-        commit = _commit(link.reader.reply())
+        connection.send([b"".join(commands[:asked])])
+        commit = _commit(connection.reader.reply())
         views = self._views(home, chunk, commit)
         sums = chunkfile.RunningSums(self._layout, chunk.ref.num_blocks)
         is_whole, is_evicted, has_parts = commit is not None and bool(views), False, False
         while read < asked:
             is_needed = read <= len(views)  # with a codec, there may be fewer than were requested
-            write_id = link.reader.value_into(WRITE_ID_BYTES, views[read - 1] if is_needed else _NOWHERE)
+            write_id = connection.reader.value_into(WRITE_ID_BYTES, views[read - 1] if is_needed else _NOWHERE)
             read += 1
             has_parts = has_parts or write_id is not None
             if is_needed:
                 is_evicted = is_evicted or write_id is None
                 is_whole = is_whole and commit is not None and write_id == commit[:WRITE_ID_BYTES]
                 if is_whole and asked <= len(views):
-                    link.send([commands[asked]])
+                    connection.send([commands[asked]])
                     asked += 1
                 if is_whole and chunk.data is chunk.payload:
                     sums.add(views[read - 2])
@@ -315,21 +317,21 @@ class ChunkIO:
         codec = chunkfile.codec_of(commit[WRITE_ID_BYTES:])
         return codec in CODEC_NAMES and codec not in {"none", self.codec_name}
 
-    def discard(self, link: Link, home: Home, ref: ChunkRef, commit: bytes | None) -> bool:
+    def discard(self, connection: RedisConnection, home: Home, ref: ChunkRef, commit: bytes | None) -> bool:
         """Remove a chunk if its commit is unchanged (None: still missing). Returns True if it was unchanged.
 
         Raises:
             ResponseError: the server refused.
         """
         keys = self.keys(home, ref)
-        now = _commit(link.ask([pack("WATCH", keys[0]), pack("GET", keys[0])])[1])
+        now = _commit(connection.ask([pack("WATCH", keys[0]), pack("GET", keys[0])])[1])
         if now != commit:
-            link.call("UNWATCH")
+            connection.call("UNWATCH")
             return False
-        replies = link.ask([pack("MULTI"), pack("UNLINK", *keys), pack("EXEC")])
+        replies = connection.ask([pack("MULTI"), pack("UNLINK", *keys), pack("EXEC")])
         failure = first_error(replies)
         if isinstance(failure, OutOfMemoryError):
-            link.call("UNLINK", *keys)
+            connection.call("UNLINK", *keys)
         elif failure is not None:
             raise failure
         return failure is not None or replies[-1] is not None

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvstore.chunks import ByteArray, ChunkRef
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Encoding
 from kvstore.format.codecs import Codec
 from kvstore.format.coding import ChunkCoder, Image
-from kvstore.keys import ChunkKey
-from kvstore.layout import KVLayout
 from kvstore.memory.scratch import Scratch
+from kvstore.model.chunks import ByteArray, ChunkRef
+from kvstore.model.keys import ChunkKey
+from kvstore.model.layout import KVLayout
 from kvstore.tiers.redis.chunk import WRITE_ID_BYTES, ChunkIO, Fetched, Home, Incoming, Outgoing, split
 
 

@@ -25,9 +25,9 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from kvstore.errors import ClosedError, TierError, TierSetupError
-from kvstore.tiers.redis.url import Address, Kind, RedisTarget
-from kvstore.tiers.redis.wire import Link
+from kvstore.model.errors import ClosedError, TierError, TierSetupError
+from kvstore.tiers.redis.connection import RedisConnection
+from kvstore.tiers.redis.url import Address, Deployment, RedisTarget
 
 _TLS_SIGNS = ("ssl", "certificate", "wrong_version_number")
 _CLUSTER_OFF = "cluster support disabled"
@@ -75,17 +75,17 @@ class Node:
     def __init__(self, target: RedisTarget, address: Address) -> None:
         self.address = address
         self.place = str(address)
-        self._new_link = partial(Link, partial(target.connect_to, address))
+        self._new_connection = partial(RedisConnection, partial(target.connect_to, address))
         self._connections = target.connections
         self._timeout_s = target.timeout_s
         self._room = threading.BoundedSemaphore(target.connections)
         self._lock = threading.Lock()
-        self._free: list[Link] = []
-        self._lent: set[Link] = set()
+        self._free: list[RedisConnection] = []
+        self._lent: set[RedisConnection] = set()
         self._is_closed = False
 
     @contextmanager
-    def link(self) -> Iterator[Link]:
+    def connection(self) -> Iterator[RedisConnection]:
         """Yield a connection for one thread. After any exception it is closed, as half a reply may be waiting in it.
 
         Raises:
@@ -96,14 +96,14 @@ class Node:
                 f"all {self._connections} connections to Redis at {self.place} are in use: raise their number"
             )
         try:
-            link = self._take()
+            connection = self._take()
             try:
-                link.connect()
-                yield link
+                connection.connect()
+                yield connection
             except BaseException:
-                self._put_back(link, is_sound=False)
+                self._put_back(connection, is_sound=False)
                 raise
-            self._put_back(link, is_sound=True)
+            self._put_back(connection, is_sound=True)
         except (RedisError, OSError) as error:
             raise translated(error, self.place) from error
         finally:
@@ -114,27 +114,27 @@ class Node:
         with self._lock:
             self._is_closed = True
             free, self._free = self._free, []
-            for link in self._lent:
-                link.reader.shut()
-        for link in free:
-            link.close()
+            for connection in self._lent:
+                connection.reader.shut()
+        for connection in free:
+            connection.close()
 
-    def _take(self) -> Link:
+    def _take(self) -> RedisConnection:
         with self._lock:
             if self._is_closed:
                 raise ClosedError("the redis tier was closed")
-            link = self._free.pop() if self._free else self._new_link()
-            self._lent.add(link)
-            return link
+            connection = self._free.pop() if self._free else self._new_connection()
+            self._lent.add(connection)
+            return connection
 
-    def _put_back(self, link: Link, *, is_sound: bool) -> None:
+    def _put_back(self, connection: RedisConnection, *, is_sound: bool) -> None:
         with self._lock:
-            self._lent.discard(link)
+            self._lent.discard(connection)
             is_kept = is_sound and not self._is_closed
             if is_kept:
-                self._free.append(link)
+                self._free.append(connection)
         if not is_kept:
-            link.close()
+            connection.close()
 
 
 class Nodes(ABC):
@@ -255,8 +255,8 @@ class ClusterNodes(Nodes):
         for address in sorted(dict.fromkeys([*seen, *self._target.addresses]), key=lambda address: address == failed):
             node = self._node(address)
             try:
-                with node.link() as link:
-                    return _slot_map(link.call("CLUSTER", "SLOTS"), address)
+                with node.connection() as connection:
+                    return _slot_map(connection.call("CLUSTER", "SLOTS"), address)
             except TierError as error:
                 failure = error
         assert failure is not None, "a cluster's URL names at least one node"
@@ -284,5 +284,9 @@ def _num_slots(first: int, last: int) -> int:
 
 def open_nodes(target: RedisTarget) -> Nodes:
     """Return the servers of a target. Asks none of them."""
-    kinds: dict[Kind, type[Nodes]] = {Kind.SINGLE: SingleNode, Kind.SENTINEL: SentinelNodes, Kind.CLUSTER: ClusterNodes}
+    kinds: dict[Deployment, type[Nodes]] = {
+        Deployment.SINGLE: SingleNode,
+        Deployment.SENTINEL: SentinelNodes,
+        Deployment.CLUSTER: ClusterNodes,
+    }
     return kinds[target.kind](target)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import contextmanager
+from functools import partial
 
 try:
     from redis.exceptions import OutOfMemoryError
@@ -24,19 +25,19 @@ except ImportError as error:
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from kvstore.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.errors import ClosedError, ConfigError, TierError, TierSetupError
 from kvstore.format.codecs import open_codec
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.errors import ClosedError, ConfigError, TierError, TierSetupError
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.tiers.base import Tier, TierCounters, TierSetup, Transfer, payload_view
 from kvstore.tiers.redis.calls import Calls, Question
 from kvstore.tiers.redis.chunk import ChunkIO, Home, exists_command
 from kvstore.tiers.redis.coded import CodedIO
+from kvstore.tiers.redis.connection import Reply, checked, pack
 from kvstore.tiers.redis.nodes import SlotMovingError, open_nodes
 from kvstore.tiers.redis.trails import TrailSets
-from kvstore.tiers.redis.url import Kind, RedisTarget, parse_target
-from kvstore.tiers.redis.wire import Reply, checked, pack
+from kvstore.tiers.redis.url import Deployment, RedisTarget, parse_target
 
 logger = logging.getLogger(__name__)
 
@@ -104,15 +105,16 @@ class RedisTier(Tier):
         """
         with self._operation():
             for node in self._calls.nodes.masters():
-                with node.link() as link:
-                    link.call("PING")
-                    (answer,) = link.ask([pack("CLUSTER", "INFO")])
-                if isinstance(answer, bytes) and self._target.kind is not Kind.CLUSTER:
+                with node.connection() as connection:
+                    connection.call("PING")
+                    (answer,) = connection.ask([pack("CLUSTER", "INFO")])
+                if isinstance(answer, bytes) and self._target.kind is not Deployment.CLUSTER:
                     raise TierSetupError(f"Redis at {node.place} is part of a cluster: use redis-cluster:// in the URL")
             self._current_home()
             probe = self._home.epoch_key + b":probe"
             self._calls.at(
-                self._home.epoch_tag, lambda link: _unless_full(link.ask([pack("SET", probe, 1, "PX", 1)])[0])
+                self._home.epoch_tag,
+                lambda connection: _unless_full(connection.ask([pack("SET", probe, 1, "PX", 1)])[0]),
             )
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
@@ -287,14 +289,14 @@ class RedisTier(Tier):
         tag = home.tag(ref)
         with self._io.incoming(ref, payload) as chunk:
             for _ in range(_LOOKS):
-                found = self._calls.at(tag, lambda link: self._io.fetch(link, home, chunk))
+                found = self._calls.at(tag, lambda connection: self._io.fetch(connection, home, chunk))
                 commit = found.commit
                 if self._io.is_sound(home, chunk, found):
                     return Outcome.HIT, found.size_bytes
                 if commit is None and not found.has_parts:
                     return _MISS
                 # It was replaced or removed meanwhile, or is damaged, or encoded with another codec, or partly evicted.
-                if self._calls.at(tag, lambda link, commit=commit: self._io.discard(link, home, ref, commit)):  # type: ignore[misc]
+                if self._calls.at(tag, partial(self._io.discard, home=home, ref=ref, commit=commit)):
                     is_miss = commit is None or found.is_evicted or self._io.is_foreign(commit)
                     return _MISS if is_miss else (Outcome.CORRUPT, 0)
         return _MISS
@@ -304,7 +306,7 @@ class RedisTier(Tier):
         if not transfer.belongs_to(home.namespace_id):
             return _FAILED
         with self._io.outgoing(home, ref, payload) as chunk:
-            stored = self._calls.at(home.tag(ref), lambda link: self._io.store(link, home, chunk))
+            stored = self._calls.at(home.tag(ref), lambda connection: self._io.store(connection, home, chunk))
         if not isinstance(stored, int):
             return (Outcome.FULL, 0) if isinstance(stored, OutOfMemoryError) else _FAILED
         errand = self._trails.tell(home, ref, transfer.trail)

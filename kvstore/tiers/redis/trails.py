@@ -1,4 +1,4 @@
-"""Trails of chunks in Redis, which lead to chunks that share blocks with a sequence, see ``kvstore.catalog.trails``.
+"""Trails of chunks in Redis, which lead to chunks that share blocks with a sequence, see ``kvstore.index.trails``.
 
 They are in sorted sets whose scores are all 0, so that a set is in the order of its members. A trail's first byte
 decides on its set. The names of the sets contain the epoch, as those of chunks do.
@@ -24,17 +24,17 @@ from enum import Enum
 from functools import partial
 from typing import Final, TypeGuard
 
-from kvstore.catalog.trails import Trails, is_trail
-from kvstore.chunks import ChunkRef, chunk_of, is_trail_of
-from kvstore.errors import TierError
-from kvstore.keys import PREFIX_KEY_BYTES
-from kvstore.layout import KVLayout
-from kvstore.throttle import Throttle
+from kvstore.index.trails import Trails, is_trail
+from kvstore.model.chunks import ChunkRef, chunk_of, is_trail_of
+from kvstore.model.errors import TierError
+from kvstore.model.keys import PREFIX_KEY_BYTES
+from kvstore.model.layout import KVLayout
+from kvstore.model.throttle import Throttle
 from kvstore.tiers.base import MAX_NEAREST
 from kvstore.tiers.redis.calls import Question
 from kvstore.tiers.redis.chunk import Home, exists_command
+from kvstore.tiers.redis.connection import Reply, pack
 from kvstore.tiers.redis.nodes import SlotMovingError
-from kvstore.tiers.redis.wire import Reply, pack
 
 logger = logging.getLogger(__name__)
 

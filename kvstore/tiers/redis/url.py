@@ -22,8 +22,18 @@ from redis.connection import AbstractConnection, Connection, SSLConnection, Unix
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
-from kvstore.errors import ConfigError
-from kvstore.tiers.given import COUNT, FLAG, SECONDS, TEXT, WHOLE, host_and_port, kinds_of, read_options, split_url
+from kvstore.model.errors import ConfigError
+from kvstore.tiers.url_options import (
+    COUNT,
+    FLAG,
+    SECONDS,
+    TEXT,
+    WHOLE,
+    host_and_port,
+    option_types_of,
+    read_options,
+    split_url,
+)
 
 _PORT = 6379
 _SENTINEL_PORT = 26379
@@ -42,7 +52,7 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-class Kind(Enum):
+class Deployment(Enum):
     """Organisation of the servers."""
 
     SINGLE = "a single server"
@@ -74,7 +84,7 @@ class RedisTarget:
         ttl_s: lifetime of a chunk in seconds, or None.
     """
 
-    kind: Kind
+    kind: Deployment
     addresses: tuple[Address, ...]
     service: str = ""
     db: Annotated[int, WHOLE] = 0
@@ -138,7 +148,7 @@ class RedisTarget:
         }
 
 
-_KINDS = kinds_of(RedisTarget)
+_KINDS = option_types_of(RedisTarget)
 
 
 def parse_target(url: object, options: Mapping[str, object]) -> RedisTarget:
@@ -161,17 +171,17 @@ def parse_target(url: object, options: Mapping[str, object]) -> RedisTarget:
             _require(len(path) <= 1, "after the address of a server comes at most the number of a database")
             addresses = _addresses(places, _PORT)
             _require(len(addresses) == 1, "redis:// names one server: redis-cluster:// names several")
-            return RedisTarget(Kind.SINGLE, addresses, **settings(path, tls=parts.scheme == "rediss" or None))
+            return RedisTarget(Deployment.SINGLE, addresses, **settings(path, tls=parts.scheme == "rediss" or None))
         case "unix":
             _require(bool(path) and not places, "a unix socket is named by its whole path: unix:///run/redis.sock")
-            return RedisTarget(Kind.SINGLE, (Address(unquote(parts.path), 0),), **settings())
+            return RedisTarget(Deployment.SINGLE, (Address(unquote(parts.path), 0),), **settings())
         case "redis-sentinel":
             _require(1 <= len(path) <= 2, "after the Sentinels comes the name of the service: host:26379/mymaster")
-            return RedisTarget(Kind.SENTINEL, _addresses(places, _SENTINEL_PORT), path[0], **settings(path[1:]))
+            return RedisTarget(Deployment.SENTINEL, _addresses(places, _SENTINEL_PORT), path[0], **settings(path[1:]))
         case "redis-cluster":
             found = settings()
             _require(not path and not found.get("db"), "a cluster has no databases: leave out the number")
-            return RedisTarget(Kind.CLUSTER, _addresses(places, _PORT), **found)
+            return RedisTarget(Deployment.CLUSTER, _addresses(places, _PORT), **found)
     raise ConfigError(f"a Redis URL begins with {_FORMS}, not {parts.scheme!r}")
 
 

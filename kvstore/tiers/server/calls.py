@@ -8,75 +8,75 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from kvstore.chunks import ChunkRef, Outcome, is_trail_of
-from kvstore.errors import TierError
-from kvstore.keys import PREFIX_KEY_BYTES
+from kvstore.model.chunks import ChunkRef, Outcome, is_trail_of
+from kvstore.model.errors import TierError
+from kvstore.model.keys import PREFIX_KEY_BYTES
 from kvstore.protocol import messages
 from kvstore.protocol.outcomes import outcome_of
 from kvstore.tiers.base import MAX_NEAREST
-from kvstore.tiers.server.link import Link
+from kvstore.tiers.server.connection import ServerConnection
 
 Item = TypeVar("Item")
 
 
-def lookup(link: Link, refs: Sequence[ChunkRef]) -> list[bool]:
+def lookup(connection: ServerConnection, refs: Sequence[ChunkRef]) -> list[bool]:
     """Tell for each chunk if the server has it, in one round trip for thousands."""
     found: list[bool] = []
     for part in _parts(refs, messages.MAX_REFS):
-        answer = link.ask(messages.Lookup(link.new_serial(), messages.pack_refs(part)), messages.Held)
+        answer = connection.ask(messages.Lookup(connection.new_serial(), messages.pack_refs(part)), messages.Held)
         found += [byte == 1 for byte in _complete(answer.found, part)]
     return found
 
 
-def nearest(link: Link, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
+def nearest(connection: ServerConnection, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
     """Return, for each trail, those of chunks that share blocks with it, if the server supports trails.
 
     A trail that is too long for a message gets none.
     """
     named: dict[bytes, tuple[bytes, ...]] = dict.fromkeys(trails, ())
-    asked = [trail for trail in named if _fits(trail)] if link.knows(messages.Nearest) else []
+    asked = [trail for trail in named if _fits(trail)] if connection.knows(messages.Nearest) else []
     at_most = max(1, messages.MAX_TRAIL_BYTES // (MAX_NEAREST * max(map(len, asked), default=1)))
     for part in _parts(asked, min(at_most, messages.MAX_TRAILS)):
-        answer = link.ask(messages.Nearest(link.new_serial(), list(part)), messages.Named)
+        answer = connection.ask(messages.Nearest(connection.new_serial(), list(part)), messages.Named)
         named.update(zip(part, map(tuple, _complete(answer.trails, part)), strict=True))
     return [named[trail] for trail in trails]
 
 
-def describe(link: Link, lease: int, ref: ChunkRef, trail: bytes) -> None:
+def describe(connection: ServerConnection, lease: int, ref: ChunkRef, trail: bytes) -> None:
     """Send the trail of a chunk that is being written, if it is known, to a server that supports trails."""
-    if link.knows(messages.Describe) and is_trail_of(trail, ref) and _fits(trail):
-        link.send(messages.Describe(link.new_serial(), lease, trail))
+    if connection.knows(messages.Describe) and is_trail_of(trail, ref) and _fits(trail):
+        connection.send(messages.Describe(connection.new_serial(), lease, trail))
 
 
 def grants(
-    link: Link, kind: type[messages.Reserve | messages.Acquire], refs: Sequence[ChunkRef]
+    connection: ServerConnection, kind: type[messages.Reserve | messages.Acquire], refs: Sequence[ChunkRef]
 ) -> list[messages.Grant]:
     """Request, for each chunk, a grant of pages to write or read it, or the reason why there are none."""
     granted: list[messages.Grant] = []
     for part in _parts(refs, messages.MAX_MOVES):
-        answer = link.ask(kind(link.new_serial(), messages.pack_refs(part)), messages.Granted)
+        answer = connection.ask(kind(connection.new_serial(), messages.pack_refs(part)), messages.Granted)
         granted += _complete(answer.grants, part)
     return granted
 
 
-def commit(link: Link, leases: Sequence[int], *, is_whole: bool) -> list[Outcome]:
+def commit(connection: ServerConnection, leases: Sequence[int], *, is_whole: bool) -> list[Outcome]:
     """End writes, which are complete if ``is_whole`` and dropped otherwise. Returns the outcome of each chunk."""
     outcomes: list[Outcome] = []
     for part in _parts(leases, messages.MAX_MOVES):
-        answer = link.ask(messages.Commit(link.new_serial(), list(part), is_whole), messages.Done)
+        answer = connection.ask(messages.Commit(connection.new_serial(), list(part), is_whole), messages.Done)
         outcomes += map(outcome_of, _complete(answer.outcomes, part))
     return outcomes
 
 
-def remove(link: Link, refs: Sequence[ChunkRef]) -> None:
+def remove(connection: ServerConnection, refs: Sequence[ChunkRef]) -> None:
     """Remove chunks."""
     for part in _parts(refs, messages.MAX_REFS):
-        link.ask(messages.Remove(link.new_serial(), messages.pack_refs(part)), messages.Done)
+        connection.ask(messages.Remove(connection.new_serial(), messages.pack_refs(part)), messages.Done)
 
 
-def clear(link: Link) -> None:
+def clear(connection: ServerConnection) -> None:
     """Remove every chunk of the connection's namespace."""
-    link.ask(messages.Clear(link.new_serial()), messages.Done)
+    connection.ask(messages.Clear(connection.new_serial()), messages.Done)
 
 
 def _parts(items: Sequence[Item], at_most: int) -> Iterator[Sequence[Item]]:

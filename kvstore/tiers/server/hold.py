@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from kvstore.errors import TierError, TierSetupError
+from kvstore.model.errors import TierError, TierSetupError
 from kvstore.protocol.messages import TOKEN_BYTES
 
 _POOL_SOCKET: Final = "pool"

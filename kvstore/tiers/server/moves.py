@@ -14,14 +14,14 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from kvstore.chunks import ByteArray, Outcome
-from kvstore.errors import ClosedError, ProtocolError, TierError
 from kvstore.memory.mapped import map_bytes, populate_read
+from kvstore.model.chunks import ByteArray, Outcome
+from kvstore.model.errors import ClosedError, ProtocolError, TierError
 from kvstore.protocol import messages
 from kvstore.protocol.outcomes import number_of
 from kvstore.protocol.pieces import checksum, scatter
 from kvstore.protocol.runs import extents
-from kvstore.tiers.server.link import Link
+from kvstore.tiers.server.connection import ServerConnection
 
 Ranges: TypeAlias = Sequence[tuple[int, int]]
 """Begin and end of parts of a payload, in order."""
@@ -46,25 +46,27 @@ class Mapped:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def write(self, link: Link, payload: ByteArray, grant: messages.Grant) -> bool:
+    def write(self, connection: ServerConnection, payload: ByteArray, grant: messages.Grant) -> bool:
         """Write a payload to its pages; returns True."""
-        scatter(payload, _views(self._memory_of(link), grant, 0, len(payload)))
+        scatter(payload, _views(self._memory_of(connection), grant, 0, len(payload)))
         return True
 
-    def read(self, link: Link, payload: ByteArray, grant: messages.Grant) -> bool:
+    def read(self, connection: ServerConnection, payload: ByteArray, grant: messages.Grant) -> bool:
         """Read a payload from its pages; returns True."""
-        np.concatenate(_views(self._memory_of(link), grant, 0, len(payload)), out=payload)
+        np.concatenate(_views(self._memory_of(connection), grant, 0, len(payload)), out=payload)
         return True
 
-    def read_front(self, link: Link, front: ByteArray, grant: messages.Grant, _: int, ranges: Ranges) -> bool:
+    def read_front(
+        self, connection: ServerConnection, front: ByteArray, grant: messages.Grant, _: int, ranges: Ranges
+    ) -> bool:
         """Read the ranges of a payload's leading blocks; returns True."""
-        memory = self._memory_of(link)
+        memory = self._memory_of(connection)
         np.concatenate([view for begin, end in ranges for view in _views(memory, grant, begin, end)], out=front)
         return True
 
-    def lend(self, link: Link, grant: messages.Grant, num_bytes: int) -> ByteArray:
+    def lend(self, connection: ServerConnection, grant: messages.Grant, num_bytes: int) -> ByteArray:
         """Return a read-only view of a payload in its pages; a copy if the pages are several runs."""
-        parts = _views(self._memory_of(link), grant, 0, num_bytes)
+        parts = _views(self._memory_of(connection), grant, 0, num_bytes)
         payload = parts[0] if len(parts) == 1 else np.concatenate(parts)
         payload.flags.writeable = False
         return payload
@@ -75,13 +77,13 @@ class Mapped:
             self._is_closed = True
             self._stop_populating()
 
-    def _memory_of(self, link: Link) -> ByteArray:
+    def _memory_of(self, connection: ServerConnection) -> ByteArray:
         """Return the memory of a connection's server."""
-        if link.memory is None:
-            assert link.hold is not None
+        if connection.memory is None:
+            assert connection.hold is not None
             with self._lock:
-                link.memory = self._map(link.hold.pool_fd, link.hold.pool_bytes)
-        return link.memory
+                connection.memory = self._map(connection.hold.pool_fd, connection.hold.pool_bytes)
+        return connection.memory
 
     def _map(self, fd: int, num_bytes: int) -> ByteArray:
         if self._is_closed:  # a call that ``close`` did not wait for
@@ -151,28 +153,30 @@ def _views(memory: ByteArray, grant: messages.Grant, begin: int, end: int) -> li
 class Framed:
     """Mover of payloads in messages."""
 
-    def write(self, link: Link, payload: ByteArray, grant: messages.Grant) -> bool:
+    def write(self, connection: ServerConnection, payload: ByteArray, grant: messages.Grant) -> bool:
         """Send pieces, several of them before the first is confirmed; returns True if all were accepted."""
-        sender = PieceSender(link)
+        sender = PieceSender(connection)
         sender.send(0, grant.lease, payload, range(len(payload)))
         return not sender.finish()
 
-    def read(self, link: Link, payload: ByteArray, grant: messages.Grant) -> bool:
+    def read(self, connection: ServerConnection, payload: ByteArray, grant: messages.Grant) -> bool:
         """Ask for pieces, several of them ahead; returns True if all checksums are right."""
         pieces = _pieces([(0, len(payload))])
-        return _receive(link, payload, (messages.Fetch(link.new_serial(), grant.lease, *piece) for piece in pieces))
+        return _receive(
+            connection, payload, (messages.Fetch(connection.new_serial(), grant.lease, *piece) for piece in pieces)
+        )
 
     def read_front(
-        self, link: Link, front: ByteArray, grant: messages.Grant, front_blocks: int, ranges: Ranges
+        self, connection: ServerConnection, front: ByteArray, grant: messages.Grant, front_blocks: int, ranges: Ranges
     ) -> bool:
         """Ask for pieces of leading blocks; an older server is asked for pieces of each range."""
         asked: Iterator[messages.Fetch | messages.Front]
-        if link.knows(messages.Front):
+        if connection.knows(messages.Front):
             pieces = _pieces([(0, len(front))])
-            asked = (messages.Front(link.new_serial(), grant.lease, front_blocks, *piece) for piece in pieces)
+            asked = (messages.Front(connection.new_serial(), grant.lease, front_blocks, *piece) for piece in pieces)
         else:
-            asked = (messages.Fetch(link.new_serial(), grant.lease, *piece) for piece in _pieces(ranges))
-        return _receive(link, front, asked)
+            asked = (messages.Fetch(connection.new_serial(), grant.lease, *piece) for piece in _pieces(ranges))
+        return _receive(connection, front, asked)
 
     def close(self) -> None:
         """Do nothing, because no thread runs in the background."""
@@ -185,7 +189,9 @@ def _pieces(ranges: Ranges) -> Iterator[tuple[int, int]]:
             yield first, min(messages.PIECE_BYTES, end - first)
 
 
-def _receive(link: Link, target: ByteArray, requests: Iterator[messages.Fetch | messages.Front]) -> bool:
+def _receive(
+    connection: ServerConnection, target: ByteArray, requests: Iterator[messages.Fetch | messages.Front]
+) -> bool:
     """Ask for parts, several of them ahead, which fill an array in order; returns True if all are sound."""
     is_whole, placed_bytes = True, 0
     under_way: dict[int, ByteArray] = {}  # destinations of parts, by serial
@@ -194,9 +200,9 @@ def _receive(link: Link, target: ByteArray, requests: Iterator[messages.Fetch | 
         while request is not None and len(under_way) < _READ_WINDOW:
             under_way[request.serial] = target[placed_bytes : placed_bytes + request.num_bytes]
             placed_bytes += request.num_bytes
-            link.send(request)
+            connection.send(request)
             request = next(requests, None)
-        answer, is_sound = link.receive_into(lambda data: under_way.get(data.serial))
+        answer, is_sound = connection.receive_into(lambda data: under_way.get(data.serial))
         if under_way.pop(answer.serial, None) is None:
             raise TierError(f"the cache server answered {answer.serial}, which was not asked")
         is_whole = is_whole and is_sound
@@ -207,15 +213,15 @@ class PieceSender:
     """Sender of payload in pieces, several of them before the first is confirmed.
 
     Args:
-        link: to the server.
+        connection: to the server.
         window: maximum number of unconfirmed pieces.
 
     Raises:
         TierError: from each method, if the server fails.
     """
 
-    def __init__(self, link: Link, window: int = messages.WINDOW) -> None:
-        self._link = link
+    def __init__(self, connection: ServerConnection, window: int = messages.WINDOW) -> None:
+        self._connection = connection
         self._window = window
         self._under_way: dict[int, int] = {}  # payload numbers, by serial
         self._failed: set[int] = set()
@@ -225,13 +231,13 @@ class PieceSender:
         for offset in range(part.start, part.stop, messages.PIECE_BYTES):
             piece = payload[offset : min(offset + messages.PIECE_BYTES, part.stop)]
             serial = self._begin(number)
-            self._link.send(messages.Piece(serial, lease, offset, checksum([piece.data])), [piece.data])
+            self._connection.send(messages.Piece(serial, lease, offset, checksum([piece.data])), [piece.data])
 
     def _begin(self, number: int) -> int:
         """Wait until another request may be under way; returns its serial."""
         if len(self._under_way) >= self._window:
             self._confirm()
-        serial = self._link.new_serial()
+        serial = self._connection.new_serial()
         self._under_way[serial] = number
         return serial
 
@@ -242,7 +248,7 @@ class PieceSender:
         return self._failed
 
     def _confirm(self) -> None:
-        answer = self._link.receive()
+        answer = self._connection.receive()
         number = self._under_way.pop(answer.serial, None)
         if number is None or not isinstance(answer, messages.Done):
             raise TierError(f"the cache server answered {answer.serial}, which was not asked")

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvstore.catalog.plans import chunk_refs, tail_refs
-from kvstore.chunks import ChunkRef
-from kvstore.errors import TierError
-from kvstore.keys import KeyExtras, PrefixHasher
+from kvstore.index.plans import chunk_refs, tail_refs
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import TierError
+from kvstore.model.keys import KeyExtras, PrefixHasher
 from kvstore.protocol import messages
 from kvstore.protocol.contexts import close_context, open_context
-from kvstore.tiers.server.link import Link
+from kvstore.tiers.server.connection import ServerConnection
 from kvstore.tiers.server.url import ServerTarget
 
 _HERE = ("memory", "disk")
@@ -58,22 +58,24 @@ class Operator:
     def __init__(self, target: ServerTarget) -> None:
         self._context = open_context()
         try:
-            self._link = Link(self._context, target)
+            self._connection = ServerConnection(self._context, target)
         except BaseException:
             close_context(self._context)
             raise
 
     def ping(self) -> str:
         """Return ``ok``, or ``closing``."""
-        return str(self._ask(messages.Ping(self._link.new_serial()))["status"])
+        return str(self._ask(messages.Ping(self._connection.new_serial()))["status"])
 
     def stats(self) -> dict[str, Any]:
         """Return all counters; ``docs/server.md`` has their names."""
-        return self._ask(messages.Stats(self._link.new_serial()))
+        return self._ask(messages.Stats(self._connection.new_serial()))
 
     def clear(self, namespace_id: str = "") -> int:
         """Remove the chunks of one namespace or all; returns their number."""
-        return int(self._ask(messages.ClearSpaces(self._link.new_serial(), bytes.fromhex(namespace_id)))["chunks"])
+        return int(
+            self._ask(messages.ClearSpaces(self._connection.new_serial(), bytes.fromhex(namespace_id)))["chunks"]
+        )
 
     def pin(self, found: Found, *, is_wanted: bool, seconds: int = 0) -> int:
         """Pin the chunks found of a prompt, or unpin them; returns their number.
@@ -81,16 +83,18 @@ class Operator:
         A pin ends after ``seconds``, at most the server's longest time, which is also the meaning of 0.
         """
         packed = messages.pack_refs(found.refs[: messages.MAX_REFS])
-        request = messages.Pin(self._link.new_serial(), bytes.fromhex(found.space_id), packed, is_wanted, seconds)
+        request = messages.Pin(self._connection.new_serial(), bytes.fromhex(found.space_id), packed, is_wanted, seconds)
         return int(self._ask(request)["chunks"])
 
     def pins(self) -> dict[str, Any]:
         """Return the pinned chunks: ``pins``, a list by end of the pin, and the number that are ``left_out``."""
-        return self._ask(messages.Pins(self._link.new_serial()))
+        return self._ask(messages.Pins(self._connection.new_serial()))
 
     def unpin(self, namespace_id: str = "") -> int:
         """Unpin all chunks of one namespace or all; returns the number that were pinned."""
-        return int(self._ask(messages.UnpinSpaces(self._link.new_serial(), bytes.fromhex(namespace_id)))["chunks"])
+        return int(
+            self._ask(messages.UnpinSpaces(self._connection.new_serial(), bytes.fromhex(namespace_id)))["chunks"]
+        )
 
     def find(self, tokens: Sequence[int], extras: KeyExtras, model: str = "") -> list[Found]:
         """Return the chunks of a prompt found in each namespace, or only in those of a model."""
@@ -100,7 +104,7 @@ class Operator:
 
     def close(self) -> None:
         """Disconnect."""
-        self._link.close()
+        self._connection.close()
         close_context(self._context)
 
     def _find(self, space: dict[str, Any], tokens: Sequence[int], extras: KeyExtras) -> Found:
@@ -141,11 +145,11 @@ class Operator:
 
     def _report(self, space_id: str, refs: Sequence[ChunkRef]) -> dict[str, Any]:
         packed = messages.pack_refs(refs)
-        return self._ask(messages.Explain(self._link.new_serial(), bytes.fromhex(space_id), packed))
+        return self._ask(messages.Explain(self._connection.new_serial(), bytes.fromhex(space_id), packed))
 
     def _ask(self, request: messages.Request) -> dict[str, Any]:
         try:
-            tree = json.loads(self._link.ask(request, messages.Report).body)
+            tree = json.loads(self._connection.ask(request, messages.Report).body)
         except ValueError as error:
             raise TierError(f"the cache server's report cannot be read: {error}") from error
         if not isinstance(tree, dict):

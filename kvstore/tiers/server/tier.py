@@ -20,15 +20,15 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from kvstore.catalog.trails import TRAIL_SHARE, is_trail
-from kvstore.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.errors import InvalidCallError, TierError
-from kvstore.keys import PREFIX_KEY_BYTES, Namespace
-from kvstore.layout import KVLayout
+from kvstore.index.trails import TRAIL_SHARE, is_trail
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.errors import InvalidCallError, TierError
+from kvstore.model.keys import PREFIX_KEY_BYTES, Namespace
+from kvstore.model.layout import KVLayout
+from kvstore.model.throttle import Throttle
 from kvstore.protocol import messages
 from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.outcomes import outcome_of
-from kvstore.throttle import Throttle
 from kvstore.tiers.base import (
     MAX_LENT,
     Loan,
@@ -40,8 +40,8 @@ from kvstore.tiers.base import (
     payload_view,
 )
 from kvstore.tiers.server import calls
-from kvstore.tiers.server.link import Link, NoRightError
-from kvstore.tiers.server.links import Links, Result
+from kvstore.tiers.server.connection import NoRightError, ServerConnection
+from kvstore.tiers.server.connections import Result, ServerConnections
 from kvstore.tiers.server.moves import Framed, Mapped
 from kvstore.tiers.server.url import ServerTarget, parse_server
 
@@ -67,7 +67,7 @@ class ServerTier(Tier):
         self._target = target
         self._layout = layout
         self._mover: Framed | Mapped = Framed() if target.folder is None else Mapped()
-        self._links = Links(target, namespace, Geometry.of(layout))
+        self._connections = ServerConnections(target, namespace, Geometry.of(layout))
 
     @classmethod
     def open(cls, setup: TierSetup) -> ServerTier:
@@ -89,7 +89,9 @@ class ServerTier(Tier):
             TierSetupError: it speaks another version, or has no room for more clients.
             TierError: it cannot be reached, or refuses the key.
         """
-        self._links.use(lambda link: link.ask(messages.Ping(link.new_serial()), messages.Report))
+        self._connections.use(
+            lambda connection: connection.ask(messages.Ping(connection.new_serial()), messages.Report)
+        )
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """Tell for each chunk if the server holds it, in memory or on disk, in one round trip for thousands.
@@ -97,7 +99,7 @@ class ServerTier(Tier):
         Raises:
             TierError: the server failed.
         """
-        self._links.require_open()
+        self._connections.require_open()
         return self._use(partial(calls.lookup, refs=refs), [False] * len(refs)) if refs else []
 
     @property
@@ -106,7 +108,7 @@ class ServerTier(Tier):
         blocks_per_chunk = self._layout.blocks_per_chunk
         trail_bytes = blocks_per_chunk * PREFIX_KEY_BYTES
         most_bytes = min(messages.MAX_TRAIL_BYTES, self._layout.payload_bytes(blocks_per_chunk) // TRAIL_SHARE)
-        return trail_bytes <= most_bytes and self._links.know(messages.Describe)
+        return trail_bytes <= most_bytes and self._connections.know(messages.Describe)
 
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         """Return, for each trail, the trails of chunks that share blocks with it, the one that shares most first.
@@ -114,7 +116,7 @@ class ServerTier(Tier):
         Raises:
             TierError: the server failed.
         """
-        self._links.require_open()
+        self._connections.require_open()
         none: list[tuple[bytes, ...]] = [()] * len(trails)
         named = self._use(partial(calls.nearest, trails=trails), none) if trails else []
         blocks_per_chunk = self._layout.blocks_per_chunk
@@ -140,10 +142,10 @@ class ServerTier(Tier):
             raise InvalidCallError(f"a server on this host lends at most {MAX_LENT} chunks, not {len(refs)}")
         for ref in refs:
             check_ref(self._layout, ref)
-        self._links.require_open()
+        self._connections.require_open()
         if not refs:
             return Loan([], [])
-        (outcomes, payloads, leases), end = self._links.hold(partial(self._lend, refs=refs))
+        (outcomes, payloads, leases), end = self._connections.hold(partial(self._lend, refs=refs))
         for outcome, ref in zip(outcomes, refs, strict=True):
             self.counters.count(outcome, self._layout.payload_bytes(ref.num_blocks))
         return Loan(outcomes, payloads, lambda: end(messages.Release(0, leases)))
@@ -159,7 +161,7 @@ class ServerTier(Tier):
             TierError: the server failed; some of the chunks may be left.
         """
         wanted = list(dict.fromkeys(refs))
-        self._links.require_open()
+        self._connections.require_open()
         if wanted:
             self._use(partial(calls.remove, refs=wanted), None)
 
@@ -169,7 +171,7 @@ class ServerTier(Tier):
         Raises:
             TierError: the server failed, and may have removed nothing; or this client's key lacks the right to clear.
         """
-        self._links.use(calls.clear)
+        self._connections.use(calls.clear)
 
     def reset(self, namespace: Namespace) -> None:
         """Remove every chunk of the namespace, and move to another one.
@@ -177,35 +179,35 @@ class ServerTier(Tier):
         Chunks of the old namespace cannot be read here afterwards, even if the server does not answer.
         """
         try:  # moves first, so that a put under way that stores after the clear removes its chunks
-            self._links.move(namespace, calls.clear)
+            self._connections.move(namespace, calls.clear)
         except TierError as error:
             logger.warning("chunks of the old namespace stay at the cache server until they are evicted: %s", error)
 
     def close(self) -> None:
         """Wait for calls under way for as long as the server may be silent, then disconnect. Idempotent."""
-        self._links.close()
+        self._connections.close()
         self._mover.close()
 
-    def _use(self, action: Callable[[Link], Result], denied: Result) -> Result:
+    def _use(self, action: Callable[[ServerConnection], Result], denied: Result) -> Result:
         """Run an action over a connection; returns ``denied`` if this client lacks the right, which is logged.
 
         Raises:
             TierError: the server failed.
         """
 
-        def attempt(link: Link) -> Result:  # the connection stays open
+        def attempt(connection: ServerConnection) -> Result:  # the connection stays open
             try:
-                return action(link)
+                return action(connection)
             except NoRightError as error:
                 self._throttle.log("right", "%s", error)
                 return denied
 
-        return self._links.use(attempt)
+        return self._connections.use(attempt)
 
     def _each(
         self,
         transfers: Sequence[Transfer],
-        move: Callable[[Link, Transfer], Outcome],
+        move: Callable[[ServerConnection, Transfer], Outcome],
         denied: Outcome,
         *,
         reads_fronts: bool = False,
@@ -213,53 +215,56 @@ class ServerTier(Tier):
         """Check all transfers, then move one after the other; those without the right get the outcome ``denied``."""
 
         def moved(transfer: Transfer) -> Outcome:
-            outcome = self._use(lambda link: move(link, transfer), denied)
+            outcome = self._use(lambda connection: move(connection, transfer), denied)
             return self.counters.count(outcome, len(transfer.buffer))
 
         views = [payload_view(self._layout, transfer, reads_fronts=reads_fronts) for transfer in transfers]
         checked = [transfer._replace(buffer=view) for transfer, view in zip(transfers, views, strict=True)]
-        self._links.require_open()
+        self._connections.require_open()
         return [moved(transfer) for transfer in checked]
 
-    def _get(self, link: Link, transfer: Transfer) -> Outcome:
-        (grant,) = calls.grants(link, messages.Acquire, [transfer.ref])
+    def _get(self, connection: ServerConnection, transfer: Transfer) -> Outcome:
+        (grant,) = calls.grants(connection, messages.Acquire, [transfer.ref])
         outcome = outcome_of(grant.outcome)
         if grant.lease:
-            is_whole = self._read(link, transfer, grant)
+            is_whole = self._read(connection, transfer, grant)
             outcome = Outcome.HIT if is_whole else Outcome.FAILED
-            link.send(messages.Release(link.new_serial(), [grant.lease]))
+            connection.send(messages.Release(connection.new_serial(), [grant.lease]))
         return outcome
 
-    def _read(self, link: Link, transfer: Transfer, grant: messages.Grant) -> bool:
+    def _read(self, connection: ServerConnection, transfer: Transfer, grant: messages.Grant) -> bool:
         if not transfer.front_blocks:
-            return self._mover.read(link, transfer.buffer, grant)
+            return self._mover.read(connection, transfer.buffer, grant)
         ranges = self._layout.front_ranges(transfer.ref.num_blocks, transfer.front_blocks)
-        return self._mover.read_front(link, transfer.buffer, grant, transfer.front_blocks, ranges)
+        return self._mover.read_front(connection, transfer.buffer, grant, transfer.front_blocks, ranges)
 
-    def _put(self, link: Link, transfer: Transfer) -> Outcome:
-        if not transfer.belongs_to(link.namespace.id):
+    def _put(self, connection: ServerConnection, transfer: Transfer) -> Outcome:
+        if not transfer.belongs_to(connection.namespace.id):
             return Outcome.FAILED
-        outcome = self._store(link, transfer)
-        if outcome is Outcome.STORED and not self._links.is_home(link):  # a reset overtook it, and may have cleared
-            calls.remove(link, [transfer.ref])
+        outcome = self._store(connection, transfer)
+        # A reset that overtook it may have cleared before it was stored.
+        if outcome is Outcome.STORED and not self._connections.is_home(connection):
+            calls.remove(connection, [transfer.ref])
             return Outcome.FAILED
         return outcome
 
-    def _store(self, link: Link, transfer: Transfer) -> Outcome:
-        (grant,) = calls.grants(link, messages.Reserve, [transfer.ref])
+    def _store(self, connection: ServerConnection, transfer: Transfer) -> Outcome:
+        (grant,) = calls.grants(connection, messages.Reserve, [transfer.ref])
         outcome = outcome_of(grant.outcome)
         if grant.lease:
-            is_whole = self._mover.write(link, transfer.buffer, grant)
-            calls.describe(link, grant.lease, transfer.ref, transfer.trail)
-            (outcome,) = calls.commit(link, [grant.lease], is_whole=is_whole)
+            is_whole = self._mover.write(connection, transfer.buffer, grant)
+            calls.describe(connection, grant.lease, transfer.ref, transfer.trail)
+            (outcome,) = calls.commit(connection, [grant.lease], is_whole=is_whole)
         return outcome
 
-    def _lend(self, link: Link, refs: Sequence[ChunkRef]) -> tuple[list[Outcome], list[ByteArray | None], list[int]]:
+    def _lend(
+        self, connection: ServerConnection, refs: Sequence[ChunkRef]
+    ) -> tuple[list[Outcome], list[ByteArray | None], list[int]]:
         assert isinstance(self._mover, Mapped), "others do not lend"
-        granted = calls.grants(link, messages.Acquire, refs)
+        granted = calls.grants(connection, messages.Acquire, refs)
         outcomes = [outcome_of(grant.outcome) for grant in granted]
         payloads = [
-            self._mover.lend(link, grant, self._layout.payload_bytes(ref.num_blocks)) if grant.lease else None
+            self._mover.lend(connection, grant, self._layout.payload_bytes(ref.num_blocks)) if grant.lease else None
             for grant, ref in zip(granted, refs, strict=True)
         ]
         return outcomes, payloads, [grant.lease for grant in granted if grant.lease]

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import parse_qsl, unquote
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.protocol.keyfiles import KeyPair, read_pair, read_public
-from kvstore.tiers.given import COUNT, FILE, SECONDS, host_and_port, kinds_of, read_options, split_url
+from kvstore.tiers.url_options import COUNT, FILE, SECONDS, host_and_port, option_types_of, read_options, split_url
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ServerTarget:
     server_key: bytes | None = None
 
 
-_KINDS = {**kinds_of(ServerTarget), "client_key_file": FILE, "server_key_file": FILE}
+_KINDS = {**option_types_of(ServerTarget), "client_key_file": FILE, "server_key_file": FILE}
 
 
 def parse_server(url: object, options: Mapping[str, object]) -> ServerTarget:

@@ -18,12 +18,12 @@ from redis import Redis
 from support.redis_server import require_server
 from typer.testing import CliRunner
 
-from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.stores import Stores
-from kvstore.engine import CacheEngine
-from kvstore.errors import ConfigError
-from kvstore.keys import Namespace
-from kvstore.options import EngineOptions
+from kvstore.engine.engine import CacheEngine
+from kvstore.engine.options import EngineOptions
+from kvstore.index.index import ChunkIndex
+from kvstore.index.stores import StorePlanner
+from kvstore.model.errors import ConfigError
+from kvstore.model.keys import Namespace
 from kvstore.paged import binding
 from kvstore.paged.device import DevicePagedKV
 from kvstore.policies import Adaptive
@@ -158,7 +158,7 @@ def test_a_chunk_takes_at_most_a_kibibyte_of_index(monkeypatch: pytest.MonkeyPat
 
 def test_chunks_that_are_not_stored_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "INDEX_CHUNKS", 32)
-    monkeypatch.setattr(Stores, "complete", lambda *_: None)
+    monkeypatch.setattr(StorePlanner, "complete", lambda *_: None)
     monkeypatch.setattr(ChunkIndex, "__len__", lambda _: 16)
     with pytest.raises(BenchError, match="16 of 32 were stored"):
         calls.index_bytes.line()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from kvstore.options import EngineOptions
+from kvstore.engine.options import EngineOptions
 from kvstore.tools.bench import lmcache
 from kvstore.tools.bench.lmcache import Kvstore
 from kvstore.tools.bench.load import Mark

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.tools.bench import floors, plot
 from kvstore.tools.bench.floors import Bound
 from kvstore.tools.bench.geometry import GEOMETRIES, Geometry, parse_geometry

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvstore.errors import ConfigError
-from kvstore.tools.bench import turns
-from kvstore.tools.bench.turns import CONTROL, PLAIN, parse_connectors, turns_table
+from kvstore.model.errors import ConfigError
+from kvstore.tools.bench import conversations
+from kvstore.tools.bench.conversations import CONTROL, PLAIN, parse_connectors, turns_table
 
 
 class Engine:
@@ -33,21 +33,21 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_WRITES_S", 0.0)
+    monkeypatch.setattr(conversations, "_WRITES_S", 0.0)
 
 
 def test_every_engine_is_asked_the_same_and_the_store_alone_knows_it_again() -> None:
     engines = {PLAIN: Engine(stores=False), "disk": Engine(stores=True), CONTROL: Engine(stores=False)}
-    samples = turns._converse(dict(engines), 3 * turns.TURNS)
+    samples = conversations._converse(dict(engines), 3 * conversations.TURNS)
     asked = [engine.tasks for engine in engines.values()]
     assert asked[0] == asked[1] == asked[2]
     for name in (PLAIN, CONTROL):
-        assert samples[name].warm_ttft_s == [1.0] * 3 * turns.TURNS
+        assert samples[name].warm_ttft_s == [1.0] * 3 * conversations.TURNS
         assert samples[name].warm_cached_share == [0.0] * 3
-    assert samples["disk"].cold_ttft_s == [1.0] * 3 * turns.TURNS
-    assert samples["disk"].warm_ttft_s == [0.1] * 3 * turns.TURNS
+    assert samples["disk"].cold_ttft_s == [1.0] * 3 * conversations.TURNS
+    assert samples["disk"].warm_ttft_s == [0.1] * 3 * conversations.TURNS
     assert samples["disk"].warm_cached_share == [1.0] * 3
-    assert samples["disk"].warm_tokens_per_s == [turns.TOGETHER * turns.ANSWER_TOKENS / 0.1] * 3
+    assert samples["disk"].warm_tokens_per_s == [conversations.TOGETHER * conversations.ANSWER_TOKENS / 0.1] * 3
     console = Console(width=120, record=True)
     console.print(turns_table({"disk": samples}))
     assert "with it" in console.export_text()
@@ -55,15 +55,15 @@ def test_every_engine_is_asked_the_same_and_the_store_alone_knows_it_again() -> 
 
 def test_a_turn_begins_with_the_one_before() -> None:
     engine = Engine(stores=True)
-    turns._converse({PLAIN: engine}, 1)
-    prompts = [task["prompts"][0] for task in engine.tasks[: turns.TURNS]]
+    conversations._converse({PLAIN: engine}, 1)
+    prompts = [task["prompts"][0] for task in engine.tasks[: conversations.TURNS]]
     for shorter, longer in pairwise(prompts):
         assert longer[: len(shorter)] == shorter
-        assert len(longer) == len(shorter) + turns.TURN_TOKENS
+        assert len(longer) == len(shorter) + conversations.TURN_TOKENS
 
 
 def test_connectors_by_name() -> None:
-    assert parse_connectors("all") == list(turns.CONNECTORS)
+    assert parse_connectors("all") == list(conversations.CONNECTORS)
     assert parse_connectors("disk,example") == ["disk", "example"]
     with pytest.raises(ConfigError, match="not 'tape'"):
         parse_connectors("disk,tape")

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.tools.bench import users
 from kvstore.tools.bench.geometry import GEOMETRIES, Geometry
 from kvstore.tools.bench.users import BLOCKS, VLLM, WHOLE, count_computed, make_prompts, parse_shares, users_table

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw
 
-from kvstore.errors import InvalidCallError
-from kvstore.tools.proxy.asks import Ask, sent_kv
+from kvstore.model.errors import InvalidCallError
 from kvstore.tools.proxy.listing import Receiver
 from kvstore.tools.proxy.objects import MAX_MEMBERS, Parts
+from kvstore.tools.proxy.requests import Ask, sent_kv
 
 TO = Receiver("10.0.0.1", 5001)
 # No library would write it like this, so parsing and writing it again changes it.

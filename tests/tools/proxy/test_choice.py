@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.tools.proxy import choice
-from kvstore.tools.proxy.asks import Ask
 from kvstore.tools.proxy.choice import Beginning, Rota, beginnings_of
+from kvstore.tools.proxy.requests import Ask
 
 KIB = b"0123456789abcdef" * 64
 

@@ -15,7 +15,7 @@ from support.fake_engine import DONE, EVENTS, USAGE, FakeEngine
 from support.proxied import ASKED, PATH, STREAMED, TO_A, TO_B, counted, error_of, send_raw
 from support.redis_server import wait_for
 
-from kvstore.tools.proxy import gate
+from kvstore.tools.proxy import admission
 
 Serve = Callable[..., httpx.Client]
 
@@ -77,7 +77,7 @@ class TestClients:
         assert client.post(PATH, json=ASKED).status_code == 200
 
     def test_one_whose_body_does_not_come(self, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(gate, "_BODY_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(admission, "_BODY_TIMEOUT_S", 0.1)
         client = serve()
         address = (client.base_url.host, client.base_url.port or 0)
         with socket.create_connection(address, timeout=20) as connection:

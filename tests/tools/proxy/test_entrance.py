@@ -20,7 +20,7 @@ from support.proxied import PATH, counted
 from support.redis_server import wait_for
 from uvicorn.server import ServerState
 
-from kvstore.ops import entrance
+from kvstore.ops import http_limits
 
 Serve = Callable[..., httpx.Client]
 
@@ -63,7 +63,7 @@ def test_heads_within_the_bound(serve: Serve) -> None:
 
 
 def test_a_head_that_does_not_come(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entrance, "_HEAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(http_limits, "_HEAD_TIMEOUT_S", 0.1)
     client = serve()
     with connected(client) as silent, connected(client) as slow:
         slow.sendall(HEAD)
@@ -89,7 +89,7 @@ def test_what_begins_no_head(serve: Serve, monkeypatch: pytest.MonkeyPatch, more
         answer = HTTPResponse(connection)
         answer.begin()
         assert answer.read()
-        monkeypatch.setattr(entrance, "_HEAD_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(http_limits, "_HEAD_TIMEOUT_S", 0.1)
         with pytest.raises(ConnectionError):
             send_slowly(connection, goes_on)
 
@@ -184,7 +184,7 @@ class Connection(asyncio.Transport):
         self.timers: list[asyncio.TimerHandle] = []
         loop = Mock(call_later=self._call_later, create_task=self._create_task)
         config = uvicorn.Config(Mock(), lifespan="off", log_config=None)
-        self.protocol = entrance.entrance(1, 5.0)(config, ServerState(), {}, loop)
+        self.protocol = http_limits.entrance(1, 5.0)(config, ServerState(), {}, loop)
         self.protocol.connection_made(self)
 
     def _call_later(self, _delay_s: float, at_end: Callable[..., None], *args: object) -> asyncio.TimerHandle:
@@ -225,7 +225,7 @@ def test_who_hangs_up_behind_a_large_body_is_noticed() -> None:
     connection, calls = Connection(), Mock()
     connection.protocol.data_received(HEAD + b"Content-Length: 100000\r\n\r\n" + b"x" * 100_000)
     assert connection.num_pauses == 1
-    watch = connection.protocol.scope["state"][entrance.HANG_UP]
+    watch = connection.protocol.scope["state"][http_limits.HANG_UP]
     watch(calls.ended)()
     watch(calls.under_way)
     assert connection.num_pauses == 0

@@ -12,8 +12,8 @@ from msgspec import Raw
 from support.fake_engine import DONE, EVENTS, USAGE, FakeEngine, Script
 from support.proxied import PATH, TO_A, TO_B, counted, error_of
 
-from kvstore.tools.proxy.asks import Ask
-from kvstore.tools.proxy.firsts import first_of
+from kvstore.tools.proxy.first_token import first_of
+from kvstore.tools.proxy.requests import Ask
 
 Serve = Callable[..., httpx.Client]
 

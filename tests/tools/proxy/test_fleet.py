@@ -13,7 +13,7 @@ from support.fake_engine import DONE, EVENTS, FakeEngine
 from support.proxied import ASKED, PATH, STREAMED, TO_A, TO_B, counted
 from support.redis_server import wait_for
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.tools.proxy.enginesfile import read_listing
 from kvstore.tools.proxy.listing import Listed
 

@@ -15,7 +15,7 @@ import pytest
 
 from kvstore.adapters.vllm import identity
 from kvstore.adapters.vllm.identity import fingerprint_adapter, fingerprint_folder
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 
 
 def safetensors(header: dict[str, object], payload: bytes) -> bytes:

@@ -13,12 +13,12 @@ import pytest
 
 from kvstore.adapters.vllm import refusals
 from kvstore.adapters.vllm.refusals import VARIABLE, as_lines, note, noted
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.model.errors import ConfigError, KVStoreError
 
 FIRST = """
     import multiprocessing, sys
     from kvstore.adapters.vllm.refusals import note, print_at_end
-    from kvstore.errors import TierError
+    from kvstore.model.errors import TierError
 
     def child(number):
         note(TierError(f"the folder {number} is in use"))

@@ -12,7 +12,7 @@ from support.doc_tables import key_list, section
 from kvstore.config import load_config
 from kvstore.config.reference import KEYS
 from kvstore.config.sources import OTHER_VARIABLES
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[3]
 EXAMPLES = sorted((REPOSITORY / "config/examples").glob("*.yaml"))

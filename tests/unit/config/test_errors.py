@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from kvstore.config import LoadedConfig, StoreConfig, load_config
 from kvstore.config.reference import KEYS
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 
 
 @pytest.fixture

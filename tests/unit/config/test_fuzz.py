@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvstore.config import load_config
 from kvstore.config.lmcache import NOT_IMPLEMENTED
 from kvstore.config.reference import KEYS
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,8 +11,8 @@ from kvstore.config import LoadedConfig, StoreConfig, load_config
 from kvstore.config.lmcache import EXTRA_CONFIG_KEYS, NOT_IMPLEMENTED
 from kvstore.config.reference import KEYS
 from kvstore.config.sources import OTHER_VARIABLES
-from kvstore.errors import ConfigError
 from kvstore.format.codecs import CODEC_NAMES
+from kvstore.model.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.config import StoreConfig, load_config
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 
 # As in LMCache's own examples.
 SENDER = """\

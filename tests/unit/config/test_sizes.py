@@ -6,7 +6,7 @@ import pytest
 
 from kvstore.config import load_config
 from kvstore.config.schema import StoreConfig
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 
 
 def load(value: object) -> StoreConfig:

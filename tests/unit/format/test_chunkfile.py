@@ -19,11 +19,11 @@ from safetensors.numpy import load as load_safetensors
 
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Damage, encode_header
-from kvstore.keys import ChunkKey, Namespace, PrefixHasher
-from kvstore.layout import KVLayout
+from kvstore.model.keys import ChunkKey, Namespace, PrefixHasher
+from kvstore.model.layout import KVLayout
 
 if TYPE_CHECKING:
-    from kvstore.chunks import ByteArray
+    from kvstore.model.chunks import ByteArray
 
 FORMAT_MD = Path(__file__).parents[3] / "docs" / "FORMAT.md"
 EVEN = KVLayout(page_bytes=(4096,) * 4, planes=1, block_tokens=32, chunk_tokens=256)

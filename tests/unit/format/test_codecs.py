@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from support.schedules import schedules
 
-from kvstore.errors import CodecError, ConfigError
 from kvstore.format.codecs import Codec, open_codec
-from kvstore.layout import KVLayout
+from kvstore.model.errors import CodecError, ConfigError
+from kvstore.model.layout import KVLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvstore.chunks import ByteArray
+    from kvstore.model.chunks import ByteArray
 
 ELEMENTS = {"bf16": 2, "f16": 2, "f32": 4, "f8": 1}
 LOSSLESS = [("lz4", "opaque"), *(("split", element) for element in ELEMENTS)]

@@ -16,11 +16,11 @@ from kvstore.format.chunkfile import Damage, Encoding, encode_header
 from kvstore.format.codecs import open_codec
 from kvstore.format.coding import ChunkCoder
 from kvstore.format.images import check_image
-from kvstore.keys import ChunkKey
-from kvstore.layout import KVLayout
+from kvstore.model.keys import ChunkKey
+from kvstore.model.layout import KVLayout
 
 if TYPE_CHECKING:
-    from kvstore.chunks import ByteArray
+    from kvstore.model.chunks import ByteArray
 
 LAYOUT = KVLayout((65536,) * 3, 1, 16, 64, element="bf16", page_axes=(4, 16, 512))
 KEY = ChunkKey(bytes(range(8)), bytes(range(16, 32)))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore.chunks import ByteArray
 from kvstore.format.deviation import deviation, tolerance
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ByteArray
+from kvstore.model.layout import KVLayout
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 VALUES = 512

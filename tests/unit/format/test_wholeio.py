@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from support.diskwork import EVEN, MINE, get, make_ref, make_transfer
 
-from kvstore.chunks import ChunkRef, Outcome
 from kvstore.format.pack import PackWriter, Shard, open_pack
 from kvstore.format.wholeio import read_front, read_whole, write_whole
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
-from kvstore.tiers.disk.shelf import Shelf
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
+from kvstore.tiers.disk.inventory import Inventory
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.pack import PackTier
 from kvstore.tools.inspection import inspect_target
@@ -95,11 +95,11 @@ def test_an_export_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.Monk
     tier = DiskTier(folder, MINE, EVEN, 1 << 23)
     assert tier.put([make_transfer(ref) for ref in REFS]) == [Outcome.STORED] * len(REFS)
     tier.close()
-    shelf = Shelf(folder / MINE.id.hex())
+    inventory = Inventory(folder / MINE.id.hex())
     shards = [Shard(Namespace(MINE.fields), EVEN)]
     with PackWriter(tmp_path / "a.kvpack", shards) as writer:
         for ref in REFS:
-            image = shelf.read(ref)
+            image = inventory.read(ref)
             assert image is not None
             assert not isinstance(image, str)
             writer.add(0, ref, image)
@@ -118,6 +118,6 @@ def test_no_chunk_of_a_folder_looks_damaged(filled: Callable[[str], Path], monke
     home = folder / MINE.id.hex()
     (home / "layout.json").unlink()
     cut_short(monkeypatch)
-    shelf = Shelf(home)
-    assert not any(isinstance(shelf.read(ref), str) or shelf.read(ref) is None for ref in REFS)
-    assert inspect_target(str(shelf.path(ChunkRef(*REFS[3]))))["sound"] is True
+    inventory = Inventory(home)
+    assert not any(isinstance(inventory.read(ref), str) or inventory.read(ref) is None for ref in REFS)
+    assert inspect_target(str(inventory.path(ChunkRef(*REFS[3]))))["sound"] is True

@@ -15,13 +15,13 @@ from support.relay import Mood, Relay
 from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES, Rig
 
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import TierError
 from kvstore.handover import sender as sender_module
 from kvstore.handover import tcp
 from kvstore.handover.ledger import PushJob
 from kvstore.handover.pusher import PushCounters, Pusher
 from kvstore.handover.transport import Parcel, Receiver, Transport
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import TierError
 from kvstore.protocol.progress import Progress
 from kvstore.transfer.mover import as_block_ids
 

@@ -11,11 +11,11 @@ from support.late_bench import FULL, LAYERS, Bench, blocks_of, ref_of
 from support.late_device import Failure
 from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES
 
-from kvstore.chunks import Outcome
 from kvstore.handover.ledger import PushJob
 from kvstore.handover.pusher import PushCounters, Pusher
 from kvstore.handover.transport import Parcel, Receiver, Transport
-from kvstore.paged.streams import Way
+from kvstore.model.chunks import Outcome
+from kvstore.paged.streams import Direction
 from kvstore.protocol.progress import Progress
 from kvstore.transfer.mover import as_block_ids
 
@@ -127,7 +127,7 @@ def test_a_buffer_is_not_let_go_while_a_copy_that_nobody_waits_for_is_under_way(
     step.reach(0)
     step.finish(trusted=True)
     assert pusher.flush(HANG_GUARD_S)
-    copies = bench.paged.streams.copying[Way.OUT]  # type: ignore[attr-defined]
+    copies = bench.paged.streams.copying[Direction.OUT]  # type: ignore[attr-defined]
     under_way = [copies.launched - copies.done]
     monkeypatch.setattr(pusher._pool, "close", lambda: under_way.append(copies.launched - copies.done))
     pusher.close(HANG_GUARD_S)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.chunks import ChunkRef
 from kvstore.handover import ledger as ledger_module
 from kvstore.handover.ledger import Ledger, PushJob, Settled
 from kvstore.handover.transport import Receiver
+from kvstore.model.chunks import ChunkRef
 from kvstore.protocol.progress import ALL_TOKENS, Progress
 from kvstore.transfer.mover import as_block_ids
 

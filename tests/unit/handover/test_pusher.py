@@ -13,14 +13,14 @@ import pytest
 import torch
 from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES, Rig
 
-from kvstore.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.errors import TierError
 from kvstore.handover.ledger import PushJob
 from kvstore.handover.pusher import STALL_S, PushCounters, Pusher, StepPush, _Room
 from kvstore.handover.sender import Delivery, Sender
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.memory import slabs
 from kvstore.memory.slabs import SlabPool
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.errors import TierError
 from kvstore.paged.streams import Streams
 from kvstore.protocol.progress import Progress
 from kvstore.transfer.mover import as_block_ids

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from support.cache_server import ServerThread, serving_tcp
 
-from kvstore.chunks import Outcome, chunk_of
 from kvstore.handover.tcp import TcpTransport, open_transport
 from kvstore.handover.transport import Parcel
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import Outcome, chunk_of
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.protocol import messages
 from kvstore.server.service import Service
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup
-from kvstore.tiers.server.link import Link
+from kvstore.tiers.server.connection import ServerConnection
 
 LAYOUT = KVLayout((4096, 8192, 4096), planes=2, block_tokens=16, chunk_tokens=64)
 BIG = KVLayout((1 << 18,) * 5, planes=2, block_tokens=16, chunk_tokens=64)
@@ -122,13 +122,13 @@ def test_an_older_receiver_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Service, "_answer", noted)
     monkeypatch.setattr("kvstore.server.service.messages.PROTOCOL_VERSION", 1)
-    say_hello = Link.hello
+    say_hello = ServerConnection.hello
 
-    def hello(link: Link, *arguments: object) -> object:
-        link.version = 2
-        return say_hello(link, *arguments)  # type: ignore[arg-type]
+    def hello(connection: ServerConnection, *arguments: object) -> object:
+        connection.version = 2
+        return say_hello(connection, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Link, "hello", hello)
+    monkeypatch.setattr(ServerConnection, "hello", hello)
     with serving_tcp() as server:
         transport = open_transport(server.url, MINE, LAYOUT, {"timeout_s": 10.0})
         assert transport.deliver([parcel(trail(100, 7))], iter(WHOLE)) == [Outcome.STORED]

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from support.cache_server import ServerThread, serving_tcp
 
-from kvstore.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.errors import TierError
 from kvstore.handover.tcp import TcpTransport, open_transport
 from kvstore.handover.transport import Parcel
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.errors import TierError
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer

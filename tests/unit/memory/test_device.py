@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 
-from kvstore.errors import ConfigError
 from kvstore.memory.device import DeviceSlots
+from kvstore.model.errors import ConfigError
 from kvstore.paged.streams import Streams
 
 CPU = Streams(torch.device("cpu"))

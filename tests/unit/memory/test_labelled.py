@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 from support.late_device import LateDevice, LateStreams
 
-from kvstore.chunks import ChunkRef
 from kvstore.memory.labelled import LabelledPool
 from kvstore.memory.slabs import SlabPool
+from kvstore.model.chunks import ChunkRef
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

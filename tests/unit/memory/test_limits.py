@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from kvstore.errors import ConfigError
 from kvstore.memory import limits
+from kvstore.model.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -13,12 +13,12 @@ import torch
 from support.fake_cuda import FakeCuda
 
 from kvstore.adapters.vllm.worker.worker import StoreWorker
-from kvstore.keys import Namespace
+from kvstore.engine.options import EngineOptions
 from kvstore.memory import preparing, slabs
 from kvstore.memory.pinning import CudaPinner, Pinner, Refusal
 from kvstore.memory.preparing import AT_START, IN_BACKGROUND, UNPINNED, Pace, pace_for
 from kvstore.memory.slabs import SlabPool
-from kvstore.options import EngineOptions
+from kvstore.model.keys import Namespace
 from kvstore.paged.binding import bind_paged_kv
 
 GPU = torch.device("cuda", 0)

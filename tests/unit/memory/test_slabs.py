@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore.chunks import ByteArray
-from kvstore.errors import ConfigError
 from kvstore.memory import slabs
 from kvstore.memory.mapped import map_bytes
 from kvstore.memory.preparing import AT_START
 from kvstore.memory.slabs import SlabPool
+from kvstore.model.chunks import ByteArray
+from kvstore.model.errors import ConfigError
 
 
 def test_slots_are_aligned_apart_and_stay_where_they_are() -> None:

@@ -27,8 +27,8 @@ from kvstore.adapters.vllm.scheduler.operator import SchedulerControls
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.config import StoreConfig, load_config
-from kvstore.errors import ConfigError
-from kvstore.keys import NO_EXTRAS, PrefixHasher
+from kvstore.model.errors import ConfigError
+from kvstore.model.keys import NO_EXTRAS, PrefixHasher
 from kvstore.ops.admin import answer
 from kvstore.ops.admin_http import AdminServer
 from kvstore.protocol.loopback import is_loopback

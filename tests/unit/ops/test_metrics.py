@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvstore.catalog.entries import Departed
-from kvstore.catalog.plans import MissReason
+from kvstore.index.entries import Departed
+from kvstore.index.plans import MissReason
 from kvstore.ops import metrics
-from kvstore.ops.metrics import METRICS, Kind, Meter, Tally, Totals, split_key
+from kvstore.ops.metrics import METRICS, Meter, MetricKind, Tally, Totals, split_key
 
 
 class TestTally:
@@ -61,7 +61,7 @@ def test_totals_show_every_counter_and_what_was_seen_of_the_rest() -> None:
     assert tree["hit_tokens"] == {"memory": 0, "disk": 1024, "remote": 0}
     assert tree["used_slots"] == 4
     assert tree["tier_call_seconds"] == {"disk": {"load": {"count": 4, "mean_s": 2.0, "max_s": 3.0}}}
-    assert {metric.name for metric in METRICS.values() if metric.kind is Kind.COUNTER} <= tree.keys()
+    assert {metric.name for metric in METRICS.values() if metric.kind is MetricKind.COUNTER} <= tree.keys()
 
 
 def test_keys_can_be_split() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.late_cuda import LateEvent, late_cuda
+from support.late_cuda import CudaEvent, late_cuda
 from support.late_device import LateDevice, LateStream, late_paged
 from support.late_model import BLOCKS, LAYERS, SMALL_BUFFERS, TWO_LAYERS, Model, N, by_layer
 
-from kvstore.paged.streams import Way
+from kvstore.paged.streams import Direction
 from kvstore.transfer.mover import as_block_ids
 
 
@@ -31,9 +31,9 @@ def counted_copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("layered", [False, True])
-@pytest.mark.parametrize("way", Way)
-def test_calls_for_each_launch(way: Way, layered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls are one kernel for three chunks or, by layer, for a layer's planes; a copy for each slot; a few moments."""
+@pytest.mark.parametrize("direction", Direction)
+def test_calls_for_each_launch(direction: Direction, layered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are one kernel for three chunks or, by layer, for a layer's planes; a copy for each slot; a few events."""
     device = LateDevice(0)
     model = Model(device, 3 * SMALL_BUFFERS)
     chunks = [
@@ -41,14 +41,14 @@ def test_calls_for_each_launch(way: Way, layered: bool, monkeypatch: pytest.Monk
     ]
     device.counts.clear()
     copies = counted_copies(monkeypatch)
-    out = way is Way.OUT
+    out = direction is Direction.OUT
     if layered:
-        by_layer(model.paged, way, chunks)
+        by_layer(model.paged, direction, chunks)
     else:
         (model.paged.gather_chunks if out else model.paged.scatter_chunks)(chunks)
     device.run_all()
     launches = LAYERS if layered else 1
-    assert (device.counts["run"], device.counts[way.name]) == (launches, launches)
+    assert (device.counts["run"], device.counts[direction.name]) == (launches, launches)
     assert len(copies) == 1 + 3 * launches  # the places once, and a copy for each slot
     assert device.counts["now"] + device.counts["hold"] <= 3 * launches
     assert device.counts["reach"] == 0
@@ -59,7 +59,7 @@ class CudaCalls(Counter[str]):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        for owner, name in ((LateEvent, "record"), (LateStream, "wait_event"), (torch.Tensor, "copy_")):
+        for owner, name in ((CudaEvent, "record"), (LateStream, "wait_event"), (torch.Tensor, "copy_")):
             monkeypatch.setattr(owner, name, self._counted(name, getattr(owner, name)), raising=False)
 
     def _counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,12 +70,12 @@ class CudaCalls(Counter[str]):
         return counted
 
 
-@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize(("chunks", "in_a_buffer", "launches"), [(1, 1, 1), (5, 1, 5), (3, 3, 1), (5, 3, 2)])
 def test_calls_of_the_runtime(
-    way: Way, chunks: int, in_a_buffer: int, launches: int, monkeypatch: pytest.MonkeyPatch
+    direction: Direction, chunks: int, in_a_buffer: int, launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each launch of a kernel has two waits and two moments, each chunk a copy, and each call the places."""
+    """Each launch of a kernel has two waits and two events, each chunk a copy, and each call the places."""
     device = LateDevice(0)
     caches = {
         f"l{n}": torch.zeros((BLOCKS, 512), dtype=torch.uint8) for n in range(4)
@@ -93,19 +93,19 @@ def test_calls_of_the_runtime(
     moved = [paged.chunk(as_block_ids([2 * n, 2 * n + 1]), payload) for n, payload in enumerate(payloads)]
     device.run_all()
     calls = CudaCalls(monkeypatch)
-    (paged.gather_chunks if way is Way.OUT else paged.scatter_chunks)(moved)
+    (paged.gather_chunks if direction is Direction.OUT else paged.scatter_chunks)(moved)
     device.run_all()
     assert calls == {"wait_event": 2 * launches, "record": 2 * launches, "copy_": chunks + 1}
 
 
-@pytest.mark.parametrize("way", Way)
-def test_calls_of_the_runtime_by_layer(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("direction", Direction)
+def test_calls_of_the_runtime_by_layer(direction: Direction, monkeypatch: pytest.MonkeyPatch) -> None:
     device = LateDevice(0)
     model = Model(device, 3 * SMALL_BUFFERS, late_cuda(device, monkeypatch))
     moved = [model.paged.chunk(as_block_ids([2 * n, 2 * n + 1]), slot.payload) for n, slot in enumerate(model.slots)]
     device.run_all()
     calls = CudaCalls(monkeypatch)
-    by_layer(model.paged, way, moved)
+    by_layer(model.paged, direction, moved)
     device.run_all()
     former_uses = LAYERS - 1  # of the places
     assert calls == {"wait_event": 2 * LAYERS + former_uses, "record": 2 * LAYERS, "copy_": len(moved) * LAYERS + 1}
@@ -134,9 +134,11 @@ def test_a_load_by_layer_that_does_not_fit_into_a_buffer_waits_for_nothing(num_b
     assert all((cache == 7).all() for cache in caches.values())
 
 
-@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize(("copy_bytes", "launches"), [(1, 3), (TWO_LAYERS, 2), (1 << 18, 1)])
-def test_small_layers_go_together(way: Way, copy_bytes: int, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_layers_go_together(
+    direction: Direction, copy_bytes: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Layers are joined until a copy is worth its overhead, which saves launches, and copies of each chunk."""
     device = LateDevice(0)
     model = Model(device, 3 * SMALL_BUFFERS, copy_bytes=copy_bytes)
@@ -146,9 +148,9 @@ def test_small_layers_go_together(way: Way, copy_bytes: int, launches: int, monk
     device.run_all()
     device.counts.clear()
     copies = counted_copies(monkeypatch)
-    by_layer(model.paged, way, chunks)
+    by_layer(model.paged, direction, chunks)
     device.run_all()
-    assert (device.counts["run"], device.counts[way.name]) == (launches, launches)
+    assert (device.counts["run"], device.counts[direction.name]) == (launches, launches)
     layers = [len(group) for group in model.paged.layout.layer_groups(copy_bytes)]
     assert sorted(copies) == sorted([24, *(3 * [96 * number for number in layers])])  # the first are the places
 

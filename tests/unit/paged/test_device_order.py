@@ -13,13 +13,13 @@ from support.late_device import Failure, LateDevice, LateStreams
 from support.late_model import BLOCKS, CHUNK_BLOCKS, LAYERS, SMALL_BUFFERS, TWO_LAYERS, Model, Slot
 from support.schedules import seeds
 
-from kvstore.errors import ConfigError, DeviceFullError
-from kvstore.layout import KVLayout
+from kvstore.model.errors import ConfigError, DeviceFullError
+from kvstore.model.layout import KVLayout
 from kvstore.paged import device as device_module
 from kvstore.paged import places as places_module
 from kvstore.paged.base import find_planes
 from kvstore.paged.device import DevicePagedKV
-from kvstore.paged.streams import Moment, Streams, Way
+from kvstore.paged.streams import DeviceEvent, Direction, Streams
 from kvstore.transfer.mover import as_block_ids
 
 MAX_BLOCKS = 6  # of a launch: three chunks
@@ -84,14 +84,14 @@ def test_streams_that_change_between_calls(seed: int) -> None:
     model = Model(device)
     streams = [device.make_stream(), device.make_stream()]
     for _ in range(40):
-        moment = model.paged.streams.now()
+        event = model.paged.streams.now()
         with device.on(device.dice.choice(streams)):
-            model.paged.streams.hold(moment)
+            model.paged.streams.hold(event)
             model.compute(device.dice.randrange(BLOCKS))
             model.gather(model.paged, 2, layered=device.dice.random() < 0.5)
             model.scatter(model.paged, 2, layered=device.dice.random() < 0.5)
-            moment = model.paged.streams.now()
-        model.paged.streams.hold(moment)
+            event = model.paged.streams.now()
+        model.paged.streams.hold(event)
     model.check()
 
 
@@ -102,10 +102,10 @@ def test_another_thread_saves_while_the_model_computes(seed: int) -> None:
     for _ in range(10):
         for block in range(BLOCKS):
             model.compute(block)
-        moment = model.paged.streams.now()
+        event = model.paged.streams.now()
 
-        def save(moment: Moment = moment) -> None:
-            model.side.streams.hold(moment)
+        def save(event: DeviceEvent = event) -> None:
+            model.side.streams.hold(event)
             model.gather(model.side, 3, layered=False)
 
         thread = threading.Thread(target=save)
@@ -124,8 +124,8 @@ def test_a_thread_of_its_own_does_not_wait_for_the_model(on_cuda: bool, monkeypa
     for layered in (False, True):
         model.gather(model.side, 2, layered=layered)
         for slot in model.slots:
-            for moment in slot.busy:
-                model.side.streams.reach(moment)
+            for event in slot.busy:
+                model.side.streams.reach(event)
     assert device.current.done < device.current.launched
 
 
@@ -139,24 +139,24 @@ def test_the_host_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     device.stalled = [device.current]
     ids = [as_block_ids([2 * n, 2 * n + 1]) for n in range(6)]
     for block_ids, slot in zip(ids, slots, strict=True):
-        moment = model.paged.gather(block_ids, slot.payload)
-        assert not model.paged.streams.is_reached(moment)
+        event = model.paged.gather(block_ids, slot.payload)
+        assert not model.paged.streams.is_reached(event)
         model.paged.scatter(block_ids, slot.payload, CHUNK_BLOCKS, 0)
     assert device.counts["reach"] == device.counts["wait"] == 0
 
 
 @pytest.mark.parametrize("on_cuda", [False, True])
 def test_a_payload_is_free_before_its_blocks_are_there(on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The moment of a scatter is the end of the copy in: the slot is given back while the scatter waits."""
+    """The event of a scatter is the end of the copy in: the slot is given back while the scatter waits."""
     device = LateDevice(3)
     model = Model(device, SMALL_BUFFERS, late_cuda(device, monkeypatch) if on_cuda else None)
     device.run_all()
     model.compute(0)
     device.stalled = [device.current]
     begin = model.paged.streams.now()
-    moments = model.paged.scatter_chunks([model.paged.chunk(as_block_ids([1]), model.slots[0].payload)])
-    model.paged.streams.reach(moments[0])
-    assert model.paged.streams.is_reached(moments[0])
+    events = model.paged.scatter_chunks([model.paged.chunk(as_block_ids([1]), model.slots[0].payload)])
+    model.paged.streams.reach(events[0])
+    assert model.paged.streams.is_reached(events[0])
     assert not model.paged.streams.is_reached(model.paged.streams.now())
     device.stalled = []
     end = model.paged.streams.now()
@@ -165,18 +165,20 @@ def test_a_payload_is_free_before_its_blocks_are_there(on_cuda: bool, monkeypatc
     assert model.paged.streams.is_reached(None)
 
 
-@pytest.mark.parametrize(("first", "second"), [(Way.OUT, Way.OUT), (Way.OUT, Way.IN), (Way.IN, Way.OUT)])
-def test_the_next_layer_waits_for_the_places_that_another_stream_has_sent(first: Way, second: Way) -> None:
+@pytest.mark.parametrize(
+    ("first", "second"), [(Direction.OUT, Direction.OUT), (Direction.OUT, Direction.IN), (Direction.IN, Direction.OUT)]
+)
+def test_the_next_layer_waits_for_the_places_that_another_stream_has_sent(first: Direction, second: Direction) -> None:
     device = LateDevice(4)
     model = Model(device)
     device.run_all()
     streams = model.paged.streams
     assert isinstance(streams, LateStreams)
     chunks = [model.paged.chunk(as_block_ids([3, 5]), model.slots[0].payload)]
-    device.stalled = [device.current if first is Way.OUT else streams.copying[Way.IN]]
-    for layer, way in enumerate((first, second)):
+    device.stalled = [device.current if first is Direction.OUT else streams.copying[Direction.IN]]
+    for layer, direction in enumerate((first, second)):
         with device.on(device.make_stream() if layer else device.current):
-            move = model.paged.gather_layers if way is Way.OUT else model.paged.scatter_layers
+            move = model.paged.gather_layers if direction is Direction.OUT else model.paged.scatter_layers
             move(range(layer, layer + 1), chunks)
             end = streams.now()
     with pytest.raises(AssertionError, match="wait for each other"):
@@ -199,11 +201,13 @@ def test_places_that_were_overwritten_meanwhile_are_written_again() -> None:
 
 
 @pytest.mark.parametrize("on_cuda", [False, True])
-@pytest.mark.parametrize("way", Way)
-def test_streams_have_ended_when_all_of_them_have(way: Way, on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("direction", Direction)
+def test_streams_have_ended_when_all_of_them_have(
+    direction: Direction, on_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = LateDevice(6, eagerness=0.0)
     streams = late_cuda(device, monkeypatch) if on_cuda else LateStreams(device)
-    streams.launch(way, lambda: None, None)
+    streams.launch(direction, lambda: None, None)
     assert not all(map(streams.is_reached, streams.ends()))
     device.run_all()
     assert all(map(streams.is_reached, streams.ends()))
@@ -251,8 +255,10 @@ def test_what_is_taken_at_start_is_what_is_taken() -> None:
 @pytest.mark.schedules
 @pytest.mark.parametrize("seed", seeds(8))
 @pytest.mark.parametrize("launches_before", [0, 1])
-@pytest.mark.parametrize("way", Way)
-def test_a_device_that_is_full_in_a_call_fails_that_call_only(seed: int, launches_before: int, way: Way) -> None:
+@pytest.mark.parametrize("direction", Direction)
+def test_a_device_that_is_full_in_a_call_fails_that_call_only(
+    seed: int, launches_before: int, direction: Direction
+) -> None:
     device = LateDevice(seed, eagerness=device_eagerness(seed))
     model = Model(device)
     full = Failure(torch.OutOfMemoryError("CUDA out of memory"), is_under_way=seed % 3 > 0)
@@ -262,7 +268,7 @@ def test_a_device_that_is_full_in_a_call_fails_that_call_only(seed: int, launche
         chunks = [model.paged.chunk(as_block_ids([n]), slot.payload) for n, slot in enumerate(spare)]
         device.failures.extend([None] * launches_before + [full])
         with pytest.raises(DeviceFullError, match="cpu has no memory left to copy a chunk: lower"):
-            (model.paged.gather_chunks if way is Way.OUT else model.paged.scatter_chunks)(chunks)
+            (model.paged.gather_chunks if direction is Direction.OUT else model.paged.scatter_chunks)(chunks)
         model.compute(0)  # blocks of a failed load hold garbage
         model.compute(1)
         model.gather(model.paged, 2, layered=device.dice.random() < 0.5)
@@ -270,19 +276,19 @@ def test_a_device_that_is_full_in_a_call_fails_that_call_only(seed: int, launche
     model.check()
 
 
-@pytest.mark.parametrize("way", Way)
-def test_copies_before_one_that_failed_are_uses(way: Way) -> None:
+@pytest.mark.parametrize("direction", Direction)
+def test_copies_before_one_that_failed_are_uses(direction: Direction) -> None:
     device = LateDevice(0)
     model = Model(device)
     device.run_all()
     streams = model.paged.streams
     assert isinstance(streams, LateStreams)
-    device.stalled = [streams.copying[way]]
+    device.stalled = [streams.copying[direction]]
     full = Failure(torch.OutOfMemoryError("CUDA out of memory"), is_under_way=True)
-    device.failures.extend([None, full] if way is Way.OUT else [full])
+    device.failures.extend([None, full] if direction is Direction.OUT else [full])
     chunks = [model.paged.chunk(as_block_ids([1]), model.slots[0].payload)]
     with pytest.raises(DeviceFullError):
-        (model.paged.gather_chunks if way is Way.OUT else model.paged.scatter_chunks)(chunks)
+        (model.paged.gather_chunks if direction is Direction.OUT else model.paged.scatter_chunks)(chunks)
     with pytest.raises(AssertionError, match="wait for each other"):
         streams.reach(streams.now())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvstore.layout import KVLayout
+from kvstore.model.layout import KVLayout
 from kvstore.paged.base import find_planes
 from kvstore.paged.binding import bind_groups
 from kvstore.paged.device import DevicePagedKV

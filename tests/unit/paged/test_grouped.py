@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.late_device import LateDevice, LateStreams
 
-from kvstore.chunks import ByteArray
-from kvstore.errors import InvalidCallError, LayoutError
+from kvstore.model.chunks import ByteArray
+from kvstore.model.errors import InvalidCallError, LayoutError
 from kvstore.paged.base import BlockIds, ChunkBlocks, find_planes
 from kvstore.paged.binding import bind_groups, bind_paged_kv
 from kvstore.paged.device import DevicePagedKV
@@ -191,13 +191,13 @@ def test_groups_in_the_same_memory_share_a_launch_and_so_do_chunks() -> None:
         ChunkBlocks(ids((0, 9)), np.zeros(4096, np.uint8), 1, 0),
     ]
     device.counts.clear()
-    moments = paged.gather_chunks(chunks)
+    events = paged.gather_chunks(chunks)
     gathers, blanks = 2, 1  # the first and the second chunk end within a block
     assert (device.counts["run"], device.counts["OUT"], device.counts["reach"]) == (gathers + blanks,) * 2 + (0,)
-    for chunk, moment, runs in zip(
-        chunks, moments, ([(0, [3, 7]), (0, [5]), (2, [2])], [(0, [1, 6]), (2, [4])], [(0, [9])]), strict=True
+    for chunk, event, runs in zip(
+        chunks, events, ([(0, [3, 7]), (0, [5]), (2, [2])], [(0, [1, 6]), (2, [4])], [(0, [9])]), strict=True
     ):
-        paged.streams.reach(moment)
+        paged.streams.reach(event)
         content = expected(layers, *runs)
         assert chunk.payload[: len(content)].tobytes() == content
 
@@ -230,8 +230,8 @@ def test_a_chunk_is_there_when_the_last_of_its_groups_is() -> None:
     paged = on_device(device, layers)
     device.run_all()
     chunk = ChunkBlocks(ids((2, 2), (0, 3)), np.zeros(4096, np.uint8), 2, 0)
-    (moment,) = paged.gather_chunks([chunk])
-    paged.streams.reach(moment)
+    (event,) = paged.gather_chunks([chunk])
+    paged.streams.reach(event)
     content = expected(layers, (2, [2]), (0, [3]))
     assert chunk.payload[: len(content)].tobytes() == content
 
@@ -262,11 +262,11 @@ def test_a_fence_comes_after_gathers_of_every_group() -> None:
     wanted = expected(layers, (2, [2]))
     assert isinstance(beside.streams, LateStreams)
     device.stalled = [beside.streams.current]
-    (moment,) = beside.gather_chunks([chunk])
+    (event,) = beside.gather_chunks([chunk])
     paged.fence()
     for tensor in layers[2].values():
         device.current.launch(partial(tensor[2].fill_, 0))
     device.run_unstalled()
     device.stalled = []
-    beside.streams.reach(moment)
+    beside.streams.reach(event)
     assert chunk.payload[: len(wanted)].tobytes() == wanted

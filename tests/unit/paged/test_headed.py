@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.chunks import ByteArray
-from kvstore.errors import LayoutError
-from kvstore.heads import Division, Part, heads_of, shards_with
+from kvstore.model.chunks import ByteArray
+from kvstore.model.errors import LayoutError
+from kvstore.model.heads import Division, Part, heads_of, shards_with
 from kvstore.paged.base import LayerCache, PagedKV
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.paged.headed import HeadedPages, find_heads

@@ -9,10 +9,10 @@ import pytest
 import torch
 from support.layouts import LAYOUTS, B, N, Paged, alike, ordered, put_blocks, snapshot, take_blocks
 
-from kvstore.engine import CacheEngine
-from kvstore.errors import LayoutError
-from kvstore.keys import Namespace
-from kvstore.options import EngineOptions
+from kvstore.engine.engine import CacheEngine
+from kvstore.engine.options import EngineOptions
+from kvstore.model.errors import LayoutError
+from kvstore.model.keys import Namespace
 from kvstore.paged.binding import bind_paged_kv
 
 CHUNK_BLOCKS = 4

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore.errors import InvalidCallError, LayoutError
+from kvstore.model.errors import InvalidCallError, LayoutError
 from kvstore.paged.base import BlockIds, HostPagedKV, LayerCache, PagedKV, find_planes
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.paged.device import DevicePagedKV
 from kvstore.transfer.mover import as_block_ids
 
 if TYPE_CHECKING:
-    from kvstore.chunks import ByteArray
+    from kvstore.model.chunks import ByteArray
 
 B, H, N, D = 9, 3, 4, 5  # blocks, heads, tokens in a block, head size; odd ones on purpose
 CHUNK_BLOCKS = 4

@@ -13,15 +13,15 @@ import pytest
 import torch
 from support.late_device import LateDevice, LateStreams, late_paged
 
-from kvstore.engine import CacheEngine
-from kvstore.errors import InvalidCallError
-from kvstore.keys import Namespace
-from kvstore.options import EngineOptions
+from kvstore.engine.engine import CacheEngine
+from kvstore.engine.options import EngineOptions
+from kvstore.model.errors import InvalidCallError
+from kvstore.model.keys import Namespace
 from kvstore.paged.base import ChunkBlocks
 from kvstore.paged.device import DevicePagedKV
 from kvstore.paged.places import Piece, PlaceRing, Places
 from kvstore.paged.staging import Staging
-from kvstore.paged.streams import Streams, Way
+from kvstore.paged.streams import Direction, Streams
 from kvstore.transfer.mover import as_block_ids
 
 BLOCKS, TOKENS, CHUNKS, CHUNK_BLOCKS, LAYERS = 40, 4, 5, 4, 3
@@ -75,12 +75,12 @@ def test_chunks_pass_from_one_cache_to_another(planes: int, seed: int) -> None:
     (paged, device), (target, other) = late(layers, seed), late(empty, seed, staging_bytes=1 << 14)
     sources = chunks_of(paged, np.random.default_rng(0).permutation(BLOCKS))
     wanted = [expected(layers, planes, chunk) for chunk in sources]
-    moments = paged.gather_chunks(sources[:2])
+    events = paged.gather_chunks(sources[:2])
     for number, cache in enumerate(layers.values()):
         by_layer = paged.gather_layers(range(number, number + 1), sources[2:])
         overwrite(device, cache)
-    for chunk, moment, payload in zip(sources, [*moments, *[by_layer] * 3], wanted, strict=True):
-        paged.streams.reach(moment)
+    for chunk, event, payload in zip(sources, [*events, *[by_layer] * 3], wanted, strict=True):
+        paged.streams.reach(event)
         assert chunk.payload[: len(payload)].tobytes() == payload
     ids = chunks_of(target, np.random.default_rng(1).permutation(BLOCKS))
     places = [place._replace(payload=chunk.payload) for place, chunk in zip(ids, sources, strict=True)]
@@ -185,7 +185,7 @@ def test_a_buffer_is_not_filled_again_before_its_last_use_has_ended() -> None:
     device = LateDevice(0, eagerness=0.0)
     streams = LateStreams(device)
     staging = Staging(8, streams)
-    device.stalled = [streams.copying[Way.OUT]]
+    device.stalled = [streams.copying[Direction.OUT]]
     seen: list[int] = []
     for number in range(5):
         staging.carry_out(partial(torch.fill_, value=number), lambda buffer: seen.append(int(buffer[0])))
@@ -255,7 +255,7 @@ def test_places_are_sent_when_what_their_memory_was_used_for_is_done() -> None:
     ring = PlaceRing(4, streams := LateStreams(device))
     places = ring.write([[Piece(as_block_ids([3]), 1, 0)]])
     device.stalled = [device.current]
-    streams.launch(Way.IN, partial(ring.send, places), None)
+    streams.launch(Direction.IN, partial(ring.send, places), None)
     device.run_unstalled()
     device.stalled = []
     device.run_all()
@@ -266,8 +266,8 @@ def test_a_ring_that_is_dropped_is_lent_again_when_places_have_been_sent() -> No
     device = LateDevice(0, eagerness=0.0)
     ring = PlaceRing(4, streams := LateStreams(device))
     places = ring.write([[Piece(as_block_ids([3]), 1, 0)]])
-    device.stalled = [streams.copying[Way.IN]]
-    streams.launch(Way.IN, partial(ring.send, places), None)
+    device.stalled = [streams.copying[Direction.IN]]
+    streams.launch(Direction.IN, partial(ring.send, places), None)
     device.memory.drop(ring._on_device)
     other = streams.allocate(ring.device_bytes)
     streams.run(partial(other.fill_, 0xAA))

@@ -6,9 +6,9 @@ from typing import TypeVar
 
 import pytest
 
-from kvstore.catalog.index import ChunkIndex
-from kvstore.chunks import ChunkRef
-from kvstore.errors import ConfigError
+from kvstore.index.index import ChunkIndex
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import ConfigError
 from kvstore.policies import ARC, LFU, LRU, POLICIES, S3FIFO, Adaptive, Policy, choose_policy, open_policy
 from kvstore.policies.survival import EDGES, NUM_BUCKETS, NUM_CLASSES, SurvivalTable, bucket_of
 

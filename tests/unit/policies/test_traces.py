@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.policies.traces import Request, TraceRecorder, read_trace
 
 KEYS = [bytes([number]) * 16 for number in range(5)]

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import ProtocolError
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import ProtocolError
+from kvstore.model.layout import KVLayout
 from kvstore.protocol import messages
 from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.outcomes import number_of, outcome_of

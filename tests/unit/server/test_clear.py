@@ -10,10 +10,10 @@ import pytest
 from support.redis_server import wait_for
 from support.shop import CHUNK_BYTES, HANG_GUARD_S, LATER_S, LAYOUT, ONE, THREE, TWO, Desk, Shop, whole
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import ProtocolError
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import ProtocolError
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.protocol import messages
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server.disk_tiers import DiskOptions

@@ -16,9 +16,9 @@ from support.diskwork import CHUNK_BYTES, EVEN, make_ref, make_slot, make_transf
 from support.gate import HANG_GUARD_S, Gate
 from support.redis_server import wait_for
 
-from kvstore.chunks import ByteArray, Outcome
-from kvstore.errors import ConfigError, TierError
-from kvstore.keys import Namespace
+from kvstore.model.chunks import ByteArray, Outcome
+from kvstore.model.errors import ConfigError, TierError
+from kvstore.model.keys import Namespace
 from kvstore.server.disk import Disk
 from kvstore.server.disk_tiers import DiskOptions
 from kvstore.server.spaces import Chunk, Space

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import TierTimeoutError
-from kvstore.keys import EPOCH_FIELD, Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import TierTimeoutError
+from kvstore.model.keys import EPOCH_FIELD, Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server.disk import Disk
 from kvstore.server.disk_tiers import DiskOptions, OpenTier

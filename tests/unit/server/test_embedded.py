@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvstore.chunks import Outcome
-from kvstore.errors import ConfigError, TierError, TierSetupError
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import ConfigError, TierError, TierSetupError
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.protocol.keyfiles import make_keys, read_list, read_pair
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from kvstore.testing.harness import EVEN, make_buffer, make_payload, make_ref, make_transfer

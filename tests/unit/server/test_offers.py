@@ -16,22 +16,22 @@ from support.example_channel import HeldChannel
 from support.redis_server import wait_for
 
 from kvstore import channels
-from kvstore.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.errors import TierError
 from kvstore.handover import offering
 from kvstore.handover.offering import Exposed, OfferingTransport, open_offering
 from kvstore.handover.transport import Parcel
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.errors import TierError
+from kvstore.model.layout import KVLayout
+from kvstore.model.throttle import Throttle
 from kvstore.protocol import messages
 from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.outcomes import outcome_of
 from kvstore.protocol.pieces import checksum
 from kvstore.server import offers, payload, pulling
 from kvstore.testing.harness import MINE
-from kvstore.throttle import Throttle
 from kvstore.tiers.server import calls
-from kvstore.tiers.server.link import Link
-from kvstore.tiers.server.links import Links
+from kvstore.tiers.server.connection import ServerConnection
+from kvstore.tiers.server.connections import ServerConnections
 from kvstore.tiers.server.url import parse_server
 
 LAYOUT = KVLayout((1 << 18,) * 5, planes=1, block_tokens=16, chunk_tokens=64)  # a layer of a chunk has 1 MiB
@@ -92,14 +92,14 @@ def sending(server: ServerThread) -> Iterator[Sending]:
 
 
 @pytest.fixture
-def link(server: ServerThread) -> Iterator[Link]:
+def connection(server: ServerThread) -> Iterator[ServerConnection]:
     """Yield a client that sends whatever a test wants."""
-    links = Links(parse_server(server.url, {}), MINE, Geometry.of(LAYOUT))
-    held: list[Link] = []
-    _, give_back = links.hold(held.append)
+    connections = ServerConnections(parse_server(server.url, {}), MINE, Geometry.of(LAYOUT))
+    held: list[ServerConnection] = []
+    _, give_back = connections.hold(held.append)
     yield held[0]
     give_back(messages.Release(held[0].new_serial(), []))
-    links.close()
+    connections.close()
 
 
 def stats(server: ServerThread) -> dict[str, Any]:
@@ -240,61 +240,67 @@ def test_a_channel_with_a_bug_does_not_stop_the_others(
 
 
 class TestWhatAClientMaySay:
-    def attach(self, link: Link, description: bytes, channel: str = "held") -> Outcome:
-        answer = link.ask(messages.Attach(link.new_serial(), channel, description), messages.Done)
+    def attach(self, connection: ServerConnection, description: bytes, channel: str = "held") -> Outcome:
+        answer = connection.ask(messages.Attach(connection.new_serial(), channel, description), messages.Done)
         return outcome_of(answer.outcomes[0])
 
-    def offer(self, link: Link, lease: int, offset: int, num_bytes: int, there: int, added_up: bytes) -> Outcome:
-        request = messages.Offer(link.new_serial(), lease, offset, num_bytes, there, added_up)
-        return outcome_of(link.ask(request, messages.Done).outcomes[0])
+    def offer(
+        self, connection: ServerConnection, lease: int, offset: int, num_bytes: int, there: int, added_up: bytes
+    ) -> Outcome:
+        request = messages.Offer(connection.new_serial(), lease, offset, num_bytes, there, added_up)
+        return outcome_of(connection.ask(request, messages.Done).outcomes[0])
 
-    def lease(self, link: Link) -> int:
-        (grant,) = calls.grants(link, messages.Reserve, [REF])
+    def lease(self, connection: ServerConnection) -> int:
+        (grant,) = calls.grants(connection, messages.Reserve, [REF])
         return grant.lease
 
     @pytest.mark.parametrize("description", [b"", b"junk", bytes(1000)])
-    def test_junk_is_not_attached(self, link: Link, description: bytes) -> None:
-        assert self.attach(link, description) is FAILED
-        assert self.offer(link, self.lease(link), 0, 9, 0, bytes(8)) is FAILED
+    def test_junk_is_not_attached(self, connection: ServerConnection, description: bytes) -> None:
+        assert self.attach(connection, description) is FAILED
+        assert self.offer(connection, self.lease(connection), 0, 9, 0, bytes(8)) is FAILED
 
-    def test_another_channel(self, link: Link, sending: Sending) -> None:
-        assert self.attach(link, sending.channel.describe(), "nixl") is FAILED
+    def test_another_channel(self, connection: ServerConnection, sending: Sending) -> None:
+        assert self.attach(connection, sending.channel.describe(), "nixl") is FAILED
 
-    def test_nothing_is_attached_twice(self, link: Link, sending: Sending) -> None:
-        assert self.attach(link, sending.channel.describe()) is STORED
+    def test_nothing_is_attached_twice(self, connection: ServerConnection, sending: Sending) -> None:
+        assert self.attach(connection, sending.channel.describe()) is STORED
         with pytest.raises(TierError):
-            self.attach(link, sending.channel.describe())
+            self.attach(connection, sending.channel.describe())
 
-    def test_memories_are_bounded(self, link: Link, sending: Sending, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_memories_are_bounded(
+        self, connection: ServerConnection, sending: Sending, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(offers, "_MAX_ATTACHED", 0)
-        assert self.attach(link, sending.channel.describe()) is FAILED
+        assert self.attach(connection, sending.channel.describe()) is FAILED
 
-    def test_an_offer_without_memory(self, link: Link) -> None:
-        assert self.offer(link, self.lease(link), 0, 9, 0, bytes(8)) is FAILED
+    def test_an_offer_without_memory(self, connection: ServerConnection) -> None:
+        assert self.offer(connection, self.lease(connection), 0, 9, 0, bytes(8)) is FAILED
 
-    def test_an_offer_without_a_lease(self, link: Link, sending: Sending) -> None:
-        self.attach(link, sending.channel.describe())
-        assert self.offer(link, 999, 0, 9, 0, bytes(8)) is FAILED
+    def test_an_offer_without_a_lease(self, connection: ServerConnection, sending: Sending) -> None:
+        self.attach(connection, sending.channel.describe())
+        assert self.offer(connection, 999, 0, 9, 0, bytes(8)) is FAILED
 
-    def test_an_offer_outside_of_its_memory(self, link: Link, sending: Sending) -> None:
-        self.attach(link, sending.channel.describe())
-        assert self.offer(link, self.lease(link), 0, 9, sending.memory.nbytes - 8, bytes(8)) is FAILED
+    def test_an_offer_outside_of_its_memory(self, connection: ServerConnection, sending: Sending) -> None:
+        self.attach(connection, sending.channel.describe())
+        assert self.offer(connection, self.lease(connection), 0, 9, sending.memory.nbytes - 8, bytes(8)) is FAILED
 
-    def test_an_offer_behind_its_chunk(self, link: Link, sending: Sending) -> None:
-        self.attach(link, sending.channel.describe())
+    def test_an_offer_behind_its_chunk(self, connection: ServerConnection, sending: Sending) -> None:
+        self.attach(connection, sending.channel.describe())
         with pytest.raises(TierError):
-            self.offer(link, self.lease(link), LAYOUT.payload_bytes(4) - 8, 9, 0, bytes(8))
+            self.offer(connection, self.lease(connection), LAYOUT.payload_bytes(4) - 8, 9, 0, bytes(8))
 
-    def test_a_part_that_is_offered_twice(self, server: ServerThread, link: Link, sending: Sending) -> None:
+    def test_a_part_that_is_offered_twice(
+        self, server: ServerThread, connection: ServerConnection, sending: Sending
+    ) -> None:
         """Verified bytes must not be written again, so after that nothing of the chunk counts."""
-        self.attach(link, sending.channel.describe())
-        lease, size = self.lease(link), LAYOUT.payload_bytes(4)
+        self.attach(connection, sending.channel.describe())
+        lease, size = self.lease(connection), LAYOUT.payload_bytes(4)
         parts = [(begin, min(4 << 20, size - begin)) for begin in range(0, size, 4 << 20)]
         for begin, num_bytes in parts:
             added_up = checksum([sending.memory[begin : begin + num_bytes].data])
-            assert self.offer(link, lease, begin, num_bytes, begin, added_up) is STORED
-        assert self.offer(link, lease, 0, 9, 9, checksum([sending.memory[9:18].data])) is FAILED
-        assert calls.commit(link, [lease], is_whole=True) == [FAILED]
+            assert self.offer(connection, lease, begin, num_bytes, begin, added_up) is STORED
+        assert self.offer(connection, lease, 0, 9, 9, checksum([sending.memory[9:18].data])) is FAILED
+        assert calls.commit(connection, [lease], is_whole=True) == [FAILED]
         wait_for("its pages are free", lambda: used_bytes(server) == 0)
 
 

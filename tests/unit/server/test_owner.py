@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from support.divided import Worker
 
-from kvstore.heads import Part
-from kvstore.keys import Namespace
+from kvstore.model.heads import Part
+from kvstore.model.keys import Namespace
 from kvstore.protocol import messages
 from kvstore.protocol.geometry import Geometry
 from kvstore.server.owner import Owner

@@ -7,8 +7,8 @@ import random
 import pytest
 from support.shop import whole
 
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server.pool import FreePages
 from kvstore.server.spaces import Space

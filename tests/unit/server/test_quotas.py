@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.shop import CHUNK_BYTES, LAYOUT, ONE, TWO, whole
 
-from kvstore.chunks import ChunkRef
-from kvstore.keys import Namespace
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.keys import Namespace
 from kvstore.server.pool import FreePages
 from kvstore.server.spaces import Space
 from kvstore.server.stock import MAX_FAR_SPACES, MAX_SPACES, MAX_TENANT_SPACES, Stock

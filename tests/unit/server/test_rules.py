@@ -8,9 +8,9 @@ import pytest
 from support.shop import CHUNK_BYTES, LATER_S, LAYOUT, ONE, TWO, Desk, Shop
 from zmq.utils import z85
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import ConfigError, ProtocolError
-from kvstore.keys import Namespace
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import ConfigError, ProtocolError
+from kvstore.model.keys import Namespace
 from kvstore.protocol import messages
 from kvstore.protocol.contexts import close_context, open_context
 from kvstore.protocol.keyfiles import ListedKey

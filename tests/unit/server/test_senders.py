@@ -7,7 +7,7 @@ import random
 import pytest
 from support.shop import LAYOUT, Desk
 
-from kvstore.keys import Namespace
+from kvstore.model.keys import Namespace
 from kvstore.protocol import messages
 from kvstore.protocol.progress import ALL_TOKENS, BEAT_S, SILENT_BEATS, Progress
 from kvstore.server import senders as senders_module

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from support.shop import ONE, THREE, Desk, Shop
 
-from kvstore.chunks import ChunkRef, chunk_of
+from kvstore.model.chunks import ChunkRef, chunk_of
 from kvstore.protocol import messages
 from kvstore.server.orders import holder_of
 from kvstore.server.spaces import Chunk

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from support.shop import CHUNK_BYTES, ONE, THREE, TWO, Desk, whole
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.protocol import messages
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server.pool import FreePages

@@ -10,7 +10,7 @@ import pytest
 import zmq
 from support.shop import CHUNK_BYTES, ONE, Shop
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.protocol.contexts import close_context, open_context
 from kvstore.protocol.rights import USUAL_RIGHTS
 from kvstore.server import door, files

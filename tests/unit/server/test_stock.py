@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from support.schedules import schedule_settings
 from support.shop import whole
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server.clients import OURSELVES, TCP
 from kvstore.server.pool import FreePages

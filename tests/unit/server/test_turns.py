@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from kvstore.server.turns import Turns, Work
+from kvstore.server.file_order import Turns, Work
 
 SPACE, OTHER = b"space", b"other"
 End = Callable[[], None]

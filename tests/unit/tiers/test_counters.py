@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import asdict
 
-from kvstore.chunks import Outcome
+from kvstore.model.chunks import Outcome
 from kvstore.tiers.base import TierCounters
 
 

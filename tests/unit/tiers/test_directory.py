@@ -9,9 +9,9 @@ import pytest
 from support.gate import HANG_GUARD_S, Gate
 from support.rig import FakeTier
 
-from kvstore.chunks import ChunkRef
-from kvstore.errors import ClosedError
-from kvstore.keys import Namespace
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import ClosedError
+from kvstore.model.keys import Namespace
 from kvstore.testing.harness import make_ref
 from kvstore.tiers.directory import RemoteDirectory, all_have
 

@@ -16,8 +16,8 @@ from support.cache_server import mapped_pools, serving_ipc, short_folder
 from support.redis_server import wait_for
 from support.served import A, open_tier
 
-from kvstore.chunks import Outcome
-from kvstore.errors import TierError, TierSetupError
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import TierError, TierSetupError
 from kvstore.protocol.messages import TOKEN_BYTES
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.testing.harness import EVEN, make_transfer

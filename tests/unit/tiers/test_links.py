@@ -13,24 +13,24 @@ from support.cache_server import serving_tcp
 from support.gate import HANG_GUARD_S, Gate
 from support.served import A, open_tier
 
-from kvstore.chunks import Outcome
-from kvstore.errors import TierError
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import TierError
 from kvstore.protocol.geometry import Geometry
 from kvstore.testing.harness import EVEN, MINE, make_transfer
-from kvstore.tiers.server import links
-from kvstore.tiers.server.links import Links
+from kvstore.tiers.server import connections
+from kvstore.tiers.server.connections import ServerConnections
 from kvstore.tiers.server.url import parse_server
 
 
 @pytest.mark.parametrize("is_stuck", [False, True])
 def test_the_last_use_ends_the_context(is_stuck: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_CLOSE_WAIT_S", -10.0)  # no wait at all
+    monkeypatch.setattr(connections, "_CLOSE_WAIT_S", -10.0)  # no wait at all
     gate = Gate()
     with serving_tcp() as server:
         tier = open_tier(server.url)
         assert tier.put([make_transfer(EVEN, A)]) == [Outcome.STORED]
-        connections, context = tier._links, tier._links._context
-        user = threading.Thread(target=connections.use, args=(lambda _: gate(),))
+        context = tier._connections._context
+        user = threading.Thread(target=tier._connections.use, args=(lambda _: gate(),))
         if is_stuck:
             user.start()
             assert gate.reached.wait(HANG_GUARD_S)
@@ -61,8 +61,8 @@ def test_what_cannot_be_opened_is_an_error_of_the_tier() -> None:
     with serving_tcp() as server:
         target = parse_server(server.url, {})
         with no_more_files(), pytest.raises(TierError, match="Too many open files"):
-            Links(target, MINE, Geometry.of(EVEN))
-        with closing(Links(target, MINE, Geometry.of(EVEN))) as opened:
+            ServerConnections(target, MINE, Geometry.of(EVEN))
+        with closing(ServerConnections(target, MINE, Geometry.of(EVEN))) as opened:
             with no_more_files(), pytest.raises(TierError, match="cannot be reached"):
                 opened.use(lambda _: None)
-            assert opened.use(lambda link: link.version)
+            assert opened.use(lambda connection: connection.version)

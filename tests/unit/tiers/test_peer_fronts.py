@@ -8,9 +8,9 @@ from contextlib import closing, contextmanager
 import pytest
 from support.rig import FakeTier
 
-from kvstore.chunks import Outcome
-from kvstore.errors import InvalidCallError
-from kvstore.keys import Namespace
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import InvalidCallError
+from kvstore.model.keys import Namespace
 from kvstore.testing.harness import EVEN, MINE, make_buffer, make_ref, make_transfer
 from kvstore.tiers.base import Tier, Transfer
 from kvstore.tiers.peers import PeersTier

@@ -11,10 +11,10 @@ from support.gate import HANG_GUARD_S, Gate
 from support.redis_server import wait_for
 from support.rig import FakeTier
 
-from kvstore.catalog.remote_view import RemoteView
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import ClosedError, ConfigError, TierError, TierTimeoutError
-from kvstore.keys import Namespace
+from kvstore.index.remote_view import RemoteView
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import ClosedError, ConfigError, TierError, TierTimeoutError
+from kvstore.model.keys import Namespace
 from kvstore.testing.harness import EVEN, MINE, OTHER, make_buffer, make_payload, make_ref, make_transfer
 from kvstore.tiers.base import Tier, Transfer
 from kvstore.tiers.directory import RemoteDirectory

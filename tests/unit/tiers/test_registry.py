@@ -15,10 +15,10 @@ from support import example_tier
 from support.example_tier import install, install_example
 
 from kvstore.config import StoreConfig
-from kvstore.errors import ConfigError
 from kvstore.format.pack import PackWriter, Shard
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.errors import ConfigError
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.tiers import BUILT_IN, BUILT_IN_SCHEMES, known_schemes, known_tiers, leads_to, open_tier, tier_behind
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 

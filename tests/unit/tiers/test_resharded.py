@@ -9,8 +9,8 @@ import pytest
 from support.divided import CHUNK_BLOCKS, Worker
 from support.rig import FakeTier
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import ClosedError, TierError
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import ClosedError, TierError
 from kvstore.testing.harness import make_buffer, make_ref
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.resharded import ReshardedTier

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.protocol.keyfiles import make_keys
 from kvstore.tiers.server.url import ServerTarget, parse_server
 

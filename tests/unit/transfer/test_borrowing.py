@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.testing.harness import make_ref
 from kvstore.tiers.base import Loan
 from kvstore.transfer.borrowing import use_borrowed

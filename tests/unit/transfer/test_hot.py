@@ -10,12 +10,12 @@ from support.checks import check_idle
 from support.diskwork import flip_header
 from support.rig import SLOT_BYTES, Rig, tokens_of
 
-from kvstore.catalog.plans import LoadStep, Place, StoreStep
-from kvstore.chunks import ChunkRef
-from kvstore.errors import ConfigError
-from kvstore.keys import NO_EXTRAS
+from kvstore.index.plans import LoadStep, Place, StoreStep
 from kvstore.memory.labelled import LabelledPool
 from kvstore.memory.slabs import SlabPool
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import ConfigError
+from kvstore.model.keys import NO_EXTRAS
 from kvstore.paged.binding import bind_groups, bind_paged_kv
 from kvstore.transfer.hot import HotChunks
 from kvstore.transfer.layerwise import LayerLoad
@@ -24,7 +24,7 @@ from kvstore.transfer.mover import LoadJob, Mover, StoreJob, as_block_ids
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvstore.engine import CacheEngine
+    from kvstore.engine.engine import CacheEngine
 
 TOKENS = tokens_of(1, 40)  # two chunks and a tail
 

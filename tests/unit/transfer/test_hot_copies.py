@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvstore.chunks import ChunkRef
-from kvstore.errors import ConfigError, InvalidCallError
 from kvstore.memory.labelled import Filling
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import ConfigError, InvalidCallError
 from kvstore.paged.base import BlockIds, HostPagedKV, PagedKV, find_planes
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.paged.device import DevicePagedKV

@@ -10,8 +10,8 @@ from support.gate import HANG_GUARD_S, Gate, until
 from support.lane_bench import Bench, ref_of
 from support.rig import SLOT_BYTES
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import TierError, TierTimeoutError
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import TierError, TierTimeoutError
 from kvstore.tiers.base import Transfer
 from kvstore.transfer.lane import WRITE_THREADS, Flushed
 

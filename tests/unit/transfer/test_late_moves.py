@@ -14,8 +14,8 @@ from support.late_bench import FULL, LAYERS, TARGET, Bench, blocks_of, load_job,
 from support.late_device import Failure, LateDevice
 from support.rig import BLOCKS_PER_CHUNK
 
-from kvstore.catalog.plans import LoadStep, Place
-from kvstore.chunks import Outcome
+from kvstore.index.plans import LoadStep, Place
+from kvstore.model.chunks import Outcome
 from kvstore.transfer import layerwise
 from kvstore.transfer.layerwise import LayerLoad, LayerStore
 from kvstore.transfer.mover import LoadJob, as_block_ids
@@ -82,8 +82,8 @@ def test_a_mover_that_is_closed_uses_no_buffer() -> None:
         with bench.device.on(bench.device.make_stream()):
             assert not bench.mover.load([load_job(1, 0)]).failed
         uses: list[Any] = bench.paged._staging.ends()
-        assert not all(moment.is_reached for moment in uses)
-    assert all(moment.is_reached for moment in uses)
+        assert not all(event.is_reached for event in uses)
+    assert all(event.is_reached for event in uses)
 
 
 def test_a_load_that_failed_under_way_uses_its_slots(bench: Bench) -> None:

@@ -21,14 +21,14 @@ from support.late_device import LateDevice
 from support.rig import BLOCKS_PER_CHUNK
 from support.schedules import schedules
 
-from kvstore.catalog.plans import LoadStep, Place, StoreStep
-from kvstore.keys import Namespace, PrefixKey
+from kvstore.index.plans import LoadStep, Place, StoreStep
+from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.paged import device as device_module
 from kvstore.paged import places as places_module
-from kvstore.paged.streams import Moment
+from kvstore.paged.streams import DeviceEvent
 from kvstore.transfer import layerwise
 from kvstore.transfer.layerwise import LayerLoad, LayerStore
-from kvstore.transfer.mover import LoadJob, LoadResult, StoreJob, Stores, as_block_ids
+from kvstore.transfer.mover import LoadJob, LoadResult, StartedStores, StoreJob, as_block_ids
 
 BLOCKS, SLOTS, CALLS = 40, 8, 60
 MAX_WRITTEN = 50  # chunks that the tier has room for
@@ -48,7 +48,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 class Save(NamedTuple):
     """Asynchronous stores that have begun, and the blocks that must not be written before they have ended."""
 
-    stores: Stores
+    stores: StartedStores
     jobs: Sequence[StoreJob]
     blocks: Sequence[int]
 
@@ -56,7 +56,7 @@ class Save(NamedTuple):
 class Fetch(NamedTuple):
     """An asynchronous load, which owns its slots and blocks until ``end``."""
 
-    end: Moment
+    end: DeviceEvent
     slots: Sequence[int]
     blocks: Sequence[int]
 

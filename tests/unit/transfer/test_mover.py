@@ -11,12 +11,12 @@ import pytest
 from support.gate import Gate
 from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES, FakeTier, Rig
 
-from kvstore.catalog.plans import LoadStep, Place, StoreStep
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import TierError
-from kvstore.keys import Namespace
+from kvstore.index.plans import LoadStep, Place, StoreStep
 from kvstore.memory.labelled import LabelledPool
 from kvstore.memory.slabs import SlabPool
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import TierError
+from kvstore.model.keys import Namespace
 from kvstore.tiers.guards import Guard
 from kvstore.transfer.lane import WRITE_THREADS, Flushed, Lane
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, StoreJob, as_block_ids
@@ -24,7 +24,7 @@ from kvstore.transfer.mover import LoadJob, LoadResult, Mover, StoreJob, as_bloc
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvstore.chunks import ByteArray
+    from kvstore.model.chunks import ByteArray
     from kvstore.paged.base import BlockIds
 
 HANG_GUARD_S = 30.0
@@ -175,12 +175,12 @@ def test_a_chunk_is_named_only_when_its_copy_is_there(
         launched.append((block_ids, payload))
         return launched[-1]
 
-    def reach(moment: tuple[BlockIds, ByteArray]) -> None:
-        number = int(moment[0][0]) // BLOCKS_PER_CHUNK
+    def reach(event: tuple[BlockIds, ByteArray]) -> None:
+        number = int(event[0][0]) // BLOCKS_PER_CHUNK
         assert bench.cpu.read(number, ref_of(number)) is None, "may be read before it is there"
         assert ref_of(number) not in tier.chunks
         assert number not in {write.slot for write in bench.mover._lanes[Place.DISK]._writing}
-        gather(*moment)
+        gather(*event)
 
     with monkeypatch.context() as patch:
         patch.setattr(paged, "gather", launch)

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _WRONG_USAGE
     import torch  # noqa: PLC0415 - it may be missing
 
-    from kvstore.errors import KVStoreError  # noqa: PLC0415
+    from kvstore.model.errors import KVStoreError  # noqa: PLC0415
 
     device = torch.device(given.device or "cuda")
     if device.type == "cuda" and not torch.cuda.is_available():

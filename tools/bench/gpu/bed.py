@@ -10,10 +10,10 @@ from time import perf_counter
 
 import torch
 
-from kvstore.catalog.plans import LoadStep, Place, StoreStep
-from kvstore.chunks import ByteArray, ChunkRef
+from kvstore.index.plans import LoadStep, Place, StoreStep
 from kvstore.memory.labelled import LabelledPool
 from kvstore.memory.slabs import SlabPool
+from kvstore.model.chunks import ByteArray, ChunkRef
 from kvstore.paged.base import BlockIds
 from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.samples import require

@@ -20,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from kvstore.paged.base import ChunkBlocks
-from kvstore.paged.streams import Moment
+from kvstore.paged.streams import DeviceEvent
 from kvstore.tools.bench.geometry import GEOMETRIES, Geometry
 from kvstore.tools.bench.gpu.bed import Bed, Scale
 from kvstore.tools.bench.gpu.figures import COUNT, US, Figure, duration, speed
@@ -118,10 +118,10 @@ def _both_ways(bed: Bed, copies: PinnedCopies, threads: list[ThreadPoolExecutor]
         source = bed.new_batch()
         bed.store(0, source)
         target = bed.workbench.other_blocks(source)
-        moment = bed.paged.streams.now()
+        event = bed.paged.streams.now()
         works: list[Callable[[], Any]] = [
-            partial(_after, moment, saver, partial(saver.store, bed.stores(1, source))),
-            partial(_after, moment, loader, partial(loader.load, bed.loads(0, target))),
+            partial(_after, event, saver, partial(saver.store, bed.stores(1, source))),
+            partial(_after, event, loader, partial(loader.load, bed.loads(0, target))),
         ]
 
         def move(works: list[Callable[[], Any]] = works) -> list[Any]:
@@ -136,8 +136,8 @@ def _both_ways(bed: Bed, copies: PinnedCopies, threads: list[ThreadPoolExecutor]
     return columns(found)[0]
 
 
-def _after(moment: Moment, mover: Mover, work: Callable[[], T]) -> T:
-    mover.paged.streams.hold(moment)
+def _after(event: DeviceEvent, mover: Mover, work: Callable[[], T]) -> T:
+    mover.paged.streams.hold(event)
     return _done(mover, work)
 
 

@@ -16,11 +16,11 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from kvstore.chunks import ByteArray
 from kvstore.memory.slabs import SlabPool
+from kvstore.model.chunks import ByteArray
 from kvstore.paged.base import BlockIds, PagedKV
 from kvstore.paged.binding import bind_paged_kv
-from kvstore.paged.streams import CudaStreams, Moment, Streams, Way, Work
+from kvstore.paged.streams import CudaStreams, DeviceEvent, Direction, Streams, Work
 from kvstore.tools.bench.gpu.bed import Scale
 from kvstore.tools.bench.gpu.figures import Figure, count
 from kvstore.tools.bench.samples import require
@@ -97,24 +97,24 @@ class Chunk(NamedTuple):
 class Case(NamedTuple):
     """One random order: its direction, its seed, and whether host memory is pinned."""
 
-    way: str
+    direction: str
     seed: int
     pinned: bool
 
 
 def check_order(scale: Scale, make: Callable[[Scale], Ground] = Ground) -> Iterator[Figure]:
-    """Check random orders of writes, gathers, scatters and reads, each way, with pinned and unpinned memory.
+    """Check random orders of writes, gathers, scatters and reads, each direction, with pinned and unpinned memory.
 
     Args:
         scale: number of orders.
         make: makes the cache that they run on.
     """
     with closing(make(scale)) as ground:
-        for way in ("out", "in"):
-            cases = [Case(way, seed, pinned) for seed in range(scale.seeds) for pinned in (True, False)]
+        for direction in ("out", "in"):
+            cases = [Case(direction, seed, pinned) for seed in range(scale.seeds) for pinned in (True, False)]
             wrong = [case for case in cases if not _is_right(ground, case)]
             require(not wrong, f"{len(wrong)} of {len(cases)} orders gave wrong bytes, the first: {wrong[:1]}")
-            yield count(f"orders with the right bytes, {way}", len(cases), len(cases))
+            yield count(f"orders with the right bytes, {direction}", len(cases), len(cases))
 
 
 def check_broken_order(
@@ -127,12 +127,14 @@ def check_broken_order(
         make: makes the cache that they run on.
         streams: class whose waits are left out.
     """
-    for way in ("out", "in"):
-        cases = [Case(way, seed, pinned=True) for seed in range(scale.seeds)]
+    for direction in ("out", "in"):
+        cases = [Case(direction, seed, pinned=True) for seed in range(scale.seeds)]
         with without_waits(streams), closing(make(scale)) as ground:
             wrong = sum(not _is_right(ground, case) for case in cases)
-        require(wrong > 0, f"without waits {len(cases)} orders {way} still gave the right bytes: nothing is shown")
-        yield count(f"broken orders that were noticed, {way}", wrong, len(cases), None)
+        require(
+            wrong > 0, f"without waits {len(cases)} orders {direction} still gave the right bytes: nothing is shown"
+        )
+        yield count(f"broken orders that were noticed, {direction}", wrong, len(cases), None)
 
 
 @contextmanager
@@ -143,8 +145,8 @@ def without_waits(streams: type[Streams]) -> Iterator[None]:
     """
     launch = streams.launch
 
-    def launch_at_once(self: Streams, way: Way, work: Work, _after: Moment) -> Moment:
-        return launch(self, way, work, None)
+    def launch_at_once(self: Streams, direction: Direction, work: Work, _after: DeviceEvent) -> DeviceEvent:
+        return launch(self, direction, work, None)
 
     with patch.object(streams, "launch", launch_at_once):
         yield
@@ -156,7 +158,7 @@ def _is_right(ground: Ground, case: Case) -> bool:
     for slot in ground.slots(pinned=case.pinned):
         ids = np.array(dice.sample(range(BLOCKS), CHUNK_BLOCKS), dtype=np.int64)
         chunks.append(Chunk(ids, ground.on_device(ids), dice.randrange(1, _LATER), slot))
-    move: Callable[..., bool] = _out if case.way == "out" else _in
+    move: Callable[..., bool] = _out if case.direction == "out" else _in
     is_right = move(ground, dice, chunks)
     ground.wait()
     return is_right

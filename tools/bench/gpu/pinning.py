@@ -16,11 +16,11 @@ from typing import Literal
 
 import torch
 
-from kvstore.chunks import ByteArray
-from kvstore.layout import round_up
 from kvstore.memory.mapped import map_bytes, populate
 from kvstore.memory.pinning import Pinner, find_pinner
 from kvstore.memory.slabs import SlabPool
+from kvstore.model.chunks import ByteArray
+from kvstore.model.layout import round_up
 from kvstore.tools.bench.gpu.bed import MIB, Scale
 from kvstore.tools.bench.gpu.figures import GB_PER_S, US, Figure, count, duration, percentile
 from kvstore.tools.bench.samples import require, timed

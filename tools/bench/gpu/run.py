@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.tools.bench.gpu.bed import Scale
 from kvstore.tools.bench.gpu.figures import Ended, Figure, append_line, figure_table
 from kvstore.tools.bench.gpu.steps import MODULE, PLANS, STEPS, Step

@@ -29,7 +29,7 @@ EXAMPLE: Final = """examples:
 """
 COMMAND: Final = (sys.executable, "-m", "kvstore.tools.dev.models.trial")
 _MARK: Final = "TRIAL "
-_REFUSAL: Final = "kvstore.errors.LayoutError"  # the error's reason is kept
+_REFUSAL: Final = "kvstore.model.errors.LayoutError"  # the error's reason is kept
 _ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, Self
 from typer.testing import CliRunner
 
 from kvstore.config import load_config
-from kvstore.errors import KVStoreError
+from kvstore.model.errors import KVStoreError
 from kvstore.tools.cli import app
 from kvstore.tools.dev.pages.blocks import COMMANDS, ROOT, Block, Command, commands
 from kvstore.tools.dev.pages.stand_ins import (

@@ -15,13 +15,13 @@ from support.random_client import RandomClient
 from support.remote import FakeServer
 from support.schedules import schedules
 
-from kvstore.checkpoints.groups import Kind
+from kvstore.model.groups import GroupKind
 from kvstore.ops import metrics
 
-FULL, WIDE = FakeGroup(Kind.FULL, 4), FakeGroup(Kind.FULL, 8)
-WINDOW, LONG = FakeGroup(Kind.WINDOW, 4, 7), FakeGroup(Kind.WINDOW, 8, 21)
-LOCAL = FakeGroup(Kind.LOCAL, 4, 12)
-STATE, COARSE = FakeGroup(Kind.STATE, 4), FakeGroup(Kind.STATE, 8)
+FULL, WIDE = FakeGroup(GroupKind.FULL, 4), FakeGroup(GroupKind.FULL, 8)
+WINDOW, LONG = FakeGroup(GroupKind.WINDOW, 4, 7), FakeGroup(GroupKind.WINDOW, 8, 21)
+LOCAL = FakeGroup(GroupKind.LOCAL, 4, 12)
+STATE, COARSE = FakeGroup(GroupKind.STATE, 4), FakeGroup(GroupKind.STATE, 8)
 
 MODELS: dict[str, tuple[FakeGroup, ...]] = {
     "gptoss": (WINDOW, FULL),

@@ -20,14 +20,14 @@ from kvstore.adapters.vllm.scheduler.loads import LoadPlanner
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
-from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import LoadStep, Match, Place, StoreStep, chunk_refs
-from kvstore.chunks import ChunkRef
-from kvstore.keys import NO_EXTRAS, Namespace, PrefixHasher, PrefixKey
-from kvstore.layout import KVLayout
-from kvstore.options import EngineOptions
+from kvstore.engine.options import EngineOptions
+from kvstore.index.index import ChunkIndex
+from kvstore.index.plans import LoadStep, Match, Place, StoreStep, chunk_refs
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.keys import NO_EXTRAS, Namespace, PrefixHasher, PrefixKey
+from kvstore.model.layout import KVLayout
 from kvstore.paged.binding import bind_paged_kv
-from kvstore.transfer.mover import LoadJob, LoadResult, StoreJob, Stores, as_block_ids
+from kvstore.transfer.mover import LoadJob, LoadResult, StartedStores, StoreJob, as_block_ids
 
 PROMPT = list(range(2 * CHUNK + 1))
 TABLE = list(range(1, 10))
@@ -327,7 +327,7 @@ def test_a_step_that_preempts_waits_for_the_stores_beside(
     storer = worker._background._storer
     finish_store = storer.finish_store
 
-    def slow_store(stores: Stores) -> set[PrefixKey]:
+    def slow_store(stores: StartedStores) -> set[PrefixKey]:
         assert goes_on.wait(30)
         count = len(stores.waiting)
         failed = finish_store(stores)

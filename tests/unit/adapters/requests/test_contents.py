@@ -14,7 +14,7 @@ from kvstore.adapters.vllm.requests import contents
 from kvstore.adapters.vllm.requests.adapterfiles import AdapterFiles
 from kvstore.adapters.vllm.requests.arrivals import Arrivals, Known
 from kvstore.adapters.vllm.requests.contents import Unnamed, content_name
-from kvstore.keys import Feature
+from kvstore.model.keys import Feature
 
 PIXELS = torch.arange(12, dtype=torch.float32).reshape(3, 4)
 

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover, parse_handover
-from kvstore.errors import InvalidCallError
+from kvstore.model.errors import InvalidCallError
 
 
 class TestParsing:

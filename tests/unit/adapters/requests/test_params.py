@@ -18,7 +18,7 @@ from kvstore.adapters.vllm.requests.params import (
 )
 from kvstore.config import load_config
 from kvstore.config.schema import REQUEST_FIELDS
-from kvstore.errors import ConfigError, InvalidCallError
+from kvstore.model.errors import ConfigError, InvalidCallError
 
 TEXT = st.text(max_size=5) | st.text(max_size=5).map(lambda text: (text or "x") * 300)  # or longer than what is allowed
 JSON = st.recursive(

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from kvstore.adapters.vllm.requests.rows import NO_STATES, RowMap
-from kvstore.checkpoints.groups import Group, Groups, Kind
-from kvstore.checkpoints.parts import Checkpoints
-from kvstore.layout import KVLayout
+from kvstore.model.checkpoints import Checkpoints
+from kvstore.model.groups import Group, GroupKind, Groups
+from kvstore.model.layout import KVLayout
 from kvstore.paged.base import BlockIds
 from kvstore.paged.grouped import row_of
 
-FULL = Group(Kind.FULL, 4, 64)
-WINDOW = Group(Kind.WINDOW, 4, 64, span_tokens=9)
-STATE = Group(Kind.STATE, 8, 64)
+FULL = Group(GroupKind.FULL, 4, 64)
+WINDOW = Group(GroupKind.WINDOW, 4, 64, span_tokens=9)
+STATE = Group(GroupKind.STATE, 8, 64)
 LAYOUT = KVLayout(page_bytes=(128,), planes=1, block_tokens=8, chunk_tokens=16)  # a part has room for four blocks
 
 TABLES = [
@@ -47,7 +47,7 @@ def test_one_group_that_keeps_all_tokens_is_its_own_rows() -> None:
 def test_a_chunk_is_the_groups_that_keep_all_tokens() -> None:
     assert pairs(ROWS.of_chunk(TABLES, 1, 2)) == [(0, 13), (0, 14), (0, 15), (0, 16)], "in blocks of the whole model"
     assert ROWS.of_chunk(TABLES, 3, 2) is None, "the request is not so long"
-    two = row_map(FULL, Group(Kind.FULL, 8, 64))
+    two = row_map(FULL, Group(GroupKind.FULL, 8, 64))
     assert pairs(two.of_chunk([TABLES[0], [1, 2, 3, 4]], 0, 2)) == [
         *((0, block) for block in range(11, 15)),
         (1, 1),

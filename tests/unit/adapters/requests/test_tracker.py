@@ -7,7 +7,7 @@ from support.fake_parts import BLOCK, CHUNK, FakeRequest
 
 from kvstore.adapters.vllm.requests.params import RequestParams
 from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveRules, SaveSpec
-from kvstore.keys import NO_EXTRAS, KeyExtras, PrefixHasher
+from kvstore.model.keys import NO_EXTRAS, KeyExtras, PrefixHasher
 
 
 def tracker_of(num_tokens: int, *, decode: bool = False, tails: bool = True) -> tuple[FakeRequest, RequestTracker]:

@@ -12,7 +12,7 @@ from support.fake_vllm import FakeVllm, one_after_the_other
 
 from kvstore.adapters.vllm.scheduler.choice import LoadRules
 from kvstore.adapters.vllm.telemetry.announcer import Stored
-from kvstore.catalog.plans import Place
+from kvstore.index.plans import Place
 from kvstore.ops import metrics
 
 FIRST = list(range(3 * CHUNK + 1))

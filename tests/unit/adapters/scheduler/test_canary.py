@@ -12,9 +12,9 @@ from support.fake_vllm import FakeVllm, one_after_the_other
 from support.remote import FakeServer
 
 from kvstore.adapters.vllm.scheduler.canary import Canary
-from kvstore.catalog.entries import NO_SLOT
-from kvstore.catalog.plans import Place
-from kvstore.chunks import ChunkRef
+from kvstore.index.entries import NO_SLOT
+from kvstore.index.plans import Place
+from kvstore.model.chunks import ChunkRef
 from kvstore.ops import metrics
 
 PROMPT = list(range(3 * CHUNK + 2 * BLOCK + 1))  # three chunks, a tail of two blocks, one token

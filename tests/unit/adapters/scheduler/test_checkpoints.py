@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from support.catalog import BLOCK, CHUNK, hasher_of, stored_bytes
+from support.index import BLOCK, CHUNK, hasher_of, stored_bytes
 from support.uses import uses_of
 
 from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup, find_tokens
 from kvstore.adapters.vllm.scheduler.pins import Pins
 from kvstore.adapters.vllm.scheduler.steps import Steps
-from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import Place, chunk_refs
-from kvstore.catalog.remote_view import RemoteView
-from kvstore.checkpoints.groups import Group, Groups, Kind
-from kvstore.checkpoints.parts import Checkpoints
-from kvstore.chunks import ChunkRef
-from kvstore.layout import KVLayout
+from kvstore.index.index import ChunkIndex
+from kvstore.index.plans import Place, chunk_refs
+from kvstore.index.remote_view import RemoteView
+from kvstore.model.checkpoints import Checkpoints
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.groups import Group, GroupKind, Groups
+from kvstore.model.layout import KVLayout
 from kvstore.tiers.directory import RemoteDirectory
 
 LAYOUT = KVLayout(page_bytes=(10,), planes=1, block_tokens=BLOCK, chunk_tokens=CHUNK)
-FULL = Group(Kind.FULL, BLOCK, 10)
-WINDOW = Group(Kind.WINDOW, BLOCK, 40, span_tokens=2 * BLOCK)  # two blocks, each a part
+FULL = Group(GroupKind.FULL, BLOCK, 10)
+WINDOW = Group(GroupKind.WINDOW, BLOCK, 40, span_tokens=2 * BLOCK)  # two blocks, each a part
 
 
-class Elsewhere(RemoteLookup):
+class OtherEngines(RemoteLookup):
     """A remote tier that answers at once."""
 
     def __init__(self, held: Sequence[ChunkRef] = ()) -> None:
@@ -105,7 +105,7 @@ def test_what_is_known_of_a_prompt_ends_at_a_checkpoint(end_tokens: int) -> None
     index = make(FULL, WINDOW)
     store(index, 2 * CHUNK + 3 * BLOCK, [])
     store(index, 2 * CHUNK + BLOCK, [end_tokens] if end_tokens else [])
-    found = find_tokens(hasher_of(3 * CHUNK), index, Elsewhere())
+    found = find_tokens(hasher_of(3 * CHUNK), index, OtherEngines())
     assert found == ({Place.MEMORY: end_tokens} if end_tokens else {})
     assert found.total() == index.lookup(hasher_of(3 * CHUNK)).num_tokens
 
@@ -114,7 +114,7 @@ def test_a_remote_tier_is_asked_a_few_times_only() -> None:
     index = make(FULL, WINDOW)
     store(index, CHUNK, [])
     there = [*chunk_refs(hasher_of(20 * CHUNK), with_tail=False), *parts_at(index, 9 * CHUNK)]
-    remote = Elsewhere([*there, parts_at(index, 12 * CHUNK)[0]])
+    remote = OtherEngines([*there, parts_at(index, 12 * CHUNK)[0]])
     found = find_tokens(hasher_of(30 * CHUNK), index, remote)
     assert found == {Place.MEMORY: CHUNK, Place.REMOTE: 8 * CHUNK}
     assert remote.num_questions <= 4
@@ -122,9 +122,9 @@ def test_a_remote_tier_is_asked_a_few_times_only() -> None:
 
 def test_windows_alone_are_known_up_to_their_checkpoint_by_its_slowest_part() -> None:
     index = make(WINDOW)
-    assert find_tokens(hasher_of(3 * CHUNK), index, Elsewhere()) == {}
+    assert find_tokens(hasher_of(3 * CHUNK), index, OtherEngines()) == {}
     store(index, 2 * CHUNK, [2 * CHUNK])
-    assert find_tokens(hasher_of(3 * CHUNK), index, Elsewhere()) == {Place.MEMORY: 2 * CHUNK}
-    remote = Elsewhere(parts_at(index, 2 * CHUNK)[1:])
+    assert find_tokens(hasher_of(3 * CHUNK), index, OtherEngines()) == {Place.MEMORY: 2 * CHUNK}
+    remote = OtherEngines(parts_at(index, 2 * CHUNK)[1:])
     index.remove([parts_at(index, 2 * CHUNK)[1].prefix_key])
     assert find_tokens(hasher_of(3 * CHUNK), index, remote) == {Place.REMOTE: 2 * CHUNK}

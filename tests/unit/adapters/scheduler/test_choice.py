@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.adapters.vllm.scheduler.choice import BRIEF_S, RETRY_EVERY, LoadChoice, LoadRules, StepClock, prefilled
-from kvstore.catalog.plans import Place
+from kvstore.index.plans import Place
 
 MEMORY, DISK, REMOTE = ({place: 256} for place in Place)
 

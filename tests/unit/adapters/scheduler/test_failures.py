@@ -10,8 +10,8 @@ from support.fake_parts import BLOCK, CHUNK, Setup
 from support.situations import PROMPT, Build, again, damage
 
 from kvstore.adapters.vllm.requests.params import NO_PARAMS, WITHOUT_CACHE, RequestParams
-from kvstore.catalog.plans import Place
-from kvstore.chunks import Outcome
+from kvstore.index.plans import Place
+from kvstore.model.chunks import Outcome
 
 
 @pytest.mark.parametrize("params", [WITHOUT_CACHE, RequestParams(tags=(("team", "red"),))], ids=["without", "tagged"])

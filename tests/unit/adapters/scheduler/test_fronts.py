@@ -15,9 +15,9 @@ from support.fake_vllm import FakeVllm, one_after_the_other
 from support.remote import FakeServer
 
 from kvstore.adapters.vllm.telemetry.announcer import Stored
-from kvstore.catalog.plans import Place
-from kvstore.chunks import ChunkRef
-from kvstore.keys import PrefixHasher
+from kvstore.index.plans import Place
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.keys import PrefixHasher
 
 FIRST = list(range(2 * CHUNK + 1))
 

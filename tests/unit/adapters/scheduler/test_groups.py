@@ -16,14 +16,14 @@ from support.remote import FakeServer
 
 from kvstore.adapters.vllm.requests.params import RequestParams
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice
-from kvstore.catalog.plans import Place
-from kvstore.checkpoints.groups import Kind
+from kvstore.index.plans import Place
+from kvstore.model.groups import GroupKind
 from kvstore.ops import metrics
 from kvstore.transfer import mover
 
-FULL, WIDE = FakeGroup(Kind.FULL, 4), FakeGroup(Kind.FULL, 8)
-WINDOW, LONG = FakeGroup(Kind.WINDOW, 4, 9), FakeGroup(Kind.WINDOW, 8, 21)
-STATE = FakeGroup(Kind.STATE, 4)
+FULL, WIDE = FakeGroup(GroupKind.FULL, 4), FakeGroup(GroupKind.FULL, 8)
+WINDOW, LONG = FakeGroup(GroupKind.WINDOW, 4, 9), FakeGroup(GroupKind.WINDOW, 8, 21)
+STATE = FakeGroup(GroupKind.STATE, 4)
 PROMPT = [number * 7 % 50 for number in range(63)]
 
 HEADER = 4096
@@ -182,7 +182,7 @@ _TYPES = {"uint8": np.uint8, "int64": np.int64}
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])
 @pytest.mark.parametrize("async_save", [False, True])
 def test_an_answer_is_stored_up_to_its_end(build: Build, run_ahead: int, *, async_save: bool) -> None:
-    window = FakeGroup(Kind.WINDOW, 4, 11)  # of 12 tokens: of the last whole block's, none has left it
+    window = FakeGroup(GroupKind.WINDOW, 4, 11)  # of 12 tokens: of the last whole block's, none has left it
     vllm = build(FULL, window, run_ahead=run_ahead, async_save=async_save, save_decode=True)
     first = vllm.ask("first", PROMPT[:30], max_tokens=20)
     assert again(vllm, [*first.all_token_ids, 1, 2]) == 48

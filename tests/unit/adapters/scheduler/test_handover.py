@@ -18,10 +18,10 @@ from support.schedules import schedules
 
 from kvstore.adapters.vllm.requests.params import NO_PARAMS, DisaggSpec, Handover, RequestParams, Source, parse_handover
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
-from kvstore.catalog.plans import chunk_refs
-from kvstore.chunks import ChunkRef
-from kvstore.errors import TierError
-from kvstore.keys import KeyExtras, PrefixHasher
+from kvstore.index.plans import chunk_refs
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import TierError
+from kvstore.model.keys import KeyExtras, PrefixHasher
 from kvstore.ops import metrics
 
 PROMPT = list(range(2 * CHUNK + 2 * BLOCK + 1))

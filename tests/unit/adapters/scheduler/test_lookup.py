@@ -12,8 +12,8 @@ from support.lookups import SOURCE, Remote, World, refs
 
 from kvstore.adapters.vllm.scheduler import lookup as lookups
 from kvstore.adapters.vllm.scheduler.lookup import PASS_BUDGET_S, RemoteLookup
-from kvstore.catalog.remote_view import RemoteView
-from kvstore.errors import ClosedError, TierError
+from kvstore.index.remote_view import RemoteView
+from kvstore.model.errors import ClosedError, TierError
 from kvstore.tiers import questions
 from kvstore.tiers.directory import RemoteDirectory
 from kvstore.tiers.questions import MAX_TOGETHER, Question

@@ -12,8 +12,8 @@ from support.gate import HANG_GUARD_S
 from support.handed_over import Wire, answered, consumer, flush, producer, to
 from support.redis_server import wait_for
 
-from kvstore.chunks import ChunkRef
 from kvstore.handover import tcp
+from kvstore.model.chunks import ChunkRef
 from kvstore.server.spaces import Chunk, Space
 from kvstore.server.stock import Stock
 

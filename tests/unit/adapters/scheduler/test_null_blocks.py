@@ -18,12 +18,12 @@ from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.worker.worker import StoreWorker
-from kvstore.catalog.plans import LoadStep, Place, StoreStep
-from kvstore.chunks import ChunkRef
-from kvstore.errors import InvalidCallError
-from kvstore.keys import NO_EXTRAS, Namespace
-from kvstore.layout import KVLayout
-from kvstore.options import EngineOptions
+from kvstore.engine.options import EngineOptions
+from kvstore.index.plans import LoadStep, Place, StoreStep
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import InvalidCallError
+from kvstore.model.keys import NO_EXTRAS, Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.transfer.mover import LoadJob, StoreJob, as_block_ids
 

@@ -18,8 +18,8 @@ from support.handed_over import Wire, answered, consumer, flush, producer, throw
 from support.redis_server import wait_for
 
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover
-from kvstore.chunks import ChunkRef
-from kvstore.errors import TierError
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import TierError
 from kvstore.protocol import messages
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server.service import Service

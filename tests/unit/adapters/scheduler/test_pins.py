@@ -11,7 +11,7 @@ from support.situations import PROMPT, Build, again
 
 from kvstore.adapters.vllm.requests.params import WITHOUT_CACHE, RequestParams
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
-from kvstore.keys import NO_EXTRAS
+from kvstore.model.keys import NO_EXTRAS
 
 
 def test_a_time_to_live(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

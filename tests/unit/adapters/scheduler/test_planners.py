@@ -24,12 +24,12 @@ from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.scheduler.steps import Step
 from kvstore.adapters.vllm.worker.background import SLOW_LOADS, Background
-from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import LoadStep, Match, Place
-from kvstore.checkpoints.groups import Group, Groups, Kind
-from kvstore.checkpoints.parts import Checkpoints
-from kvstore.keys import NO_EXTRAS, Namespace
-from kvstore.layout import KVLayout
+from kvstore.index.index import ChunkIndex
+from kvstore.index.plans import LoadStep, Match, Place
+from kvstore.model.checkpoints import Checkpoints
+from kvstore.model.groups import Group, GroupKind, Groups
+from kvstore.model.keys import NO_EXTRAS, Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.testing.harness import make_ref
 from kvstore.transfer.mover import LoadJob, LoadResult, MoverCounters, as_block_ids
 
@@ -156,7 +156,9 @@ def test_steps_of_many_decodes_teach_nothing_of_computing(monkeypatch: pytest.Mo
 
 
 def test_a_checkpoint_counts_where_it_lies_and_by_its_bytes() -> None:
-    groups = Groups((Group(Kind.FULL, BLOCK, LAYOUT.block_bytes), Group(Kind.WINDOW, BLOCK, 3 * BLOCK, 5 * BLOCK)))
+    groups = Groups(
+        (Group(GroupKind.FULL, BLOCK, LAYOUT.block_bytes), Group(GroupKind.WINDOW, BLOCK, 3 * BLOCK, 5 * BLOCK))
+    )
     checkpoints = Checkpoints((groups,), (LAYOUT,))
     parts, chunk = tuple(checkpoints.refs(make_ref(1).prefix_key, CHUNK)), make_ref(1, CHUNK // BLOCK)
     where = {chunk: Place.MEMORY, **dict.fromkeys(parts, Place.REMOTE)}

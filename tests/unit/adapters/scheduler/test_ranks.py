@@ -16,10 +16,10 @@ from support.remote import FakeServer
 
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
-from kvstore.catalog.plans import Place, chunk_refs
-from kvstore.chunks import ChunkRef
-from kvstore.errors import TierError
-from kvstore.keys import PrefixHasher
+from kvstore.index.plans import Place, chunk_refs
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import TierError
+from kvstore.model.keys import PrefixHasher
 
 PROMPT = list(range(3 * CHUNK + 2 * BLOCK + 1))  # three chunks, a tail of two blocks, one token
 WHOLE = len(PROMPT) - 1

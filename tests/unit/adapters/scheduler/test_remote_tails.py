@@ -7,9 +7,9 @@ from support.fake_parts import BLOCK, CHUNK, Setup
 from support.fake_vllm import one_after_the_other
 from support.remote import FakeServer
 
-from kvstore.catalog.plans import chunk_refs
-from kvstore.chunks import ChunkRef
-from kvstore.keys import PrefixHasher
+from kvstore.index.plans import chunk_refs
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.keys import PrefixHasher
 
 TURNS = 5
 

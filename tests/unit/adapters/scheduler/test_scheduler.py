@@ -18,8 +18,8 @@ from kvstore.adapters.vllm.scheduler import choice
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
-from kvstore.keys import NO_EXTRAS, Namespace, PrefixKey
-from kvstore.layout import KVLayout
+from kvstore.model.keys import NO_EXTRAS, Namespace, PrefixKey
+from kvstore.model.layout import KVLayout
 from kvstore.policies import Adaptive
 from kvstore.policies.traces import read_trace
 

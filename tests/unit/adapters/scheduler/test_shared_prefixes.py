@@ -11,8 +11,8 @@ from support.fake_vllm import one_after_the_other
 from support.gate import HANG_GUARD_S, Gate
 from support.redis_server import wait_for
 
-from kvstore.chunks import Outcome
-from kvstore.keys import PrefixHasher
+from kvstore.model.chunks import Outcome
+from kvstore.model.keys import PrefixHasher
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.disk.tier import DiskTier
 

@@ -15,8 +15,8 @@ from kvstore.adapters.vllm.scheduler.choice import LoadRules
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.startup import Surroundings, startup_lines
 from kvstore.config import load_config
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 
 LAYOUT = KVLayout(page_bytes=(64,), planes=1, block_tokens=16, chunk_tokens=32)
 FACTS = WorkerFacts(1024, 2**20, 2**30, (0, 0), [], Namespace({"rank": 0}), LAYOUT)

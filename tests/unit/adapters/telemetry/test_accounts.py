@@ -16,8 +16,8 @@ from support.situations import PROMPT, Build
 
 from kvstore.adapters.vllm.telemetry import accounts
 from kvstore.adapters.vllm.telemetry.accounts import Account, Accounts
-from kvstore.catalog.plans import MissReason
-from kvstore.errors import TierError
+from kvstore.index.plans import MissReason
+from kvstore.model.errors import TierError
 from kvstore.ops import metrics
 from kvstore.ops.metrics import Tally
 

@@ -14,7 +14,7 @@ from support.fake_vllm import FakeVllm, one_after_the_other
 from support.schedules import schedules
 
 from kvstore.adapters.vllm.requests.params import RequestParams
-from kvstore.catalog.plans import Place
+from kvstore.index.plans import Place
 
 FIRST = list(range(2 * CHUNK + 1))
 

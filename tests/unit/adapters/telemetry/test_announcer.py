@@ -13,8 +13,8 @@ from support.fake_parts import BLOCK, CHUNK, FakeRequest, Setup
 from support.fake_vllm import FakeVllm, one_after_the_other
 
 from kvstore.adapters.vllm.requests.params import RequestParams
-from kvstore.adapters.vllm.telemetry.announcer import Removed, Stored, _Shelf
-from kvstore.catalog.plans import Place
+from kvstore.adapters.vllm.telemetry.announcer import Removed, Stored, _PlaceEvents
+from kvstore.index.plans import Place
 
 PROMPT = list(range(2 * CHUNK + 2 * BLOCK + 1))  # two chunks, a tail of two blocks, one token
 BLOCKS_PER_CHUNK = CHUNK // BLOCK
@@ -149,17 +149,17 @@ def test_what_an_event_costs_does_not_depend_on_how_many_chunks_begin_alike(monk
     """All prompts with the same system prompt begin alike, and the scheduler's thread must not walk over them."""
     monkeypatch.setattr(CountedBlock, "looks", 0)
     system = tuple(CountedBlock(b"system %d" % number) for number in range(BLOCKS_PER_CHUNK - 1))
-    shelf, looks = _Shelf(), []
+    at_place, looks = _PlaceEvents(), []
     for number in range(2_000):
         before = CountedBlock.looks
         hashes = (*system, CountedBlock(b"own %d" % number))
-        assert shelf.add(b"key %d" % number, hashes) == (len(system) if number else 0)
+        assert at_place.add(b"key %d" % number, hashes) == (len(system) if number else 0)
         looks.append(CountedBlock.looks - before)
     assert max(looks) <= 8 * BLOCKS_PER_CHUNK
     for number in range(2_000):
         before = CountedBlock.looks
         own = CountedBlock(b"own %d" % number)
-        gone = shelf.remove(b"key %d" % number, (*system, own))
+        gone = at_place.remove(b"key %d" % number, (*system, own))
         assert gone == ([own] if number < 1_999 else [*system, own])
         assert CountedBlock.looks - before <= 8 * BLOCKS_PER_CHUNK + 2 * len(gone)
 
@@ -169,16 +169,16 @@ def test_a_block_is_said_by_the_first_chunk_that_has_it_and_taken_back_with_the_
     chunks: list[tuple[int, int, int]], random: Random
 ) -> None:
     """Chunks have any length, branch anywhere, and come in any order."""
-    shelf = _Shelf()
+    at_place = _PlaceEvents()
     here: dict[bytes, tuple[bytes, ...]] = {}
     for number, (length, first, second) in enumerate(chunks):
         words = [b"all", b"%d" % first, b"%d %d" % (first, second), b"%d %d end" % (first, second)]
         key, hashes = b"%d" % number, tuple(words[:length])
         said = {name for other in here.values() for name in other}
-        assert shelf.add(key, hashes) == sum(name in said for name in hashes)
+        assert at_place.add(key, hashes) == sum(name in said for name in hashes)
         here[key] = hashes
         if random.random() < 0.5:
             gone_key = random.choice(sorted(here))
             gone_hashes = here.pop(gone_key)
             left = {name for other in here.values() for name in other}
-            assert shelf.remove(gone_key, gone_hashes) == [name for name in gone_hashes if name not in left]
+            assert at_place.remove(gone_key, gone_hashes) == [name for name in gone_hashes if name not in left]

@@ -13,9 +13,9 @@ from support.fake_vllm import FakeVllm, one_after_the_other
 from support.gate import HANG_GUARD_S, Gate, until
 
 from kvstore.adapters.vllm.scheduler import choice
-from kvstore.catalog.plans import MissReason, Place
-from kvstore.chunks import Outcome
-from kvstore.keys import NO_EXTRAS, PrefixHasher
+from kvstore.index.plans import MissReason, Place
+from kvstore.model.chunks import Outcome
+from kvstore.model.keys import NO_EXTRAS, PrefixHasher
 from kvstore.ops import metrics
 from kvstore.paged.base import HostPagedKV
 from kvstore.tiers.disk.tier import DiskTier

@@ -15,15 +15,15 @@ from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES
 from kvstore.adapters.vllm.plan import Fetch, ReqMeta, StepPlan
 from kvstore.adapters.vllm.worker.background import Background
 from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
-from kvstore.catalog.plans import Place
-from kvstore.chunks import Outcome
+from kvstore.engine.options import EngineOptions
 from kvstore.handover.ledger import PushJob
 from kvstore.handover.pusher import PushCounters, Pusher
 from kvstore.handover.transport import Parcel, Receiver, Transport
-from kvstore.keys import Namespace
-from kvstore.options import EngineOptions
+from kvstore.index.plans import Place
+from kvstore.model.chunks import Outcome
+from kvstore.model.keys import Namespace
 from kvstore.paged.staging import Staging
-from kvstore.paged.streams import Moment, Way
+from kvstore.paged.streams import DeviceEvent, Direction
 from kvstore.protocol.progress import Progress
 from kvstore.transfer.mover import as_block_ids
 
@@ -121,7 +121,7 @@ def test_loads_that_go_side_by_side_use_buffers_one_after_the_other(
     inside, most = list[None](), list[int]()
     original = Staging.carry_in
 
-    def carry_in(self: Staging, *work: Any) -> Moment:
+    def carry_in(self: Staging, *work: Any) -> DeviceEvent:
         inside.append(None)
         time.sleep(0.005)  # lets another thread in, if possible
         most.append(len(inside))
@@ -287,7 +287,7 @@ def test_a_worker_is_not_at_rest_before_what_it_hands_over_is_copied() -> None:
         worker._pushes._pusher = pusher
         job = PushJob(ref_of(1), as_block_ids(blocks_of(1)))
         pusher.begin([(Receiver("there", 1), [job])]).finish(trusted=True)
-        copies = bench.paged.streams.copying[Way.OUT]  # type: ignore[attr-defined]
+        copies = bench.paged.streams.copying[Direction.OUT]  # type: ignore[attr-defined]
         bench.device.stalled = [copies]
         bench.device.run_unstalled()
         assert bench.device.current.done == bench.device.current.launched

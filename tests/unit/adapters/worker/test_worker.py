@@ -20,13 +20,13 @@ from kvstore.adapters.vllm.plan import ReqMeta, StepPlan, StepReport, StepResult
 from kvstore.adapters.vllm.requests.params import DisaggSpec
 from kvstore.adapters.vllm.worker.pushes import PushOptions
 from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
-from kvstore.catalog.plans import LoadStep, Place, StoreStep
-from kvstore.chunks import ChunkRef
-from kvstore.errors import TierError
+from kvstore.engine.options import EngineOptions
 from kvstore.handover.ledger import PushJob
 from kvstore.handover.transport import Transport
-from kvstore.keys import Namespace
-from kvstore.options import EngineOptions
+from kvstore.index.plans import LoadStep, Place, StoreStep
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import TierError
+from kvstore.model.keys import Namespace
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.transfer.mover import LoadJob, Mover, StoreJob, as_block_ids

@@ -30,10 +30,10 @@ from support.diskwork import (
     put,
 )
 
-from kvstore.chunks import Outcome
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Damage
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import Outcome
+from kvstore.model.layout import KVLayout
 from kvstore.tiers.disk import chunkio
 from kvstore.tiers.disk.chunkio import Body, ChunkIO
 from kvstore.tiers.disk.tier import DiskTier

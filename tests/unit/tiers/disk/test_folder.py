@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from support.diskwork import CAPACITY_BYTES, CHUNK_BYTES, EVEN, MINE, OTHER, Open, bytes_on_disk, get, make_ref, put
 
-from kvstore.chunks import Outcome
-from kvstore.errors import ClosedError, ConfigError, FolderOwnedError, TierError
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import ClosedError, ConfigError, FolderOwnedError, TierError
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk.tier import DiskTier
 
@@ -113,8 +113,8 @@ def test_filesystem_without_locks(folder: Path, monkeypatch: pytest.MonkeyPatch)
 HOLD = """
 import sys
 from pathlib import Path
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
 from kvstore.tiers.disk.tier import DiskTier
 layout = KVLayout(page_bytes=(4096,) * 4, planes=1, block_tokens=32, chunk_tokens=256)
 tier = DiskTier(Path(sys.argv[1]), Namespace({"model": "mine"}), layout, 1 << 22)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import ClosedError, TierError
 from kvstore.format.chunkfile import Damage
-from kvstore.keys import Namespace
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import ClosedError, TierError
+from kvstore.model.keys import Namespace
 from kvstore.testing.harness import EVEN, MINE, OTHER, make_buffer, make_payload, make_ref, make_transfer
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.disk.chunkio import Body, ChunkIO

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from support.diskwork import CHUNK_BYTES, MINE, OTHER, Open, bytes_on_disk, cut, get, make_ref, path_of, put
 
-from kvstore.chunks import ChunkRef, Outcome
 from kvstore.format.chunkfile import Damage
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.layout import KVLayout
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk import survey
 from kvstore.tiers.disk.chunkio import Body, ChunkIO

@@ -23,8 +23,8 @@ from support.diskwork import (
     put,
 )
 
-from kvstore.chunks import Outcome
-from kvstore.errors import ConfigError
+from kvstore.model.chunks import Outcome
+from kvstore.model.errors import ConfigError
 from kvstore.tiers.disk import space
 from kvstore.tiers.disk.tier import DiskTier
 

@@ -27,8 +27,15 @@ from support.diskwork import (
 )
 from support.faults import Fault, FaultInjector, FaultKind
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import ClosedError, ConfigError, FolderOwnedError, InvalidCallError, TierError, TierTimeoutError
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import (
+    ClosedError,
+    ConfigError,
+    FolderOwnedError,
+    InvalidCallError,
+    TierError,
+    TierTimeoutError,
+)
 from kvstore.tiers.base import BoundedTier, Transfer
 from kvstore.tiers.disk import survey
 from kvstore.tiers.disk.striped import StripedTier, open_folders

@@ -29,9 +29,9 @@ from support.diskwork import (
     put,
 )
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import ConfigError, InvalidCallError, TierError
-from kvstore.layout import KVLayout
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.errors import ConfigError, InvalidCallError, TierError
+from kvstore.model.layout import KVLayout
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.disk.tier import DiskTier
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from support.diskwork import CAPACITY_BYTES, EVEN, MINE, OTHER, bytes_on_disk, get, make_ref, make_transfer
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.keys import PREFIX_KEY_BYTES, PrefixKey
 from kvstore.tiers.disk import trails
 from kvstore.tiers.disk.folder import TRAILS_FILE
 from kvstore.tiers.disk.tier import DiskTier

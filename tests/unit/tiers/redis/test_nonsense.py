@@ -14,13 +14,13 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
-from kvstore.errors import TierError
+from kvstore.model.errors import TierError
 from kvstore.testing.harness import EVEN, MINE, make_buffer, make_ref, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup, Transfer
+from kvstore.tiers.redis.connection import Reader
 from kvstore.tiers.redis.nodes import _slot_map
 from kvstore.tiers.redis.tier import RedisTier
 from kvstore.tiers.redis.url import Address
-from kvstore.tiers.redis.wire import Reader
 
 NO_RESP = {
     "no length": b"$abc\r\n",

@@ -6,12 +6,12 @@ import pytest
 from support.diskwork import EVEN
 from support.trails import ref_of, trail_of
 
-from kvstore.errors import TierError
+from kvstore.model.errors import TierError
 from kvstore.tiers.redis import trails
 from kvstore.tiers.redis.chunk import Home
+from kvstore.tiers.redis.connection import Reply, pack
 from kvstore.tiers.redis.nodes import SlotMovingError
 from kvstore.tiers.redis.trails import CALM, CALM_PUTS, CHECKED, REST_S, SETS, Errand, TrailSets, _Doubt
-from kvstore.tiers.redis.wire import Reply, pack
 
 HOME = Home(bytes(8), b"00112233445566ff")
 PATHS = [(number, number) for number in range(200)]

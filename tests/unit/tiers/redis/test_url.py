@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from support.diskwork import EVEN, MINE
 
-from kvstore.errors import ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.redis.calls import Calls
 from kvstore.tiers.redis.nodes import SlotMovedError
-from kvstore.tiers.redis.url import Address, Kind, RedisTarget, parse_target
+from kvstore.tiers.redis.url import Address, Deployment, RedisTarget, parse_target
 
-SINGLE, SENTINEL, CLUSTER = Kind.SINGLE, Kind.SENTINEL, Kind.CLUSTER
+SINGLE, SENTINEL, CLUSTER = Deployment.SINGLE, Deployment.SENTINEL, Deployment.CLUSTER
 HERE = (Address("here", 6379),)
 
 GOOD = {
@@ -108,7 +108,7 @@ class MovingNodes:
         self.known = "present"
 
     @contextmanager
-    def link(self) -> Iterator[str]:
+    def connection(self) -> Iterator[str]:
         yield self.known
 
 
@@ -116,9 +116,9 @@ def test_a_call_follows_a_slot_to_its_node() -> None:
     nodes: Any = MovingNodes()
     asked = []
 
-    def action(link: Any) -> str:
-        asked.append(link)
-        if link == "former":
+    def action(connection: Any) -> str:
+        asked.append(connection)
+        if connection == "former":
             raise SlotMovedError("moved")
         return "done"
 

@@ -1,1 +1,0 @@
-"""The catalog: the places of all chunks, and the decisions on loads, stores and eviction. Pure state, no I/O."""

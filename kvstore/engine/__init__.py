@@ -1,0 +1,1 @@
+"""Cache engine: plans and moves of one process, put together behind ``CacheEngine``."""

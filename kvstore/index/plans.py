@@ -1,0 +1,180 @@
+"""The index's answers, and the chunks of a token sequence that they are about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import NamedTuple
+
+from kvstore.model.checkpoints import End
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.keys import PrefixHasher, PrefixKey
+
+
+class Match(NamedTuple):
+    """The longest prefix that can be loaded.
+
+    Attributes:
+        refs: the chunks that hold it, in order, from chunk number ``first_chunk`` on. The last one may hold more.
+        num_tokens: tokens from position 0 to its end.
+        first_chunk: number of the chunk in which the caller's own tokens end.
+        checkpoint: the parts of the checkpoint at ``num_tokens``, if the model needs one to continue there.
+        chunk_tokens: tokens that the chunks alone cover, if the model needs checkpoints.
+    """
+
+    refs: tuple[ChunkRef, ...]
+    num_tokens: int
+    first_chunk: int = 0
+    checkpoint: tuple[ChunkRef, ...] = ()
+    chunk_tokens: int = 0
+
+    def front_blocks(self, block_tokens: int, blocks_per_chunk: int) -> int:
+        """Return how many leading blocks of the last chunk the match uses; 0 for all of them."""
+        before = self.first_chunk * blocks_per_chunk + sum(ref.num_blocks for ref in self.refs[:-1])
+        num_blocks = self.num_tokens // block_tokens - before
+        return num_blocks if self.refs and num_blocks < self.refs[-1].num_blocks else 0
+
+
+NO_MATCH = Match((), 0)
+
+
+class Place(Enum):
+    """The places of a chunk."""
+
+    MEMORY = "memory"  # in a slot
+    DISK = "disk"
+    REMOTE = "remote"
+
+
+class MissReason(Enum):
+    """Reason why the first chunk after a match was not found."""
+
+    NEVER_STORED = "never_stored"  # or so long ago that its key has been forgotten
+    EVICTED = "evicted"  # evicted to make room
+    REMOVED = "removed"  # cleared, or expired
+    LOST = "lost"  # its bytes were missing or damaged
+    NOT_YET = "not_yet"  # it is being stored or loaded
+    TIER_DOWN = "tier_down"  # it is, or may be, in a tier that is down
+    NO_CHECKPOINT = "no_checkpoint"  # it is here, but the checkpoint to continue from it is not
+    NO_ROOM = "no_room"  # it is in a slower tier, and no slot is free to load it
+    TOO_SHORT = "too_short"  # the hit is shorter than ``min_retrieve_tokens``
+    RECOMPUTE_FASTER = "recompute_faster"  # loading it would have taken longer than computing it
+    NOT_TAKEN = "not_taken"  # vLLM took less than it was offered
+    VERIFIED = "verified"  # it was computed for comparison
+    SWITCHED_OFF = "switched_off"  # loads are disabled, or not part of the engine's role
+
+
+class LoadStep(NamedTuple):
+    """Load one chunk from its slot, or from a slower tier through that slot, into the paged cache.
+
+    Attributes:
+        holder: the longer chunk whose leading blocks are read as this chunk; None if it is read itself.
+    """
+
+    ref: ChunkRef
+    slot: int
+    source: Place
+    holder: ChunkRef | None = None
+
+    @property
+    def read(self) -> ChunkRef:
+        """The chunk requested from the source."""
+        return self.holder or self.ref
+
+
+class StoreStep(NamedTuple):
+    """Gather one chunk into its slot unless it is there already, then write it to ``targets`` in the background.
+
+    Attributes:
+        trail: the keys at the ends of its blocks; empty if unknown.
+    """
+
+    ref: ChunkRef
+    slot: int
+    targets: tuple[Place, ...]
+    gather: bool = True
+    trail: bytes = b""
+
+
+@dataclass
+class IndexCounters:
+    """Decisions since the index was created."""
+
+    stored: int = 0  # chunks that became readable by a store
+    known: int = 0  # offered, but already here or being stored
+    refused: int = 0  # offered, but no slot could be freed
+    failed_stores: int = 0
+    failed_loads: int = 0
+    lost_chunks: int = 0  # forgotten after a load found them missing or damaged
+    expired: int = 0
+    evicted_memory: int = 0
+    evicted_disk: int = 0
+    writes_done: int = 0
+    writes_failed: int = 0
+    writes_dropped: int = 0  # not queued: the queue or the disk was full
+    writes_retried: int = 0  # planned when a chunk that had not been written was offered again
+    sends_done: int = 0  # to the remote tier
+    sends_failed: int = 0
+    sends_dropped: int = 0  # not queued: the queue was full
+    superseded_tails: int = 0
+
+
+def ends(
+    hasher: PrefixHasher,
+    above_tokens: int,
+    limit_tokens: int,
+    tails: Mapping[int, Sequence[ChunkRef]] = MappingProxyType({}),
+) -> list[End]:
+    """Return the ends of whole chunks in ``(above_tokens, limit_tokens]``, the last first.
+
+    They are preceded by the ends of ``tails``, given by chunk number and shortest first, returned longest first.
+    """
+    size, first = hasher.chunk_tokens, above_tokens // hasher.chunk_tokens
+    keys = hasher.chunk_keys()[first : max(first, limit_tokens // size)]
+    whole = zip(range((first + len(keys)) * size, first * size, -size), reversed(keys), strict=True)
+    inside = (
+        (chunk * size + tail.num_blocks * hasher.block_tokens, tail.prefix_key)
+        for chunk, refs in tails.items()
+        for tail in reversed(refs)
+    )
+    return [*(end for end in inside if above_tokens < end[0] <= limit_tokens), *whole]
+
+
+def chunk_refs(hasher: PrefixHasher, *, with_tail: bool) -> list[ChunkRef]:
+    """Return the chunks of a sequence, in order: the whole ones, and the tail's whole blocks if requested."""
+    refs = [ChunkRef(key, hasher.blocks_per_chunk) for key in hasher.chunk_keys()]
+    return refs + tail_refs(hasher, len(refs))[-1:] if with_tail else refs
+
+
+def tail_refs(hasher: PrefixHasher, chunk: int) -> list[ChunkRef]:
+    """Return the tails that chunk number ``chunk`` may be stored as while it is not whole, shortest first."""
+    keys = hasher.block_keys(chunk)[: hasher.blocks_per_chunk - 1]
+    return [ChunkRef(key, num_blocks) for num_blocks, key in enumerate(keys, 1)]
+
+
+def all_refs(hasher: PrefixHasher) -> list[ChunkRef]:
+    """Return every chunk of a sequence that may be stored: the whole ones, and the tails inside each."""
+    refs = chunk_refs(hasher, with_tail=False)
+    for chunk in range(len(refs) + 1):
+        refs += tail_refs(hasher, chunk)
+    return refs
+
+
+def trails(hasher: PrefixHasher, refs: Iterable[ChunkRef]) -> dict[PrefixKey, bytes]:
+    """Return the trails of those of the chunks that belong to the sequence, by key."""
+    wanted, whole = {ref.prefix_key for ref in refs}, hasher.chunk_keys()
+    if not wanted:
+        return {}
+    found = {key: b"".join(hasher.block_keys(number)) for number, key in enumerate(whole) if key in wanted}
+    if len(found) < len(wanted):
+        keys = hasher.block_keys(len(whole))
+        found.update((key, b"".join(keys[:end])) for end, key in enumerate(keys, 1) if key in wanted)
+    return found
+
+
+def pin_name(hasher: PrefixHasher) -> str:
+    """Return the name of the lease that pins the whole blocks of exactly this sequence."""
+    refs = chunk_refs(hasher, with_tail=True)
+    return f"pin {refs[-1].prefix_key.hex() if refs else ''}"

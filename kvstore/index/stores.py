@@ -1,0 +1,267 @@
+"""StorePlanner: their plans, with steps for new chunks and for known ones that some tier lacks, and their results."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from kvstore.index.entries import GATHERING, MAX_HOLDERS, NO_SLOT, READY, STORED, UNREAD, Entries, Entry
+from kvstore.index.leases import Uses
+from kvstore.index.plans import Place, StoreStep
+from kvstore.index.slots import Slots
+from kvstore.index.writes import DiskWrites, RemoteSends
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.keys import PREFIX_KEY_BYTES, PrefixHasher, PrefixKey
+
+
+@dataclass(frozen=True, eq=False)
+class StorePlanner:
+    """Plans stores, and takes their results.
+
+    Attributes:
+        chunks, slots, disk, remote, uses: the parts of the index.
+        keep_in_memory: False makes the pool a staging area for the disk.
+    """
+
+    chunks: Entries
+    slots: Slots
+    disk: DiskWrites
+    remote: RemoteSends
+    uses: Uses
+    keep_in_memory: bool
+
+    def prepare(
+        self,
+        refs: Sequence[ChunkRef],
+        prefix: Sequence[PrefixKey] = (),
+        *,
+        hasher: PrefixHasher | None = None,
+        ttl_s: float | None = None,
+        noted: AbstractSet[PrefixKey] | None = None,
+        checkpoints: Collection[Sequence[ChunkRef]] = (),
+    ) -> list[StoreStep]:
+        """Plan to store chunks that continue ``prefix``; known ones and those without room are left out.
+
+        A known chunk that was not written to disk because the queue or the disk was full is tried again. A chunk that
+        is only on a disk that cannot be read was computed again, and is stored again. With ``ttl_s`` new chunks are
+        kept in memory only, and are removed when that time is over. A chunk offered again keeps the longer of its two
+        times; if it is kept without end, it is written at that point.
+
+        With the ``hasher`` of the sequence, a chunk is found by its block ends, and a whole chunk supersedes the tails
+        in it once it is stored itself. A tail that a longer chunk in memory holds is not stored: it counts as known,
+        and that chunk is used and, if necessary, written in its place. A tail that a chunk on disk holds is kept in
+        memory only.
+
+        This counts as a use of all these chunks, except those already ``noted`` for the request by a load or an earlier
+        store. None stands for the prefix and the chain that was used last.
+
+        ``checkpoints`` lists those of the refs that are the parts of one, each after the chunk it belongs to. They are
+        planned all or none, since a checkpoint without one of its parts is useless.
+
+        A chunk never displaces one of its own prefix, so a pool smaller than a request keeps the request's front. Every
+        step holds its slot until ``complete``, and until ``complete_write`` for each of its targets.
+        """
+        self._discard_out_of_reach(refs)
+        made = self.chunks.new_trails(hasher, refs)
+        until_s = None if ttl_s is None else self.chunks.now_s + ttl_s
+        holders: dict[PrefixKey, Entry] = {}
+        if hasher is not None:
+            self.chunks.whole_blocks = hasher.blocks_per_chunk
+            holders = self._holders(refs, made, until_s)
+        chain = [*prefix, *(key for ref in refs for key in self._used(ref, holders))]
+        own = [chunk for key in chain if (chunk := self.chunks.get(key)) is not None]
+        for chunk in own:
+            self.uses.begin(chunk)
+        noted = {*prefix, *self.uses.last_touched} if noted is None else noted
+        if holders:
+            noted = {*noted, *(holder.ref.prefix_key for tail, holder in holders.items() if tail in noted)}
+        whole = {part.prefix_key: parts for parts in checkpoints for part in parts}
+        leaves = whole.keys() | {holder.ref.prefix_key for holder in holders.values()}  # nothing depends on a holder
+        self.uses.touch(chain, noted, leaves)
+        steps = self._plan(refs, whole, holders, made, until_s)
+        for chunk in own:
+            self.uses.end(chunk)
+        for order in self.uses.orders:
+            order.refresh_chain(chain, leaves)  # includes new ones, or they would outlive their prefix
+        for parts in checkpoints:
+            self.chunks.note_checkpoint(parts)
+        return steps
+
+    def complete(self, steps: Iterable[StoreStep], failed: AbstractSet[PrefixKey]) -> None:
+        """Take the results of stores; a failed one leaves nothing behind.
+
+        The writes of a failed store are completed like any other, as not stored.
+        """
+        for step in steps:
+            chunk = self.chunks[step.ref.prefix_key]
+            if step.gather and step.ref.prefix_key in failed:
+                self.chunks.counters.failed_stores += 1
+                self.uses.forget(chunk)
+            elif step.gather and not chunk.forgotten:
+                chunk.memory = READY
+                self.chunks.counters.stored += 1
+                self.chunks.note_change(chunk)
+            self.uses.end(chunk)
+            self.uses.supersede(chunk)
+
+    def complete_write(self, key: PrefixKey, target: Place, *, stored: bool, size_bytes: int | None = None) -> None:
+        """Take the result of a background write, and its size if that differs from the bytes reserved."""
+        chunk = self.chunks[key]
+        if target is Place.REMOTE:
+            self.remote.complete(chunk, stored=stored)
+        else:
+            self.disk.complete(chunk, stored=stored, size_bytes=size_bytes)
+            if stored and chunk.in_memory:
+                self.uses.supersede(chunk)
+        self.uses.end(chunk)
+
+    def _discard_out_of_reach(self, refs: Iterable[ChunkRef]) -> None:
+        """Discard unused chunks that are only on disk and cannot be read from there."""
+        for ref in refs:
+            chunk = self.chunks.get(ref.prefix_key)
+            if chunk is not None and self._is_out_of_reach(chunk):
+                self.uses.discard(chunk)
+
+    def _is_out_of_reach(self, chunk: Entry) -> bool:
+        is_only_on_disk = chunk.uses == 0 and chunk.memory is NO_SLOT
+        return is_only_on_disk and (chunk.disk is UNREAD or not self.chunks.disk_answers)
+
+    # -- tails that a longer chunk holds -----------------------------------------------------------------------------
+
+    def _holders(
+        self, refs: Iterable[ChunkRef], made: Mapping[PrefixKey, bytes], until_s: float | None
+    ) -> dict[PrefixKey, Entry]:
+        """Return the longer chunks that hold tails, by the tails' keys.
+
+        Drops a redundant tail unless something still references it. For tails that would be sent to a remote tier, the
+        longer chunk must be there or on its way, and every search for the tail must lead to it.
+        """
+        found: dict[PrefixKey, Entry] = {}
+        is_sent = self.remote.max_sends > 0 and until_s is None
+        for ref in [ref for ref in refs if ref.num_blocks < self.chunks.whole_blocks]:
+            tail = self.chunks.get(ref.prefix_key)
+            trail = made.get(ref.prefix_key) or (tail.trail if tail is not None else b"")
+            fit = (chunk for chunk in self._fit(trail, until_s) if not is_sent or self.remote.leads_to(chunk))
+            holder = next(fit, None)
+            if holder is None:
+                continue
+            if tail is None or tail.forgotten or self.uses.take_in(holder, tail) or not self._stands_in(holder):
+                found[ref.prefix_key] = holder
+        return found
+
+    def _stands_in(self, holder: Entry) -> bool:
+        """Tell if a tail needs no bytes of its own, because ``holder`` holds it.
+
+        The tail keeps its own slot while the chunk is on disk only. Reading the whole chunk for its first blocks may
+        take longer than computing them, and they would then be computed at every request.
+        """
+        return holder.memory is not NO_SLOT or not self.keep_in_memory
+
+    def _used(self, ref: ChunkRef, holders: Mapping[PrefixKey, Entry]) -> Iterable[PrefixKey]:
+        """Return the keys that an offered chunk uses: its own, preceded or replaced by that of its holder."""
+        holder = holders.get(ref.prefix_key)
+        if holder is None:
+            return (ref.prefix_key,)
+        return (holder.ref.prefix_key,) if self._stands_in(holder) else (holder.ref.prefix_key, ref.prefix_key)
+
+    def _fit(self, trail: bytes, until_s: float | None) -> Iterator[Entry]:
+        """Yield chunks that hold all blocks of a tail and are kept at least as long; those in memory first.
+
+        No chunk is kept longer for the tail's sake, because stores of its other blocks were promised their end.
+        """
+        for chunk in self.chunks.longer(trail, MAX_HOLDERS):
+            if not chunk.forgotten and chunk.lasts_until(until_s) and self._is_sure(chunk):
+                yield chunk
+
+    def _is_sure(self, chunk: Entry) -> bool:
+        """Tell if a chunk can be found and stays. A pending transfer may fail, and a tail would be lost with it."""
+        return (chunk.disk is STORED and self.chunks.disk_answers) or (chunk.memory is READY and self.keep_in_memory)
+
+    # -- plans -------------------------------------------------------------------------------------------------------
+
+    def _plan(
+        self,
+        refs: Iterable[ChunkRef],
+        whole: Mapping[PrefixKey, Sequence[ChunkRef]],
+        holders: Mapping[PrefixKey, Entry],
+        made: Mapping[PrefixKey, bytes],
+        until_s: float | None,
+    ) -> list[StoreStep]:
+        """Return the steps for the offered chunks, without the parts of checkpoints that do not fit as a whole.
+
+        ``whole`` maps the key of each part to all parts of its checkpoint.
+        """
+        steps: list[StoreStep] = []
+        left_out: Sequence[ChunkRef] = ()
+        for ref in refs:
+            parts = whole.get(ref.prefix_key)
+            if parts is not None and ref == parts[0] and not self._has_room(parts):
+                left_out = parts
+            if ref in left_out:
+                self.chunks.counters.refused += 1
+                continue
+            holder = holders.get(ref.prefix_key)
+            if holder is not None and self._stands_in(holder):
+                self.chunks.counters.known += 1
+                step = self._plan_known(holder)
+            else:
+                trail = holder.trail[: ref.num_blocks * PREFIX_KEY_BYTES] if holder else made.get(ref.prefix_key, b"")
+                step = self._plan_one(ref, until_s, trail, is_written=holder is None)
+            if step is not None:
+                steps.append(step)
+        return steps
+
+    def _plan_one(self, ref: ChunkRef, until_s: float | None, trail: bytes, *, is_written: bool) -> StoreStep | None:
+        chunk = self.chunks.get(ref.prefix_key)
+        if chunk is not None and not chunk.forgotten:
+            self.chunks.counters.known += 1
+            self.chunks.extend(chunk, until_s)
+            self.chunks.learn(chunk, trail)
+            return self._plan_known(chunk) if is_written else None
+        # A forgotten chunk's earlier entry is still being removed.
+        step = self._plan_new(ref, until_s, trail, is_written=is_written) if chunk is None else None
+        self.chunks.counters.refused += step is None
+        return step
+
+    def _plan_new(self, ref: ChunkRef, until_s: float | None, trail: bytes, *, is_written: bool) -> StoreStep | None:
+        chunk = Entry(ref, uses=1, expires_s=until_s)
+        slot = self.slots.take(ref.prefix_key)
+        has_way = slot is not None or self.slots.num_idle > 0
+        targets = self._reserve_targets(chunk, trail) if is_written and has_way else ()
+        if slot is None and targets:  # worth its room in a slower tier only, which needs a slot for staging
+            slot = self.slots.take()
+        if slot is None:
+            return None
+        if not targets and not self.keep_in_memory:  # it would be dropped as soon as it is stored
+            self.slots.free.append(slot)
+            return None
+        self.slots.fill(chunk, slot, GATHERING)
+        self.chunks.enter(chunk, trail)
+        chunk.uses += len(targets)
+        if chunk.expires_s is not None:
+            self.chunks.expiries.set(ref.prefix_key, chunk.expires_s)
+        return StoreStep(ref, slot, targets, trail=trail)
+
+    def _plan_known(self, chunk: Entry) -> StoreStep | None:
+        """Write a chunk from memory to the tiers that lack it, if they have room for it now."""
+        if not chunk.in_memory or not (targets := self._reserve_targets(chunk, chunk.trail)):
+            return None
+        self.chunks.counters.writes_retried += 1
+        self.uses.begin(chunk, 1 + len(targets))  # until complete_store, and until complete_write for each target
+        return StoreStep(chunk.ref, chunk.slot, targets, gather=False, trail=chunk.trail)
+
+    def _reserve_targets(self, chunk: Entry, trail: bytes) -> tuple[Place, ...]:
+        """Reserve room for a chunk in the slower tiers, and return those that will be written."""
+        disk = (Place.DISK,) if self.disk.reserve(chunk) else ()
+        return (*disk, Place.REMOTE) if self.remote.reserve(chunk, trail) else disk
+
+    def _has_room(self, refs: Sequence[ChunkRef]) -> bool:
+        """Tell if all new ones of these chunks could be stored, if only as staging for a slower tier."""
+        if any((chunk := self.chunks.get(ref.prefix_key)) is not None and chunk.forgotten for ref in refs):
+            return False  # its earlier entry is still being removed
+        new = [ref.prefix_key for ref in refs if ref.prefix_key not in self.chunks]
+        if not new or self.slots.has_room(len(new), new[0]):
+            return True
+        has_slower = self.disk.stored_bytes is not None or self.remote.exists
+        return has_slower and self.slots.has_room(len(new))

@@ -1,0 +1,240 @@
+"""Writes to the disk and to the remote tier after a store, and the accounting of the disk's space."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
+from types import MappingProxyType
+from typing import Final
+
+from kvstore.index.entries import (
+    LOADING,
+    MAX_HOLDERS,
+    NO_FILE,
+    NO_SLOT,
+    READY,
+    SENDING,
+    SENT,
+    STORED,
+    THERE,
+    UNSENT,
+    WRITING,
+    Entries,
+    Entry,
+)
+from kvstore.index.remote_view import RemoteView
+from kvstore.model.chunks import ChunkRef, chunk_of
+from kvstore.model.keys import PREFIX_KEY_BYTES, PrefixKey
+from kvstore.policies import Policy
+
+_MAX_SENT_TAILS: Final = 1 << 14  # about 4 MB; older ones stay until the tier evicts them
+
+
+@dataclass(eq=False)
+class DiskWrites:
+    """The chunks on disk, those being written included, and the writes in flight.
+
+    Attributes:
+        chunks: all entries of the index.
+        order: the policy for the disk; it also counts the bytes.
+        stored_bytes: maps a chunk's number of blocks to its bytes on disk; None without a disk tier.
+        max_writes: maximum of concurrent writes.
+        num_writes: writes in flight.
+        removals: chunks dropped from the disk and not announced yet.
+    """
+
+    chunks: Entries
+    order: Policy
+    stored_bytes: Callable[[int], int] | None
+    max_writes: int
+    num_writes: int = 0
+    removals: list[ChunkRef] = field(default_factory=list)
+
+    def adopt(
+        self, survivors: Iterable[tuple[ChunkRef, int]], trails: Mapping[PrefixKey, bytes] = MappingProxyType({})
+    ) -> None:
+        """Register the chunks that the tier held at start, with bytes and trails, the longest untouched first."""
+        for ref, stored_bytes in survivors if self.stored_bytes is not None else ():
+            self.chunks[ref.prefix_key] = Entry(ref, disk=STORED)
+            self.order.add(ref.prefix_key, stored_bytes)
+        self.chunks.learn_all(trails)
+
+    def reserve(self, chunk: Entry) -> bool:
+        """Make room for a chunk about to be stored; False if it will not be written."""
+        if self.stored_bytes is None or chunk.disk is not NO_FILE or chunk.expires_s is not None:
+            return False
+        need_bytes = self.stored_bytes(chunk.ref.num_blocks)
+        if self.num_writes >= self.max_writes or not self._make_room(chunk, need_bytes):
+            self.chunks.counters.writes_dropped += 1
+            return False
+        chunk.disk = WRITING
+        self.order.add(chunk.ref.prefix_key, need_bytes)
+        self.num_writes += 1
+        return True
+
+    def complete(self, chunk: Entry, *, stored: bool, size_bytes: int | None) -> None:
+        """Take the result of a write, and its size if that differs from the bytes reserved."""
+        self.num_writes -= 1
+        if not stored:
+            self.chunks.counters.writes_failed += 1
+            self.drop(chunk, announce=False)
+            return
+        self.chunks.counters.writes_done += 1
+        chunk.disk = STORED
+        self.chunks.note_change(chunk)
+        if size_bytes is not None:
+            self.order.resize(chunk.ref.prefix_key, size_bytes)
+        if chunk.forgotten:  # its removal may have been carried out before the write began
+            self.removals.append(chunk.ref)
+
+    def drop(self, chunk: Entry, *, announce: bool) -> None:
+        """Remove a chunk from the disk."""
+        self.chunks.note_change(chunk)
+        self.order.evict(chunk.ref.prefix_key)
+        if announce:
+            self.removals.append(chunk.ref)
+        chunk.disk = NO_FILE
+        if chunk.memory is NO_SLOT:
+            self.chunks.vanish(chunk)
+
+    def _make_room(self, newcomer: Entry, need_bytes: int) -> bool:
+        """Evict until the bytes fit, if the newcomer is worth more than the victims. Evicts enough or nothing."""
+        missing_bytes = self.order.used_bytes + need_bytes - self.order.capacity_bytes
+        victims = self.order.make_room(missing_bytes, self.chunks.is_unused, newcomer.ref.prefix_key)
+        for key in victims or ():
+            self.chunks.counters.evicted_disk += 1
+            self.drop(victim := self.chunks[key], announce=True)
+            self.chunks.note_evicted(victim)
+        return victims is not None
+
+
+@dataclass(eq=False)
+class RemoteSends:
+    """Knowledge of the remote tier, and the writes to it in flight.
+
+    A tail is not sent if a longer chunk that every engine finds in its place is there or on its way. It is recalled
+    once such a chunk has arrived. Only tails of engines that search by block ends are recalled, because an older engine
+    would miss its own.
+
+    Attributes:
+        chunks: all entries of the index.
+        view: the known contents of the tier; without one, nothing is ever known.
+        exists: True if there is a tier.
+        max_sends: maximum of concurrent writes; 0 for a tier that is only read, and without one.
+        num_sends: writes in flight.
+        answers: True if the tier can be asked and read now.
+        keeps_trails: True if the tier is known to keep the trails of chunks sent to it.
+        recalls: chunks that must leave the tier and have not been announced.
+    """
+
+    chunks: Entries
+    view: RemoteView
+    exists: bool
+    max_sends: int
+    answers: bool
+    num_sends: int = 0
+    keeps_trails: bool = False
+    recalls: list[ChunkRef] = field(default_factory=list)
+    _sent_tails: OrderedDict[ChunkRef, None] = field(default_factory=OrderedDict)
+
+    def reserve(self, chunk: Entry, trail: bytes) -> bool:
+        """Reserve a place in the queue; False if the chunk, whose entry may still lack ``trail``, will not be sent."""
+        if not self.max_sends or chunk.expires_s is not None or chunk.remote is not UNSENT:
+            return False
+        if self.view.holds(chunk.ref, self.chunks.now_s):  # another engine's
+            chunk.remote = THERE
+            return False
+        if self._is_held(chunk.ref.num_blocks, trail):
+            return False
+        if self.num_sends >= self.max_sends:
+            self.chunks.counters.sends_dropped += 1
+            return False
+        chunk.remote = SENDING
+        self.num_sends += 1
+        return True
+
+    def complete(self, chunk: Entry, *, stored: bool) -> None:
+        """Take the result of a write."""
+        self.chunks.counters.sends_done += stored
+        self.chunks.counters.sends_failed += not stored
+        chunk.remote = UNSENT
+        self.num_sends -= 1
+        if not stored:
+            return
+        is_led_to = self.keeps_trails and bool(chunk.trail)
+        chunk.remote = SENT if is_led_to else THERE
+        if not chunk.forgotten:
+            self.view.note([chunk.ref], [True], self.chunks.now_s)
+        if is_led_to:
+            self._recall(self._superseded_by(chunk))
+
+    def clear(self) -> None:
+        """Forget the answers and the sent tails, because the tier has been cleared."""
+        self.view.clear()
+        self._sent_tails.clear()
+
+    def leads_to(self, chunk: Entry) -> bool:
+        """Tell if every search for a part of a chunk finds the chunk, once pending sends have arrived.
+
+        A chunk in memory that has not been sent counts, since it is sent in a tail's place.
+        """
+        if not self.keeps_trails:
+            return False
+        is_there = self.view.holds(chunk.ref, self.chunks.now_s)
+        if chunk.remote is SENDING:
+            return True
+        if chunk.remote is UNSENT and not is_there:
+            return chunk.memory is READY
+        is_told = chunk.remote is SENT or bool(self.view.heard.trail_of(chunk.ref))
+        return is_told and is_there is not False
+
+    def _is_held(self, num_blocks: int, trail: bytes) -> bool:
+        """Tell if the tier has a longer chunk with all blocks of a tail, which would then be recalled at once."""
+        if not self.keeps_trails or not trail or num_blocks >= self.chunks.whole_blocks:
+            return False
+        if self._is_longer_sent(trail):
+            return True
+        named = takewhile(lambda found: found[1] == num_blocks, self.view.heard.nearest(trail))
+        longer = (ref for ref, _ in named if ref.num_blocks > num_blocks)
+        return any(self.view.holds(ref, self.chunks.now_s) for ref in islice(longer, MAX_HOLDERS))
+
+    def _is_longer_sent(self, trail: bytes) -> bool:
+        """Tell if a chunk sent from here, with all blocks of a trail and more, is still there."""
+        sent = (chunk for chunk in self.chunks.longer(trail, MAX_HOLDERS) if chunk.remote is SENT)
+        return any(not chunk.forgotten and self.view.holds(chunk.ref, self.chunks.now_s) is not False for chunk in sent)
+
+    def _superseded_by(self, chunk: Entry) -> list[ChunkRef]:
+        """Return the tails to recall for a chunk that has arrived, itself included if a longer one arrived first."""
+        going = [] if chunk.forgotten else [tail for tail in _tails_in(chunk) if self._may_go(tail)]
+        if chunk.ref.num_blocks < self.chunks.whole_blocks:
+            self._sent_tails[chunk.ref] = None
+            if len(self._sent_tails) > _MAX_SENT_TAILS:
+                self._sent_tails.popitem(last=False)
+            if self._is_longer_sent(chunk.trail):
+                going.append(chunk.ref)
+        return going
+
+    def _may_go(self, tail: ChunkRef) -> bool:
+        """Tell if a tail may be recalled: its sender searches by block ends, and it is not being read or sent here."""
+        if tail not in self._sent_tails and not self.view.heard.trail_of(tail):
+            return False
+        chunk = self.chunks.get(tail.prefix_key)
+        return chunk is None or (chunk.memory is not LOADING and chunk.remote is not SENDING)
+
+    def _recall(self, tails: Sequence[ChunkRef]) -> None:
+        for tail in tails:
+            self._sent_tails.pop(tail, None)
+            self.view.heard.forget(tail)
+            chunk = self.chunks.get(tail.prefix_key)
+            if chunk is not None:
+                chunk.remote = UNSENT
+        if tails:
+            self.view.deny(tails, self.chunks.now_s)
+            self.recalls += tails
+
+
+def _tails_in(chunk: Entry) -> Iterator[ChunkRef]:
+    """Yield the tails that hold the first blocks of a chunk."""
+    return (chunk_of(chunk.trail[:end]) for end in range(PREFIX_KEY_BYTES, len(chunk.trail), PREFIX_KEY_BYTES))

@@ -1,0 +1,52 @@
+"""Names of chunks for all parts of the library, and the outcomes of moving them."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.model.keys import PREFIX_KEY_BYTES, PrefixKey
+
+ByteArray = npt.NDArray[np.uint8]
+
+
+class Outcome(Enum):
+    """Outcome of moving one chunk of a batch."""
+
+    HIT = "hit"  # get: the buffer holds the payload, verified
+    MISS = "miss"  # get: not stored here
+    CORRUPT = "corrupt"  # get: stored here, but damaged or foreign; it has been removed
+    STORED = "stored"  # put: can be found from now on
+    FULL = "full"  # put: no room; nothing was written
+    FAILED = "failed"  # the storage refused this one chunk; others may work
+
+
+class ChunkRef(NamedTuple):
+    """A chunk within a namespace: its key, and its length in blocks."""
+
+    prefix_key: PrefixKey
+    num_blocks: int
+
+    def blocks_from(self, first_block: int) -> range:
+        """Return its block numbers, given that of its first block."""
+        return range(first_block, first_block + self.num_blocks)
+
+
+def chunk_of(trail: bytes) -> ChunkRef:
+    """Return the chunk of a trail, which is the concatenation of the keys at its blocks' ends."""
+    return ChunkRef(trail[-PREFIX_KEY_BYTES:], len(trail) // PREFIX_KEY_BYTES)
+
+
+def is_trail_of(trail: bytes, ref: ChunkRef) -> bool:
+    """Tell if ``trail`` may be the trail of a chunk: it has the right length and ends with the chunk's key."""
+    return len(trail) == ref.num_blocks * PREFIX_KEY_BYTES and trail.endswith(ref.prefix_key)
+
+
+Asked: TypeAlias = ChunkRef | bytes
+"""A question to a remote tier: for a chunk, if it is there; for a trail, which chunks share blocks with it."""
+
+Answer: TypeAlias = bool | tuple[bytes, ...] | None
+"""True if a chunk is there; for a trail, the trails of chunks that may share blocks with it. None if unknown."""
