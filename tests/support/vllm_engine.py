@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from support.forked import import_vllm
 from support.idle import are_loads_idle, are_saves_idle
 from support.uses import uses_of
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 32
 CHUNK_TOKENS = 256
+NUM_BLOCKS = 1024  # more than all prompts fill; the gigabyte that vLLM would take is zeroed for each engine
 VOCAB = 1024
 TIE_GAP = 1e-4  # two best logprobs closer than this may swap between two plain runs, too
 
@@ -83,6 +85,7 @@ class Engine:
     """A context manager around ``vllm.LLM``, which leaves nothing behind in the process."""
 
     def __init__(self, model: Path, store: StoreSetup | None = None, **overrides: Any) -> None:
+        import_vllm()
         from vllm import LLM
 
         settings: dict[str, Any] = {
@@ -91,6 +94,7 @@ class Engine:
             "max_model_len": 2048,
             "max_num_batched_tokens": 512,
             "max_num_seqs": 8,
+            "num_gpu_blocks_override": NUM_BLOCKS,
             "enforce_eager": True,
             "seed": 0,
             "disable_log_stats": True,
