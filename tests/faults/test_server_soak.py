@@ -107,7 +107,7 @@ def check(result: Result, own_bytes: list[int], state: dict[str, Any]) -> None:
 
 
 def test_a_few_clients_for_a_short_while() -> None:
-    check(*run(3, 2, 8.0))
+    check(*run(3, 2, 5.0))
 
 
 @pytest.mark.soak

@@ -32,7 +32,7 @@ from support.forked import forker
 
 LAYOUT = KVLayout((1 << 19,) * 8, planes=1, block_tokens=16, chunk_tokens=64)  # a layer of a chunk has 2 MiB
 NUM_CHUNKS = 2
-TIMEOUT_S = 10.0
+TIMEOUT_S = 5.0
 
 
 def payload_of(number: int) -> ByteArray:
