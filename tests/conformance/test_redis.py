@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import redis
-from support.payloads import let_some_shrink
+from support.disk_files import let_some_shrink
 from support.redis_server import (
     ACL_USER,
     RedisServer,

@@ -9,8 +9,7 @@ from typing import IO, Any
 import pytest
 from support.cache_server import ServerProcess, serving_process
 from support.forked import VLLM, forker
-from support.modes import MODES
-from support.vllm_engine import Completion, Engine, Prompt, make_prompts, prepare_environment
+from support.vllm_engine import MODES, Completion, Engine, Prompt, make_prompts, prepare_environment
 
 from kvstore.tools.demo.server import VllmServer
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from support.cache_server import ServerThread, serving_ipc
-from support.raw_client import used_bytes
+from support.served import used_bytes
 from typer.testing import CliRunner
 
 from kvstore.model.chunks import ChunkRef

@@ -126,7 +126,7 @@ class End:
     def says(self) -> str:
         """Return its next line; output of UCX and NIXL is left out."""
         assert self.process.stdout is not None
-        for line in self.process.stdout:
+        for line in map(str, self.process.stdout):
             if line.startswith("said "):
                 return line.removeprefix("said ").strip()
         raise AssertionError("it has ended")

@@ -35,9 +35,8 @@ from kvstore.paged.device import DevicePagedKV
 from kvstore.paged.regions import COPY_BYTES
 from support.fake_parts import GARBAGE, CommonSetup, FakeRequest, Scheduled, Step, sample
 from support.fake_tables import FakeGroup, FakeTables
-from support.idle import are_loads_idle, are_saves_idle
 from support.late_device import LateDevice, LateStreams
-from support.uses import uses_of
+from support.uses import are_loads_idle, are_saves_idle, uses_of
 
 Cache = npt.NDArray[np.int64]
 

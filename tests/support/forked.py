@@ -122,7 +122,7 @@ class Forker:
         with other:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "support.forked", *modules],
-                stdin=other,
+                stdin=other.fileno(),
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
             )
@@ -145,7 +145,7 @@ class Forker:
         environment = dict(os.environ if env is None else env)
         task = {"words": list(map(str, words)), "environment": environment, "cores": list(cores)}
         pipes: dict[str, IO[Any] | None] = {}
-        theirs = []
+        theirs: list[int] = []
         for name, stream in (("stdin", stdin), ("stdout", stdout), ("stderr", stderr)):
             pipes[name], descriptor = _opened(stream, theirs[-1:], is_input=name == "stdin", text=text)
             theirs.append(descriptor)
@@ -220,7 +220,7 @@ def main() -> None:
         import_vllm()
     ends: dict[int, tuple[int, int]] = {}  # process ids, and where their exit codes go, by descriptors of the processes
     while True:
-        for ready in select.select([connection, *ends], [], [])[0]:
+        for ready in select.select([connection.fileno(), *ends], [], [])[0]:
             if ready in ends:
                 pid, end = ends.pop(ready)
                 os.write(end, str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())

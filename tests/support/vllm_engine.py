@@ -10,14 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
+
+import pytest
 
 from support.forked import import_vllm
-from support.idle import are_loads_idle, are_saves_idle
-from support.uses import uses_of
-
-if TYPE_CHECKING:
-    import pytest
+from support.uses import are_loads_idle, are_saves_idle, uses_of
 
 BLOCK_TOKENS = 32
 CHUNK_TOKENS = 256
@@ -307,3 +305,16 @@ def counted_preemptions(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
     monkeypatch.setattr(Scheduler, "_preempt_request", counting)
     return preemptions
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "within a step": {"kvstore.enable_async_loading": False, "kvstore.enable_async_saving": False},
+    "layer by layer": {"kvstore.enable_async_loading": False, "kvstore.use_layerwise": True},
+    "beside": {"kvstore.enable_async_loading": True, "kvstore.enable_async_saving": True},
+}
+
+# Where every mode takes long, continuous integration tries only the one that differs most, and a soak the others.
+ONE_MODE_AND_SOAK = pytest.mark.parametrize(
+    "mode",
+    [pytest.param(keys, id=name, marks=() if name == "beside" else pytest.mark.soak) for name, keys in MODES.items()],
+)

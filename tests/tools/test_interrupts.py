@@ -45,12 +45,12 @@ class Command:
         """Send a signal, and return the line that answers it."""
         assert self._process.stderr is not None
         self._process.send_signal(number)
-        return self._process.stderr.readline()
+        return str(self._process.stderr.readline())
 
     def end(self) -> tuple[int, str, str]:
         """Let the command continue to its end. Returns exit code, output and errors."""
         stdout, stderr = self._process.communicate("go", timeout=TIMEOUT_S)
-        return self._process.returncode, stdout, stderr
+        return self._process.wait(), stdout, stderr
 
     def end_now(self) -> tuple[int, str, str]:
         """Interrupt for the second time. Returns exit code, output and errors."""
