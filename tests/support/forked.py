@@ -20,6 +20,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from subprocess import PIPE
@@ -72,12 +73,10 @@ class ForkedProcess:
         Neither output may be longer than a pipe holds, if both are pipes.
         """
         if self.stdin is not None:
-            try:
+            with suppress(BrokenPipeError):
                 if input is not None:
                     self.stdin.write(input)
                 self.stdin.close()
-            except BrokenPipeError:
-                pass
         said = [pipe and pipe.read() for pipe in (self.stdout, self.stderr)]
         self.wait(timeout)
         return said[0], said[1]
@@ -99,6 +98,10 @@ class ForkedProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for pipe in (self.stdin, self.stdout, self.stderr):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
         self.wait()
 
     def _wait(self, timeout_s: float | None) -> int | None:
@@ -108,9 +111,6 @@ class ForkedProcess:
 
     def __del__(self) -> None:
         os.close(self._end)
-        for pipe in (self.stdin, self.stdout, self.stderr):
-            if pipe is not None:
-                pipe.close()
 
 
 class Forker:
