@@ -99,6 +99,10 @@ def _log_of_one_test(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_collection_finish() -> None:
+    # pytest adds handlers to each logger that does not propagate, six times a test, and torch has made forty of them.
+    for logger in logging.getLogger().manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
     gc.freeze()  # modules and tests stay to the end, so collections need not look at them
     gc.set_threshold(10_000)  # nor so often: garbage of one test is soon reused by the next
     gc.enable()

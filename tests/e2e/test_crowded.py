@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 def test_preemption(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: dict[str, Any]) -> None:
     """With too few blocks for all requests, preempted ones are resumed, partly from the store."""
     few_blocks = {"num_gpu_blocks_override": 48, "max_model_len": 768}
-    prompts = [prompt[:300] for prompt in make_prompts(seed=1) if len(prompt) >= 250][:10]
+    prompts = [prompt[:300] for prompt in make_prompts(seed=1) if len(prompt) >= 250][:16]
     with Engine(tiny_model) as engine:
         plain = engine.generate(prompts, max_tokens=80, logprobs=2)
     preemptions = counted_preemptions(monkeypatch)

@@ -1,4 +1,4 @@
-"""Test of 100 mixed requests (300 in a soak) over few blocks, small tiers and reads that fail."""
+"""Test of 150 mixed requests (300 in a soak) over few blocks, small tiers and reads that fail."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Clients:
 @pytest.mark.parametrize(
     ("mode", "requests"),
     [
-        pytest.param({}, 100, id="as it is chosen"),
+        pytest.param({}, 150, id="as it is chosen"),
         pytest.param({}, 300, id="as it is chosen, more", marks=pytest.mark.soak),
         pytest.param(MODES["layer by layer"], 300, id="layer by layer", marks=pytest.mark.soak),
     ],

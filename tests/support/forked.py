@@ -6,6 +6,7 @@ by the same connection's descriptors.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -126,6 +127,13 @@ class Forker:
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
             )
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """End it; its forks go on."""
+        self._connection.shutdown(socket.SHUT_RDWR)  # also where a fork of this process still has it
+        self._connection.close()
+        self._process.wait()
 
     def start(
         self,
