@@ -80,6 +80,7 @@ class ForkedProcess:
                 self.stdin.close()
         said = [pipe and pipe.read() for pipe in (self.stdout, self.stderr)]
         self.wait(timeout)
+        self._close_pipes()
         return said[0], said[1]
 
     def send_signal(self, number: int) -> None:
@@ -99,11 +100,14 @@ class ForkedProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._close_pipes()
+        self.wait()
+
+    def _close_pipes(self) -> None:
         for pipe in (self.stdin, self.stdout, self.stderr):
             if pipe is not None:
                 with suppress(BrokenPipeError):
                     pipe.close()
-        self.wait()
 
     def _wait(self, timeout_s: float | None) -> int | None:
         if self.returncode is None and select.select([self._end], [], [], timeout_s)[0]:
