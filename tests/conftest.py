@@ -21,10 +21,12 @@ TESTS = Path(__file__).parent
 
 # Long files go to the workers first, so that no file ends long after the others: folders by the time of their files,
 # and before them the longest files of all.
-FOLDERS = ("e2e", "tools", "faults", "conformance", "unit", "adapters", "packaging")
+FOLDERS = ("e2e", "conformance", "tools", "faults", "unit", "adapters", "packaging")
 LONGEST = (
-    *("test_mixed", "test_outputs", "test_crowded", "test_handover", "test_faults", "test_window", "test_ranks"),
-    *("test_kernels", "test_group_model", "test_peers", "test_adapter_model", "test_device_order", "test_layouts"),
+    *("test_outputs", "test_probe", "test_ranks", "test_faults", "test_peers", "test_mixed", "test_hybrid"),
+    *("test_server", "test_redis", "test_striped", "test_wrappers", "test_policies", "test_nixl", "test_disk"),
+    *("test_bench", "test_clients", "test_way", "test_firsts", "test_redis_faults", "test_disk_faults"),
+    *("test_kernels", "test_group_model", "test_adapter_model", "test_device_order", "test_layouts"),
 )
 
 
@@ -99,6 +101,10 @@ def _log_of_one_test(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_collection_finish() -> None:
+    # pytest adds handlers to each logger that does not propagate, six times a test, and torch has made forty of them.
+    for logger in logging.getLogger().manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
     gc.freeze()  # modules and tests stay to the end, so collections need not look at them
     gc.set_threshold(10_000)  # nor so often: garbage of one test is soon reused by the next
     gc.enable()

@@ -164,7 +164,7 @@ class PolicyConformance:
 
     def test_memory_is_bounded(self) -> None:
         """Memory is bounded by the chunks held and the keys that may be remembered."""
-        self.check_memory(touches=300_000)
+        self.check_memory(touches=100_000)
 
     @pytest.mark.soak
     def test_memory_is_bounded_for_long(self) -> None:

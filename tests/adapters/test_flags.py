@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from support.moved import make_arg_parser
+from support.vllm_objects import make_arg_parser
 
 from kvstore.config import load_config
 from kvstore.model.errors import ConfigError

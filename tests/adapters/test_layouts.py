@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.layouts import Paged, put_blocks, snapshot, take_blocks
-from support.moved import moved
+from support.vllm_objects import moved
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,

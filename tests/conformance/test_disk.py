@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 import pytest
-from support.disk_files import DiskFiles
-from support.payloads import let_some_shrink
+from support.disk_files import DiskFiles, let_some_shrink
 
 from kvstore.tiers.base import Tier, TierSetup
 from kvstore.tiers.disk.tier import DiskTier

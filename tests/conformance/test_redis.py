@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import redis
-from support.payloads import let_some_shrink
+from support.disk_files import let_some_shrink
 from support.redis_server import (
     ACL_USER,
     RedisServer,
@@ -264,7 +265,10 @@ class TestTls(Redis):
         files = make_certificates(folder / "certificates")
         server = RedisServer(folder / "server", tls_options(files), tls=True)
         url = f"rediss://127.0.0.1:{server.port}?tls_ca={files['ca.crt']}"
-        yield from serve(cls, server, url=url, tls_cert=str(files["client.crt"]), tls_key=str(files["client.key"]))
+        with pytest.MonkeyPatch.context() as patch:
+            # Each connection would read all authorities of this system, and ask none of them.
+            patch.setattr(ssl.SSLContext, "load_default_certs", lambda *_: None)
+            yield from serve(cls, server, url=url, tls_cert=str(files["client.crt"]), tls_key=str(files["client.key"]))
 
 
 class TestSentinel(Redis):

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import pytest
 from support.cache_server import POOL_BYTES, ServerThread, serving_ipc, serving_tcp
-from support.raw_client import scan
 from support.redis_server import wait_for
+from support.served import scan
 
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.keys import Namespace

@@ -8,9 +8,8 @@ from typing import IO, Any
 
 import pytest
 from support.cache_server import ServerProcess, serving_process
-from support.forked_vllm import forker
-from support.modes import MODES
-from support.vllm_engine import Completion, Engine, Prompt, make_prompts, prepare_environment
+from support.forked import VLLM, forker
+from support.vllm_engine import MODES, Completion, Engine, Prompt, make_prompts, prepare_environment
 
 from kvstore.tools.demo.server import VllmServer
 
@@ -25,7 +24,7 @@ def _servers_fork() -> Iterator[None]:
     """Let each ``vllm serve`` be a fork of one process that has imported vLLM."""
 
     def launch(_: VllmServer, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> Any:
-        return forker().launch(command, environment, output)
+        return forker(VLLM).launch(command, environment, output)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(VllmServer, "_launch", launch)

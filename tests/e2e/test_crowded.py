@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.modes import ONE_MODE_AND_SOAK
 from support.vllm_engine import (
+    ONE_MODE_AND_SOAK,
     Completion,
     Engine,
     Prompt,

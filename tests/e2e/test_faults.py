@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.modes import ONE_MODE_AND_SOAK
+from support.runner import started
 from support.vllm_engine import (
+    ONE_MODE_AND_SOAK,
     Completion,
     Engine,
     Prompt,
@@ -147,28 +146,9 @@ def test_killed_while_storing(
 ) -> None:
     """After a kill -9 during stores, the next start serves complete files, sweeps the rest, and counts every byte."""
     folder = tmp_path / "disk"
-    script = (
-        "import json, sys; from pathlib import Path\n"
-        "from support.vllm_engine import Engine, StoreSetup, prepare_environment\n"
-        "prepare_environment(two_processes=False)\n"
-        "model, disk, prompts = json.load(sys.stdin)\n"
-        "with Engine(Path(model), StoreSetup(Path(disk))) as engine:\n"
-        "    print('STORING', flush=True)\n"
-        "    engine.generate(prompts)\n"
-        "    sys.stdin.read()\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    with subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=environment,
-    ) as process:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps([str(tiny_model), str(folder), prompts]))
-        process.stdin.close()
+    engine_job = {"store": {"disk": str(folder)}, "rounds": ["cold"], "prompts": prompts, "stays": True}
+    job = {"model": str(tiny_model), "two_processes": False, "max_tokens": 12, "engines": [engine_job]}
+    with started(job, subprocess.DEVNULL) as process:
         deadline_s = time.monotonic() + 120
         while len(chunk_files(folder)) < 8:  # some are complete, more are under way
             assert time.monotonic() < deadline_s, "nothing was stored"

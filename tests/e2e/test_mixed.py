@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.modes import MODES
-from support.vllm_engine import VOCAB, Completion, Engine, Prompt, StoreSetup, assert_same_outputs
+from support.vllm_engine import MODES, VOCAB, Completion, Engine, Prompt, StoreSetup, assert_same_outputs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 

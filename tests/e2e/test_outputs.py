@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.modes import ONE_MODE_AND_SOAK
 from support.runner import run_elsewhere
 from support.vllm_engine import (
+    ONE_MODE_AND_SOAK,
     Completion,
     Engine,
     Prompt,

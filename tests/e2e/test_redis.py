@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.modes import ONE_MODE_AND_SOAK
 from support.redis_server import RedisServer, running
 from support.runner import generated_elsewhere
 from support.vllm_engine import (
+    ONE_MODE_AND_SOAK,
     Completion,
     Engine,
     Prompt,

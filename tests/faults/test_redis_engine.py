@@ -10,12 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.checks import check_idle
+from support.checks import check_idle, check_return
 from support.gate import HANG_GUARD_S, Gate
 from support.parting import PROMPTS, check_ages, check_strangers
 from support.redis_server import RedisServer, running
 from support.redis_tiers import values
-from support.returning import check_return
 from support.rig import Rig, tokens_of
 from support.schedules import schedules
 

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.diskwork import EVEN, OTHER, get, make_transfer
 from support.redis_server import ACL_USER, RedisServer, running, start_cluster
-from support.redis_tiers import ends, open_redis, values
+from support.redis_tiers import Path, ends, key_of, most_shared, open_redis, ref_of, shared_blocks, trail_of, values
 from support.schedules import schedules
-from support.trails import Path, key_of, most_shared, ref_of, shared_blocks, trail_of
 
 from kvstore.model.chunks import Outcome, chunk_of
 from kvstore.model.keys import Namespace

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.cache_server import serving_tcp
-from support.other_host import OtherHost, other_host
+from support.network import OtherHost, other_host
 from support.redis_server import wait_for
 
 from kvstore.model.chunks import Outcome

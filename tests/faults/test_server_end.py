@@ -131,7 +131,7 @@ class TestEnd:
 
 
 def test_the_end_of_the_terminal_is_not_its_end() -> None:
-    with serving_process(disk_gib=0.01) as server:
+    with serving_process(disk_gib=0.01, forks=False) as server:
         assert server.process is not None
         server.process.send_signal(signal.SIGHUP)
         wait_for("it has heard", lambda: "SIGHUP" in server.log.read_text())

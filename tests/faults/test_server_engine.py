@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 from support.cache_server import ServerProcess, ServerThread, mapped_pools, serving_ipc, serving_tcp, short_folder
-from support.checks import check_idle
+from support.checks import check_idle, check_return
 from support.redis_server import wait_for
-from support.returning import check_return
 from support.rig import CHUNK, Rig, tokens_of
 
 from kvstore.engine import opening

@@ -9,9 +9,8 @@ import time
 from pathlib import Path
 
 from support.cache_server import ServerProcess, ServerThread, serving_ipc, serving_tcp
-from support.raw_client import scan, used_bytes
 from support.redis_server import free_port, wait_for
-from support.served import BIG, A, check_quiet, check_read, open_tier
+from support.served import BIG, A, check_quiet, check_read, open_tier, scan, used_bytes
 
 from kvstore.model.chunks import Outcome
 from kvstore.model.keys import Namespace

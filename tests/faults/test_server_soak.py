@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from support.cache_server import ServerProcess, short_folder
+from support.forked import ForkedProcess, forker
 from support.redis_server import free_port, wait_for
 from support.server_client import Result
 
 from kvstore.tiers.server.operator import Operator
 from kvstore.tiers.server.url import parse_server
-
-TESTS = Path(__file__).resolve().parents[1]
 
 
 class Clients:
@@ -35,12 +31,11 @@ class Clients:
         self.seed = 0
         self.processes = [self.start(url) for url in urls]
 
-    def start(self, url: str) -> subprocess.Popen[bytes]:
+    def start(self, url: str) -> ForkedProcess:
         self.seed += 1
         left_s = max(1.0, self.until_s - time.monotonic())
-        command = [sys.executable, "-m", "support.server_client", url, str(left_s), str(self.threads), str(self.seed)]
-        environment = {**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
-        return subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+        words = ["support.server_client", url, left_s, self.threads, self.seed]
+        return forker().start(words, stdout=subprocess.PIPE)
 
     def disturb(self, watched: psutil.Process) -> list[int]:
         """Kill or freeze processes until the time is nearly over; return samples of the server's own memory."""
@@ -112,7 +107,7 @@ def check(result: Result, own_bytes: list[int], state: dict[str, Any]) -> None:
 
 
 def test_a_few_clients_for_a_short_while() -> None:
-    check(*run(3, 2, 8.0))
+    check(*run(3, 2, 5.0))
 
 
 @pytest.mark.soak

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from support.cache_server import ServerThread, serving_ipc
-from support.raw_client import used_bytes
+from support.served import used_bytes
 from typer.testing import CliRunner
 
 from kvstore.model.chunks import ChunkRef
@@ -21,6 +21,7 @@ from kvstore.testing.harness import EVEN, MINE, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.server.tier import ServerTier
 from kvstore.tools.cli import app
+from kvstore.tools.commands import serving
 from kvstore.tools.commands.cache_server import _tables
 
 RUNNER = CliRunner()
@@ -214,7 +215,8 @@ def test_keygen(tmp_path: Path) -> None:
         ("server_listen: kvs+ipc:///tmp/x\nserver_key_file: /nowhere", "cannot be read"),
     ],
 )
-def test_check_says_what_is_wrong(tmp_path: Path, lines: str, says: str) -> None:
+def test_check_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, says: str) -> None:
+    monkeypatch.setattr(serving, "_FREEING_S", 0.0)
     file = tmp_path / "cache.yaml"
     file.write_text("max_local_cpu_size: 0.1\n" * ("cpu_size" not in lines) + lines)
     result = RUNNER.invoke(app, ["serve", "--check", "--config", str(file)])

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvstore.server.hub import Hub
 from kvstore.server.options import ServerOptions, TcpAddress
-from kvstore.server.unix_socket import is_alive
+from support.forked import ForkedProcess, forker
 from support.redis_server import wait_for
 
 POOL_BYTES = 64 << 20
@@ -121,13 +121,18 @@ class ServerProcess:
         listen = f"{self.url}, {self.tcp_url}" if port else self.url
         self.config.write_text(f"max_local_cpu_size: 0.25\nserver_listen: {listen}\n{lines}")
         self.log = folder / "server.log"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: ForkedProcess | subprocess.Popen[bytes] | None = None
 
-    def start(self) -> ServerProcess:
-        command = [sys.executable, "-m", "kvstore.tools.cli", "serve", "--config", str(self.config)]
+    def start(self, *, forks: bool = True) -> ServerProcess:
+        """Start it, and wait until it listens; ``forks`` spares the import of all modules."""
+        words = ["kvstore.tools.cli", "serve", "--config", str(self.config)]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        wait_for("the server listens", lambda: is_alive(self.folder / "pool"))
+            begin = log.tell()
+            if forks:
+                self.process = forker().start(words, stdout=log, stderr=log)
+            else:
+                self.process = subprocess.Popen([sys.executable, "-m", *words], stdout=log, stderr=log)
+        wait_for("the server is ready", lambda: b"ready" in self.log.read_bytes()[begin:])
         return self
 
     def kill(self) -> None:
@@ -159,11 +164,11 @@ class ServerProcess:
 
 
 @contextmanager
-def serving_process(disk_gib: float) -> Iterator[ServerProcess]:
+def serving_process(disk_gib: float, *, forks: bool = True) -> Iterator[ServerProcess]:
     """Run ``kvstore serve`` in a new folder, with a disk."""
     with short_folder() as folder:
         server = ServerProcess(folder, f"local_disk: {folder}/disk\nmax_local_disk_size: {disk_gib}\n")
         try:
-            yield server.start()
+            yield server.start(forks=forks)
         finally:
             server.kill()

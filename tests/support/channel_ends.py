@@ -1,7 +1,7 @@
 """Engines that hand over through a channel, as processes that can be killed.
 
-    python -m support.channel_ends sender|lazy-sender CHANNEL URL FIRST_NUMBER
-    python -m support.channel_ends receiver CHANNEL PORT
+    sender|lazy-sender CHANNEL URL FIRST_NUMBER
+    receiver CHANNEL PORT
 
 A sender delivers two chunks: each word on its standard input lets it name half of the layers; it prints ``half`` after
 the first half was read, then its outcomes, and begins again; after an error with the next word. A lazy sender serves
@@ -12,10 +12,10 @@ and serves.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from subprocess import PIPE
 from typing import Self
 
 import numpy as np
@@ -28,10 +28,11 @@ from kvstore.model.errors import TierError
 from kvstore.model.layout import KVLayout
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from kvstore.testing.harness import MINE
+from support.forked import forker
 
 LAYOUT = KVLayout((1 << 19,) * 8, planes=1, block_tokens=16, chunk_tokens=64)  # a layer of a chunk has 2 MiB
 NUM_CHUNKS = 2
-TIMEOUT_S = 10.0
+TIMEOUT_S = 5.0
 
 
 def payload_of(number: int) -> ByteArray:
@@ -103,10 +104,8 @@ class End:
     """A sender or a receiver as a process. A context manager."""
 
     def __init__(self, *words: object, **environment: str) -> None:
-        command = [sys.executable, "-m", "support.channel_ends", *map(str, words)]
-        where = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=where)
+        words = ("support.channel_ends", *words)
+        self.process = forker().start(words, stdin=PIPE, stdout=PIPE, text=True, env={**os.environ, **environment})
 
     def __enter__(self) -> Self:
         return self
@@ -127,13 +126,14 @@ class End:
     def says(self) -> str:
         """Return its next line; output of UCX and NIXL is left out."""
         assert self.process.stdout is not None
-        for line in self.process.stdout:
+        for line in map(str, self.process.stdout):
             if line.startswith("said "):
                 return line.removeprefix("said ").strip()
         raise AssertionError("it has ended")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Be the end that the arguments name."""
     if sys.argv[1] != "receiver":
         _send(sys.argv[2], sys.argv[3], int(sys.argv[4]), is_lazy=sys.argv[1] == "lazy-sender")
     else:

@@ -1,18 +1,27 @@
-"""Invariants of the engine, recomputed from its internal state."""
+"""Invariants of the engine, recomputed from its internal state, and the return of a tier that was missing."""
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import TYPE_CHECKING
 
 from kvstore.index.entries import NO_SLOT
 from kvstore.index.plans import Place
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.guards import layers
+from kvstore.transfer.lane import Flushed
 from support.invariants import check_invariants
+from support.rig import Rig, tokens_of
 from support.uses import uses_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
+
     from kvstore.engine.engine import CacheEngine
+    from kvstore.engine.options import RemoteOptions
     from kvstore.index.index import ChunkIndex
     from kvstore.model.chunks import ChunkRef
 
@@ -40,3 +49,26 @@ def check_idle(engine: CacheEngine) -> None:
     if disk is not None and isinstance([*layers(disk)][-1], DiskTier):
         assert dict(disk.scan()) == sizes_on_disk(index)
         assert disk.used_bytes <= disk.capacity_bytes
+
+
+TOKENS = tokens_of(1, 40)
+WAIT_S = 30.0
+
+
+def check_return(
+    rig: Rig, caplog: pytest.LogCaptureFixture, remote: RemoteOptions, start: Callable[[], object]
+) -> None:
+    """Check that there is one warning, and that the cache works without the tier and then with it."""
+    with caplog.at_level(logging.INFO), rig.open(remote=remote) as engine:
+        assert "the remote tier cannot be used now" in caplog.text
+        assert rig.store(engine, TOKENS) == 40
+        assert rig.retrieve(engine, TOKENS) == 40
+        assert engine.flush(WAIT_S) == Flushed(failed=3)
+        start()
+        deadline_s = time.monotonic() + WAIT_S
+        while not engine.stats().index.sends_done and time.monotonic() < deadline_s:
+            rig.store(engine, tokens_of(2, 16))  # known by now, but not sent
+            engine.flush(WAIT_S)
+            time.sleep(0.1)
+        assert engine.stats().index.sends_done
+        check_idle(engine)

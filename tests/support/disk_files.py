@@ -1,17 +1,20 @@
-"""Raw access to the chunk files of a disk tier, past all wrappers around it."""
+"""Raw access to the chunk files of a disk tier, past all wrappers, and payloads that its codecs shrink."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstore.testing import BoundedTierConformance
+from kvstore.testing import BoundedTierConformance, buffers, harness, layers, threads
 from kvstore.testing.harness import MINE
 from kvstore.tiers.disk import folder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import pytest
+
     from kvstore.model.chunks import ChunkRef
+    from kvstore.model.layout import KVLayout
 
 NOT_COUNTED = {".lock", "namespace.json", "layout.json", "trails"}
 
@@ -36,3 +39,15 @@ class DiskFiles(BoundedTierConformance):
 
     def path(self, ref: ChunkRef) -> Path:
         return self.folder / MINE.id.hex() / folder.chunk_name(ref)
+
+
+def let_some_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let two chunks of three repeat themselves in all payloads of the suite, so that a codec shrinks them."""
+    random_payload = harness.make_payload
+
+    def make_payload(layout: KVLayout, ref: ChunkRef, version: int = 0) -> bytes:
+        random = random_payload(layout, ref, version)
+        return random if ref.prefix_key[0] % 3 == 0 else (random[:40] * len(random))[: len(random)]
+
+    for module in (harness, buffers, layers, threads):
+        monkeypatch.setattr(module, "make_payload", make_payload)

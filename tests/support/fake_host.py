@@ -6,12 +6,13 @@ in any block, once used, is an error that names the request.
 
 from __future__ import annotations
 
-import copy
+import pickle
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TypeVar
 from unittest.mock import patch
 
 import numpy as np
@@ -35,10 +36,10 @@ from kvstore.paged.device import DevicePagedKV
 from kvstore.paged.regions import COPY_BYTES
 from support.fake_parts import GARBAGE, CommonSetup, FakeRequest, Scheduled, Step, sample
 from support.fake_tables import FakeGroup, FakeTables
-from support.idle import are_loads_idle, are_saves_idle
 from support.late_device import LateDevice, LateStreams
-from support.uses import uses_of
+from support.uses import are_loads_idle, are_saves_idle, uses_of
 
+Message = TypeVar("Message")
 Cache = npt.NDArray[np.int64]
 
 
@@ -58,6 +59,12 @@ def scheduler_options(
         async_save=setup.async_save,
         verify_fraction=setup.verify_fraction,
     )
+
+
+def over_a_wire(message: Message) -> Message:
+    """Return a copy as the other process has it, to which vLLM pickles plans and reports."""
+    copied: Message = pickle.loads(pickle.dumps(message))
+    return copied
 
 
 class FakeHost(FakeTables):
@@ -198,7 +205,7 @@ class FakeHost(FakeTables):
 
     def _prepare(self, step: Step) -> list[StepPlan]:
         """Give each rank its own plan, as over a wire. Blocks that were taken are overwritten before or after that."""
-        plans = [copy.deepcopy(step.plan) for _ in self.workers]
+        plans = [over_a_wire(step.plan) for _ in self.workers]
         if self.setup.overwrites_early:
             self._overwrite_taken()
         for worker, plan in zip(self.workers, plans, strict=True):
@@ -244,7 +251,7 @@ class FakeHost(FakeTables):
         step.fetched |= _said_by_all(self.loading, worker.take_fetched_requests())
 
     def _take_report(self, step: Step, worker: StoreWorker) -> None:
-        report = copy.deepcopy(worker.take_report())
+        report = over_a_wire(worker.take_report())
         step.ended |= _said_by_all(self.kept, worker.take_ended_requests())
         if step.report is None:
             step.report = report

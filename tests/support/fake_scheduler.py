@@ -7,7 +7,6 @@ one is to be kept.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +18,7 @@ from kvstore.adapters.vllm.requests.params import NO_PARAMS, Handover, RequestPa
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.model.groups import GroupKind
 from kvstore.model.keys import KeyExtras
-from support.fake_host import Cache, FakeHost
+from support.fake_host import Cache, FakeHost, over_a_wire
 from support.fake_parts import CommonSetup, FakeRequest, Scheduled, Step
 from support.fake_tables import FakeGroup
 
@@ -181,7 +180,7 @@ class FakeScheduler(FakeHost):
             request.in_flight_tokens += part.count
             request.placeholders += 1 + part.drafts if part.samples else 0
         self.planned += 1
-        return Step(copy.deepcopy(plan), work, has_loads)
+        return Step(over_a_wire(plan), work, has_loads)
 
     def _schedule_running(self) -> tuple[list[Scheduled], bool]:
         """Return the parts of the requests that run, and True if any had to be preempted."""

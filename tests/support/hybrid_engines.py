@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from support.vllm_engine import VOCAB, Completion, Engine, Prompt, StoreSetup
+from support.vllm_engine import BLOCK_TOKENS, NUM_BLOCKS, VOCAB, Completion, Engine, Prompt, StoreSetup
 
 
 def words(seed: int, count: int) -> Prompt:
@@ -40,6 +40,7 @@ class Hybrid:
 
     def engine(self, store: StoreSetup | None = None, **overrides: Any) -> Engine:
         """Return an engine; without a store it caches nothing."""
+        overrides = {"num_gpu_blocks_override": NUM_BLOCKS * BLOCK_TOKENS // self.block_tokens, **overrides}
         if store is None:
             overrides = {"enable_prefix_caching": False, **overrides}
         return Engine(self.folder, store, dtype=self.dtype, **overrides)

@@ -18,8 +18,7 @@ from kvstore.index.plans import LoadStep, Place, StoreStep, chunk_refs, trails
 from kvstore.index.remote_view import RemoteView
 from kvstore.model.keys import PrefixKey
 from kvstore.policies import POLICIES
-from support.index_model import IndexModel
-from support.index_world import BLOCK, CHUNK, FAMILIES, World, all_trails, stored_bytes
+from support.index_model import BLOCK, CHUNK, FAMILIES, IndexModel, World, all_trails, stored_bytes
 from support.invariants import check_invariants
 from support.uses import uses_of
 

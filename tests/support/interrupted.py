@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any, Self
 
-from kvstore.tools.cli import main
+from kvstore.tools import cli
 
 GATE = "at the gate"
 
@@ -87,7 +87,8 @@ def prepare_chunks() -> None:
     DiskTier.put = gated(DiskTier.put, 2)  # type: ignore[method-assign]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the command."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     {"warm": prepare_warm, "bench": prepare_bench}.get(sys.argv[1], prepare_chunks)()
-    main()
+    cli.main()

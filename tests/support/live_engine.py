@@ -11,14 +11,14 @@ Orders are lines of JSON on its standard input, answers are marked lines of JSON
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 from types import TracebackType
 from typing import Any, Self
 
 from support.cache_server import mapped_pools
+from support.forked import VLLM, forker
 from support.vllm_engine import Completion, Engine, Prompt, StoreSetup, hits_again, prepare_environment
 
 _MARK = "LIVE ENGINE "
@@ -28,17 +28,11 @@ class LiveEngine:
     """The other end of it: a context manager. Several engines may get orders before any has answered."""
 
     def __init__(self, model: Path, store: StoreSetup, log: Path, *, core: int) -> None:
-        tests = str(Path(__file__).parent.parent)
-        setup = json.dumps({"model": str(model), "store": vars(store) | {"disk": None}, "core": core})
+        setup = json.dumps({"model": str(model), "store": vars(store) | {"disk": None}})
         self._log = log
         with log.open("wb") as said:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "support.live_engine", setup],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=said,
-                text=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])},
+            self._process = forker(VLLM).start(
+                ["support.live_engine", setup], stdin=PIPE, stdout=PIPE, stderr=said, text=True, cores=[core]
             )
 
     def __enter__(self) -> Self:
@@ -72,7 +66,6 @@ class LiveEngine:
 def main() -> None:
     """Carry out the orders on standard input."""
     setup = json.loads(sys.argv[1])
-    os.sched_setaffinity(0, {setup["core"]})
     prepare_environment(two_processes=False)
     store = StoreSetup(**setup["store"])
     mapped = 0
@@ -101,7 +94,3 @@ def _obey(engine: Engine, order: dict[str, Any]) -> None:
 
 def _say(what: Any) -> None:
     print(_MARK + json.dumps(what), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,22 @@
-"""Tests that cut the network run in a separate network namespace, where they disturb nothing else."""
+"""Network namespaces: one for a test that cuts the network, and another host at the end of a cable."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import pytest
 
 _INSIDE: Final = "KVSTORE_TEST_NETWORK"  # set inside the test's network
+_PREFIX_BITS: Final = 30
 
 
 def runs_elsewhere(test: str, **environment: str) -> bool:
@@ -29,3 +35,60 @@ def runs_elsewhere(test: str, **environment: str) -> bool:
     )
     assert done.returncode == 0, done.stdout[-8000:]
     return True
+
+
+@dataclass(frozen=True)
+class OtherHost:
+    """Names of both ends.
+
+    Attributes:
+        name: of the namespace.
+        near: the address of this end of the cable.
+        far: the address of the other end.
+    """
+
+    name: str
+    near: str
+    far: str
+
+    def run_python(self, code: str, *arguments: str) -> str:
+        """Run a program there, and return its output."""
+        tests = str(Path(__file__).parent.parent)
+        done = subprocess.run(
+            ["ip", "netns", "exec", self.name, sys.executable, "-c", code, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])},
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout
+
+
+@contextmanager
+def other_host() -> Iterator[OtherHost]:
+    """Make another host, and remove it at the end. The test is skipped where that is not allowed."""
+    if shutil.which("ip") is None:
+        pytest.skip("there is no ip command: apt-get install iproute2")
+    token = secrets.token_hex(3)
+    net = f"10.{200 + secrets.randbelow(50)}.{secrets.randbelow(256)}"
+    host = OtherHost(f"kvs-{token}", f"{net}.1", f"{net}.2")
+    near, far = f"kvn{token}", f"kvf{token}"
+    steps = [
+        f"ip netns add {host.name}",
+        f"ip link add {near} type veth peer name {far} netns {host.name}",
+        f"ip address add {host.near}/{_PREFIX_BITS} dev {near}",
+        f"ip link set {near} up",
+        f"ip -n {host.name} address add {host.far}/{_PREFIX_BITS} dev {far}",
+        f"ip -n {host.name} link set {far} up",
+    ]
+    try:
+        for step in steps:
+            done = subprocess.run(step.split(), capture_output=True, text=True, check=False)
+            if done.returncode:
+                pytest.skip(f"no network namespace can be made here: {step}: {done.stderr.strip()}")
+        yield host
+    finally:
+        for command in (f"ip link delete {near}", f"ip netns delete {host.name}"):
+            subprocess.run(command.split(), capture_output=True, check=False)

@@ -137,7 +137,7 @@ def make_certificates(folder: Path) -> dict[str, Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "san").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-    new = ("-newkey", "rsa:2048", "-nodes", "-keyout")
+    new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout")
     openssl("req", "-x509", "-days", 2, *new, "ca.key", "-out", "ca.crt", "-subj", "/CN=tests")
     for name in ("server", "client"):
         openssl("req", *new, f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")

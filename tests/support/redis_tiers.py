@@ -1,14 +1,15 @@
-"""Helpers of the tests of broken Redis servers: tiers, chunks of several parts, and the contents of a server."""
+"""Helpers of the tests of Redis: tiers, chunks of several parts, trails of chunks in a tree, contents of a server."""
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from kvstore.model.chunks import Outcome
+from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import ClosedError, TierError
-from kvstore.model.keys import Namespace
+from kvstore.model.keys import PREFIX_KEY_BYTES, Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
@@ -70,3 +71,27 @@ def keys_of(server: RedisServer, ref: Any) -> list[bytes]:
     """Return all keys of a chunk, the commit first."""
     found = [key for key in values(server) if ref.prefix_key.hex().encode() in key]
     return sorted(found, key=lambda key: (not key.endswith(b"}:c"), key))
+
+
+Path = tuple[int, ...]
+
+
+def key_of(path: Sequence[int]) -> bytes:
+    return hashlib.sha256(bytes(path)).digest()[:PREFIX_KEY_BYTES]
+
+
+def trail_of(path: Sequence[int]) -> bytes:
+    return b"".join(key_of(path[:end]) for end in range(1, len(path) + 1))
+
+
+def ref_of(path: Sequence[int]) -> ChunkRef:
+    return ChunkRef(key_of(path), len(path))
+
+
+def shared_blocks(one: Sequence[int], other: Sequence[int]) -> int:
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def most_shared(asked: Path, there: Collection[Path], at_most: int) -> list[int]:
+    """Return the largest numbers of shared blocks, by looking at all paths."""
+    return sorted(filter(None, (shared_blocks(asked, path) for path in there)), reverse=True)[:at_most]

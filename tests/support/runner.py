@@ -13,21 +13,23 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from subprocess import PIPE, STDOUT
-from typing import Any
+from subprocess import DEVNULL, PIPE, STDOUT
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 from kvstore.tools.dev.mamba2 import end_steps_at_states
-from support.forked_vllm import forker
+from support.forked import VLLM, ForkedProcess, forker
 from support.vllm_engine import Completion, Engine, Prompt, StoreSetup, prepare_environment
 
 _MARK = "RUNNER RESULT "
-_MODULE = ["-m", "support.runner"]
+_MODULE = "support.runner"
 
 
 def run_elsewhere(
@@ -35,10 +37,14 @@ def run_elsewhere(
 ) -> list[list[list[Completion]]]:
     """Carry a job out in a new process. Returns the completions by engine and round."""
     if python == sys.executable:
-        said = forker().run(_MODULE[1], json.dumps(job), _environment(), timeout_s)
+        with TemporaryFile("w+") as output:
+            with started(job, output) as process:
+                process.wait(timeout_s)
+            output.seek(0)
+            said = output.read()
     else:
         done = subprocess.run(
-            [python, *_MODULE],
+            [python, "-m", _MODULE],
             input=json.dumps(job),
             stdout=PIPE,
             stderr=STDOUT,
@@ -51,6 +57,28 @@ def run_elsewhere(
     results = [line for line in said.splitlines() if line.startswith(_MARK)]
     assert results, f"the runner failed:\n{said[-8000:]}"
     return _parse(results[0])
+
+
+@contextmanager
+def started(job: dict[str, Any], output: IO[str] | int) -> Iterator[ForkedProcess]:
+    """Yield the process that carries a job out; it is killed at the end of the block, with its children."""
+    process = forker(VLLM).start(
+        [_MODULE],
+        stdin=PIPE,
+        stdout=output,
+        stderr=DEVNULL if output == PIPE else STDOUT,
+        text=True,
+        env=_environment(),
+    )
+    try:
+        assert process.stdin is not None
+        process.stdin.write(f"{json.dumps(job)}\n")
+        process.stdin.flush()
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def generated_elsewhere(
@@ -67,24 +95,14 @@ def generated_elsewhere(
 def staying_elsewhere(job: dict[str, Any], *, timeout_s: float = 120.0) -> Iterator[list[list[Completion]]]:
     """Do the same for one engine, which stays in its process with all it has stored until the block ends."""
     (engine,) = job["engines"]
-    line = json.dumps({**job, "two_processes": False, "engines": [{**engine, "stays": True}]})
-    pipe, nothing = PIPE, subprocess.DEVNULL
-    process = subprocess.Popen(
-        [sys.executable, *_MODULE], stdin=pipe, stdout=pipe, stderr=nothing, text=True, env=_environment()
-    )
-    try:
+    with started({**job, "two_processes": False, "engines": [{**engine, "stays": True}]}, PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(f"{line}\n")
-        process.stdin.flush()
         results = next((line for line in process.stdout if line.startswith(_MARK)), None)
         assert results is not None, "the runner failed"
         yield _parse(results)[0]
         process.stdin.close()
         assert process.wait(timeout_s) == 0
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _environment() -> dict[str, str]:

@@ -1,8 +1,7 @@
 """One client process of the soak of the cache server: stores, looks up and retrieves, and checks every byte.
 
-    python -m support.server_client URL SECONDS THREADS SEED
-
-Prints one JSON object. The content of a chunk follows from its key, so that any process can check another's chunks.
+Its arguments are URL SECONDS THREADS SEED, and it prints one JSON object. The content of a chunk follows from its key,
+so that any process can check another's chunks.
 """
 
 from __future__ import annotations
@@ -113,7 +112,3 @@ def main() -> None:
     for worker in workers:
         worker.join()
     print(json.dumps(asdict(result)))
-
-
-if __name__ == "__main__":
-    main()

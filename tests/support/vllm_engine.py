@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
-from support.idle import are_loads_idle, are_saves_idle
-from support.uses import uses_of
+import pytest
 
-if TYPE_CHECKING:
-    import pytest
+from support.forked import import_vllm
+from support.uses import are_loads_idle, are_saves_idle, uses_of
 
 BLOCK_TOKENS = 32
 CHUNK_TOKENS = 256
+NUM_BLOCKS = 1024  # more than all prompts fill; the gigabyte that vLLM would take is zeroed for each engine
 VOCAB = 1024
 TIE_GAP = 1e-4  # two best logprobs closer than this may swap between two plain runs, too
 
@@ -83,6 +83,7 @@ class Engine:
     """A context manager around ``vllm.LLM``, which leaves nothing behind in the process."""
 
     def __init__(self, model: Path, store: StoreSetup | None = None, **overrides: Any) -> None:
+        import_vllm()
         from vllm import LLM
 
         settings: dict[str, Any] = {
@@ -91,6 +92,7 @@ class Engine:
             "max_model_len": 2048,
             "max_num_batched_tokens": 512,
             "max_num_seqs": 8,
+            "num_gpu_blocks_override": NUM_BLOCKS,
             "enforce_eager": True,
             "seed": 0,
             "disable_log_stats": True,
@@ -303,3 +305,16 @@ def counted_preemptions(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
     monkeypatch.setattr(Scheduler, "_preempt_request", counting)
     return preemptions
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "within a step": {"kvstore.enable_async_loading": False, "kvstore.enable_async_saving": False},
+    "layer by layer": {"kvstore.enable_async_loading": False, "kvstore.use_layerwise": True},
+    "beside": {"kvstore.enable_async_loading": True, "kvstore.enable_async_saving": True},
+}
+
+# Where every mode takes long, continuous integration tries only the one that differs most, and a soak the others.
+ONE_MODE_AND_SOAK = pytest.mark.parametrize(
+    "mode",
+    [pytest.param(keys, id=name, marks=() if name == "beside" else pytest.mark.soak) for name, keys in MODES.items()],
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,3 +88,19 @@ def mamba(mode: str = "align") -> MambaSpec:
 
 def hybrid() -> KVCacheConfig:
     return cache_config(KVCacheGroupSpec(["layer.0"], spec()), KVCacheGroupSpec(["layer.1"], mamba()))
+
+
+def moved(name: str, *modules: str) -> Any:
+    """Return the object of this name, from the first of the modules that has it."""
+    for module in modules:
+        try:
+            return getattr(import_module(module), name)
+        except (ModuleNotFoundError, AttributeError):
+            continue
+    raise ImportError(f"{name} is in none of {', '.join(modules)}")
+
+
+def make_arg_parser(parser: Any) -> Any:
+    """Return the parser of ``vllm serve``."""
+    places = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.common.cli_args")  # the second since 0.33
+    return moved("make_arg_parser", *places)(parser)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
-from support.diskwork import REPOSITORY, flip_payload, make_ref, path_of
+from support.diskwork import flip_payload, make_ref, path_of
+from support.forked import ForkedProcess, forker
 from support.interrupted import GATE
 
 from kvstore.format.pack import PARTIAL_SUFFIX
 from kvstore.tools.interrupts import INTERRUPTED, interruptible
 from kvstore.tools.pack import Source, Target, export, import_pack
-from kvstore.tools.processes import running
 
 Fill = Callable[..., Path]
 REFS = [make_ref(number) for number in range(5)]
@@ -31,7 +29,7 @@ BENCH = ["bench", "--geometry", "toy", "--batch-mib", "1", "--rounds", "7", *ONL
 class Command:
     """A running command."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: ForkedProcess) -> None:
         self._process = process
 
     def reach_gate(self) -> None:
@@ -47,12 +45,12 @@ class Command:
         """Send a signal, and return the line that answers it."""
         assert self._process.stderr is not None
         self._process.send_signal(number)
-        return self._process.stderr.readline()
+        return str(self._process.stderr.readline())
 
     def end(self) -> tuple[int, str, str]:
         """Let the command continue to its end. Returns exit code, output and errors."""
         stdout, stderr = self._process.communicate("go", timeout=TIMEOUT_S)
-        return self._process.returncode, stdout, stderr
+        return self._process.wait(), stdout, stderr
 
     def end_now(self) -> tuple[int, str, str]:
         """Interrupt for the second time. Returns exit code, output and errors."""
@@ -65,13 +63,14 @@ class Command:
 @contextmanager
 def started(*arguments: object) -> Iterator[Command]:
     """Yield a command at the gate."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])}
-    program = [sys.executable, "-m", "support.interrupted", *map(str, arguments)]
-    pipe = subprocess.PIPE
-    with running(program, stdin=pipe, stdout=pipe, stderr=pipe, env=environment) as process:
-        command = Command(process)
-        command.reach_gate()
-        yield command
+    words = ["support.interrupted", *map(str, arguments)]
+    with forker().start(words, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True) as process:
+        try:
+            command = Command(process)
+            command.reach_gate()
+            yield command
+        finally:
+            process.kill()
 
 
 @pytest.fixture

@@ -101,8 +101,9 @@ class TestClients:
             assert client.post(PATH, json=ASKED).status_code == 200, "a small one has room"
             assert counted(client, "errors_total", reason="busy") >= 1
             first.sendall(b'"}')
+        wait_for("its room is free", lambda: client.post(PATH, content=large + b'"}').status_code == 200)
+        wait_for("nothing runs", lambda: counted(client, "in_flight") == 0)
         decode.script.holds_after = 0
-        wait_for("it is over", lambda: counted(client, "in_flight") == 0)
         with send_raw(client, large + b'"}'):
             wait_for("the engine has it", lambda: decode.held == 1)
             assert client.post(PATH, content=large + b'"}').status_code == 503, "one that is being answered counts"

@@ -74,7 +74,7 @@ def cache_server(folder: Path) -> Iterator[EngineOptions]:
 
 @pytest.mark.parametrize(
     "tier",
-    [memory, disk, cached_disk, redis, cache_server],
+    [memory, disk, cached_disk, *(pytest.param(tier, marks=pytest.mark.slow) for tier in (redis, cache_server))],
     ids=["memory", "disk", "cached_disk", "redis", "cache_server"],
 )
 def test_moving_payload_takes_no_memory(tier: Opened, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 from support.index_machine import IndexMachine
-from support.index_world import BLOCK, CHUNK, stored_bytes
+from support.index_model import BLOCK, CHUNK, stored_bytes
 from support.schedules import schedule_settings
 
 from kvstore.index.entries import NO_SLOT

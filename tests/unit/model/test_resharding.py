@@ -37,7 +37,10 @@ def where(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, 
             yield {"url": f"redis://127.0.0.1:{server.port}"}
 
 
-@pytest.mark.parametrize(("stored_by", "read_by"), [(2, 1), (1, 2), (4, 2), (2, 4), (8, 2), (2, 8), (8, 1)])
+@pytest.mark.parametrize(
+    ("stored_by", "read_by"),
+    [(2, 1), (1, 2), (2, 8), *(pytest.param(*two, marks=pytest.mark.slow) for two in ((4, 2), (2, 4), (8, 2), (8, 1)))],
+)
 def test_another_size_reads_its_heads(where: dict[str, Any], stored_by: int, read_by: int) -> None:
     store_all(TOKENS, BLOCKS, stored_by, **where)
     for shard in range(read_by):

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.late_cuda import CudaEvent, late_cuda
 from support.late_device import LateDevice, LateStream, late_paged
-from support.late_model import BLOCKS, LAYERS, SMALL_BUFFERS, TWO_LAYERS, Model, N, by_layer
+from support.late_model import BLOCKS, LAYERS, SMALL_BUFFERS, TWO_LAYERS, CudaEvent, Model, N, by_layer, late_cuda
 
 from kvstore.paged.streams import Direction
 from kvstore.transfer.mover import as_block_ids

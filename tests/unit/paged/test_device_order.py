@@ -8,9 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from support.late_cuda import late_cuda
 from support.late_device import Failure, LateDevice, LateStreams
-from support.late_model import BLOCKS, CHUNK_BLOCKS, LAYERS, SMALL_BUFFERS, TWO_LAYERS, Model, Slot
+from support.late_model import BLOCKS, CHUNK_BLOCKS, LAYERS, SMALL_BUFFERS, TWO_LAYERS, Model, Slot, late_cuda
 from support.schedules import seeds
 
 from kvstore.model.errors import ConfigError, DeviceFullError

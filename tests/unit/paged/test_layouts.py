@@ -21,7 +21,11 @@ SOURCES = [7, 0, 11, 3, 8, 5]
 TARGETS = [2, 9, 0, 7, 10, 6]
 SKIPS = (0, 3)  # blocks that the request has already
 # Elements of two bytes and of one; those of the other type of one byte, which are the same bytes, in the soak only.
-DTYPES = [torch.bfloat16, torch.float8_e4m3fn, pytest.param(torch.uint8, marks=pytest.mark.soak)]
+DTYPES = [
+    torch.bfloat16,
+    pytest.param(torch.float8_e4m3fn, marks=pytest.mark.slow),
+    pytest.param(torch.uint8, marks=pytest.mark.soak),
+]
 
 
 def open_engine(paged: Paged, folder: Path | None) -> CacheEngine:

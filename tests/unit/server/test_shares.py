@@ -90,6 +90,7 @@ def test_the_limit_of_files_bounds_the_clients(monkeypatch: pytest.MonkeyPatch) 
         allowed_clients(has_ipc=True, has_tcp=True)
 
 
+@pytest.mark.slow
 def test_a_server_with_too_few_files_says_so_and_ends() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))\n"

@@ -232,7 +232,7 @@ def test_a_tier_that_cannot_remove_or_clear(bench: Bench, tier: FakeTier, monkey
 
 
 def test_writes_given_up_by_close_are_reported(tier: FakeTier) -> None:
-    bench = Bench(tier, timeout_s=2.0)
+    bench = Bench(tier, timeout_s=0.5)
     gate = threading.Event()
     tier.before_put = lambda: gate.wait(HANG_GUARD_S)
     try:

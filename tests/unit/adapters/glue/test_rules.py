@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_parts import BLOCK, CHUNK, ONE_GROUP, FakeRequest
-from support.idle import are_loads_idle
+from support.uses import are_loads_idle
 
 from kvstore.adapters.vllm.plan import Fetch, FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules

@@ -177,6 +177,7 @@ class TestNamedByRequests:
         said = f"'127.0.0.1:{engine.setup.port}'"
         assert sum(said in record.getMessage() for record in caplog.records) == 1
 
+    @pytest.mark.slow
     def test_one_that_is_dead_costs_only_who_names_it(self, build: Build) -> None:
         """Requests of others come each after one that names an engine that does not exist."""
         engine = build(port=free_port())
@@ -238,7 +239,7 @@ def test_what_peers_would_add_must_be_worth_it(build: Build, min_tokens: int, fe
     assert reader.loaded_tokens["more"] == CHUNK + fetched
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_two_engines_that_read_each_other(build: Build, seed: int) -> None:
     """Their pools hold only a part of it; prefixes are random, with aborts and a change of weights."""
     random, ports = Random(seed), (free_port(), free_port())

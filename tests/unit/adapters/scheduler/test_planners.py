@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.fake_parts import BLOCK, CHUNK, ONE_GROUP, FakeRequest
 from support.gate import HANG_GUARD_S, Gate
-from support.idle import are_loads_idle
+from support.uses import are_loads_idle
 
 from kvstore.adapters.vllm.plan import Fetch, FetchResult, StepPlan, StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.diskwork import EVEN
-from support.trails import ref_of, trail_of
+from support.redis_tiers import ref_of, trail_of
 
 from kvstore.model.errors import TierError
 from kvstore.tiers.redis import trails
