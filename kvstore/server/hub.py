@@ -29,22 +29,18 @@ from kvstore.protocol import messages
 from kvstore.protocol.contexts import close_context, open_context
 from kvstore.protocol.loopback import buffer_bytes
 from kvstore.protocol.runs import Run
-from kvstore.server.client_keys import ClientKeys
-from kvstore.server.clients import IPC, TCP, Client, Clients
+from kvstore.server.clients import IPC, TCP, Client, ClientKeys, Clients
 from kvstore.server.core import Core
 from kvstore.server.disk import Disk
-from kvstore.server.door import Door
-from kvstore.server.files import allowed_clients
-from kvstore.server.intake import Intake
+from kvstore.server.limits import LOOK_S, Door, Intake, Watch, allowed_clients
+from kvstore.server.operators import stats
 from kvstore.server.options import ServerOptions
 from kvstore.server.owner import Owner
 from kvstore.server.pool import Pool
-from kvstore.server.reports import stats
 from kvstore.server.service import Service
 from kvstore.server.sessions import Peer, Session, Sessions
 from kvstore.server.stock import Stock
 from kvstore.server.unix_socket import UnixSocket
-from kvstore.server.watch import LOOK_S, Watch
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

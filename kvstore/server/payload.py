@@ -17,9 +17,9 @@ from kvstore.model.errors import ProtocolError
 from kvstore.protocol import messages
 from kvstore.protocol.outcomes import pack_outcomes
 from kvstore.protocol.pieces import Placing, checksum
+from kvstore.server.clients import Shares
 from kvstore.server.core import Core
 from kvstore.server.sessions import MAX_PIECES, Lease, Session
-from kvstore.server.shares import Shares
 from kvstore.server.spaces import Chunk
 
 if TYPE_CHECKING:

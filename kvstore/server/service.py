@@ -20,10 +20,9 @@ from kvstore.server.clients import IPC, Client
 from kvstore.server.core import Core
 from kvstore.server.grants import Grants
 from kvstore.server.offers import Offers
-from kvstore.server.orders import Orders, report
+from kvstore.server.operators import Orders, part_of_stats, report
 from kvstore.server.owner import Owner
 from kvstore.server.payload import Payload
-from kvstore.server.reports import part_of_stats
 from kvstore.server.sessions import Peer, Session
 from kvstore.server.spaces import Chunk, Space
 from kvstore.server.stock import MAX_FAR_SPACES, MAX_SPACES

@@ -19,8 +19,7 @@ from typing import NamedTuple
 from kvstore.model.chunks import Outcome
 from kvstore.model.errors import ProtocolError
 from kvstore.protocol.progress import SILENT_BEATS, Progress
-from kvstore.server.clients import IPC, TCP, Client
-from kvstore.server.shares import Shares
+from kvstore.server.clients import IPC, TCP, Client, Shares
 from kvstore.server.spaces import Chunk, Space
 from kvstore.server.stock import Stock
 

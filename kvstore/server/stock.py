@@ -23,11 +23,9 @@ from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.policies import Policy, open_policy
 from kvstore.protocol.runs import PAGE_BYTES, Run
-from kvstore.server.holds import Holds
-from kvstore.server.pins import Pins
+from kvstore.server.pins import Holds, Pins
 from kvstore.server.pool import FreePages
-from kvstore.server.quotas import Quotas
-from kvstore.server.spaces import Chunk, Quota, Space
+from kvstore.server.spaces import Chunk, Quota, Quotas, Space
 
 MAX_SPACES = 4096
 MAX_TENANT_SPACES = MAX_SPACES // 4  # of one tenant

@@ -16,9 +16,9 @@ from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.protocol import messages
 from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.server.core import SLICE_S
 from kvstore.server.disk_tiers import DiskOptions
 from kvstore.server.pool import FreePages
-from kvstore.server.slices import SLICE_S
 from kvstore.server.spaces import Chunk, Space
 from kvstore.server.stock import Stock
 from kvstore.testing.harness import make_ref

@@ -17,8 +17,7 @@ from kvstore.protocol.keyfiles import ListedKey
 from kvstore.protocol.messages import Refusal
 from kvstore.protocol.outcomes import outcome_of
 from kvstore.protocol.runs import PAGE_BYTES
-from kvstore.server.client_keys import ClientKeys
-from kvstore.server.clients import OURSELVES
+from kvstore.server.clients import OURSELVES, ClientKeys
 from kvstore.server.owner import Owner
 from kvstore.server.pool import FreePages, Pool
 from kvstore.server.sessions import FORGET_S, MAX_PIECES, SILENCE_S, Peer

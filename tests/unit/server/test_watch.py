@@ -8,7 +8,7 @@ import socket
 import psutil
 import pytest
 
-from kvstore.server.watch import Watch
+from kvstore.server.limits import Watch
 
 
 @pytest.fixture
