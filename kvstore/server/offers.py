@@ -12,8 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 from kvstore.channels.base import Channel, Peer, Reading, State
 from kvstore.model.chunks import ByteArray, Outcome
@@ -22,13 +21,18 @@ from kvstore.model.throttle import Throttle
 from kvstore.protocol import messages
 from kvstore.protocol.pieces import checksum
 from kvstore.server.core import Core
-from kvstore.server.file_order import Once
 from kvstore.server.payload import Payload, done
 from kvstore.server.sessions import Session
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 
+READ_S: Final = 4.0  # after which a read is given up; a client waits for 5 s by default
+_LOOK_S: Final = 2e-4  # between two looks at reads that may soon end
+_LATE_LOOK_S: Final = 0.05  # between two looks at reads that were given up
+_END_WAIT_S: Final = 2.0
+_MAX_HUNG: Final = 2  # memories; reads that hang there keep pages, up to a quarter of the pool each
 _MAX_ATTACHED: Final = 256  # attached memories of clients
 
 
@@ -105,7 +109,6 @@ class Offers:
         if lease is None or not lease.is_write or not session.attached or self._puller is None:
             return done(request, Outcome.FAILED)
         parts = self._payload.parts(lease, request.offset_bytes, request.num_bytes)
-        answer = Once(partial(self._answer, session, request))
         is_late = False
 
         def ended(is_read: bool) -> None:
@@ -124,7 +127,8 @@ class Offers:
             is_sound = is_sound and lease.note_arrived(request.offset_bytes, end_bytes)
             self._count(request, is_sound=is_sound)
             self._payload.end(session, lease, is_sound=is_sound)
-            answer(Outcome.STORED if is_sound else Outcome.FAILED)
+            if not is_late:
+                self._answer(session, request, Outcome.STORED if is_sound else Outcome.FAILED)
 
         def given_up() -> None:
             self._core.report(leave_late)
@@ -134,7 +138,7 @@ class Offers:
             nonlocal is_late
             is_late = True
             session.num_pieces -= 1
-            answer(Outcome.FAILED)
+            self._answer(session, request, Outcome.FAILED)
 
         self._payload.begin(session, lease)
         self._puller.pull(Pull(session.attached, request.memory_offset_bytes, parts, given_up, ended))
@@ -148,13 +152,6 @@ class Offers:
             self.read_bytes += request.num_bytes
         else:
             self.num_failed += 1
-
-
-READ_S: Final = 4.0  # after which a read is given up; a client waits for 5 s by default
-_LOOK_S: Final = 2e-4  # between two looks at reads that may soon end
-_LATE_LOOK_S: Final = 0.05  # between two looks at reads that were given up
-_END_WAIT_S: Final = 2.0
-_MAX_HUNG: Final = 2  # memories; reads that hang there keep pages, up to a quarter of the pool each
 
 
 @dataclass
@@ -243,7 +240,7 @@ class Puller:
                 self._look(source)
                 if source.is_leaving and not source.pulls and not source.has_failed:
                     del self._sources[description]
-                    self._channel.detach(source.peer)
+                    self._call(self._channel.detach, source.peer)
 
     def _next_jobs(self) -> list[Callable[[], None]] | None:
         """Wait for jobs, or until reads must be checked; return None at the end."""
@@ -266,13 +263,12 @@ class Puller:
                 self._throttle.log("hung", "nothing more is attached: reads from %d clients' memories hang", _MAX_HUNG)
                 return False
             try:
-                self._sources[description] = _Source(self._channel.attach(description))
+                peer = self._call(self._channel.attach, description)
             except ChannelError:
                 return False
-            except Exception:  # a bug in the channel; the thread continues, for the other clients
-                logger.exception("attaching a client's memory failed unexpectedly")
-                return False
-            return True
+            if peer is not None:
+                self._sources[description] = _Source(peer)
+            return peer is not None
         source.is_leaving = False
         return not source.hangs
 
@@ -287,12 +283,11 @@ class Puller:
             pull.ended(False)
             return
         try:
-            reading = self._channel.read(source.peer, pull.offset_bytes, pull.parts)
+            reading = self._call(self._channel.read, source.peer, pull.offset_bytes, pull.parts)
         except ChannelError:
             pull.ended(False)
             return
-        except Exception:  # a bug in the channel, which may have begun to write, so the pages stay in use
-            logger.exception("reading a client's memory failed unexpectedly: nothing more is read from there")
+        if reading is None:  # it may have begun to write, so the pages stay in use
             source.has_failed = True
             pull.given_up()
             return
@@ -302,7 +297,7 @@ class Puller:
 
     def _look(self, source: _Source) -> None:
         for reading, pull in list(source.pulls.items()):
-            state = self._state_of(reading)
+            state = self._call(self._channel.look, reading) or State.PENDING  # unknown, so the pages stay in use
             if state is not State.PENDING:
                 del source.pulls[reading]
                 pull.ended(state is State.DONE)
@@ -310,10 +305,17 @@ class Puller:
                 pull.is_late = True
                 pull.given_up()
 
-    def _state_of(self, reading: Reading) -> State:
+    def _call(self, call: Callable[..., Result], *args: object) -> Result | None:
+        """Call the channel; log an error that it does not promise, and return None, so that other clients are served.
+
+        Raises:
+            ChannelError: as promised by the call.
+        """
         try:
-            return self._channel.look(reading)
-        except Exception:  # a bug in the channel; the read may not have ended, so the pages stay in use
-            if self._throttle.is_due("look"):
-                logger.exception("looking at a read of a client's memory failed unexpectedly")
-            return State.PENDING
+            return call(*args)
+        except ChannelError:
+            raise
+        except Exception:  # a bug in the channel, perhaps in reach of any client's description
+            if self._throttle.is_due("bug"):
+                logger.exception("the channel %s failed unexpectedly", self._channel.name)
+            return None
