@@ -8,7 +8,7 @@ import socket
 import psutil
 import pytest
 
-from kvstore.server.limits import Watch
+from kvstore.server.connections import Watch
 
 
 @pytest.fixture

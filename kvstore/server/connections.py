@@ -1,19 +1,30 @@
-"""Limits on open files, connections and messages, so that no client takes what the others need."""
+"""Connections of clients, and limits on their number and on their messages, so that no client keeps out the others.
+
+Clients get only a part of the files that this process may open, because libzmq accepts connections faster than they can
+be counted here. A flood of them would take the last file, and libzmq aborts the process when a client of the unix
+socket connects after that.
+
+ZeroMQ bounds the length of a frame but not the number of frames, and delivers only complete messages. So a message that
+never ends would fill the memory unseen. The kernel counts the bytes that a connection has received. If they grow while
+no message arrives, the connection is cut off, and ZeroMQ frees the partial message.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import resource
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from kvstore.model.errors import ConfigError
 from kvstore.model.throttle import Throttle
@@ -23,13 +34,25 @@ from kvstore.server.sessions import MAX_PIECES
 
 logger = logging.getLogger(__name__)
 
-
-_WANTED: Final = 65_536
-_KEPT: Final = 512
-_OWN: Final = 32  # files that the server itself opens later, for its disk and its pages
-_PER_CLIENT: Final = 2  # two sockets for a client of this host; a socket and its duplicate for one of the network
-_FEWEST: Final = 128  # clients
-_MOST: Final = {IPC: 2048, TCP: 16_384}
+LOOK_S: Final = 0.05
+_WANTED_FILES: Final = 65_536
+_KEPT_FILES: Final = 512
+_OWN_FILES: Final = 32  # files that the server itself opens later, for its disk and its pages
+_FILES_PER_CLIENT: Final = 2  # two sockets for a client of this host; a socket and its duplicate for one of the network
+_FEWEST_CLIENTS: Final = 128
+_MOST_CLIENTS: Final = {IPC: 2048, TCP: 16_384}
+_OPEN_BELOW: Final = 0.8  # of the number of files at which the listener is unbound
+_MOST_FRAMES: Final = 2  # a request and its payload, after the name of the sender
+_SKIPPED_AT_ONCE: Final = 4096  # frames; a few milliseconds
+_STRANGER_BYTES: Final = 1 << 20  # before a hello
+_ALL_STRANGERS_BYTES: Final = 64 << 20
+_CLIENT_BYTES: Final = (MAX_PIECES + 4) * (
+    messages.PIECE_BYTES + messages.MAX_MESSAGE_BYTES
+)  # more than may be under way
+_RECEIVED = struct.Struct("<Q")
+_RECEIVED_OFFSET: Final = 128  # of tcpi_bytes_received in struct tcp_info
+_MONITOR: Final = "inproc://connections"
+_FAILURES: Final = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 def allowed_clients(*, has_ipc: bool, has_tcp: bool) -> dict[int, int]:
@@ -40,45 +63,42 @@ def allowed_clients(*, has_ipc: bool, has_tcp: bool) -> dict[int, int]:
     """
     _raise_limit()
     limit = limit_of_files()
-    used = sum(1 for _ in Path("/proc/self/fd").iterdir()) + _OWN
-    clients = (room_for_clients(limit) - used) // _PER_CLIENT
-    if clients < _FEWEST:
+    used = sum(1 for _ in Path("/proc/self/fd").iterdir()) + _OWN_FILES
+    clients = (room_for_clients(limit) - used) // _FILES_PER_CLIENT
+    if clients < _FEWEST_CLIENTS:
         raise ConfigError(
             f"this process may open {limit} files and has {used} of its own: too few for clients; raise the limit "
             "(ulimit -n, LimitNOFILE of systemd), best to 65536"
         )
     if not has_tcp:
-        return {IPC: min(clients, _MOST[IPC])}
+        return {IPC: min(clients, _MOST_CLIENTS[IPC])}
     if not has_ipc:
-        return {TCP: min(clients, _MOST[TCP])}
-    near = min(max(clients // 8, _FEWEST // 2), _MOST[IPC])
-    return {IPC: near, TCP: min(clients - near, _MOST[TCP])}
+        return {TCP: min(clients, _MOST_CLIENTS[TCP])}
+    near = min(max(clients // 8, _FEWEST_CLIENTS // 2), _MOST_CLIENTS[IPC])
+    return {IPC: near, TCP: min(clients - near, _MOST_CLIENTS[TCP])}
 
 
 def room_for_clients(limit: int) -> int:
     """Return the number of files for clients and server; the rest of the limit is kept for a flood of connections."""
-    return limit - max(limit // 4, _KEPT)
+    return limit - max(limit // 4, _KEPT_FILES)
 
 
 def limit_of_files() -> int:
     """Read the number of files that this process may have open; at most as many as are useful."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _WANTED if soft == resource.RLIM_INFINITY else min(soft, _WANTED)
+    return _WANTED_FILES if soft == resource.RLIM_INFINITY else min(soft, _WANTED_FILES)
 
 
 def _raise_limit() -> None:
     """Raise the limit to what many clients need, as far as the system lets us."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _WANTED if hard == resource.RLIM_INFINITY else min(hard, _WANTED)
+    most = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-_OPEN_BELOW: Final = 0.8  # of the number of files at which it is shut
-
-
-class Door:
-    """Binds and unbinds a socket. Belongs to the thread that decides.
+class Listener:
+    """Address of a socket, unbound while few more files can be opened. Belongs to the thread that decides.
 
     Args:
         router: a socket that is bound to one address.
@@ -102,20 +122,18 @@ class Door:
         return int(self._endpoint.rsplit(":", 1)[1])
 
     def look(self) -> None:
-        """Shut the socket or open it again, by the number of open files. Takes microseconds."""
+        """Unbind the socket or bind it again, by the number of open files. Takes microseconds."""
         used = self._used()
         try:
             if self.is_open and used >= self._room:
                 self._router.unbind(self._endpoint)
                 self.is_open = False
-                said = (
-                    "few of %d files that may be open are left: no more clients from the network until some have gone"
-                )
-                self._throttle.log("shut", said, self._limit)
+                said = "%d of %d allowed files are open: no new clients over the network until some are closed"
+                self._throttle.log("shut", said, used, self._limit)
             elif not self.is_open and used < _OPEN_BELOW * self._room:
                 self._router.bind(self._endpoint)
                 self.is_open = True
-        except zmq.ZMQError as error:  # it is not shut yet, and the next call tries again
+        except zmq.ZMQError as error:  # the address is not released yet, and the next call tries again
             self._throttle.log("door", "%s: %s", self._endpoint, error.strerror)
 
     def _used(self) -> int:
@@ -126,10 +144,6 @@ class Door:
             return self._limit
         os.close(free_fd)
         return max(free_fd, Path("/proc/self/fd").stat().st_size)
-
-
-_MOST_FRAMES: Final = 2  # a request and its payload, after the name of the sender
-_SKIPPED_AT_ONCE: Final = 4096  # frames; a few milliseconds
 
 
 class Message(NamedTuple):
@@ -176,16 +190,6 @@ class Intake:
                 self._is_skipping = False
                 return True
         return False
-
-
-LOOK_S: Final = 0.05
-_STRANGER_BYTES: Final = 1 << 20  # before a hello
-_ALL_STRANGERS_BYTES: Final = 64 << 20
-_CLIENT_BYTES: Final = (MAX_PIECES + 4) * (
-    messages.PIECE_BYTES + messages.MAX_MESSAGE_BYTES
-)  # more than may be under way
-_RECEIVED = struct.Struct("<Q")
-_RECEIVED_OFFSET: Final = 128  # of tcpi_bytes_received in struct tcp_info
 
 
 @dataclass
@@ -312,3 +316,49 @@ def _duplicate(fd: int, port: int) -> socket.socket | None:
             return own
     own.close()
     return None
+
+
+class Network:
+    """Network's socket and its connections. Belongs to the thread that decides.
+
+    Args:
+        context: context of the socket.
+        router: the socket, bound to one address.
+        probe_fd: any open file; see ``Listener``.
+        most: the most connections that may be open.
+
+    Attributes:
+        monitor: a socket that is readable when connections have begun or ended.
+        num_strangers: number of clients that could not prove a key, or expected another server.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes], probe_fd: int, most: int
+    ) -> None:
+        self.listener = Listener(router, probe_fd)
+        self.watch = Watch(self.listener.port, most)
+        self.num_strangers = 0
+        self._throttle = Throttle(logger)
+        router.monitor(_MONITOR, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _FAILURES)
+        self.monitor = context.socket(zmq.PAIR)
+        self.monitor.rcvhwm = 0  # a full queue stops ZeroMQ's thread, which then holds a lock that closing needs
+        self.monitor.connect(_MONITOR)
+
+    def ended(self, at_most: int | None = None) -> Iterator[int]:
+        """Note new connections, and yield the descriptors of ended ones: ZeroMQ reports an end before it closes one.
+
+        Handles ``at_most`` so many events, so that a flood of connections does not delay other clients.
+        """
+        for _ in itertools.count() if at_most is None else range(at_most):
+            self.listener.look()
+            if not self.monitor.poll(0):
+                return
+            event = parse_monitor_message(self.monitor.recv_multipart())
+            if event["event"] & _FAILURES:
+                self.num_strangers += 1
+                self._throttle.log("stranger", "refused a client that has no keys, or not the key of this server")
+            elif event["event"] == zmq.EVENT_ACCEPTED:
+                self.watch.come(event["value"])
+            else:
+                self.watch.go(event["value"])
+                yield event["value"]
