@@ -20,10 +20,12 @@ from kvstore.protocol.rights import EVERY_RIGHT, NO_RIGHT, USUAL_RIGHTS, Right
 
 logger = logging.getLogger(__name__)
 
-
 IPC: Final = 0  # the number of the socket for this host
 TCP: Final = 1  # the number of the socket for the network
 ANYBODY: Final = "*"  # in server_operators
+_ADDRESS: Final = "inproc://zeromq.zap.01"
+_VERSION: Final = b"1.0"
+_REQUEST_FRAMES: Final = 7  # version, id, domain, address, identity, mechanism, the key
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,6 @@ class Clients:
             return _STRANGER
 
 
-_ADDRESS: Final = "inproc://zeromq.zap.01"
-_VERSION: Final = b"1.0"
-_REQUEST_FRAMES: Final = 7  # version, id, domain, address, identity, mechanism, the key
-
-
 class ClientKeys:
     """Answers ZeroMQ's requests to authenticate a client. Belongs to the thread that decides.
 
@@ -121,7 +118,7 @@ class ClientKeys:
             return [_VERSION, request_id, b"200", b"OK", self._names[question[6]].encode(), b""]
         self.refused += 1
         address = question[3].decode("ascii", "replace") if len(question) > 3 else "an unknown address"
-        self._throttle.log(address, "refused a client from %s: its key is not on the list", address)
+        self._throttle.log(address, "refused a client from %s: its key is not in server_clients", address)
         return [_VERSION, request_id, b"400", b"not on the list", b"", b""]
 
 

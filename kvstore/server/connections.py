@@ -67,8 +67,8 @@ def allowed_clients(*, has_ipc: bool, has_tcp: bool) -> dict[int, int]:
     clients = (room_for_clients(limit) - used) // _FILES_PER_CLIENT
     if clients < _FEWEST_CLIENTS:
         raise ConfigError(
-            f"this process may open {limit} files and has {used} of its own: too few for clients; raise the limit "
-            "(ulimit -n, LimitNOFILE of systemd), best to 65536"
+            f"this process may open {limit} files and needs {used} itself, which leaves too few for clients: raise "
+            "the limit (ulimit -n, or LimitNOFILE of systemd) to 65536"
         )
     if not has_tcp:
         return {IPC: min(clients, _MOST_CLIENTS[IPC])}
@@ -240,9 +240,9 @@ class Watch:
     def __len__(self) -> int:
         return len(self._connections)
 
-    def come(self, fd: int) -> None:
+    def add(self, fd: int) -> None:
         """Add a connection that was accepted."""
-        self.go(fd)
+        self.remove(fd)
         own = _duplicate(fd, self._port)
         if own is None:
             return
@@ -253,24 +253,24 @@ class Watch:
             del self._strangers[oldest]  # so that it is cut off only once
             self._connections[oldest].cut()
 
-    def meet(self, fd: int) -> None:
+    def note_hello(self, fd: int) -> None:
         """Note that a client has said hello through a connection."""
         self._strangers.pop(fd, None)
 
-    def go(self, fd: int) -> None:
+    def remove(self, fd: int) -> None:
         """Remove a connection that has ended."""
         self._strangers.pop(fd, None)
         connection = self._connections.pop(fd, None)
         if connection is not None:
             connection.own.close()
 
-    def hear(self, fd: int) -> None:
+    def note_message(self, fd: int) -> None:
         """Note that a message arrived through a connection."""
         connection = self._connections.get(fd)
         if connection is not None:
             connection.is_heard = True
 
-    def look(self) -> int:
+    def cut_endless(self) -> int:
         """Cut off connections that send endless messages; return their number."""
         strangers: list[tuple[int, int]] = []
         guilty: list[int] = []
@@ -296,7 +296,7 @@ class Watch:
     def close(self) -> None:
         """Close all duplicates of descriptors."""
         for fd in list(self._connections):
-            self.go(fd)
+            self.remove(fd)
 
 
 def _duplicate(fd: int, port: int) -> socket.socket | None:
@@ -356,9 +356,9 @@ class Network:
             event = parse_monitor_message(self.monitor.recv_multipart())
             if event["event"] & _FAILURES:
                 self.num_strangers += 1
-                self._throttle.log("stranger", "refused a client that has no keys, or not the key of this server")
+                self._throttle.log("stranger", "refused a client that has no keys or expects another server's key")
             elif event["event"] == zmq.EVENT_ACCEPTED:
-                self.watch.come(event["value"])
+                self.watch.add(event["value"])
             else:
-                self.watch.go(event["value"])
+                self.watch.remove(event["value"])
                 yield event["value"]

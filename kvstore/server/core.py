@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SLICE_S: Final = 0.002
+
 
 @dataclass
 class Core:
@@ -85,9 +87,6 @@ class Core:
                 self.disk.forget(space)
 
 
-SLICE_S: Final = 0.002
-
-
 class Slices:
     """Runs work in slices. Belongs to the thread that decides. Between two steps of some work anything may happen.
 
@@ -107,15 +106,7 @@ class Slices:
         self._is_due = False
 
     def begin(self, work: Iterator[None]) -> None:
-        """Begin work whose steps each take far less than a slice. Raises the errors of the first slice."""
-        self._work_on(work)
-
-    def _go_on(self) -> None:
-        self._is_due = False
-        if self._waiting:
-            self._work_on(self._waiting.popleft())
-
-    def _work_on(self, work: Iterator[None]) -> None:
+        """Do a first slice of work whose steps each take far less than a slice. Raises the errors of this slice."""
         end_s = self._now() + SLICE_S
         for _ in work:
             self._after_step()
@@ -127,3 +118,8 @@ class Slices:
         if self._waiting and not self._is_due:
             self._is_due = True
             self._report(self._go_on)
+
+    def _go_on(self) -> None:
+        self._is_due = False
+        if self._waiting:
+            self.begin(self._waiting.popleft())

@@ -206,7 +206,7 @@ class Disk:
             if isinstance(error, TierError | ConfigError):
                 self._complain(error)
             elif error is not None:
-                said = "a thread of the cache server's disk failed"
+                said = "unexpected error on a disk thread of the cache server"
                 self._throttle.log(type(error).__name__, said, level=logging.ERROR, exc_info=error)
             finish(failed if error is not None else future.result())
 
@@ -282,7 +282,7 @@ class Disk:
         return room[: chunk.size_bytes]
 
     def _complain(self, error: Exception) -> None:
-        self._throttle.log("disk", "the disk of the cache server: %s", error)
+        self._throttle.log("disk", "disk error of the cache server: %s", error)
 
 
 def _refuse_engines(folder: Path) -> None:
@@ -294,4 +294,4 @@ def _refuse_engines(folder: Path) -> None:
     """
     for home in folder.iterdir():
         if _folder.NAMESPACE_NAME.fullmatch(home.name) and (home / _folder.NAMESPACE_FILE).is_file():
-            raise ConfigError(f"the folder {folder} holds chunks of an engine, not of a server: name another folder")
+            raise ConfigError(f"the folder {folder} holds chunks of an engine, not of a server: use another folder")

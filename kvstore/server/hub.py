@@ -265,7 +265,7 @@ class Hub:
         now_s = time.monotonic()
         if network is not None and now_s - self._looked_s > max(LOOK_S, _LOOK_EACH_S * len(network.watch)):
             self._looked_s = now_s
-            self._cut_endless(network.watch.look())
+            self._cut_endless(network.watch.cut_endless())
             self.service.forget_silent()
         if now_s - self._expired_s > _TICK_S:
             self._expired_s = now_s
@@ -274,8 +274,7 @@ class Hub:
     def _cut_endless(self, count: int) -> None:
         self.num_malformed += count
         if count:
-            said = "%d clients were cut off: they sent a message that did not end"
-            self._throttle.log("endless", said, count)
+            self._throttle.log("endless", "disconnected %d clients that sent a message without end", count)
 
     def _receive(self, number: int, router: zmq.Socket[bytes]) -> None:
         for _ in range(_TURN):
@@ -284,10 +283,10 @@ class Hub:
                 return
             peer = Peer(number, message.name)
             if self.network is not None and number == TCP and message.frames:
-                self.network.watch.hear(self._fd_of(peer, message.frames[0]))
+                self.network.watch.note_message(self._fd_of(peer, message.frames[0]))
             if not message.is_whole:
                 if peer not in self._kicked:
-                    self._kick(peer, "a message of too many frames")
+                    self._kick(peer, "a message with too many frames")
             elif peer not in self._kicked:
                 self._handle(peer, message.frames)
             if not int(router.get(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than an exception
@@ -318,7 +317,7 @@ class Hub:
             session.fd = int(frame.get(zmq.SRCFD))
             self._by_fd[session.fd] = session
             assert self.network is not None
-            self.network.watch.meet(session.fd)
+            self.network.watch.note_hello(session.fd)
 
     def _note_connections(self, at_most: int | None = None) -> None:
         """Note new connections, and end the clients of closed ones; handles ``at_most`` so many events."""
@@ -331,14 +330,14 @@ class Hub:
     def _kick(self, peer: Peer, why: str) -> None:
         """End a client that sent a malformed message, and ignore all later messages of its connection."""
         self.num_malformed += 1
-        self._throttle.log("kick", "a client was cut off: %s", why[:200])
+        self._throttle.log("kick", "disconnected a client: %s", why[:200])
         self._send(peer, messages.Refused(0, messages.Refusal.MALFORMED, why[:200]), ())
         self._kicked[peer] = None
         if len(self._kicked) > _MAX_KICKED:
             self._kicked.popitem(last=False)
         session = self.sessions.by_peer.pop(peer, None)
         if session is not None and session.token and self._unix_socket is not None:
-            self._unix_socket.turn_out(session.token)  # the session ends when the client releases the pool
+            self._unix_socket.ask_to_leave(session.token)  # the session ends when the client releases the pool
         elif session is not None:
             self.service.end(session)
 
@@ -393,5 +392,5 @@ class Hub:
             self._turn(0.1)
         left = self.service.num_unwritten
         if left:
-            logger.warning("%d chunks were not written to disk, as the server had to end", left)
+            logger.warning("%d chunks were not written to disk before the server stopped", left)
         return not left

@@ -89,7 +89,7 @@ class Offers:
 
     def _attach(self, session: Session, request: messages.Attach) -> messages.Answer | None:
         if session.attached:
-            raise ProtocolError("a client attaches its memory once")
+            raise ProtocolError("this client has attached its memory already")
         description = request.description
         has_room = description in self._clients or len(self._clients) < _MAX_ATTACHED
         if self._puller is None or request.channel != self._name or not description or not has_room:
@@ -113,19 +113,16 @@ class Offers:
 
         def ended(is_read: bool) -> None:
             if is_read:
-                self._payload.start(verify, lambda: settled(is_sound=False))
+                self._payload.start(lambda: checksum(part.data for part in parts), settled)
             else:
-                self._core.report(lambda: settled(is_sound=False))
+                self._core.report(lambda: settled(None))
 
-        def verify() -> None:
-            is_sound = checksum(part.data for part in parts) == request.checksum
-            self._core.report(lambda: settled(is_sound=is_sound))
-
-        def settled(*, is_sound: bool) -> None:
+        def settled(added_up: bytes | None) -> None:
             session.num_pieces += is_late
             end_bytes = request.offset_bytes + request.num_bytes
-            is_sound = is_sound and lease.note_arrived(request.offset_bytes, end_bytes)
-            self._count(request, is_sound=is_sound)
+            is_sound = added_up == request.checksum and lease.note_arrived(request.offset_bytes, end_bytes)
+            self.read_bytes += request.num_bytes * is_sound
+            self.num_failed += not is_sound
             self._payload.end(session, lease, is_sound=is_sound)
             if not is_late:
                 self._answer(session, request, Outcome.STORED if is_sound else Outcome.FAILED)
@@ -146,12 +143,6 @@ class Offers:
 
     def _answer(self, session: Session, request: messages.Offer, outcome: Outcome) -> None:
         self._core.send(session.peer, done(request, outcome), ())
-
-    def _count(self, request: messages.Offer, *, is_sound: bool) -> None:
-        if is_sound:
-            self.read_bytes += request.num_bytes
-        else:
-            self.num_failed += 1
 
 
 @dataclass
@@ -260,7 +251,9 @@ class Puller:
         source = self._sources.get(description)
         if source is None:
             if sum(known.hangs for known in self._sources.values()) >= _MAX_HUNG:
-                self._throttle.log("hung", "nothing more is attached: reads from %d clients' memories hang", _MAX_HUNG)
+                self._throttle.log(
+                    "hung", "attaching no more clients: reads from the memory of %d clients hang", _MAX_HUNG
+                )
                 return False
             try:
                 peer = self._call(self._channel.attach, description)
@@ -317,5 +310,5 @@ class Puller:
             raise
         except Exception:  # a bug in the channel, perhaps in reach of any client's description
             if self._throttle.is_due("bug"):
-                logger.exception("the channel %s failed unexpectedly", self._channel.name)
+                logger.exception("unexpected error of the channel %s", self._channel.name)
             return None

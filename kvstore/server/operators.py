@@ -19,6 +19,13 @@ from kvstore.server.core import Core
 from kvstore.server.spaces import NO_QUOTA, Chunk, Quota, Space
 
 _MAX_LISTED: Final = 1024  # groups of pins
+_MAX_SPACES: Final = 256
+_MAX_FIELDS_BYTES: Final = 256 << 10  # of all namespaces in a report
+_GAUGES = {"clients": "Clients connected.", "leases": "Chunks leased to clients."}
+_COUNTERS = {
+    "malformed": "Clients disconnected for a malformed message.",
+    "refused": "Clients refused because their key is not listed.",
+}
 
 
 class Orders:
@@ -119,10 +126,6 @@ def report(request: messages.Request, tree: object) -> messages.Report:
     return messages.Report(request.serial, json.dumps(tree).encode())
 
 
-_MAX_SPACES: Final = 256
-_MAX_FIELDS_BYTES: Final = 256 << 10  # of all namespaces in a report
-
-
 def stats(core: Core, uptime_s: float, num_unwritten: int) -> dict[str, Any]:
     """Report the server, its tiers, and the namespaces that hold most."""
     return {
@@ -195,10 +198,6 @@ def _space(space: Space) -> dict[str, Any]:
         "clients": space.num_sessions,
         "counters": dict(vars(space.counters)),
     }
-
-
-_GAUGES = {"clients": "Clients connected.", "leases": "Places of the pool in use by clients."}
-_COUNTERS = {"malformed": "Messages that cost their sender the connection.", "refused": "Clients not on the list."}
 
 
 def exposition(tree: Mapping[str, Any]) -> str:

@@ -17,6 +17,9 @@ from kvstore.protocol.progress import Progress
 
 logger = logging.getLogger(__name__)
 
+_MAX_SENDERS: Final = 1024  # senders whose progress is known
+_MAX_OPEN: Final = 1 << 16  # their hand-overs in total, open or lost
+
 
 class Owner:
     """The owner's namespace, parts and senders. Belongs to the thread that decides.
@@ -59,8 +62,8 @@ class Owner:
         known = differing & {*self.namespace.fields, EPOCH_FIELD, LAYOUT_FIELD}
         names = ", ".join([*sorted(known), *(["fields not known here"] if differing - known else [])])
         # The throttle's key does not contain the fields, because strangers choose them.
-        self._throttle.log("stranger", "refused an engine whose KV cannot be used here: it differs in %s", names)
-        return f"it belongs to an engine with other KV: they differ in {names}"
+        self._throttle.log("stranger", "refused an engine with incompatible KV: it differs in %s", names)
+        return f"it belongs to an engine with incompatible KV: they differ in {names}"
 
     def _welcome(self) -> Iterator[tuple[Namespace, Geometry]]:
         yield self.namespace, self._geometry
@@ -75,10 +78,6 @@ def _differing(hello: messages.Hello, namespace: Namespace, geometry: Geometry) 
     if hello.geometry != geometry:
         differing.add(LAYOUT_FIELD)
     return differing
-
-
-_MAX_SENDERS: Final = 1024  # senders whose progress is known
-_MAX_OPEN: Final = 1 << 16  # their hand-overs in total, open or lost
 
 
 class Senders:

@@ -121,7 +121,7 @@ class Session:
         """
         self.num_late += 1
         if self.num_late > MAX_LATE:
-            raise ProtocolError(f"more than {MAX_LATE} requests at once that take long")
+            raise ProtocolError(f"more than {MAX_LATE} slow requests at once")
 
 
 class Peer(NamedTuple):

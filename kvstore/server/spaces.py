@@ -17,7 +17,8 @@ from kvstore.protocol.messages import pack_refs
 from kvstore.protocol.runs import PAGE_BYTES, Run
 from kvstore.server.pool import pages_of
 
-NO_QUOTA = 1 << 62
+NO_QUOTA: Final = 1 << 62
+ANY_NAME: Final = "*"  # of the quota for all that are not named
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -178,9 +179,6 @@ class Space:
     def has_size(self, ref: ChunkRef) -> bool:
         """Tell if there can be a chunk of that many blocks."""
         return 0 < ref.num_blocks <= self.layout.blocks_per_chunk
-
-
-ANY_NAME: Final = "*"  # all that are not named
 
 
 class Quotas:

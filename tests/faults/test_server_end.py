@@ -107,7 +107,7 @@ class TestEnd:
             wait_for("it is on disk", lambda: bool(list(tmp_path.rglob("*.safetensors"))))
             with monkeypatch.context() as broken:
                 broken.setattr(DiskTier, "clear", refuse)
-                with pytest.raises(TierError, match="not let go"):
+                with pytest.raises(TierError, match="not deleted"):
                     tier.clear()
             assert tier.contains([A]) == [False]
             wait_for(

@@ -321,7 +321,7 @@ def test_requests_that_take_long_are_bounded(desk: Desk) -> None:
     stocked(desk)
     for _ in range(16):
         desk.ask(messages.Remove(7, refs_of(*range(6))))
-    with pytest.raises(ProtocolError, match="16 requests at once"):
+    with pytest.raises(ProtocolError, match="16 slow requests"):
         desk.ask(messages.Remove(7, refs_of(*range(6))))
 
 
