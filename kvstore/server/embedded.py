@@ -133,7 +133,7 @@ class EmbeddedServer:
         self._hub.stop()
         self._thread.join(_END_WAIT_S)
         if self._thread.is_alive():
-            logger.warning("the server of this worker has not ended within %s s, and is left running", _END_WAIT_S)
+            logger.warning("the server of this worker did not stop within %s s and is left running", _END_WAIT_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -170,7 +170,7 @@ class Grants:
         payload_bytes = session.space.layout.payload_bytes(ref.num_blocks)
         may = self._core.sessions.may_lease(session, pages_of(payload_bytes) * PAGE_BYTES)
         if not may:
-            self._core.deny(session.client, "leases", "it, or all, have leased as much of the memory as they may")
+            self._core.deny(session.client, "leases", "its leases, or those of all clients, have reached their limit")
         return may
 
     def _may_still_lease(self, session: Session, ref: ChunkRef) -> bool:

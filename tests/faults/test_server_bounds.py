@@ -103,7 +103,7 @@ class TestDiskThreads:
                 elif broken == "remove":
                     tier.remove([A])
                 else:
-                    with pytest.raises(TierError, match="not let go"):
+                    with pytest.raises(TierError, match="not deleted"):
                         tier.clear()
                 settle(server)
             assert tier.put([make_transfer(EVEN, A)]) == [Outcome.STORED]

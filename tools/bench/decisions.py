@@ -51,8 +51,8 @@ class _Server:
         from kvstore.protocol.runs import PAGE_BYTES  # noqa: PLC0415
         from kvstore.server.clients import IPC, OURSELVES  # noqa: PLC0415
         from kvstore.server.core import Core  # noqa: PLC0415
+        from kvstore.server.operators import stats  # noqa: PLC0415
         from kvstore.server.pool import FreePages, Pool  # noqa: PLC0415
-        from kvstore.server.reports import stats  # noqa: PLC0415
         from kvstore.server.service import Service  # noqa: PLC0415
         from kvstore.server.sessions import Peer, Sessions  # noqa: PLC0415
         from kvstore.server.stock import Stock  # noqa: PLC0415
