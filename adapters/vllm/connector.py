@@ -47,8 +47,8 @@ from kvstore.adapters.vllm.glue.support import check_supported, frees_blocks, st
 from kvstore.adapters.vllm.plan import StepPlan, StepReport, WorkerFacts
 from kvstore.adapters.vllm.requests.arrivals import NOTHING_KNOWN, Arrivals, Known
 from kvstore.adapters.vllm.requests.params import WITHOUT_CACHE
+from kvstore.adapters.vllm.requests.request_fields import RequestFields
 from kvstore.adapters.vllm.requests.rows import States, Tables
-from kvstore.adapters.vllm.requests.wishes import Wishes
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.telemetry.events import as_kv_events
 from kvstore.adapters.vllm.telemetry.prometheus import StoreMetrics, StoreStats
@@ -146,7 +146,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             options = scheduler_options(vllm_config, kv_cache_config, self._config)
             self._scheduler = StoreScheduler(options)
             self._tell_start = partial(tell_start, vllm_config, loaded, options)
-            self._wishes = Wishes(self._scheduler.count_wrong_field)
+            self._fields = RequestFields(self._scheduler.count_wrong_field)
             self._admin = admin_server(vllm_config, self._config, self._scheduler)
 
     @property
@@ -318,7 +318,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         """Track a request if its KV may be shared. A request with wrong fields does not use the cache."""
-        params, handover = self._wishes.read(
+        params, handover = self._fields.read(
             request.request_id,
             lambda: request_params(request, self._config.request_fields),
             lambda: handover_of(request) if self._config.enable_pd else None,
@@ -396,7 +396,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         request_id = request.request_id
         self._arrivals.end(request_id)
         answer = self._scheduling.answer(request_id, first_token=next(iter(request.output_token_ids), None))
-        answer = self._wishes.answer(request_id, answer)
+        answer = self._fields.answer(request_id, answer)
         return self._scheduling.finish_request(request_id, self._tables(block_ids)), answer
 
     def reset_cache(self) -> bool | None:

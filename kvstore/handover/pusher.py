@@ -15,8 +15,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.handover.ledger import Ledger, PushJob
 from kvstore.handover.sender import Delivery, Sender
+from kvstore.handover.tracker import HandoverTracker, PushJob
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.memory.slabs import SlabPool
 from kvstore.model.chunks import ByteArray, Outcome
@@ -52,7 +52,7 @@ class Pusher:
         counters: counts the chunks by outcome.
 
     Attributes:
-        ledger: the outcomes of the chunks.
+        tracker: the outcomes of the chunks.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Pusher:
     ) -> None:
         layout = paged.layout
         self.counters = counters
-        self.ledger = Ledger()
+        self.tracker = HandoverTracker()
         self._paged = paged
         self._connect = connect
         self._pool = SlabPool(max(1, buffer_bytes // layout.slot_bytes), layout.slot_bytes, paged.device)
@@ -83,9 +83,9 @@ class Pusher:
         """Begin the hand-overs of a step that is about to compute; the same receiver may occur several times."""
         step = StepPush(self._paged, self._room, self._pool, self._refuse, self._fail, forgo=self._lose)
         for receiver, jobs in pushes:
-            self.ledger.begin(receiver, jobs)
+            self.tracker.begin(receiver, jobs)
             sender = self._sender(receiver)
-            wanted = [job for job in jobs if self.ledger.wants(job)] if sender is not None else []
+            wanted = [job for job in jobs if self.tracker.wants(job)] if sender is not None else []
             self._lose(jobs[len(wanted) :])  # no chunk after a lost one is wanted
             if sender is not None and wanted:
                 step.add(wanted, sender)
@@ -94,12 +94,12 @@ class Pusher:
     def forgo(self, pushes: Sequence[tuple[Receiver, Sequence[PushJob]]]) -> None:
         """Settle chunks as lost without sending them, because their step is not to be trusted."""
         for receiver, jobs in pushes:
-            self.ledger.begin(receiver, jobs)
+            self.tracker.begin(receiver, jobs)
             self._lose(jobs)
 
     def complete(self, handovers: Iterable[int]) -> None:
         """Note that these hand-overs get no more chunks. Chunks under way still arrive."""
-        for receiver in {self.ledger.complete(handover) for handover in handovers}:
+        for receiver in {self.tracker.complete(handover) for handover in handovers}:
             if receiver is not None and receiver in self._senders:
                 self._senders[receiver].tell()
 
@@ -141,7 +141,7 @@ class Pusher:
         if sender is None:
             if len(self._senders) >= MAX_RECEIVERS and not self._drop_idle():
                 return None
-            sender = self._senders[receiver] = Sender(receiver, self._connect, self._note, self.ledger)
+            sender = self._senders[receiver] = Sender(receiver, self._connect, self._note, self.tracker)
         self._senders.move_to_end(receiver)
         return sender if sender.answers else None
 
@@ -158,7 +158,7 @@ class Pusher:
 
     def _refuse(self, job: PushJob) -> None:
         """Count a chunk that got no room in the buffer in time."""
-        self.ledger.settle(job, has_arrived=False)
+        self.tracker.settle(job, has_arrived=False)
         with self.counters.lock:
             self.counters.refused += 1
         self._throttle.log(
@@ -175,7 +175,7 @@ class Pusher:
     def _lose(self, jobs: Sequence[PushJob]) -> None:
         """Count chunks that were never sent."""
         for job in jobs:
-            self.ledger.settle(job, has_arrived=False)
+            self.tracker.settle(job, has_arrived=False)
         with self.counters.lock:
             self.counters.failed += len(jobs)
 
@@ -192,7 +192,7 @@ class Pusher:
             if Outcome.STORED in outcomes:
                 self._seconds.append(delivery.seconds_behind())
         for job, outcome in zip(delivery.jobs, outcomes, strict=True):
-            self.ledger.settle(job, has_arrived=outcome is Outcome.STORED)
+            self.tracker.settle(job, has_arrived=outcome is Outcome.STORED)
         self._room.give_back(delivery.slots)
         if error is not None:
             said = "KV cannot be handed over to %s, which has to compute it: %s"

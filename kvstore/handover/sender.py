@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from kvstore.handover.ledger import Ledger, PushJob
+from kvstore.handover.tracker import HandoverTracker, PushJob
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.model.chunks import Outcome
 from kvstore.model.errors import KVStoreError, TierError
@@ -103,7 +103,7 @@ class Sender:
         receiver: the destination.
         connect: opens the transport to it, before the first delivery and after a failure.
         note: called for each delivery that has ended.
-        ledger: tells which chunks are of use, and the progress to report to the receiver.
+        tracker: tells which chunks are of use, and the progress to report to the receiver.
     """
 
     def __init__(
@@ -111,12 +111,12 @@ class Sender:
         receiver: Receiver,
         connect: Callable[[Receiver], Transport],
         note: Callable[[Delivery, Sequence[Outcome], KVStoreError | None], None],
-        ledger: Ledger,
+        tracker: HandoverTracker,
     ) -> None:
         self.receiver = receiver
         self._connect = connect
         self._note = note
-        self._ledger = ledger
+        self._tracker = tracker
         self._changed = threading.Condition()
         self._waiting: deque[Delivery] = deque()
         self._is_sending = False
@@ -210,7 +210,7 @@ class Sender:
         outcomes = [Outcome.FAILED] * len(delivery.parcels)
         error: KVStoreError | None = None
         try:
-            if self.answers and any(map(self._ledger.wants, delivery.jobs)):
+            if self.answers and any(map(self._tracker.wants, delivery.jobs)):
                 outcomes = self._deliver(delivery)
         except KVStoreError as problem:
             error = problem
@@ -224,7 +224,7 @@ class Sender:
     def _deliver(self, delivery: Delivery) -> list[Outcome]:
         if self._transport is None:
             self._transport = self._connect(self.receiver)
-        self._transport.tell(self._ledger.progress(self.receiver))
+        self._transport.tell(self._tracker.progress(self.receiver))
         outcomes = self._transport.deliver(delivery.parcels, self._ready(self._transport, delivery))
         if len(outcomes) != len(delivery.parcels):
             raise TierError(f"the transport tells {len(outcomes)} outcomes of {len(delivery.parcels)} chunks")
@@ -232,14 +232,14 @@ class Sender:
 
     def _ready(self, transport: Transport, delivery: Delivery) -> Iterator[range]:
         """Yield the layers as they are gathered, and report the progress of other hand-overs between them."""
-        for layers in delivery.ready(lambda: transport.tell(self._ledger.progress(self.receiver))):
-            transport.tell(self._ledger.progress(self.receiver))
+        for layers in delivery.ready(lambda: transport.tell(self._tracker.progress(self.receiver))):
+            transport.tell(self._tracker.progress(self.receiver))
             yield layers
 
     def _tell(self) -> None:
         try:
             if self._transport is not None:
-                self._transport.tell(self._ledger.progress(self.receiver))
+                self._transport.tell(self._tracker.progress(self.receiver))
         except KVStoreError:  # the receiver stops waiting when the connection ends
             self._fail()
         except Exception:  # as in ``_send``

@@ -37,8 +37,8 @@ from kvstore.adapters.vllm.requests import adapterfiles
 from kvstore.adapters.vllm.requests.adapterfiles import AdapterFiles
 from kvstore.adapters.vllm.requests.arrivals import Arrivals
 from kvstore.adapters.vllm.requests.params import WITHOUT_CACHE
+from kvstore.adapters.vllm.requests.request_fields import PROBLEM, RequestFields
 from kvstore.adapters.vllm.requests.tracker import SaveRules
-from kvstore.adapters.vllm.requests.wishes import PROBLEM, Wishes
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.config import StoreConfig
@@ -66,7 +66,7 @@ class _NothingConnected(KVStoreConnector):
         self._role = KVConnectorRole.SCHEDULER
         self._scheduler = StoreScheduler(SchedulerOptions(SaveRules(4, 8, save_decode=True, save_tails=True)))
         self._worker = None
-        self._wishes = Wishes(self._scheduler.count_wrong_field)
+        self._fields = RequestFields(self._scheduler.count_wrong_field)
         self._tell_start = partial(lambda *_: None)
         self._arrivals = Arrivals(AdapterFiles(), 1.0)
         self._config = StoreConfig(required=False)

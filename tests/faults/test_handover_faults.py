@@ -98,7 +98,7 @@ class Play:
         for sender in self.first.workers:
             pusher = sender._pushes._pusher
             assert pusher is not None
-            assert not pusher.ledger._entries
+            assert not pusher.tracker._entries
             assert len(pusher._room._free) == pusher._pool.num_slots
         for receiver in self.second.workers:
             server = receiver._server

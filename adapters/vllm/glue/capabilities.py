@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 if TYPE_CHECKING:
-    from kvstore.adapters.vllm.telemetry.accounts import HitSplit
+    from kvstore.adapters.vllm.telemetry.stats import HitSplit
 
 
 class Capability(NamedTuple):

@@ -14,9 +14,9 @@ from kvstore.adapters.vllm.scheduler.loads import LoadPlanner
 from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup
 from kvstore.adapters.vllm.scheduler.matching import Matching
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
-from kvstore.adapters.vllm.scheduler.pins import Pins
+from kvstore.adapters.vllm.scheduler.pins import PromptPins
 from kvstore.adapters.vllm.scheduler.saves import SavePlanner
-from kvstore.adapters.vllm.scheduler.steps import Steps
+from kvstore.adapters.vllm.scheduler.steps import StepTracker
 from kvstore.engine.opening import open_directory
 from kvstore.index.index import ChunkIndex
 from kvstore.index.remote_view import RemoteView
@@ -49,7 +49,7 @@ class Connected:
     matching: Matching
     loads: LoadPlanner
     saves: SavePlanner
-    pins: Pins
+    pins: PromptPins
     rows: RowMap
 
     @classmethod
@@ -59,7 +59,7 @@ class Connected:
         options: SchedulerOptions,
         handovers: Handovers,
         canary: Canary,
-        steps: Steps,
+        steps: StepTracker,
     ) -> Connected:
         """Connect to the workers. A chunk counts only if every rank holds its part.
 
@@ -80,7 +80,7 @@ class Connected:
         saves = SavePlanner(index, num_ranks, rows)
         saves.strays = list(set.union(*held) - complete)
         matching = Matching(options, index, remote, loads, choice, handovers, canary)
-        pins = Pins(index, steps, options.pin_max_s)
+        pins = PromptPins(index, steps, options.pin_max_s)
         return cls(num_ranks, index, remote, choice, matching, loads, saves, pins, rows)
 
 

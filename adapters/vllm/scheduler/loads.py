@@ -17,7 +17,7 @@ from kvstore.adapters.vllm.requests import blocks
 from kvstore.adapters.vllm.requests.rows import RowMap, Tables
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice
-from kvstore.adapters.vllm.telemetry.accounts import HitSplit
+from kvstore.adapters.vllm.telemetry.stats import HitSplit
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import LoadStep, Match, Place
 from kvstore.model.chunks import ChunkRef

@@ -62,7 +62,7 @@ class Matching:
         spec = self._usable(tracker, match, num_local_tokens)
         if spec.num_external_tokens and self._is_verified(tracker, match, num_local_tokens):
             spec = replace(spec, num_external_tokens=0)
-        tracker.account.answered(match, spec.num_external_tokens)
+        tracker.stats.answered(match, spec.num_external_tokens)
         return self._promise(tracker, spec) if spec.num_external_tokens else 0
 
     def _waits_still(self, tracker: RequestTracker, num_local_tokens: int) -> bool:
@@ -149,7 +149,7 @@ class Matching:
         carried = {source: self.loads.carried_of(last, source)}
         if source is Place.MEMORY or not self.choice.is_slower(carried, (last.stop - last.start) * block_tokens):
             return spec
-        tracker.account.declined()
+        tracker.stats.declined()
         match = self.index.lookup(tracker.hasher, spec.num_local_tokens, spec.told, reads_parts=False)
         return self._spec(tracker, replace(spec, match=match), spec.num_local_tokens + spec.num_external_tokens)
 
@@ -165,7 +165,7 @@ class Matching:
         parts = overlapping(match, self.options.rules, 0, match.num_tokens)
         chunks = ((part.ref, part.begin) for part in parts if part.is_own)
         takes = self.canary.takes(tracker.request.request_id, chunks, num_local_tokens)
-        tracker.account.is_verified |= takes
+        tracker.stats.is_verified |= takes
         return takes
 
     def _promise(self, tracker: RequestTracker, spec: LoadSpec) -> int | None:
@@ -177,7 +177,7 @@ class Matching:
             tracker.waits_for = WaitsFor(key, tracker.request.num_tokens, spec.num_local_tokens)
             return None
         if self.choice.declines(carried, spec.num_external_tokens):
-            tracker.account.declined()
+            tracker.stats.declined()
             return 0
         tracker.load = replace(spec, async_load=async_load)
         return spec.num_external_tokens

@@ -20,9 +20,9 @@ from kvstore.adapters.vllm.scheduler.handovers import Handovers
 from kvstore.adapters.vllm.scheduler.loads import TablesOf
 from kvstore.adapters.vllm.scheduler.lookup import find_tokens
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
-from kvstore.adapters.vllm.scheduler.steps import Step, Steps
-from kvstore.adapters.vllm.telemetry.accounts import NO_HIT, Accounts, HitSplit
+from kvstore.adapters.vllm.scheduler.steps import InFlightStep, StepTracker
 from kvstore.adapters.vllm.telemetry.announcer import Announcer, Removed, Stored
+from kvstore.adapters.vllm.telemetry.stats import NO_HIT, HitSplit, SchedulerStats
 from kvstore.index.index import ChunkIndex
 from kvstore.index.leases import LeaseView
 from kvstore.index.plans import Place, chunk_refs, pin_name
@@ -57,7 +57,7 @@ class StoreScheduler:
         self._rules = rules
         self._connected: Connected | None = None  # until the workers have sent their facts
         self._trackers: dict[str, RequestTracker] = {}
-        self._steps = Steps()
+        self._steps = StepTracker()
         self._clock = StepClock()
         self._last_hit = ("", NO_HIT)  # of the request last allocated
         trace = options.record_trace
@@ -65,12 +65,12 @@ class StoreScheduler:
         self._epoch = ""  # to be entered with the next plan
         self._canary = Canary(options.verify_fraction, rules.block_tokens)
         end_tokens = rules.block_tokens if rules.save_tails else rules.chunk_tokens
-        self._accounts = Accounts(rules.block_tokens, end_tokens, options.log_request_sample)
-        self.count_wrong_field = self._accounts.wrong_field
+        self._stats = SchedulerStats(rules.block_tokens, end_tokens, options.log_request_sample)
+        self.count_wrong_field = self._stats.wrong_field
         self._handovers = Handovers(options.handover, rules)
         self._announcer = Announcer(rules.block_tokens) if options.announces else None
         self.enabled = True
-        self.totals = self._accounts.totals
+        self.totals = self._stats.totals
         self._actions: SimpleQueue[Callable[[], object]] = SimpleQueue()
 
     @property
@@ -125,8 +125,8 @@ class StoreScheduler:
             metrics.LOOKUP_TIMEOUTS.key(): self._connected.remote.timeouts if self._connected is not None else 0,
             metrics.HANDOVER_TIMEOUTS.key(): self._handovers.waits.timeouts,
         }
-        tally = self._accounts.take(self.index, enabled=self.enabled, totals=timeouts)
-        self._accounts.summarize(time.monotonic())
+        tally = self._stats.take(self.index, enabled=self.enabled, totals=timeouts)
+        self._stats.summarize(time.monotonic())
         return tally
 
     def take_events(self) -> list[Stored | Removed]:
@@ -178,7 +178,7 @@ class StoreScheduler:
         if tracker is None or connected is None:
             return 0
         tracker.load = None
-        tracker.account.asked(request.num_tokens, num_local_tokens)
+        tracker.stats.asked(request.num_tokens, num_local_tokens)
         if not self._options.loads:
             return 0
         return connected.matching.offer(tracker, num_local_tokens, enabled=self.enabled)
@@ -207,15 +207,15 @@ class StoreScheduler:
         if tracker is None or connected is None:
             return
         spec, tracker.load, tracker.load_failed = tracker.load, None, False
-        if tracker.account.waits:  # vLLM calls again when such a load has ended
-            tracker.account.has_waited()
-        tracker.account.waits = spec is not None and spec.async_load and num_external_tokens > 0
+        if tracker.stats.waits:  # vLLM calls again when such a load has ended
+            tracker.stats.has_waited()
+        tracker.stats.waits = spec is not None and spec.async_load and num_external_tokens > 0
         self._handovers.admitted(tracker, connected.index, spec if num_external_tokens else None)
         if spec is not None and num_external_tokens:
             self._last_hit = (request_id, connected.loads.plan(tracker, spec, tables, num_external_tokens))
             self._describe(connected.index, tracker, connected.loads.blocks_of(tracker, spec, num_external_tokens))
         connected.remote.end(request_id)
-        self._accounts.admitted(tracker.account, self._last_hit[1], connected.index, tracker.hasher)
+        self._stats.admitted(tracker.stats, self._last_hit[1], connected.index, tracker.hasher)
 
     def hit_split(self, request_id: str) -> HitSplit:
         """Return the split by tier of the load just planned for a request."""
@@ -253,7 +253,7 @@ class StoreScheduler:
         if tracker.params.pin and connected is not None:
             last_step = self._steps.number + connected.saves.has_coming
             connected.pins.add(tracker.pin_name, tracker.hasher, last_step)
-        self._accounts.close(request_id, tracker.account)
+        self._stats.close(request_id, tracker.stats)
         return keeps_blocks
 
     def _save_rest(self, connected: Connected, tracker: RequestTracker, tables: Tables) -> bool:
@@ -308,10 +308,10 @@ class StoreScheduler:
             for req_id in self._canary.waiting:
                 if num_tokens := num_scheduled_tokens.get(req_id, 0):
                     verifies += self._plan_verify(connected, req_id, num_tokens, tables_of)
-            for req_id in self._handovers.sendings:
+            for req_id in self._handovers.outgoing:
                 tracker = self._trackers.get(req_id)
                 if tracker is not None and (num_tokens := num_scheduled_tokens.get(req_id, 0)):
-                    self._handovers.sendings.plan(tracker, num_tokens, tables_of, connected.rows, states_of)
+                    self._handovers.outgoing.plan(tracker, num_tokens, tables_of, connected.rows, states_of)
             for req_id, num_tokens in num_scheduled_tokens.items():
                 tracker = self._trackers.get(req_id)
                 if tracker is None or tracker.is_saved:
@@ -353,13 +353,13 @@ class StoreScheduler:
     ) -> None:
         """Add a request's new chunks to the next plan."""
         connected.index.advance(time.monotonic())  # a time to live begins here
-        tracker.account.stored_chunks += connected.saves.plan(tracker, save, tables, states)
+        tracker.stats.stored_chunks += connected.saves.plan(tracker, save, tables, states)
         blocks = ((ref, ref.blocks_from(begin)) for ref, begin in save.first_blocks().items())
         self._describe(connected.index, tracker, blocks)
 
     def complete(self, report: StepReport) -> None:
         """Process the workers' report, merged over all ranks."""
-        self._accounts.add(report.tally)
+        self._stats.add(report.tally)
         self._handovers.complete(report)
         connected = self._connected
         if connected is None:
@@ -389,15 +389,15 @@ class StoreScheduler:
         if failed_id in self._trackers:
             self._trackers[failed_id].load_failed = True
 
-    def _complete_saves(self, connected: Connected, number: int, step: Step) -> None:
+    def _complete_saves(self, connected: Connected, number: int, step: InFlightStep) -> None:
         wrong = self._complete_verifies(connected.index, step)
         connected.saves.complete_step(number, step.result.failed_stores, distrusted=step.distrusted)
         if step.result.failed_stores or step.distrusted or wrong:
             self._restart_saving()
         if step.distrusted:
-            self._handovers.sendings.restart()
+            self._handovers.outgoing.restart()
 
-    def _complete_verifies(self, index: ChunkIndex, step: Step) -> list[ChunkRef]:
+    def _complete_verifies(self, index: ChunkIndex, step: InFlightStep) -> list[ChunkRef]:
         """Release the compared chunks, and have those with wrong bytes removed everywhere."""
         result = step.result
         index.complete_load(step.verifies, result.unread, result.lost_chunks)
@@ -426,7 +426,7 @@ class StoreScheduler:
         for req_id, tracker in list(self._trackers.items()):
             if tracker.request.num_computed_tokens:
                 del self._trackers[req_id]
-                self._accounts.close(req_id, tracker.account)
+                self._stats.close(req_id, tracker.stats)
                 self._handovers.end(req_id)
         self._restart_saving()
 

@@ -9,7 +9,7 @@ from kvstore.index.plans import LoadStep
 
 
 @dataclass
-class Step:
+class InFlightStep:
     """A step in flight.
 
     Attributes:
@@ -27,12 +27,12 @@ class Step:
     distrusted: bool = False
 
 
-class Steps:
-    """Steps of one engine. For the scheduler's thread."""
+class StepTracker:
+    """Tracker of the steps of one engine. For the scheduler's thread."""
 
     def __init__(self) -> None:
         self.number = 0  # of the last plan
-        self.in_flight: dict[int, Step] = {}
+        self.in_flight: dict[int, InFlightStep] = {}
         self._acked = 0
         self._last_poisoned = 0
 
@@ -44,9 +44,9 @@ class Steps:
     def follow(self, plan: StepPlan, verifies: list[LoadStep]) -> None:
         """Follow a step, if there is anything for the ranks to report."""
         if plan.requests:
-            self.in_flight[plan.number] = Step(plan.acked, verifies)
+            self.in_flight[plan.number] = InFlightStep(plan.acked, verifies)
 
-    def merge(self, number: int, result: StepResult) -> Step:
+    def merge(self, number: int, result: StepResult) -> InFlightStep:
         """Add the result that one or more ranks have reported for a step."""
         step = self.in_flight[number]
         step.result.merge(result)

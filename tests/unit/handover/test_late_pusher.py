@@ -11,8 +11,8 @@ from support.late_bench import FULL, LAYERS, Bench, blocks_of, ref_of
 from support.late_device import Failure
 from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES
 
-from kvstore.handover.ledger import PushJob
 from kvstore.handover.pusher import PushCounters, Pusher
+from kvstore.handover.tracker import PushJob
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.model.chunks import Outcome
 from kvstore.paged.streams import Direction

@@ -13,9 +13,9 @@ import pytest
 import torch
 from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES, Rig
 
-from kvstore.handover.ledger import PushJob
 from kvstore.handover.pusher import STALL_S, PushCounters, Pusher, StepPush, _Room
 from kvstore.handover.sender import Delivery, Sender
+from kvstore.handover.tracker import PushJob
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.memory import slabs
 from kvstore.memory.slabs import SlabPool

@@ -84,7 +84,7 @@ def test_the_configuration_without_secrets(client: httpx.Client) -> None:
 def test_health(vllm: FakeVllm, client: httpx.Client) -> None:
     health = client.get("/health").raise_for_status().json()
     assert health == {"status": "ok", "enabled": True, "connected": True, "tiers": {"memory": "ok", "remote": "ok"}}
-    vllm.scheduler._accounts._tally.show("breaker_state|remote", 2)
+    vllm.scheduler._stats._tally.show("breaker_state|remote", 2)
     vllm.scheduler.take_tally()
     health = client.get("/health").raise_for_status().json()
     assert health["status"] == "degraded"
@@ -94,7 +94,7 @@ def test_health(vllm: FakeVllm, client: httpx.Client) -> None:
 def test_a_probe_gets_another_status_while_it_is_degraded(vllm: FakeVllm, client: httpx.Client) -> None:
     """A person reads the answer, but a load balancer only its status."""
     assert client.get("/healthz").status_code == 200
-    vllm.scheduler._accounts._tally.show("breaker_state|remote", 2)
+    vllm.scheduler._stats._tally.show("breaker_state|remote", 2)
     vllm.scheduler.take_tally()
     probed = client.get("/healthz")
     assert probed.status_code == 503

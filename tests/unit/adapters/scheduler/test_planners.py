@@ -22,7 +22,7 @@ from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions, Handovers
 from kvstore.adapters.vllm.scheduler.loads import LoadPlanner
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
-from kvstore.adapters.vllm.scheduler.steps import Step
+from kvstore.adapters.vllm.scheduler.steps import InFlightStep
 from kvstore.adapters.vllm.worker.background import SLOW_LOADS, Background
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import LoadStep, Match, Place
@@ -178,7 +178,7 @@ def acked(scheduler: StoreScheduler) -> int:
 def test_a_step_is_known_when_its_last_rank_has_reported_its_loads() -> None:
     """A failed load of one rank spoils, on every rank, the steps planned before the failure was known."""
     scheduler = scheduler_of(2)
-    scheduler._steps.in_flight[1] = Step(acked=0)
+    scheduler._steps.in_flight[1] = InFlightStep(acked=0)
     scheduler.complete(StepReport({1: StepResult(ranks_loaded=1)}))
     assert acked(scheduler) == 0
     scheduler.complete(StepReport({1: StepResult(ranks_loaded=1)}))
@@ -194,8 +194,8 @@ def test_what_seems_wrong_is_removed_only_if_it_was_compared_with_what_is_right(
     index.complete_store([store], set())
     key = store.ref.prefix_key
     scheduler._steps.in_flight = {
-        1: Step(acked=0),
-        2: Step(acked=0, verifies=index.prepare_load([store.ref])),
+        1: InFlightStep(acked=0),
+        2: InFlightStep(acked=0, verifies=index.prepare_load([store.ref])),
     }
     scheduler.complete(StepReport({1: StepResult(lost_blocks=is_poisoned, ranks_loaded=1, ranks_ended=1)}))
     scheduler.complete(StepReport({2: StepResult(mismatches={key}, ranks_loaded=1, ranks_ended=1)}))
@@ -209,7 +209,7 @@ def test_an_answer_says_how_much_was_handed_over_only_of_a_whole_prompt(computed
     request = FakeRequest("one", PROMPT)
     tracker = RequestTracker(request, NO_EXTRAS, RULES)
     handovers.start(tracker, Handover(DisaggSpec("one", "there", (5000,))))
-    handovers.sendings.plan(tracker, computed_tokens, lambda _: [list(range(1, 10))], ONE_GROUP, lambda _: NO_STATES)
+    handovers.outgoing.plan(tracker, computed_tokens, lambda _: [list(range(1, 10))], ONE_GROUP, lambda _: NO_STATES)
     request.num_computed_tokens = computed_tokens
     answer = handovers.answer(tracker, first_token=None)
     assert answer is not None

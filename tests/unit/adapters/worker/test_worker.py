@@ -21,7 +21,7 @@ from kvstore.adapters.vllm.requests.params import DisaggSpec
 from kvstore.adapters.vllm.worker.pushes import PushOptions
 from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
 from kvstore.engine.options import EngineOptions
-from kvstore.handover.ledger import PushJob
+from kvstore.handover.tracker import PushJob
 from kvstore.handover.transport import Transport
 from kvstore.index.plans import LoadStep, Place, StoreStep
 from kvstore.model.chunks import ChunkRef

@@ -1,4 +1,4 @@
-"""Accounts of the tokens that each request asked for, got and stored, and the sums of all counts.
+"""SchedulerStats of the tokens that each request asked for, got and stored, and the sums of all counts.
 
 Kept by the scheduler's thread; other threads may read ``totals``.
 """
@@ -37,8 +37,8 @@ NO_HIT: Final = HitSplit(0, 0, 0)
 
 
 @dataclass
-class Account:
-    """Account of one request's lookup and its result.
+class RequestStats:
+    """RequestStats of one request's lookup and its result.
 
     Attributes:
         num_tokens: tokens of the request, when it asked last.
@@ -99,7 +99,7 @@ class Account:
             self.wait_s = time.monotonic() - self.begin_s
 
 
-class Accounts:
+class SchedulerStats:
     """Counts of requests, and of everything else.
 
     Args:
@@ -123,41 +123,41 @@ class Accounts:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def admitted(self, account: Account, hit: HitSplit, index: ChunkIndex, hasher: PrefixHasher) -> None:
+    def admitted(self, stats: RequestStats, hit: HitSplit, index: ChunkIndex, hasher: PrefixHasher) -> None:
         """Count the hit of a request when it is scheduled for the first time. Call it after its load is planned."""
-        if account.is_admitted:
+        if stats.is_admitted:
             return
-        account.has_waited()
-        account.is_admitted, account.hit = True, hit
-        account.reason = self._reason(account, index, hasher)
+        stats.has_waited()
+        stats.is_admitted, stats.hit = True, hit
+        stats.reason = self._reason(stats, index, hasher)
         self._tally.count(metrics.LOOKUPS.key())
-        self._tally.count(metrics.ASKED_TOKENS.key(), account.num_tokens - account.num_local_tokens)
+        self._tally.count(metrics.ASKED_TOKENS.key(), stats.num_tokens - stats.num_local_tokens)
         for tier, tokens in zip(("memory", "disk", "remote"), hit, strict=True):
             self._tally.count(metrics.HIT_TOKENS.key(tier), tokens)
-        if account.reason is not None:
-            self._tally.count(metrics.MISSES.key(account.reason.value))
+        if stats.reason is not None:
+            self._tally.count(metrics.MISSES.key(stats.reason.value))
 
-    def _reason(self, account: Account, index: ChunkIndex, hasher: PrefixHasher) -> MissReason | None:
+    def _reason(self, stats: RequestStats, index: ChunkIndex, hasher: PrefixHasher) -> MissReason | None:
         """Return the reason why a request did not get everything; None if it did."""
-        got_tokens = sum(account.hit)
-        end_tokens = account.num_tokens - account.num_tokens % self._end_tokens
-        if end_tokens - account.num_local_tokens < self._block_tokens:
+        got_tokens = sum(stats.hit)
+        end_tokens = stats.num_tokens - stats.num_tokens % self._end_tokens
+        if end_tokens - stats.num_local_tokens < self._block_tokens:
             return None  # nothing of it could have been stored
-        if not account.asks:
+        if not stats.asks:
             return MissReason.SWITCHED_OFF
-        if account.is_declined:
+        if stats.is_declined:
             return MissReason.RECOMPUTE_FASTER
-        if account.is_verified:
+        if stats.is_verified:
             return MissReason.VERIFIED
-        if got_tokens < account.offered_tokens:
+        if got_tokens < stats.offered_tokens:
             return MissReason.NOT_TAKEN
-        if not got_tokens and account.found_tokens - account.num_local_tokens >= self._block_tokens:
+        if not got_tokens and stats.found_tokens - stats.num_local_tokens >= self._block_tokens:
             return MissReason.TOO_SHORT
-        return index.why_missing(hasher, account.found_tokens, end_tokens)
+        return index.why_missing(hasher, stats.found_tokens, end_tokens)
 
-    def close(self, request_id: str, account: Account) -> None:
+    def close(self, request_id: str, stats: RequestStats) -> None:
         """Log one line about a request that has ended, at INFO if it is sampled."""
-        if not account.is_admitted:
+        if not stats.is_admitted:
             return
         self._num_closed += 1
         is_sampled = self._sample_every > 0 and self._num_closed % self._sample_every == 0
@@ -166,13 +166,13 @@ class Accounts:
             "request %s: %d tokens, %d of them in vLLM's own cache; hit %d (memory %d, disk %d, remote %d) in %.1f ms; "
             "%d chunks stored; miss: %s",
             request_id,
-            account.num_tokens,
-            account.num_local_tokens,
-            sum(account.hit),
-            *account.hit,
-            account.wait_s * 1e3,
-            account.stored_chunks,
-            account.reason.value if account.reason else "none",
+            stats.num_tokens,
+            stats.num_local_tokens,
+            sum(stats.hit),
+            *stats.hit,
+            stats.wait_s * 1e3,
+            stats.stored_chunks,
+            stats.reason.value if stats.reason else "none",
         )
 
     def wrong_field(self, field: str) -> None:

@@ -15,7 +15,7 @@ PROBLEM: Final = "kvstore_problem"
 """Names the problem in the answer's ``kv_transfer_params``. It is no request field, as clients may send it back."""
 
 
-class Wishes:
+class RequestFields:
     """Reader of requests that reports wrong fields to the log, a counter and the client. For the scheduler's thread.
 
     Args:

@@ -18,14 +18,14 @@ from kvstore.adapters.vllm.requests.params import (
     parse_handover,
     parse_params,
 )
-from kvstore.adapters.vllm.requests.wishes import PROBLEM, Wishes
+from kvstore.adapters.vllm.requests.request_fields import PROBLEM, RequestFields
 from kvstore.config.schema import REQUEST_FIELDS
 from kvstore.ops import metrics
 
 SECRET = "what-a-client-wrote"
 
 
-def read(wishes: Wishes, name: str, fields: object) -> tuple[RequestParams, Handover | None]:
+def read(wishes: RequestFields, name: str, fields: object) -> tuple[RequestParams, Handover | None]:
     return wishes.read(name, lambda: parse_params(fields), lambda: parse_handover(fields, name))
 
 
@@ -47,7 +47,7 @@ def read(wishes: Wishes, name: str, fields: object) -> tuple[RequestParams, Hand
 )
 def test_a_wrong_field(fields: object, counted: str, words: str, caplog: pytest.LogCaptureFixture) -> None:
     found: list[str] = []
-    wishes = Wishes(found.append)
+    wishes = RequestFields(found.append)
     assert read(wishes, "a", fields) == (WITHOUT_CACHE, None)
     assert read(wishes, "b", fields) == (WITHOUT_CACHE, None)
     assert found == [counted, counted]
@@ -65,7 +65,7 @@ def test_a_wrong_field(fields: object, counted: str, words: str, caplog: pytest.
 
 def test_what_is_right_is_answered_as_before(caplog: pytest.LogCaptureFixture) -> None:
     found: list[str] = []
-    wishes = Wishes(found.append)
+    wishes = RequestFields(found.append)
     caplog.set_level(logging.DEBUG)
     assert read(wishes, "a", {"kvstore.ttl": 3}) == (RequestParams(ttl_s=3), None)
     assert wishes.answer("a", None) is None
