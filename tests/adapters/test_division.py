@@ -17,8 +17,8 @@ from kvstore.adapters.vllm.glue import capabilities
 from kvstore.adapters.vllm.glue.binding import paged_kv_of
 from kvstore.adapters.vllm.glue.division import divisions_of
 from kvstore.adapters.vllm.glue.namespace import namespace_of
+from kvstore.adapters.vllm.glue.opening import _parts_sent_here
 from kvstore.adapters.vllm.glue.options import engine_options, remote_options
-from kvstore.adapters.vllm.glue.ports import _parts_sent_here
 from kvstore.config.schema import StoreConfig
 from kvstore.model.heads import Division
 from kvstore.model.keys import Namespace

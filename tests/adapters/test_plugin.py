@@ -30,7 +30,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvstore.adapters.vllm import connector, plugin, refusals
-from kvstore.adapters.vllm.connector import FactsMetadata, KVStoreConnector, ReportMetadata
+from kvstore.adapters.vllm.connector import KVStoreConnector
+from kvstore.adapters.vllm.glue.metadata import FactsMetadata, ReportMetadata
 from kvstore.adapters.vllm.identity import fingerprint_adapter
 from kvstore.adapters.vllm.plan import StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.requests import adapterfiles
@@ -67,10 +68,11 @@ class _NothingConnected(KVStoreConnector):
         self._scheduler = StoreScheduler(SchedulerOptions(SaveRules(4, 8, save_decode=True, save_tails=True)))
         self._worker = None
         self._fields = RequestFields(self._scheduler.count_wrong_field)
-        self._tell_start = partial(lambda *_: None)
+        self._log_start = partial(lambda *_: None)
         self._arrivals = Arrivals(AdapterFiles(), 1.0)
         self._config = StoreConfig(required=False)
         self._vllm_config = vllm_config()
+        self._kv_cache_config: Any = None
         self._kv_cache_manager = None
         self._has_states = False
         self.facts = []
@@ -206,10 +208,10 @@ def test_errors_of_the_connector_are_noted(monkeypatch: pytest.MonkeyPatch) -> N
     found, error = _NothingConnected(), TierError("broken on purpose")
     found._stores_nothing, found._config = None, StoreConfig()
 
-    def broken(_caches: object) -> None:
+    def broken(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(found, "_open_worker", broken)
+    monkeypatch.setattr(connector, "open_worker", broken)
     with pytest.raises(TierError):
         found.register_kv_caches({"layer": torch.zeros(4)})
     assert told == [error]
@@ -340,8 +342,8 @@ def test_a_field_that_does_not_count_is_told_once_and_the_request_is_served(capl
     assert caplog.messages == [
         "kvstore.pin of a request is ignored: request_fields lacks it; further messages suppressed for 60 s"
     ]
-    wishes = {(tracker.params.pin, tracker.params.ttl_s) for tracker in found._scheduling._trackers.values()}
-    assert wishes == {(None, 5.0)}
+    fields = {(tracker.params.pin, tracker.params.ttl_s) for tracker in found._scheduling._trackers.values()}
+    assert fields == {(None, 5.0)}
 
 
 def test_reports_aggregate() -> None:

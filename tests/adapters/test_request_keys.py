@@ -1,4 +1,4 @@
-"""Contents of a request's key, and the wishes of its client."""
+"""Contents of a request's key, and its fields."""
 
 from __future__ import annotations
 

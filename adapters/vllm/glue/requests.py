@@ -1,4 +1,4 @@
-"""Reads vLLM's requests: their keys, their adapters and their clients' wishes."""
+"""Reads vLLM's requests: their keys, adapters and fields."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def handover_of(request: Request) -> Handover | None:
 
 
 def request_params(request: Request, counted: Collection[str]) -> RequestParams:
-    """Return the client's wishes in ``counted`` fields; ``kv_transfer_params`` override other arguments.
+    """Return the values of the ``counted`` fields; ``kv_transfer_params`` override other arguments.
 
     Raises:
         FieldError: a field is wrong.

@@ -1,4 +1,4 @@
-"""Fields of a request for the cache: its client's wishes, and the engines that share it.
+"""Fields of a request for the cache, and for the engines that share it.
 
 Fields of the cache are called ``kvstore.<name>``, or ``lmcache.<name>`` as clients of LMCache write them;
 docs/per-request.md lists them. Those of a hand-over are in ``kv_transfer_params`` under LMCache's names. All fields
@@ -121,7 +121,7 @@ _SHOWN: Final = {"ttl_s": "ttl", "tags": f"{_TAG}<name>"}  # what clients call a
 
 @dataclass(frozen=True, config=_STRICT)
 class RequestParams:
-    """A client's wishes for one request.
+    """Fields of one request for the cache.
 
     Attributes:
         skip_save: store nothing of it.

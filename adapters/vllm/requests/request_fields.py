@@ -1,4 +1,4 @@
-"""Clients' wishes in the fields of their requests, and the handling of wrong fields. No vLLM types."""
+"""Reads the fields of requests, and reports wrong ones. No vLLM types."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RequestFields:
     def read(
         self, request_id: str, params: Callable[[], RequestParams], handover: Callable[[], Handover | None]
     ) -> tuple[RequestParams, Handover | None]:
-        """Return the wishes of a request that count. With a wrong field it is served without the cache.
+        """Return the fields of a request that count. With a wrong field it is served without the cache.
 
         Such a request is still tracked, because it may share blocks whose load fails.
         """

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from kvstore.adapters.vllm.plan import Fetch, FetchResult, LoadTime, ReqMeta, Sourced, StepPlan, StepResult
 from kvstore.adapters.vllm.requests import blocks
-from kvstore.adapters.vllm.requests.rows import RowMap, Tables
+from kvstore.adapters.vllm.requests.rows import RowMap, Tables, TablesOf
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice
-from kvstore.adapters.vllm.telemetry.stats import HitSplit
+from kvstore.adapters.vllm.telemetry.stats import HitTokens
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import LoadStep, Match, Place
 from kvstore.model.chunks import ChunkRef
@@ -29,7 +29,6 @@ from kvstore.transfer.mover import LoadJob, as_block_ids
 _MAX_UNTIMED = 64  # a rank may never report its time
 _SPEEDS = (Place.MEMORY, Place.DISK, Place.REMOTE)  # the fastest first
 _NOT_LOADED = 1  # stands for any block that a request lacks: it starts over
-TablesOf = Callable[[str], Tables]  # a request's current blocks
 
 
 @dataclass
@@ -230,7 +229,7 @@ class LoadPlanner:
 
     # -- planning ----------------------------------------------------------------------------------------------------
 
-    def plan(self, tracker: RequestTracker, spec: LoadSpec, tables: Tables, num_external_tokens: int) -> HitSplit:
+    def plan(self, tracker: RequestTracker, spec: LoadSpec, tables: Tables, num_external_tokens: int) -> HitTokens:
         """Plan to load ``num_external_tokens`` of a promise, and return their split by tier.
 
         Tokens before a sliding window have no blocks, and are not loaded.
@@ -239,7 +238,8 @@ class LoadPlanner:
         tokens = plan(tracker, spec, tables, num_external_tokens)
         disk_tokens = min(num_external_tokens, tokens[Place.DISK])
         remote_tokens = min(num_external_tokens - disk_tokens, tokens[Place.REMOTE])
-        return HitSplit(num_external_tokens - disk_tokens - remote_tokens, disk_tokens, remote_tokens)
+        memory_tokens = num_external_tokens - disk_tokens - remote_tokens
+        return {Place.MEMORY: memory_tokens, Place.DISK: disk_tokens, Place.REMOTE: remote_tokens}
 
     def _plan_blocks(
         self, tracker: RequestTracker, spec: LoadSpec, tables: Tables, num_external_tokens: int

@@ -11,9 +11,8 @@ from typing import Final, NamedTuple
 from kvstore.adapters.vllm.plan import ReqMeta, StepPlan
 from kvstore.adapters.vllm.requests.params import DisaggSpec
 from kvstore.adapters.vllm.requests.pieces import Piece, pieces_of
-from kvstore.adapters.vllm.requests.rows import RowMap, StatesOf
+from kvstore.adapters.vllm.requests.rows import RowMap, StatesOf, TablesOf
 from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveRules, chunks_of
-from kvstore.adapters.vllm.scheduler.loads import TablesOf
 from kvstore.handover.tracker import PushJob, Settled
 from kvstore.model.keys import PrefixHasher
 from kvstore.protocol.progress import ALL_TOKENS

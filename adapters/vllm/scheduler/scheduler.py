@@ -9,20 +9,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from queue import SimpleQueue
 
-from kvstore.adapters.vllm.plan import FetchResult, ReqMeta, StepPlan, StepReport, WorkerFacts
+from kvstore.adapters.vllm.plan import FetchResult, StepPlan, StepReport, WorkerFacts
 from kvstore.adapters.vllm.requests.params import NO_PARAMS, Handover, RequestParams
-from kvstore.adapters.vllm.requests.rows import NO_STATES, States, StatesOf, Tables
+from kvstore.adapters.vllm.requests.rows import NO_STATES, States, StatesOf, Tables, TablesOf
 from kvstore.adapters.vllm.requests.tracker import RequestTracker, RequestView, SaveSpec
-from kvstore.adapters.vllm.scheduler.canary import Canary
+from kvstore.adapters.vllm.scheduler.canary import Canary, complete_verifies
 from kvstore.adapters.vllm.scheduler.choice import StepClock, prefilled
 from kvstore.adapters.vllm.scheduler.connected import Connected
 from kvstore.adapters.vllm.scheduler.handovers import Handovers
-from kvstore.adapters.vllm.scheduler.loads import TablesOf
 from kvstore.adapters.vllm.scheduler.lookup import find_tokens
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.steps import InFlightStep, StepTracker
 from kvstore.adapters.vllm.telemetry.announcer import Announcer, Removed, Stored
-from kvstore.adapters.vllm.telemetry.stats import NO_HIT, HitSplit, SchedulerStats
+from kvstore.adapters.vllm.telemetry.stats import NO_HIT, HitTokens, SchedulerStats
 from kvstore.index.index import ChunkIndex
 from kvstore.index.leases import LeaseView
 from kvstore.index.plans import Place, chunk_refs, pin_name
@@ -32,7 +31,6 @@ from kvstore.model.keys import NO_EXTRAS, KeyExtras, PrefixHasher, new_epoch
 from kvstore.ops import metrics
 from kvstore.ops.metrics import Tally
 from kvstore.policies.traces import TraceRecorder
-from kvstore.transfer.mover import LoadJob
 
 logger = logging.getLogger(__name__)
 
@@ -217,8 +215,8 @@ class StoreScheduler:
         connected.remote.end(request_id)
         self._stats.admitted(tracker.stats, self._last_hit[1], connected.index, tracker.hasher)
 
-    def hit_split(self, request_id: str) -> HitSplit:
-        """Return the split by tier of the load just planned for a request."""
+    def hit_tokens(self, request_id: str) -> HitTokens:
+        """Return the tokens by tier of the load just planned for a request."""
         last_id, hit = self._last_hit
         return hit if request_id == last_id else NO_HIT
 
@@ -303,11 +301,12 @@ class StoreScheduler:
         states_of: StatesOf,
     ) -> None:
         """Add to a plan all that its step moves."""
-        verifies: list[ReqMeta] = []
         if self.enabled:
             for req_id in self._canary.waiting:
-                if num_tokens := num_scheduled_tokens.get(req_id, 0):
-                    verifies += self._plan_verify(connected, req_id, num_tokens, tables_of)
+                tracker = self._trackers.get(req_id)
+                if tracker is not None and (num_tokens := num_scheduled_tokens.get(req_id, 0)):
+                    chunks = self._canary.plan(tracker, num_tokens, tables_of, connected.index, connected.rows)
+                    self._describe(connected.index, tracker, chunks)
             for req_id in self._handovers.outgoing:
                 tracker = self._trackers.get(req_id)
                 if tracker is not None and (num_tokens := num_scheduled_tokens.get(req_id, 0)):
@@ -325,28 +324,11 @@ class StoreScheduler:
         connected.remote.end_pass()
         connected.matching.running = set(num_scheduled_tokens)
         connected.loads.fill(plan)
-        plan.requests += verifies
+        self._canary.fill(plan)
         self._handovers.fill(plan)
         connected.saves.fill(plan)
         plan.removals += connected.index.take_removals()
-        self._steps.follow(plan, [job.step for meta in verifies for job in meta.verifies])
-
-    def _plan_verify(
-        self, connected: Connected, req_id: str, num_scheduled_tokens: int, tables_of: TablesOf
-    ) -> Iterable[ReqMeta]:
-        """Yield the chunks to be compared that the step completes, if they are still there."""
-        tracker = self._trackers.get(req_id)
-        if tracker is None:
-            return
-        request = tracker.request
-        written_tokens = min(request.num_computed_tokens + num_scheduled_tokens, request.num_tokens)
-        for ref, begin in self._canary.take_due(req_id, written_tokens):
-            rows = connected.rows.of_chunk(tables_of(req_id), begin, ref.num_blocks)
-            if rows is None or connected.index.is_loading(ref.prefix_key):
-                continue
-            for step in connected.index.prepare_load([ref]):
-                yield ReqMeta(req_id, verifies=[LoadJob(step, rows, 0)])
-            self._describe(connected.index, tracker, [(ref, ref.blocks_from(begin))])
+        self._steps.follow(plan)
 
     def _plan_save(
         self, connected: Connected, tracker: RequestTracker, save: SaveSpec, tables: Tables, states: States
@@ -390,21 +372,12 @@ class StoreScheduler:
             self._trackers[failed_id].load_failed = True
 
     def _complete_saves(self, connected: Connected, number: int, step: InFlightStep) -> None:
-        wrong = self._complete_verifies(connected.index, step)
+        wrong = complete_verifies(connected.index, step)
         connected.saves.complete_step(number, step.result.failed_stores, distrusted=step.distrusted)
         if step.result.failed_stores or step.distrusted or wrong:
             self._restart_saving()
         if step.distrusted:
             self._handovers.outgoing.restart()
-
-    def _complete_verifies(self, index: ChunkIndex, step: InFlightStep) -> list[ChunkRef]:
-        """Release the compared chunks, and have those with wrong bytes removed everywhere."""
-        result = step.result
-        index.complete_load(step.verifies, result.unread, result.lost_chunks)
-        mismatches = set() if step.distrusted else result.mismatches
-        wrong = [verify.ref for verify in step.verifies if verify.ref.prefix_key in mismatches]
-        index.condemn(wrong)
-        return wrong
 
     def _restart_saving(self) -> None:
         for tracker in self._trackers.values():

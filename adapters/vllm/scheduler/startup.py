@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from kvstore.adapters.vllm.plan import WorkerFacts
     from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
     from kvstore.config.loader import LoadedConfig
+    from kvstore.index.index import ChunkIndex
+
+logger = logging.getLogger(__name__)
 
 _GIB: Final = 2**30
 _WHEN: Final = {None: "beside the steps where that pays", True: "beside the steps", False: "within a step"}
@@ -32,7 +36,20 @@ class Surroundings:
     failure_policy: str
 
 
-def problems_of(facts: Sequence[WorkerFacts]) -> list[str]:
+def log_start(
+    loaded: LoadedConfig,
+    options: SchedulerOptions,
+    around: Surroundings,
+    index: ChunkIndex | None,
+    facts: Sequence[WorkerFacts],
+) -> None:
+    """Log one block once the workers' facts are known, as a warning if a tier cannot be used."""
+    found = len(index) if index is not None else 0
+    level = logging.WARNING if _problems_of(facts) else logging.INFO
+    logger.log(level, "%s", "\n".join(startup_lines(loaded, options, around, facts, found)))
+
+
+def _problems_of(facts: Sequence[WorkerFacts]) -> list[str]:
     """Return the reasons why remote tiers cannot be used now, each once."""
     return list(dict.fromkeys(rank.remote_problem for rank in facts if rank.remote_problem))
 
@@ -82,7 +99,7 @@ def _places(loaded: LoadedConfig, facts: Sequence[WorkerFacts], num_chunks: int)
     if config.local_disk_folders:
         bound = _bound(facts[0].disk_capacity_bytes, len(facts))
         yield f"disk {', '.join(config.local_disk_folders)}: {bound}, {num_chunks:,} chunks found"
-    problems = problems_of(facts)
+    problems = _problems_of(facts)
     state = f"NOT USED: {'; '.join(problems)}; tried again by itself" if problems else "answers"
     if config.listens:
         yield f"remote tier: the server that each worker opens for other engines{', ' + state if problems else ''}"

@@ -41,9 +41,10 @@ class StepTracker:
         self.number += 1
         return StepPlan(self.number, self._acked, preempts=preempts)
 
-    def follow(self, plan: StepPlan, verifies: list[LoadStep]) -> None:
+    def follow(self, plan: StepPlan) -> None:
         """Follow a step, if there is anything for the ranks to report."""
         if plan.requests:
+            verifies = [job.step for meta in plan.requests for job in meta.verifies]
             self.in_flight[plan.number] = InFlightStep(plan.acked, verifies)
 
     def merge(self, number: int, result: StepResult) -> InFlightStep:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
 
-from kvstore.index.plans import Match, MissReason
+from kvstore.index.plans import Match, MissReason, Place
 from kvstore.ops import metrics
 from kvstore.ops.meters import IndexMeter
 from kvstore.ops.metrics import Meter, Tally, Totals
@@ -25,15 +26,10 @@ logger = logging.getLogger(__name__)
 SUMMARY_INTERVAL_S: Final = 60.0
 
 
-class HitSplit(NamedTuple):
-    """Tokens of a request's external hit, by tier."""
+HitTokens = Mapping[Place, int]
+"""Tokens of a request's external hit, by tier."""
 
-    memory_tokens: int
-    disk_tokens: int
-    remote_tokens: int
-
-
-NO_HIT: Final = HitSplit(0, 0, 0)
+NO_HIT: Final[HitTokens] = MappingProxyType(dict.fromkeys(Place, 0))
 
 
 @dataclass
@@ -64,7 +60,7 @@ class RequestStats:
     asks: bool = False
     is_declined: bool = False
     is_admitted: bool = False
-    hit: HitSplit = NO_HIT
+    hit: HitTokens = field(default_factory=lambda: NO_HIT)
     reason: MissReason | None = None
     stored_chunks: int = 0
     is_verified: bool = False
@@ -123,7 +119,7 @@ class SchedulerStats:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def admitted(self, stats: RequestStats, hit: HitSplit, index: ChunkIndex, hasher: PrefixHasher) -> None:
+    def admitted(self, stats: RequestStats, hit: HitTokens, index: ChunkIndex, hasher: PrefixHasher) -> None:
         """Count the hit of a request when it is scheduled for the first time. Call it after its load is planned."""
         if stats.is_admitted:
             return
@@ -132,14 +128,14 @@ class SchedulerStats:
         stats.reason = self._reason(stats, index, hasher)
         self._tally.count(metrics.LOOKUPS.key())
         self._tally.count(metrics.ASKED_TOKENS.key(), stats.num_tokens - stats.num_local_tokens)
-        for tier, tokens in zip(("memory", "disk", "remote"), hit, strict=True):
-            self._tally.count(metrics.HIT_TOKENS.key(tier), tokens)
+        for place, num_tokens in hit.items():
+            self._tally.count(metrics.HIT_TOKENS.key(place.value), num_tokens)
         if stats.reason is not None:
             self._tally.count(metrics.MISSES.key(stats.reason.value))
 
     def _reason(self, stats: RequestStats, index: ChunkIndex, hasher: PrefixHasher) -> MissReason | None:
         """Return the reason why a request did not get everything; None if it did."""
-        got_tokens = sum(stats.hit)
+        got_tokens = sum(stats.hit.values())
         end_tokens = stats.num_tokens - stats.num_tokens % self._end_tokens
         if end_tokens - stats.num_local_tokens < self._block_tokens:
             return None  # nothing of it could have been stored
@@ -168,8 +164,8 @@ class SchedulerStats:
             request_id,
             stats.num_tokens,
             stats.num_local_tokens,
-            sum(stats.hit),
-            *stats.hit,
+            sum(stats.hit.values()),
+            *(stats.hit[place] for place in Place),
             stats.wait_s * 1e3,
             stats.stored_chunks,
             stats.reason.value if stats.reason else "none",

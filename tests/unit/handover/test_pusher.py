@@ -280,10 +280,10 @@ def test_a_defect_of_a_transport_costs_its_own_deliveries_only(
         assert (pusher.counters.failed, pusher.counters.sent) == (min(number + 1, 2), number + 1 + number // 2)
         pusher._senders[HERE]._broken_until_s = 0.0
     assert [record.message for record in caplog.records if record.exc_info] == [
-        "handing KV over to here:1 failed unexpectedly",
-        "disconnecting from here:1 failed unexpectedly",
+        "a defect: handing KV over to here:1 has failed",
+        "a defect: disconnecting from here:1 has failed",
     ]
-    assert "0 outcomes of 1 chunks" in caplog.text
+    assert "0 outcomes for 1 chunks" in caplog.text
 
 
 def test_close_is_bounded_and_leaves_no_thread(inboxes: dict[Receiver, Inbox], open_pusher: Open) -> None:
