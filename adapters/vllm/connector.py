@@ -145,7 +145,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._config.required:
             raise error
         self._gave_up = True
-        logger.warning("vLLM runs WITHOUT the cache, since required is false: %s", error)
+        logger.warning("vLLM runs without the cache, because required is false: %s", error)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Tell the scheduler what this worker owns, or that it runs without the cache."""
@@ -251,9 +251,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         ours = [rank for rank in ranks if isinstance(rank, FactsMetadata)]
         facts = self.facts = [rank.facts for rank in ours if rank.facts is not None]
         if len(ours) < len(ranks):  # MultiConnector passes on the metadata of its first connector that has any
-            logger.warning("nothing is cached, as another connector spoke first: list %s first", CONNECTOR)
+            logger.warning(
+                "nothing is cached: another connector answered the handshake first, so list %s first", CONNECTOR
+            )
         elif 0 < len(facts) < len(ranks):  # a chunk counts only if every rank holds its part
-            logger.warning("nothing is cached: %d of %d workers run without", len(ranks) - len(facts), len(ranks))
+            logger.warning(
+                "nothing is cached: %d of %d workers run without the cache", len(ranks) - len(facts), len(ranks)
+            )
         elif facts and self._scheduler is not None:
             try:
                 self._scheduler.connect(facts)

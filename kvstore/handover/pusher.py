@@ -129,7 +129,7 @@ class Pusher:
         for sender in senders:
             sender.join(deadline_s)
         if any(sender.is_alive for sender in senders):
-            logger.warning("a receiver of KV does not answer; its thread is left running")
+            logger.warning("a receiver of KV does not respond: its thread is abandoned")
         else:
             streams = self._paged.streams
             streams.reach(streams.launch(Direction.OUT, lambda: None, None))  # the last copy to the buffer

@@ -357,7 +357,7 @@ def test_the_port_of_a_worker(given: int | tuple[int, ...], rank: int, replica: 
 def test_a_worker_without_a_port() -> None:
     config = worker_config(rank=1, tp=2)
     config.parallel_config.data_parallel_rank = 0
-    with pytest.raises(ConfigError, match="pd_peer_init_port has 1 ports, and none for worker 1"):
+    with pytest.raises(ConfigError, match="pd_peer_init_port lists 1 ports, but none for worker 1"):
         port_of(config, StoreConfig(enable_pd=True, pd_peer_init_port=(7300,)), rank=1)
 
 

@@ -240,7 +240,7 @@ def test_what_other_connectors_said_is_passed_by(caplog: pytest.LogCaptureFixtur
     found = _NothingConnected()
     found.set_xfer_handshake_metadata_pp_aware({(0, 0): Foreign(), (0, 1): FactsMetadata(FACTS)})
     assert found._scheduling.index is None
-    assert "another connector spoke first" in caplog.text
+    assert "another connector answered the handshake first" in caplog.text
 
 
 @pytest.mark.parametrize("others", [0, 1])
@@ -267,7 +267,7 @@ def test_a_remote_tier_that_the_scheduler_cannot_open(
             found.set_xfer_handshake_metadata_pp_aware({(0, 0): FactsMetadata(FACTS)})
     else:
         found.set_xfer_handshake_metadata_pp_aware({(0, 0): FactsMetadata(FACTS)})
-        assert "runs WITHOUT the cache, since required is false: the server says no" in caplog.text
+        assert "runs without the cache, because required is false: the server says no" in caplog.text
 
 
 def lora_request(name: str, folder: Path) -> Request:
@@ -340,7 +340,7 @@ def test_a_field_that_does_not_count_is_told_once_and_the_request_is_served(capl
         params = SamplingParams(extra_args={"kvstore.pin": True, "kvstore.ttl": 5})
         found.on_new_request(Request(f"{number}", [1, 2, 3], params, None))
     assert caplog.messages == [
-        "kvstore.pin of a request is ignored: request_fields lacks it; further messages suppressed for 60 s"
+        "kvstore.pin of a request is ignored: request_fields does not list it; further messages suppressed for 60 s"
     ]
     fields = {(tracker.params.pin, tracker.params.ttl_s) for tracker in found._scheduling._trackers.values()}
     assert fields == {(None, 5.0)}

@@ -47,7 +47,7 @@ def fitting_config(config: StoreConfig, kv_cache_config: KVCacheConfig, *, says_
     chunk_size = fitting_chunk_size(kv_cache_config, config)
     if chunk_size != config.chunk_size and says_so:
         logger.warning(
-            "chunk_size is %d instead of %d: the blocks of this model's KV cache end together after so many tokens",
+            "chunk_size is %d instead of %d: it must be whole blocks of every KV cache group of this model",
             chunk_size,
             config.chunk_size,
         )
@@ -107,7 +107,9 @@ def _announces(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
     if events is None or not events.enable_kv_cache_events:
         return False
     if announced_group(kv_cache_config) is None:
-        logger.warning("KV events are not published: this model's blocks are of other sizes than those that vLLM names")
+        logger.warning(
+            "KV events are not published: vLLM's block hashes cover other numbers of tokens than this model's blocks"
+        )
         return False
     return True
 

@@ -335,6 +335,7 @@ def _take(fields: dict[str, object], prefix: str, name: str, value: object) -> N
         fields[name] = value
     elif prefix == _OURS:
         nearest = difflib.get_close_matches(name[:MAX_TAG_CHARACTERS], _NAMES, n=1)
-        known = nearest or [*_NAMES, f"{_TAG}<name>"]
-        message = f"a field {_OURS}<name> is unknown: valid is {', '.join(_OURS + name for name in known)}"
+        known = ", ".join(_OURS + known for known in (*_NAMES, f"{_TAG}<name>"))
+        hint = f"did you mean {_OURS}{nearest[0]}?" if nearest else f"known fields are {known}"
+        message = f"unknown field {_OURS}<name>: {hint}"
         raise FieldError(message, nearest[0] if nearest else OTHER_FIELD)

@@ -37,7 +37,7 @@ class RequestFields:
         try:
             asked = params()
             for name in asked.ignored:
-                said = "kvstore.%s of a request is ignored: request_fields lacks it"
+                said = "kvstore.%s of a request is ignored: request_fields does not list it"
                 self._throttle.log(f"ignored {name}", said, name)
             return asked, handover()
         except FieldError as error:

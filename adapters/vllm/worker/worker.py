@@ -387,12 +387,14 @@ class StoreWorker:
             closing.callback(self._close_mover)
             closing.callback(self._pushes.close, timeout_s)
             if not self.drain(timeout_s):
-                logger.warning("a load or store is left behind: it has not ended within %s s", timeout_s)
+                logger.warning("a load or store is abandoned: it has not ended within %s s", timeout_s)
 
     def _close_mover(self) -> None:
         timeout_s = self._engine.io_timeout_s
         if not self._mover.close(timeout_s):
-            logger.warning("chunks lost at shutdown: the slower tiers did not take all of them within %s s", timeout_s)
+            logger.warning(
+                "chunks are lost at shutdown: they were not written to the slower tiers within %s s", timeout_s
+            )
 
 
 def _moved(mover: Mover, background: Background) -> MoverCounters:

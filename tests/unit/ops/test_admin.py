@@ -265,7 +265,7 @@ class TestPins:
         assert code == 0
         assert re.fullmatch(rf"pin [0-9a-f]{{32}}: 3 chunks, ends in 86,\d+ s\n1 pins\n{ignored}\n", text)
         assert json.loads(run("pins", "--json")[1])["pins"][0]["chunks"] == 3
-        assert run("unpin") == (0, "accepted: it is done when the next request comes\n")
+        assert run("unpin") == (0, "accepted: it is done when the next request arrives\n")
         vllm.ask("other", PROMPT[:BLOCK])
         assert json.loads(run("pins", "--json")[1])["pins"] == []
         monkeypatch.setattr("kvstore.adapters.vllm.scheduler.operator._WAIT_S", 30.0)

@@ -38,7 +38,7 @@ def read(wishes: RequestFields, name: str, fields: object) -> tuple[RequestParam
         ({"lmcache.pin": SECRET}, "pin", "kvstore.pin must be"),
         ({"kvstore.tag.team": 7}, "tag", "kvstore.tag.<name> must be"),
         ({"kvstore.probe": ""}, PROBE, "kvstore.probe must be"),
-        ({f"kvstore.{SECRET}": 1}, OTHER_FIELD, "valid is"),
+        ({f"kvstore.{SECRET}": 1}, OTHER_FIELD, "known fields are"),
         ([SECRET], OTHER_FIELD, "mapping"),
         ({"disagg_spec": SECRET}, HANDOVER_FIELD, "disagg_spec must be"),
         ({"disagg_spec": {"receiver_host": SECRET}}, HANDOVER_FIELD, "receiver_init_port"),

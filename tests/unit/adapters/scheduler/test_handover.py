@@ -274,7 +274,7 @@ class TestConsumer:
             assert vllm.loaded_tokens["one"] == 0
             vllm.scheduler.take_tally()
             assert vllm.scheduler.totals[metrics.HANDOVER_TIMEOUTS.key()] == 1
-            assert any("have not come within 0.1 s" in record.message for record in caplog.records)
+            assert any("did not hand them over within 0.1 s" in record.message for record in caplog.records)
             assert not len(vllm.scheduler._handovers.waits)
 
     def test_a_part_of_it_is_used(self) -> None:
