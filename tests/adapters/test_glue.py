@@ -128,7 +128,7 @@ def test_roles(role: str, *, skip: bool, loads: bool, saves: bool) -> None:
     assert (options.loads, options.saves) == (loads, saves)
     assert not options.announces
     assert options.rules == SaveRules(BLOCK, 256, save_decode=False, save_tails=False, skip_last_tokens=3)
-    assert options.priority_limit == 2
+    assert options.config is config
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -112,12 +112,15 @@ class Matching:
         """Return the part of a match that is to be loaded."""
         told = self.remote.told(tracker.request.request_id)
         spec = self._spec(tracker, LoadSpec(match, num_local_tokens, 0, told), self._limit_tokens(tracker))
-        if spec.num_external_tokens > 0 and self.options.min_remote_tokens and not tracker.is_handed_over:
+        if spec.num_external_tokens > 0 and self.options.config.min_remote_tokens and not tracker.is_handed_over:
             worth_tokens = self._tokens_worth_fetching(spec)
             if worth_tokens < spec.num_external_tokens:
                 spec = self._spec(tracker, spec, num_local_tokens + worth_tokens)
         spec = self._without_slow_end(tracker, spec)
-        least_tokens, most_tokens = max(1, self.options.min_retrieve_tokens), self.options.max_tokens_per_load
+        least_tokens, most_tokens = (
+            max(1, self.options.config.min_retrieve_tokens),
+            self.options.config.max_tokens_per_load,
+        )
         if most_tokens and spec.num_external_tokens > max(most_tokens, least_tokens - 1):
             most_tokens -= most_tokens % self.options.rules.block_tokens
             spec = self._spec(tracker, spec, num_local_tokens + most_tokens)
@@ -156,7 +159,7 @@ class Matching:
     def _tokens_worth_fetching(self, spec: LoadSpec) -> int:
         """Return the tokens of a hit, or those before the first chunk of the remote tier if too few are there."""
         num_remote_tokens = self.loads.sources(spec)[Place.REMOTE]
-        if num_remote_tokens >= self.options.min_remote_tokens or not num_remote_tokens:
+        if num_remote_tokens >= self.options.config.min_remote_tokens or not num_remote_tokens:
             return spec.num_external_tokens
         return self.loads.first_remote_token(spec) - spec.num_local_tokens
 

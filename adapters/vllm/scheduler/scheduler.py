@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from pathlib import Path
 from queue import SimpleQueue
 
 from kvstore.adapters.vllm.plan import FetchResult, StepPlan, StepReport, WorkerFacts
@@ -50,7 +51,7 @@ class StoreScheduler:
     """
 
     def __init__(self, options: SchedulerOptions) -> None:
-        rules = options.rules
+        rules, config = options.rules, options.config
         self._options = options
         self._rules = rules
         self._connected: Connected | None = None  # until the workers have sent their facts
@@ -58,12 +59,12 @@ class StoreScheduler:
         self._steps = StepTracker()
         self._clock = StepClock()
         self._last_hit = ("", NO_HIT)  # of the request last allocated
-        trace = options.record_trace
+        trace = Path(config.record_trace).expanduser() if config.record_trace else None
         self._recorder = TraceRecorder.open_next(trace, rules.chunk_tokens) if trace else None
         self._epoch = ""  # to be entered with the next plan
-        self._canary = Canary(options.verify_fraction, rules.block_tokens)
+        self._canary = Canary(config.verify_fraction, rules.block_tokens)
         end_tokens = rules.block_tokens if rules.save_tails else rules.chunk_tokens
-        self._stats = SchedulerStats(rules.block_tokens, end_tokens, options.log_request_sample)
+        self._stats = SchedulerStats(rules.block_tokens, end_tokens, config.log_request_sample)
         self.count_wrong_field = self._stats.wrong_field
         self._handovers = Handovers(options.handover, rules)
         self._announcer = Announcer(rules.block_tokens) if options.announces else None
@@ -144,7 +145,7 @@ class StoreScheduler:
     ) -> None:
         """Track a request whose KV may be shared. Requests never added are not cached."""
         self._carry_out_actions()
-        limit = self._options.priority_limit
+        limit = self._options.config.priority_limit
         is_wanted = not params.skip_save and (limit is None or request.priority <= limit)
         tracker = RequestTracker(request, extras, self._rules, params, saves=self._options.saves and is_wanted)
         try:

@@ -121,7 +121,7 @@ class TestEnvironment:
     @pytest.mark.parametrize(
         ("variable", "text", "parts"),
         [
-            ("KVSTORE_CHUNKSIZE", "1", ["environment KVSTORE_CHUNKSIZE", '"1"', "nearest valid key is chunk_size"]),
+            ("KVSTORE_CHUNKSIZE", "1", ["environment KVSTORE_CHUNKSIZE", '"1"', "did you mean chunk_size?"]),
             ("KVSTORE_CHUNK_SIZE", "many", ["environment KVSTORE_CHUNK_SIZE: chunk_size", '"many"', "whole number"]),
             ("LMCACHE_CHUNK_SIZE", "1.5", ["environment LMCACHE_CHUNK_SIZE: chunk_size: 1.5", "whole number"]),
             ("KVSTORE_CHUNK_SIZE", "[1", ["environment KVSTORE_CHUNK_SIZE: chunk_size: not valid YAML: line 1"]),

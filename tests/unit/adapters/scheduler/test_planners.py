@@ -24,6 +24,7 @@ from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.scheduler.steps import InFlightStep
 from kvstore.adapters.vllm.worker.background import SLOW_LOADS, Background
+from kvstore.config import StoreConfig
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import LoadStep, Match, Place
 from kvstore.model.checkpoints import Checkpoints
@@ -220,7 +221,7 @@ def test_an_answer_says_how_much_was_handed_over_only_of_a_whole_prompt(computed
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_slots_take_turns_if_a_worker_is_on_a_device(*, on_device: bool) -> None:
-    scheduler = StoreScheduler(SchedulerOptions(RULES, local_cpu=False))
+    scheduler = StoreScheduler(SchedulerOptions(RULES, StoreConfig(local_cpu=False)))
     scheduler.connect([replace(FACTS, slots_take_turns=on_device), FACTS])
     assert scheduler.index is not None
     assert scheduler.index._slots._take_turns is on_device
