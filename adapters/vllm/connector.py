@@ -34,9 +34,10 @@ from kvstore.adapters.vllm.glue.groups import announced_group, group_ids, has_st
 from kvstore.adapters.vllm.glue.metadata import FactsMetadata, PlanMetadata, ReportMetadata
 from kvstore.adapters.vllm.glue.opening import admin_server, open_worker
 from kvstore.adapters.vllm.glue.options import fitting_config, scheduler_options
-from kvstore.adapters.vllm.glue.requests import handover_of, is_shareable, key_extras, needs_of, request_params
+from kvstore.adapters.vllm.glue.requests import adapter_of, extra_args_of, features_of, is_shareable, key_extras
 from kvstore.adapters.vllm.glue.support import check_supported, frees_blocks, stores_nothing, tell_limits
 from kvstore.adapters.vllm.plan import WorkerFacts
+from kvstore.adapters.vllm.plugin import CONNECTOR_NAME
 from kvstore.adapters.vllm.requests.arrivals import Arrivals, Known
 from kvstore.adapters.vllm.requests.params import WITHOUT_CACHE
 from kvstore.adapters.vllm.requests.request_fields import RequestFields
@@ -67,8 +68,6 @@ if TYPE_CHECKING:
     from kvstore.index.index import ChunkIndex
 
 logger = logging.getLogger(__name__)
-
-CONNECTOR = "KVStoreConnector"
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
@@ -113,7 +112,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             transfer = vllm_config.kv_transfer_config
             around = Surroundings(vllm.__version__, str(transfer.kv_role), transfer.kv_load_failure_policy)
             self._log_start = partial(log_start, loaded, options, around)
-            self._fields = RequestFields(self._scheduler.count_wrong_field)
+            self._fields = RequestFields(self._config, self._scheduler.count_wrong_field)
             self._admin = admin_server(vllm_config, self._config, self._scheduler)
 
     @property
@@ -252,7 +251,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         facts = self.facts = [rank.facts for rank in ours if rank.facts is not None]
         if len(ours) < len(ranks):  # MultiConnector passes on the metadata of its first connector that has any
             logger.warning(
-                "nothing is cached: another connector answered the handshake first, so list %s first", CONNECTOR
+                "nothing is cached: another connector answered the handshake first, so list %s first", CONNECTOR_NAME
             )
         elif 0 < len(facts) < len(ranks):  # a chunk counts only if every rank holds its part
             logger.warning(
@@ -269,11 +268,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         """Track a request if its KV may be shared. A request with wrong fields does not use the cache."""
-        params, handover = self._fields.read(
-            request.request_id,
-            lambda: request_params(request, self._config.request_fields),
-            lambda: handover_of(request) if self._config.enable_pd else None,
-        )
+        transfer_params = request.kv_transfer_params
+        params, handover = self._fields.read(request.request_id, extra_args_of(request), transfer_params)
 
         def admit(known: Known | None) -> None:
             """Track the request, without the cache if the inputs of its keys are unknown."""
@@ -283,7 +279,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduling.add_request(request, key_extras(request, params, known), params, handover)
 
         if is_shareable(request):
-            self._arrivals.add(request.request_id, *needs_of(request, self._vllm_config), admit)
+            features = features_of(request, self._vllm_config)
+            self._arrivals.add(request.request_id, adapter_of(request), features, admit)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens that can be loaded beyond vLLM's own prefix cache, and True if the request waits."""

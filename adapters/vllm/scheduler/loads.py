@@ -16,7 +16,7 @@ from kvstore.adapters.vllm.plan import Fetch, FetchResult, LoadTime, ReqMeta, So
 from kvstore.adapters.vllm.requests import blocks
 from kvstore.adapters.vllm.requests.rows import RowMap, Tables, TablesOf
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
-from kvstore.adapters.vllm.scheduler.choice import LoadChoice
+from kvstore.adapters.vllm.scheduler.choice import LoadChoice, slowest
 from kvstore.adapters.vllm.telemetry.stats import HitTokens
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import LoadStep, Match, Place
@@ -27,7 +27,6 @@ from kvstore.paged.grouped import any_present
 from kvstore.transfer.mover import LoadJob, as_block_ids
 
 _MAX_UNTIMED = 64  # a rank may never report its time
-_SPEEDS = (Place.MEMORY, Place.DISK, Place.REMOTE)  # the fastest first
 _NOT_LOADED = 1  # stands for any block that a request lacks: it starts over
 
 
@@ -155,8 +154,7 @@ class LoadPlanner:
         tokens = self._by_source(spec, lambda part, _: (part.stop - part.start) * self._rules.block_tokens)
         if not self._rows.has_chunks:
             sources = [self._index.source(ref, spec.told) for ref in spec.match.checkpoint]
-            slowest = max((source for source in sources if source is not None), key=_SPEEDS.index, default=Place.MEMORY)
-            tokens[slowest] += spec.num_external_tokens
+            tokens[slowest(source for source in sources if source is not None)] += spec.num_external_tokens
         return tokens
 
     def carried(self, spec: LoadSpec) -> Counter[Place]:
