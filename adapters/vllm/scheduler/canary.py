@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvstore.adapters.vllm.plan import ReqMeta, StepPlan
 from kvstore.adapters.vllm.requests.rows import RowMap, TablesOf
 from kvstore.adapters.vllm.requests.tracker import RequestTracker
-from kvstore.adapters.vllm.scheduler.steps import InFlightStep
+from kvstore.adapters.vllm.scheduler.steps import InFlightStep, StepTracker
 from kvstore.index.index import ChunkIndex
 from kvstore.model.chunks import ChunkRef
 from kvstore.transfer.mover import LoadJob
@@ -24,15 +23,16 @@ class Canary:
     Args:
         fraction: sampled share of all hits; 0.1 samples every tenth.
         block_tokens: tokens in a block.
+        plans: has the next plan.
     """
 
-    def __init__(self, fraction: float, block_tokens: int) -> None:
+    def __init__(self, fraction: float, block_tokens: int, plans: StepTracker) -> None:
         self._fraction = fraction
         self._block_tokens = block_tokens
         self._share = 0.0  # reaches 1 with the next hit to be sampled
         self._taken: dict[str, bool] = {}  # by request, as vLLM asks again
         self._pending: dict[str, list[tuple[ChunkRef, int]]] = {}  # chunks to be compared, with their first block
-        self._metas: list[ReqMeta] = []  # for the next plan
+        self._plans = plans
 
     def takes(self, request_id: str, chunks: Iterable[tuple[ChunkRef, int]], num_local_tokens: int) -> bool:
         """Tell if a request computes its hit on ``chunks``, each given with its first block."""
@@ -78,14 +78,9 @@ class Canary:
             if block_ids is None or index.is_loading(ref.prefix_key):
                 continue
             for step in index.prepare_load([ref]):
-                self._metas.append(ReqMeta(request.request_id, verifies=[LoadJob(step, block_ids, 0)]))
+                self._plans.meta(request.request_id).verifies.append(LoadJob(step, block_ids, 0))
             found.append((ref, ref.blocks_from(begin)))
         return found
-
-    def fill(self, plan: StepPlan) -> None:
-        """Add to a plan the chunks that its step compares."""
-        plan.requests += self._metas
-        self._metas = []
 
     def end(self, request_id: str) -> None:
         """Forget a request that has ended."""

@@ -76,9 +76,9 @@ class Connected:
         index.adopt(found, {key: trail for rank in facts for key, trail in rank.trails.items()})
         handovers.connect(num_ranks, takes_parts=bool(facts[0].divisions))
         choice = LoadChoice(options.load_rules_for(num_ranks))
-        loads = LoadPlanner(index, options.rules, choice, num_ranks, rows)
-        saves = SavePlanner(index, num_ranks, rows)
-        saves.strays = list(set.union(*held) - complete)
+        loads = LoadPlanner(index, options.rules, choice, num_ranks, rows, plans=steps)
+        saves = SavePlanner(index, num_ranks, rows, steps)
+        steps.next.removals += set.union(*held) - complete
         matching = Matching(options, index, remote, loads, choice, handovers, canary)
         pins = PromptPins(index, steps, options.config.pin_max_secs)
         return cls(num_ranks, index, remote, choice, matching, loads, saves, pins, rows)

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from kvstore.adapters.vllm.plan import StepPlan, StepReport
+from kvstore.adapters.vllm.plan import StepReport
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover, Source
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
 from kvstore.adapters.vllm.scheduler.loads import overlapping
 from kvstore.adapters.vllm.scheduler.outgoing import NOWHERE, Kept, OutgoingHandovers, hit_tokens
+from kvstore.adapters.vllm.scheduler.steps import StepTracker
 from kvstore.adapters.vllm.scheduler.waits import Waits
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import Place, chunk_refs
@@ -62,15 +63,16 @@ class Handovers:
     Args:
         options: the role of this engine.
         rules: the sizes of blocks and chunks.
+        plans: has the next plan.
     """
 
-    def __init__(self, options: HandoverOptions, rules: SaveRules) -> None:
-        self.outgoing = OutgoingHandovers(rules)
+    def __init__(self, options: HandoverOptions, rules: SaveRules, plans: StepTracker) -> None:
+        self.outgoing = OutgoingHandovers(rules, plans)
         self.waits = Waits()
         self._options = options
         self._rules = rules
         self._refused: set[str] = set()  # hosts, and sources
-        self._used: list[ChunkRef] = []  # for the next plan
+        self._plans = plans
 
     def connect(self, num_ranks: int, *, takes_parts: bool) -> None:
         """Set the number of workers, and if engines of other tensor-parallel sizes send to them."""
@@ -110,12 +112,7 @@ class Handovers:
         if load is not None:
             parts = overlapping(load.match, self._rules, load.num_local_tokens, load.num_external_tokens)
             read = {part.ref for part in parts if index.source(part.ref, load.told) is Place.REMOTE}
-        self._used += [ref for ref in chunk_refs(tracker.hasher, with_tail=True) if ref not in read]
-
-    def fill(self, plan: StepPlan) -> None:
-        """Add to a plan the chunks that its step hands over, and those that are no longer needed."""
-        self.outgoing.fill(plan)
-        plan.used, self._used = self._used, []
+        self._plans.next.used += [ref for ref in chunk_refs(tracker.hasher, with_tail=True) if ref not in read]
 
     def complete(self, report: StepReport) -> None:
         """Process the workers' reports on KV sent to other engines and on KV that other engines send."""

@@ -12,11 +12,12 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvstore.adapters.vllm.plan import Fetch, FetchResult, LoadTime, ReqMeta, Sourced, StepPlan, StepResult
+from kvstore.adapters.vllm.plan import Fetch, FetchResult, LoadTime, Sourced, StepResult
 from kvstore.adapters.vllm.requests import blocks
 from kvstore.adapters.vllm.requests.rows import RowMap, Tables, TablesOf
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice, slowest
+from kvstore.adapters.vllm.scheduler.steps import StepTracker
 from kvstore.adapters.vllm.telemetry.stats import HitTokens
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import LoadStep, Match, Place
@@ -87,7 +88,6 @@ class _Load(NamedTuple):
 class _StepLoads:
     """Loads of one step."""
 
-    requests: dict[str, ReqMeta] = field(default_factory=dict)
     steps: list[LoadStep] = field(default_factory=list)
     carried: Counter[Place] = field(default_factory=Counter)
     unverified: list[_Unverified] = field(default_factory=list)
@@ -115,18 +115,26 @@ class LoadPlanner:
         choice: learns the times of loads.
         num_ranks: number of ranks that report each load.
         rows: maps block tables to rows.
+        plans: has the next plan.
     """
 
-    def __init__(self, index: ChunkIndex, rules: SaveRules, choice: LoadChoice, num_ranks: int, rows: RowMap) -> None:
+    def __init__(
+        self,
+        index: ChunkIndex,
+        rules: SaveRules,
+        choice: LoadChoice,
+        num_ranks: int,
+        rows: RowMap,
+        *,
+        plans: StepTracker,
+    ) -> None:
         self._index = index
         self._rules = rules
         self._choice = choice
         self._num_ranks = num_ranks
         self._rows = rows
-        self._coming = _StepLoads()  # for the next plan
-        self._coming_fetches: list[Fetch] = []
-        self._coming_sourced: list[Sourced] = []
-        self._in_flight: dict[int, _StepLoads] = {}
+        self._plans = plans
+        self._in_flight: dict[int, _StepLoads] = {}  # by step, the next included
         self._untimed: dict[int, _StepLoads] = {}  # done, but some rank has yet to report its time
         self._fetching: dict[int, _Fetching] = {}
         self._fetched_keys: Counter[PrefixKey] = Counter()  # of chunks that asynchronous loads bring
@@ -261,7 +269,7 @@ class LoadPlanner:
             has_gaps = blocks.NULL_BLOCK in table[:end_block]
             self._plan_fetch(Fetch(0, request_id, jobs, lost_block_ids, has_gaps), carried)
         else:
-            self._plan_within(tracker, first_block, ReqMeta(request_id, jobs, lost_block_ids=lost_block_ids), carried)
+            self._plan_within(tracker, first_block, jobs, lost_block_ids, carried)
         return tokens
 
     def _plan_groups(
@@ -305,24 +313,32 @@ class LoadPlanner:
         tracker.noted.update(step.ref.prefix_key for step in steps)
         remote_refs = [step.read for step in steps if step.source is Place.REMOTE]
         if spec.told.source and remote_refs:
-            self._coming_sourced.append(Sourced(spec.told.source, remote_refs))
+            self._plans.next.sourced.append(Sourced(spec.told.source, remote_refs))
         return steps
 
     def _plan_fetch(self, fetch: Fetch, carried: Counter[Place], *, is_whole: bool = True) -> None:
         self._number += 1
         fetch.number = self._number
         steps = [job.step for job in fetch.loads]
-        self._coming_fetches.append(fetch)
+        self._plans.next.fetches.append(fetch)
         self._fetching[fetch.number] = _Fetching(fetch.req_id, steps, carried, is_whole)
         self._fetched_keys.update(step.ref.prefix_key for step in steps if step.source is not Place.MEMORY)
 
-    def _plan_within(self, tracker: RequestTracker, first_block: int, meta: ReqMeta, carried: Counter[Place]) -> None:
-        loads = self._coming
-        loads.requests[meta.req_id] = meta
-        loads.steps += (job.step for job in meta.loads)
+    def _plan_within(
+        self,
+        tracker: RequestTracker,
+        first_block: int,
+        jobs: list[LoadJob],
+        lost_block_ids: list[int],
+        carried: Counter[Place],
+    ) -> None:
+        meta = self._plans.meta(tracker.request.request_id)
+        meta.loads, meta.lost_block_ids = jobs, lost_block_ids
+        loads = self._in_flight.setdefault(self._plans.next.number, _StepLoads())
+        loads.steps += (job.step for job in jobs)
         loads.carried.update(carried)
         # A slot that another load is filling counts, too: a failure of that load is one of this load.
-        if meta.lost_block_ids or not all(self._index.in_memory(job.step.ref.prefix_key) for job in meta.loads):
+        if lost_block_ids or not all(self._index.in_memory(job.step.ref.prefix_key) for job in jobs):
             key = self._block_key(tracker.local_hasher(), first_block)
             loads.unverified.append(_Unverified(meta.req_id, first_block, key))
 
@@ -331,15 +347,6 @@ class LoadPlanner:
         for load in self._unverified():
             if load.req_id in num_scheduled_tokens:
                 load.block_ids.update(tables_of(load.req_id)[0][load.block :])
-
-    def fill(self, plan: StepPlan) -> None:
-        """Add to a plan the loads of its step, and the asynchronous loads that start with it."""
-        loads, self._coming = self._coming, _StepLoads()
-        if loads.requests:
-            self._in_flight[plan.number] = loads
-        plan.requests += loads.requests.values()
-        plan.fetches, self._coming_fetches = self._coming_fetches, []
-        plan.sourced, self._coming_sourced = self._coming_sourced, []
 
     # -- results -----------------------------------------------------------------------------------------------------
 
@@ -403,7 +410,7 @@ class LoadPlanner:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _unverified(self) -> Iterator[_Unverified]:
-        for loads in (self._coming, *self._in_flight.values()):
+        for loads in self._in_flight.values():
             yield from loads.unverified
 
     def _block_key(self, hasher: PrefixHasher, block: int) -> PrefixKey:

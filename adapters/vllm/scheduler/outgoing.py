@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
-from kvstore.adapters.vllm.plan import ReqMeta, StepPlan
 from kvstore.adapters.vllm.requests.params import DisaggSpec
 from kvstore.adapters.vllm.requests.pieces import Piece, pieces_of
 from kvstore.adapters.vllm.requests.rows import RowMap, StatesOf, TablesOf
 from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveRules, chunks_of
+from kvstore.adapters.vllm.scheduler.steps import StepTracker
 from kvstore.handover.tracker import PushJob, Settled
 from kvstore.model.keys import PrefixHasher
 from kvstore.protocol.progress import ALL_TOKENS
@@ -69,14 +69,14 @@ class OutgoingHandovers:
 
     Args:
         rules: the sizes of blocks and chunks.
+        plans: has the next plan.
     """
 
-    def __init__(self, rules: SaveRules) -> None:
+    def __init__(self, rules: SaveRules, plans: StepTracker) -> None:
         self.num_ranks = 1
         self._rules = rules
         self._handovers: dict[str, _Outgoing] = {}
-        self._metas: dict[str, ReqMeta] = {}  # for the next plan
-        self._ended: list[int] = []  # for the next plan
+        self._plans = plans
         self._name = secrets.token_hex(8)
         self._following = 0
         self._by_number: dict[int, _Outgoing] = {}
@@ -128,12 +128,12 @@ class OutgoingHandovers:
             chunks = replace(chunks, marks=(prompt_tokens,))
             self._push(tracker, handover, rows, pieces_of(rows, chunks, tables, states))
         if is_complete and handover.number is not None:
-            self._ended.append(handover.number)
+            self._plans.next.ended_handovers.append(handover.number)
 
     def _push(self, tracker: RequestTracker, handover: _Outgoing, rows: RowMap, pieces: Iterable[Piece]) -> None:
         """Add pieces to the next plan."""
         number, request_id = self._number(handover), tracker.request.request_id
-        meta = self._metas.setdefault(request_id, ReqMeta(request_id))
+        meta = self._plans.meta(request_id)
         meta.receiver = handover.spec
         for piece in pieces:
             begin_tokens = piece.begin * self._rules.block_tokens
@@ -156,12 +156,6 @@ class OutgoingHandovers:
             handover.spec = replace(handover.spec, sender=self._name, handover=handover.number)
         return handover.number
 
-    def fill(self, plan: StepPlan) -> None:
-        """Add to a plan the chunks that its step hands over, and the hand-overs that end with it."""
-        plan.requests += self._metas.values()
-        plan.ended_handovers += self._ended
-        self._metas, self._ended = {}, []
-
     def restart(self) -> None:
         """Send all chunks again, as some were computed on garbage; those that have arrived are left out then."""
         for request_id, handover in self._handovers.items():
@@ -182,7 +176,7 @@ class OutgoingHandovers:
         if handover.number is not None:
             del self._by_number[handover.number]
             if not handover.is_complete:
-                self._ended.append(handover.number)
+                self._plans.next.ended_handovers.append(handover.number)
 
     def answer(self, tracker: RequestTracker, kept: Kept, *, first_token: int | None) -> dict[str, object] | None:
         """Return ``kv_transfer_params`` for a request's answer; None if it is not handed over.

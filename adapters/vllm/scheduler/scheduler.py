@@ -62,11 +62,11 @@ class StoreScheduler:
         trace = Path(config.record_trace).expanduser() if config.record_trace else None
         self._recorder = TraceRecorder.open_next(trace, rules.chunk_tokens) if trace else None
         self._epoch = ""  # to be entered with the next plan
-        self._canary = Canary(config.verify_fraction, rules.block_tokens)
+        self._canary = Canary(config.verify_fraction, rules.block_tokens, self._steps)
         end_tokens = rules.block_tokens if rules.save_tails else rules.chunk_tokens
         self._stats = SchedulerStats(rules.block_tokens, end_tokens, config.log_request_sample)
         self.count_wrong_field = self._stats.wrong_field
-        self._handovers = Handovers(options.handover, rules)
+        self._handovers = Handovers(options.handover, rules, self._steps)
         self._announcer = Announcer(rules.block_tokens) if options.announces else None
         self.enabled = True
         self.totals = self._stats.totals
@@ -282,26 +282,20 @@ class StoreScheduler:
         ``states_of`` returns the states that a request has after the step, according to vLLM.
         """
         self._carry_out_actions()
-        plan = self._steps.next_plan(preempts=preempts)
-        plan.epoch, self._epoch = self._epoch, ""
         if self._connected is not None:
-            plan.recalls = self._connected.index.take_recalls()
-            self._fill(plan, self._connected, num_scheduled_tokens, tables_of, states_of)
+            self._plan_moves(self._connected, num_scheduled_tokens, tables_of, states_of)
+        plan = self._steps.take_plan(preempts=preempts)
+        plan.epoch, self._epoch = self._epoch, ""
         plan.computes = any(num_scheduled_tokens.values())
         loads_within = any(meta.loads for meta in plan.requests)
         num_tokens = 0 if loads_within else prefilled(num_scheduled_tokens.values())
         self._clock.planned(plan.number, time.monotonic(), num_tokens)
         return plan
 
-    def _fill(
-        self,
-        plan: StepPlan,
-        connected: Connected,
-        num_scheduled_tokens: Mapping[str, int],
-        tables_of: TablesOf,
-        states_of: StatesOf,
+    def _plan_moves(
+        self, connected: Connected, num_scheduled_tokens: Mapping[str, int], tables_of: TablesOf, states_of: StatesOf
     ) -> None:
-        """Add to a plan all that its step moves."""
+        """Add to the next plan what its step moves, besides the loads, which vLLM has decided on before."""
         if self.enabled:
             for req_id in self._canary.waiting:
                 tracker = self._trackers.get(req_id)
@@ -324,12 +318,8 @@ class StoreScheduler:
         connected.loads.note_blocks(num_scheduled_tokens, tables_of)
         connected.remote.end_pass()
         connected.matching.running = set(num_scheduled_tokens)
-        connected.loads.fill(plan)
-        self._canary.fill(plan)
-        self._handovers.fill(plan)
-        connected.saves.fill(plan)
-        plan.removals += connected.index.take_removals()
-        self._steps.follow(plan)
+        self._steps.next.recalls = connected.index.take_recalls()
+        self._steps.next.removals += connected.index.take_removals()
 
     def _plan_save(
         self, connected: Connected, tracker: RequestTracker, save: SaveSpec, tables: Tables, states: States
