@@ -99,7 +99,7 @@ class Play:
             pusher = sender._pushes._pusher
             assert pusher is not None
             assert not pusher.tracker._entries
-            assert len(pusher._room._free) == pusher._pool.num_slots
+            assert len(pusher.room._free) == pusher.pool.num_slots
         for receiver in self.second.workers:
             server = receiver._server
             assert server is not None
