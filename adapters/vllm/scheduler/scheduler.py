@@ -296,6 +296,7 @@ class StoreScheduler:
         self, connected: Connected, num_scheduled_tokens: Mapping[str, int], tables_of: TablesOf, states_of: StatesOf
     ) -> None:
         """Add to the next plan what its step moves, besides the loads, which vLLM has decided on before."""
+        self._steps.next.recalls = connected.index.take_recalls()  # first: what it stores is recalled with a later one
         if self.enabled:
             for req_id in self._canary.waiting:
                 tracker = self._trackers.get(req_id)
@@ -318,7 +319,6 @@ class StoreScheduler:
         connected.loads.note_blocks(num_scheduled_tokens, tables_of)
         connected.remote.end_pass()
         connected.matching.running = set(num_scheduled_tokens)
-        self._steps.next.recalls = connected.index.take_recalls()
         self._steps.next.removals += connected.index.take_removals()
 
     def _plan_save(
