@@ -35,7 +35,7 @@ from kvstore.adapters.vllm.glue.metadata import FactsMetadata, PlanMetadata, Rep
 from kvstore.adapters.vllm.glue.opening import admin_server, open_worker
 from kvstore.adapters.vllm.glue.options import fitting_config, scheduler_options
 from kvstore.adapters.vllm.glue.requests import adapter_of, extra_args_of, features_of, is_shareable, key_extras
-from kvstore.adapters.vllm.glue.support import check_supported, frees_blocks, stores_nothing, tell_limits
+from kvstore.adapters.vllm.glue.support import check_supported, frees_blocks, log_limits, stores_nothing
 from kvstore.adapters.vllm.plan import WorkerFacts
 from kvstore.adapters.vllm.plugin import CONNECTOR_NAME
 from kvstore.adapters.vllm.requests.arrivals import Arrivals, Known
@@ -91,7 +91,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         loaded = load_config(
             vllm_config.kv_transfer_config.kv_connector_extra_config, log_warnings=role is KVConnectorRole.SCHEDULER
         )
-        self._config = fitting_config(loaded.config, kv_cache_config, says_so=role is KVConnectorRole.SCHEDULER)
+        self._config = fitting_config(loaded.config, kv_cache_config, logs_change=role is KVConnectorRole.SCHEDULER)
         interface.require_hooks(KVStoreConnector, KVConnectorBase_V1)
         check_supported(vllm_config, kv_cache_config, self._config)
         self._frees_blocks = frees_blocks(kv_cache_config)
@@ -106,7 +106,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: StoreWorker | None = None
         self._admin: AdminServer | None = None
         if role is KVConnectorRole.SCHEDULER:
-            tell_limits(vllm_config, kv_cache_config)
+            log_limits(vllm_config, kv_cache_config)
             options = scheduler_options(vllm_config, kv_cache_config, self._config)
             self._scheduler = StoreScheduler(options)
             transfer = vllm_config.kv_transfer_config

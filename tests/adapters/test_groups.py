@@ -70,8 +70,8 @@ def test_states_that_vllm_keeps_inside_blocks_are_told(
     found, config = hybrid(), vllm_config()
     found.hash_block_size = unit_tokens
     monkeypatch.setattr(logging.getLogger("kvstore"), "propagate", True)
-    support.tell_limits(config, found)
-    support.tell_limits(config, cache_config())
+    support.log_limits(config, found)
+    support.log_limits(config, cache_config())
     told = [message for message in caplog.messages if "without --prefix-match-unit" in message]
     assert len(told) == is_told
 

@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def fitting_config(config: StoreConfig, kv_cache_config: KVCacheConfig, *, says_so: bool) -> StoreConfig:
+def fitting_config(config: StoreConfig, kv_cache_config: KVCacheConfig, *, logs_change: bool) -> StoreConfig:
     """Return the configuration with a ``chunk_size`` of whole blocks."""
     chunk_size = fitting_chunk_size(kv_cache_config, config)
-    if chunk_size != config.chunk_size and says_so:
+    if chunk_size != config.chunk_size and logs_change:
         logger.warning(
             "chunk_size is %d instead of %d: it must be whole blocks of every KV cache group of this model",
             chunk_size,

@@ -58,7 +58,7 @@ def check_flags(vllm_config: VllmConfig, config: StoreConfig) -> None:
         _check_loads(vllm_config, config)
 
 
-def tell_limits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+def log_limits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Warn, in the scheduler's process, of limits under which vLLM is served."""
     if not is_tested(vllm.__version__):
         logger.warning("%s. It has everything that kvstore uses, so it is served", _untested())
