@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstore.testing.bounds import BoundsTests
 from kvstore.testing.buffers import BufferTests
-from kvstore.testing.contents import ContentTests
+from kvstore.testing.contents import ContentTests, EndingTests
 from kvstore.testing.damage import DamageTests
 from kvstore.testing.lending import LendingRefusalTest
 from kvstore.testing.machine import MachineTests
@@ -19,6 +19,7 @@ class TierConformance(
     LayerTests,
     FrontTests,
     LendingRefusalTest,
+    EndingTests,
     DamageTests,
     RestartTests,
     ThreadTests,

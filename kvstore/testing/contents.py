@@ -22,7 +22,7 @@ def _trail(ref: ChunkRef, *first: int) -> bytes:
 
 
 class ContentTests(TierHarness):
-    """Tests of round trips, batches, the calls that forget, counters and ``close``."""
+    """Tests of round trips, batches, and the calls that forget."""
 
     def test_an_empty_tier_holds_nothing(self) -> None:
         """Right after opening there are no chunks, bytes or events."""
@@ -225,6 +225,10 @@ class ContentTests(TierHarness):
         assert self.put(A) == [Outcome.STORED]
         assert self.get(A) == [Outcome.HIT]
         self.check_bytes()
+
+
+class EndingTests(TierHarness):
+    """Tests of counters and ``close``."""
 
     def test_counters_add_up(self) -> None:
         """Every requested chunk counts one event, in batches of any size."""

@@ -127,6 +127,6 @@ def test_what_was_begun_before_a_part_that_cannot_be_is_waited_for(
 def test_a_read_of_which_nothing_was_begun_is_none(reader: tuple[Any, _Agent, Callable[[], Reading]]) -> None:
     channel, agent, read = reader
     agent.states["transfer 0"] = "ERR"
-    with pytest.raises(ChannelError, match="does not begin"):
+    with pytest.raises(ChannelError, match="cannot start the read"):
         read()
     assert not channel._readings
