@@ -1,4 +1,4 @@
-"""SchedulerStats of the tokens that each request asked for, got and stored, and the sums of all counts.
+"""Statistics of the tokens that each request asked for, got and stored, and the sums of all counts.
 
 Kept by the scheduler's thread; other threads may read ``totals``.
 """
@@ -34,7 +34,7 @@ NO_HIT: Final[HitTokens] = MappingProxyType(dict.fromkeys(Place, 0))
 
 @dataclass
 class RequestStats:
-    """RequestStats of one request's lookup and its result.
+    """Statistics of one request's lookup and its result.
 
     Attributes:
         num_tokens: tokens of the request, when it asked last.
