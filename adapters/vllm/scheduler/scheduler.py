@@ -252,7 +252,7 @@ class StoreScheduler:
         if tracker.params.pin and connected is not None:
             last_step = self._steps.number + connected.saves.has_coming
             connected.pins.add(tracker.pin_name, tracker.hasher, last_step)
-        self._stats.close(request_id, tracker.stats)
+        self._stats.log_request(request_id, tracker.stats)
         return keeps_blocks
 
     def _save_rest(self, connected: Connected, tracker: RequestTracker, tables: Tables) -> bool:
@@ -390,7 +390,7 @@ class StoreScheduler:
         for req_id, tracker in list(self._trackers.items()):
             if tracker.request.num_computed_tokens:
                 del self._trackers[req_id]
-                self._stats.close(req_id, tracker.stats)
+                self._stats.log_request(req_id, tracker.stats)
                 self._handovers.end(req_id)
         self._restart_saving()
 

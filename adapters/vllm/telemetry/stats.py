@@ -151,7 +151,7 @@ class SchedulerStats:
             return MissReason.TOO_SHORT
         return index.why_missing(hasher, stats.found_tokens, end_tokens)
 
-    def close(self, request_id: str, stats: RequestStats) -> None:
+    def log_request(self, request_id: str, stats: RequestStats) -> None:
         """Log one line about a request that has ended, at INFO if it is sampled."""
         if not stats.is_admitted:
             return

@@ -263,9 +263,9 @@ class TestLog:
     ) -> None:
         caplog.set_level(logging.INFO, "kvstore")
         engine_stats = SchedulerStats(BLOCK, BLOCK, sample_every=every)
-        engine_stats.close("never scheduled", RequestStats())
+        engine_stats.log_request("never scheduled", RequestStats())
         for number in range(4):
-            engine_stats.close(str(number), RequestStats(is_admitted=True))
+            engine_stats.log_request(str(number), RequestStats(is_admitted=True))
         assert [record.getMessage().partition(":")[0] for record in caplog.records] == [f"request {n}" for n in said]
 
     @pytest.mark.parametrize("async_load", [True, False])
