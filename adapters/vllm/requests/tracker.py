@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 from kvstore.adapters.vllm.requests.params import NO_PARAMS, RequestParams
-from kvstore.adapters.vllm.telemetry.announcer import Adapter
+from kvstore.adapters.vllm.telemetry.announcer import Described
 from kvstore.adapters.vllm.telemetry.stats import RequestStats
 from kvstore.index.plans import Match
 from kvstore.index.remote_view import NO_ANSWERS, RemoteAnswers
@@ -16,22 +16,13 @@ from kvstore.model.chunks import ChunkRef
 from kvstore.model.keys import KeyExtras, PrefixHasher, PrefixKey
 
 
-class RequestView(Protocol):
+class RequestView(Described, Protocol):
     """The parts of vLLM's ``Request`` that tracking needs; they change as the request runs."""
 
     request_id: str
     num_computed_tokens: int
     num_prompt_tokens: int
     priority: int
-    lora_request: Adapter | None
-
-    @property
-    def all_token_ids(self) -> Sequence[int]:
-        """The prompt and what was sampled."""
-
-    @property
-    def block_hashes(self) -> Sequence[bytes]:
-        """The hashes that vLLM gives its whole blocks."""
 
     @property
     def cache_salt(self) -> str | None:

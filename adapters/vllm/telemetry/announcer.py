@@ -8,7 +8,7 @@ withdrawn with the last. No vLLM types.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -16,7 +16,6 @@ from kvstore.index.plans import Place
 from kvstore.model.chunks import ChunkRef
 
 if TYPE_CHECKING:
-    from kvstore.adapters.vllm.requests.tracker import RequestView
     from kvstore.index.index import ChunkIndex
     from kvstore.model.keys import PrefixHasher, PrefixKey
 
@@ -34,6 +33,20 @@ class Adapter(Protocol):
     @property
     def name(self) -> str:
         """The name clients use."""
+
+
+class Described(Protocol):
+    """The parts of vLLM's ``Request`` that events carry."""
+
+    lora_request: Adapter | None
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """The prompt and what was sampled."""
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """The hashes that vLLM gives its whole blocks."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +98,7 @@ class Announcer:
         self._described: list[PrefixKey] = []  # since the last call
         self._by_place = {place: _PlaceEvents() for place in ANNOUNCED}
 
-    def describe(self, ref: ChunkRef, blocks: range, request: RequestView) -> None:
+    def describe(self, ref: ChunkRef, blocks: range, request: Described) -> None:
         """Note a request's blocks as those of a chunk in the index; of another sequence's chunk these are the first."""
         first_block, end_block = blocks.start, blocks.stop
         known = self._known.get(ref.prefix_key)
@@ -101,7 +114,7 @@ class Announcer:
         )
         self._described.append(ref.prefix_key)
 
-    def describe_held(self, index: ChunkIndex, blocks: range, request: RequestView, hasher: PrefixHasher) -> None:
+    def describe_held(self, index: ChunkIndex, blocks: range, request: Described, hasher: PrefixHasher) -> None:
         """Note the blocks of a request's tail that is not in the index as those of the chunks that hold them."""
         chunk, first_block = blocks.start // hasher.blocks_per_chunk, blocks.start
         if len(blocks) < hasher.blocks_per_chunk:
