@@ -37,7 +37,6 @@ from kvstore.adapters.vllm.glue.options import fitting_config, scheduler_options
 from kvstore.adapters.vllm.glue.requests import adapter_of, extra_args_of, features_of, is_shareable, key_extras
 from kvstore.adapters.vllm.glue.support import check_supported, frees_blocks, log_limits, stores_nothing
 from kvstore.adapters.vllm.plan import WorkerFacts
-from kvstore.adapters.vllm.plugin import CONNECTOR_NAME
 from kvstore.adapters.vllm.requests.arrivals import Arrivals, Known
 from kvstore.adapters.vllm.requests.params import WITHOUT_CACHE
 from kvstore.adapters.vllm.requests.request_fields import RequestFields
@@ -251,7 +250,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         facts = self.facts = [rank.facts for rank in ours if rank.facts is not None]
         if len(ours) < len(ranks):  # MultiConnector passes on the metadata of its first connector that has any
             logger.warning(
-                "nothing is cached: another connector answered the handshake first, so list %s first", CONNECTOR_NAME
+                "nothing is cached: another connector answered the handshake first, so list %s first",
+                KVStoreConnector.__name__,
             )
         elif 0 < len(facts) < len(ranks):  # a chunk counts only if every rank holds its part
             logger.warning(
