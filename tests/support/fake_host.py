@@ -26,6 +26,7 @@ from kvstore.adapters.vllm.scheduler.connected import Connected
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.worker.worker import StoreWorker
+from kvstore.config import StoreConfig
 from kvstore.engine import opening
 from kvstore.engine.options import EngineOptions, RemoteOptions
 from kvstore.index.entries import NO_SLOT
@@ -47,18 +48,15 @@ def scheduler_options(
     setup: CommonSetup, rules: SaveRules, load_rules: LoadRules, remote: RemoteOptions | None
 ) -> SchedulerOptions:
     """Return a setup's options for the scheduler side, for any model."""
-    return SchedulerOptions(
-        rules,
+    config = StoreConfig(
         local_cpu=setup.local_cpu,
         min_retrieve_tokens=setup.min_retrieve_tokens,
         min_remote_tokens=setup.min_remote_tokens,
         max_tokens_per_load=setup.max_tokens_per_load,
         max_write_queue=setup.max_write_queue,
-        remote=remote,
-        load_rules=load_rules,
-        async_save=setup.async_save,
         verify_fraction=setup.verify_fraction,
     )
+    return SchedulerOptions(rules, config, remote=remote, load_rules=load_rules, async_save=setup.async_save)
 
 
 def over_a_wire(message: Message) -> Message:

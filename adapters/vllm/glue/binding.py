@@ -118,8 +118,8 @@ def _bind(kv_caches: Mapping[str, LayerCache], group: KVCacheGroupSpec, how: _Ho
         reached_bytes = page_bytes * paged.layout.planes
         if reached_bytes != _content_bytes(spec):
             raise LayoutError(
-                f"layer {name}: a block has {_content_bytes(spec)} bytes, but the registered tensor reaches "
-                f"{reached_bytes}: state outside it would be lost, which is not supported"
+                f"layer {name}: a block has {_content_bytes(spec)} bytes, but the registered tensor has "
+                f"{reached_bytes}: state outside the tensor cannot be stored"
             )
     return paged
 

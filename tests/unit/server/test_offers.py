@@ -125,7 +125,7 @@ def test_what_was_damaged_on_its_way_is_not_found(
     assert (used_bytes(server), sending.exposed.read_bytes) == (0, 0)
     assert sending.deliver(1) == [STORED]  # in messages: a broken channel is not tried twice over one connection
     assert sending.exposed.read_bytes == 0
-    assert "failed to read, or what it read was damaged" in caplog.text
+    assert "a read has failed, or returned damaged bytes" in caplog.text
 
 
 def test_what_was_overwritten_before_it_was_read_is_not_found(server: ServerThread, sending: Sending) -> None:
@@ -309,7 +309,7 @@ def test_a_server_without_a_channel_gets_messages(caplog: pytest.LogCaptureFixtu
         assert sending.deliver(1) == [STORED]
         assert sending.deliver(2) == [STORED]
         assert sending.exposed.read_bytes == 0
-    assert len([record for record in caplog.records if "KV goes over TCP" in record.message]) == 1
+    assert len([record for record in caplog.records if "KV is sent to a receiver over TCP" in record.message]) == 1
 
 
 def test_an_older_server_is_told_of_no_channel(server: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:

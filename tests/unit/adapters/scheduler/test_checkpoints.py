@@ -9,8 +9,8 @@ from support.index import BLOCK, CHUNK, hasher_of, stored_bytes
 from support.uses import uses_of
 
 from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup, find_tokens
-from kvstore.adapters.vllm.scheduler.pins import Pins
-from kvstore.adapters.vllm.scheduler.steps import Steps
+from kvstore.adapters.vllm.scheduler.pins import PromptPins
+from kvstore.adapters.vllm.scheduler.steps import StepTracker
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import Place, chunk_refs
 from kvstore.index.remote_view import RemoteView
@@ -64,7 +64,7 @@ def store(index: ChunkIndex, num_tokens: int, ends: Sequence[int]) -> None:
 
 
 def pinned(index: ChunkIndex, num_tokens: int) -> set[bytes]:
-    pins = Pins(index, Steps(), 100.0)
+    pins = PromptPins(index, StepTracker(), 100.0)
     pins.add("pin", hasher_of(num_tokens), 0)
     held = set(index._leases._holders)
     pins.end("pin")

@@ -169,7 +169,7 @@ def test_what_the_step_got_wrong_is_not_waited_for() -> None:
             "client",
             spec.receiver_host,
             spec.receiver_init_port,
-            sender=first.scheduler._handovers.sendings._name,
+            sender=first.scheduler._handovers.outgoing._name,
             handover=0,
             num_coming_tokens=WHOLE,
         )
