@@ -8,8 +8,7 @@ from typing import Final
 
 import zmq
 
-from kvstore.protocol.keyfiles import ListedKey
-from kvstore.protocol.rights import EVERY_RIGHT, NO_RIGHT, USUAL_RIGHTS, Right
+from kvstore.protocol.keyfiles import EVERY_RIGHT, NO_RIGHT, USUAL_RIGHTS, ListedKey, Right
 
 IPC: Final = 0  # the number of the socket for this host
 TCP: Final = 1  # the number of the socket for the network

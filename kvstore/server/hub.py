@@ -28,7 +28,7 @@ from kvstore.model.throttle import Throttle
 from kvstore.protocol import messages
 from kvstore.protocol.contexts import close_context, open_context
 from kvstore.protocol.loopback import buffer_bytes
-from kvstore.protocol.runs import Run
+from kvstore.protocol.payload import Run
 from kvstore.server.client_keys import ClientKeys
 from kvstore.server.clients import IPC, TCP, Client, Clients
 from kvstore.server.core import Core

@@ -14,7 +14,7 @@ from kvstore.channels.base import Channel
 from kvstore.model.chunks import Outcome
 from kvstore.model.errors import ProtocolError
 from kvstore.protocol import messages
-from kvstore.protocol.pieces import checksum
+from kvstore.protocol.payload import checksum
 from kvstore.server.core import Core
 from kvstore.server.file_order import Once
 from kvstore.server.payload import Payload, done

@@ -20,10 +20,9 @@ from kvstore.model.chunks import ByteArray
 from kvstore.model.errors import ProtocolError, TierError, TierSetupError
 from kvstore.model.keys import Namespace
 from kvstore.protocol import messages
-from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.loopback import buffer_bytes
 from kvstore.protocol.messages import Refusal
-from kvstore.protocol.pieces import Placing
+from kvstore.protocol.payload import Geometry, Placing
 from kvstore.tiers.server.hold import Hold
 from kvstore.tiers.server.url import ServerTarget
 

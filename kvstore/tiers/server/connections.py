@@ -15,7 +15,7 @@ from kvstore.model.errors import ClosedError, TierError
 from kvstore.model.keys import Namespace
 from kvstore.protocol import messages
 from kvstore.protocol.contexts import close_context, open_context
-from kvstore.protocol.geometry import Geometry
+from kvstore.protocol.payload import Geometry
 from kvstore.tiers.server.connection import NoSessionError, ServerConnection, is_known
 from kvstore.tiers.server.url import ServerTarget
 from kvstore.tiers.server.watcher import Watcher

@@ -9,8 +9,7 @@ import pytest
 import torch
 from support.fake_cuda import GLOBAL, OUT_OF_MEMORY, UNSUPPORTED, FakeCuda
 
-from kvstore.memory.cudart import find_runtime
-from kvstore.memory.pinning import CudaPinner, Refusal, find_pinner
+from kvstore.memory.pinning import CudaPinner, Refusal, find_pinner, find_runtime
 
 GPU = torch.device("cuda", 0)
 

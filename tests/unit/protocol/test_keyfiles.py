@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.model.errors import ConfigError
-from kvstore.protocol.keyfiles import ListedKey, make_keys, read_list, read_public
-from kvstore.protocol.rights import EVERY_RIGHT, USUAL_RIGHTS, Right
+from kvstore.protocol.keyfiles import EVERY_RIGHT, USUAL_RIGHTS, ListedKey, Right, make_keys, read_list, read_public
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from support.served import A, open_tier
 from kvstore.model.chunks import Outcome
 from kvstore.model.errors import TierError, TierSetupError
 from kvstore.protocol.messages import TOKEN_BYTES
-from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.protocol.payload import PAGE_BYTES
 from kvstore.testing.harness import EVEN, make_transfer
 from kvstore.tiers.server.hold import Hold
 from kvstore.tiers.server.watcher import Watcher

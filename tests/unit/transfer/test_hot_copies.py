@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvstore.memory.labelled import Filling
+from kvstore.memory.slabs import Filling
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import ConfigError, InvalidCallError
 from kvstore.paged.base import BlockIds, HostPagedKV, PagedKV, find_planes
