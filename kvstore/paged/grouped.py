@@ -20,7 +20,7 @@ from kvstore.model.chunks import ByteArray
 from kvstore.model.errors import InvalidCallError
 from kvstore.model.layout import KVLayout
 from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV, check_block_ids
-from kvstore.paged.copiers import Copiers
+from kvstore.paged.host import Copiers
 from kvstore.paged.streams import DeviceEvent
 
 _GROUP_SHIFT: Final = 32
@@ -50,7 +50,7 @@ class _Segment(NamedTuple):
     chunk: ChunkBlocks
 
 
-class GroupedPagedKV:
+class GroupedPagedKV(PagedKV):
     """Groups of one worker's cache. See ``PagedKV``; ``block_ids`` are rows, and blocks are not moved by layer.
 
     Args:
@@ -125,10 +125,6 @@ class GroupedPagedKV:
         self._check_sources(chunks)
         return self._move(chunks, lambda paged, parts: paged.gather_chunks(parts), self.streams.now())[0]
 
-    def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> DeviceEvent:
-        """See ``PagedKV``; the payload consists of the rows only."""
-        return self.scatter_chunks([ChunkBlocks(block_ids, payload, chunk_blocks, first_block)])[0]
-
     def gather_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[DeviceEvent]:
         """See ``PagedKV``; the rest of a part's last block becomes zeros."""
         self._check_sources(chunks)
@@ -182,10 +178,6 @@ class GroupedPagedKV:
     ) -> ChunkBlocks:
         """See ``PagedKV``; to be moved whole."""
         return ChunkBlocks(block_ids, payload, chunk_blocks or len(block_ids), first_block)
-
-    def has_planes_of(self, other: PagedKV) -> bool:
-        """See ``PagedKV``."""
-        return False
 
     def layers_with(self, layer: int) -> range:
         """See ``PagedKV``."""

@@ -96,14 +96,13 @@ class Node:
                 f"all {self._connections} connections to Redis at {self.place} are in use: raise their number"
             )
         try:
-            connection = self._take()
+            connection, is_sound = self._take(), False
             try:
                 connection.connect()
                 yield connection
-            except BaseException:
-                self._put_back(connection, is_sound=False)
-                raise
-            self._put_back(connection, is_sound=True)
+                is_sound = True
+            finally:
+                self._put_back(connection, is_sound=is_sound)
         except (RedisError, OSError) as error:
             raise translated(error, self.place) from error
         finally:

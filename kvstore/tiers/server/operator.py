@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,11 +58,10 @@ class Operator:
 
     def __init__(self, target: ServerTarget) -> None:
         self._context = open_context()
-        try:
+        with ExitStack() as failed:
+            failed.callback(close_context, self._context)
             self._connection = ServerConnection(self._context, target)
-        except BaseException:
-            close_context(self._context)
-            raise
+            failed.pop_all()
 
     def ping(self) -> str:
         """Return ``ok``, or ``closing``."""
