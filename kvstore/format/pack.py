@@ -179,7 +179,7 @@ class PackWriter(_File):
         found = read_front(self._fd, len(self._front))
         if found != self._front:
             if len(found) == len(self._front) or found[: len(MAGIC)] not in (MAGIC, b""):
-                raise ConfigError(f"{self._partial} is the begin of another pack: delete it, or name another file")
+                raise ConfigError(f"{self._partial} is the beginning of another pack: delete it, or name another file")
             os.ftruncate(self._fd, 0)
             write_whole(self._fd, [memoryview(self._front)], 0)
             return len(self._front)

@@ -208,8 +208,7 @@ class DevicePagedKV(PagedKV):
         """Refuse more bytes than a buffer holds, because a kernel would write behind it."""
         if size_bytes > self._staging.size_bytes:
             raise InvalidCallError(
-                f"{size_bytes} bytes do not fit into a staging buffer of {self._staging.size_bytes}: they are to be "
-                "moved in smaller chunks"
+                f"{size_bytes} bytes do not fit into a staging buffer of {self._staging.size_bytes}: use smaller chunks"
             )
 
     def _carry_layers(self, direction: Direction, layers: range, chunks: Sequence[ChunkBlocks]) -> DeviceEvent:
@@ -260,44 +259,35 @@ class DevicePagedKV(PagedKV):
             regions = regions_of(chunk, layers, self.layout, self._copy_bytes, exactly=direction is Direction.OUT)
             copies += [(payload[region.begin : region.end], begin + region.staged) for region in regions]
             begin += chunk.chunk_blocks * block_bytes
-        planes = range(layers.start * self._planes_per_layer, layers.stop * self._planes_per_layer)
-        carry = self._carry_out if direction is Direction.OUT else self._carry_in
-        return carry(Launch(planes, part), copies)
+        launch = Launch(range(layers.start * self._planes_per_layer, layers.stop * self._planes_per_layer), part)
+        places, has_to_be_sent = part.places, not part.places.is_sent
 
-    def _carry_out(self, launch: Launch, copies: Sequence[_Copy]) -> DeviceEvent:
-        places = launch.part.places
-        has_to_be_sent = not places.is_sent
-
-        def gather(staged: torch.Tensor) -> None:
+        def send_places() -> None:
             if has_to_be_sent:
                 self._ring.send(places)
+
+        def gather(staged: torch.Tensor) -> None:
+            send_places()
             self._kernels.gather(launch, staged)
 
         def copy_out(staged: torch.Tensor) -> None:
             for payload, begin in copies:
                 payload.copy_(staged[begin : begin + len(payload)], non_blocking=True)
 
-        try:
-            event = self._staging.carry_out(gather, copy_out)
-        finally:
-            self._gathered[self.streams] = places.last_use = self._staging.last_use
-        places.is_sent = True
-        return event
-
-    def _carry_in(self, launch: Launch, copies: Sequence[_Copy]) -> DeviceEvent:
-        places = launch.part.places
-        has_to_be_sent = not places.is_sent
-
         def copy_in(staged: torch.Tensor) -> None:
-            if has_to_be_sent:
-                self._ring.send(places)
+            send_places()
             for payload, begin in copies:
                 staged[begin : begin + len(payload)].copy_(payload, non_blocking=True)
 
         try:
-            event = self._staging.carry_in(copy_in, lambda staged: self._kernels.scatter(launch, staged))
+            if direction is Direction.OUT:
+                event = self._staging.carry_out(gather, copy_out)
+            else:
+                event = self._staging.carry_in(copy_in, lambda staged: self._kernels.scatter(launch, staged))
         finally:
             places.last_use = self._staging.last_use
+            if direction is Direction.OUT:
+                self._gathered[self.streams] = self._staging.last_use
         places.is_sent = True
         return event
 

@@ -80,7 +80,7 @@ def planes_of(name: str, cache: LayerCache, num_blocks: int) -> list[torch.Tenso
     kv_first = cache.dim() == 5 and cache.shape[0] == 2 and cache.shape[1] % num_blocks == 0
     block_first = cache.shape[0] % num_blocks == 0 and cache.shape[0] > 0
     if kv_first and cache.shape[0] == num_blocks:
-        raise LayoutError(f"layer {name}: with {num_blocks} blocks, shape {tuple(cache.shape)} can be read in two ways")
+        raise LayoutError(f"layer {name}: with {num_blocks} blocks, shape {tuple(cache.shape)} is ambiguous")
     if kv_first:
         return [cache[0], cache[1]]
     if block_first:

@@ -110,7 +110,7 @@ def make_keys(folder: Path, name: str) -> tuple[Path, Path]:
             with os.fdopen(fd, "wb") as file:
                 file.write(key + b"\n")
     except FileExistsError as error:
-        raise ConfigError(f"{error.filename} is there already: choose another name, or delete it") from error
+        raise ConfigError(f"{error.filename} already exists: choose another name, or delete it") from error
     except OSError as error:
         raise ConfigError(f"keys cannot be written to {folder}: {error.strerror}") from error
     return files
@@ -153,7 +153,7 @@ def read_list(folder: Path) -> dict[bytes, ListedKey]:
         ConfigError: there is no such folder, or a file holds no key, an unknown line, or the key of another file.
     """
     if not folder.is_dir():
-        raise ConfigError(f"the folder of the clients' keys, {folder}, is not there")
+        raise ConfigError(f"the folder of the clients' keys, {folder}, does not exist")
     listed: dict[bytes, ListedKey] = {}
     for path in sorted(folder.glob(f"*{PUBLIC_SUFFIX}")):
         key, client = _read(path)
@@ -184,16 +184,18 @@ def _read(path: Path) -> tuple[bytes, ListedKey]:
     except OSError as error:
         raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from error
     if len(data) > _MAX_FILE_BYTES:
-        raise ConfigError(f"the key file {path} has more than {_MAX_FILE_BYTES} bytes: is it one?")
+        raise ConfigError(f"the key file {path} is longer than {_MAX_FILE_BYTES} bytes: is it a key file?")
     lines = [(number, line.strip()) for number, line in enumerate(data.splitlines(), 1) if line.strip()]
     if not lines or _KEY.fullmatch(lines[0][1]) is None:
-        raise ConfigError(f"the file {path} holds no key of 40 characters: make one with kvstore keygen")
+        raise ConfigError(f"the file {path} does not begin with a key of 40 characters: create one with kvstore keygen")
     (_, key), *others = lines
     told = dict(_told(path, others))
     rights = _rights(path, *told["rights"]) if "rights" in told else USUAL_RIGHTS
     number, tenant = told.get("tenant", (0, ""))
     if "tenant" in told and _TENANT.fullmatch(tenant) is None:
-        raise ConfigError(f"{path}:{number}: {tenant!r} is no tenant: 1 to 64 letters, digits, dots, dashes")
+        raise ConfigError(
+            f"{path}:{number}: {tenant!r} is not a tenant's name: use 1 to 64 letters, digits, dots and dashes"
+        )
     return key, ListedKey(path.stem, rights, tenant)
 
 
@@ -208,7 +210,7 @@ def _told(path: Path, lines: list[tuple[int, bytes]]) -> Iterator[tuple[str, tup
         if not colon or name not in {"rights", "tenant"}:
             raise ConfigError(f"{path}:{number}: {text[:80]!r} is neither rights: nor tenant: nor a # comment")
         if name in seen:
-            raise ConfigError(f"{path}:{number}: {name}: is there twice: keep one")
+            raise ConfigError(f"{path}:{number}: {name} appears twice: keep one")
         seen.add(name)
         yield name, (number, value)
 
@@ -217,6 +219,6 @@ def _rights(path: Path, number: int, text: str) -> Right:
     rights = NO_RIGHT
     for word in map(str.strip, text.split(",")):
         if word not in _RIGHTS:
-            raise ConfigError(f"{path}:{number}: {word[:80]!r} is no right: name some of {names_of(EVERY_RIGHT)}")
+            raise ConfigError(f"{path}:{number}: {word[:80]!r} is not a right: choose from {names_of(EVERY_RIGHT)}")
         rights |= _RIGHTS[word]
     return rights

@@ -254,7 +254,7 @@ class RedisTier(Tier):
         raise self._restless()
 
     def _restless(self) -> TierError:
-        return TierError(f"Redis at {self._target} names another epoch at each of {_LOOKS} looks")
+        return TierError(f"Redis at {self._target} returned another epoch in each of {_LOOKS} reads")
 
     def _renew(self, home: Home) -> Home:
         """Begin a new epoch of a namespace, and enter it if this tier is in the old one."""

@@ -199,7 +199,9 @@ class TrailSets:
         if not isinstance(answer, TierError):
             take(answer)
         elif self._rest(number, answer):
-            self._throttle.log("trails", "Redis tells nothing about parts of chunks, which costs hits: %s", answer)
+            self._throttle.log(
+                "trails", "Redis does not answer queries for parts of chunks, which costs hits: %s", answer
+            )
 
     def _rest(self, number: int, error: TierError) -> bool:
         """Let a set, or the doubts, rest for ``REST_S`` after an error, unless it is short; True if they rest."""

@@ -217,7 +217,7 @@ def _receive_pool(unix_socket: socket.socket) -> tuple[bytes, int]:
     if len(token) != TOKEN_BYTES or len(fds) != 1:
         for fd in fds:
             os.close(fd)
-        raise OSError("it hands out no memory")
+        raise OSError("it sent no memory")
     os.set_inheritable(fds[0], False)
     return token, fds[0]
 

@@ -203,7 +203,7 @@ def _receive(
             request = next(requests, None)
         answer, is_sound = connection.receive_into(lambda data: under_way.get(data.serial))
         if under_way.pop(answer.serial, None) is None:
-            raise TierError(f"the cache server answered {answer.serial}, which was not asked")
+            raise TierError(f"the cache server answered {answer.serial}, which is the serial of no request")
         is_whole = is_whole and is_sound
     return is_whole
 
@@ -250,6 +250,6 @@ class PieceSender:
         answer = self._connection.receive()
         number = self._under_way.pop(answer.serial, None)
         if number is None or not isinstance(answer, messages.Done):
-            raise TierError(f"the cache server answered {answer.serial}, which was not asked")
+            raise TierError(f"the cache server answered {answer.serial}, which is the serial of no request")
         if answer.outcomes != bytes([number_of(Outcome.STORED)]):
             self._failed.add(number)
