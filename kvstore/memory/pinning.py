@@ -45,7 +45,7 @@ class CudaRuntime:
         self._take_error()
 
     @contextmanager
-    def beside_captures(self) -> Iterator[None]:
+    def relaxed_capture_mode(self) -> Iterator[None]:
         """Let this thread's calls succeed while another thread captures a graph, without breaking the capture."""
         mode = ctypes.c_int(_RELAXED)
         self._exchange_mode(ctypes.byref(mode))  # now holds the former mode
@@ -91,10 +91,10 @@ class Pinner(Protocol):
     """Pins ranges of memory. Called from several threads, for different ranges.
 
     Attributes:
-        goes_beside_captures: calls are safe while another thread captures a graph.
+        is_safe_during_captures: calls are safe while another thread captures a graph.
     """
 
-    goes_beside_captures: bool
+    is_safe_during_captures: bool
 
     def pin(self, address: int, num_bytes: int) -> Refusal | None:
         """Pin a populated, page-aligned range. Returns None, or the reason of a failure."""
@@ -114,13 +114,13 @@ class CudaPinner:
     def __init__(self, device: torch.device, runtime: CudaRuntime | None) -> None:
         self._device = device
         self._runtime = runtime
-        self.goes_beside_captures = runtime is not None
+        self.is_safe_during_captures = runtime is not None
 
     def pin(self, address: int, num_bytes: int) -> Refusal | None:
         """See ``Pinner``."""
         # A new thread would open a context on device 0, which costs GPU memory.
         try:
-            with torch.cuda.device(self._device), self._beside_captures():
+            with torch.cuda.device(self._device), self._relaxed_capture_mode():
                 error = int(_cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
                 if error:
                     self._clear_error()
@@ -130,12 +130,12 @@ class CudaPinner:
 
     def unpin(self, address: int) -> None:
         """See ``Pinner``. Errors are ignored: the memory is being given back."""
-        with torch.cuda.device(self._device), self._beside_captures():
+        with torch.cuda.device(self._device), self._relaxed_capture_mode():
             if int(_cudart().cudaHostUnregister(address)):
                 self._clear_error()
 
-    def _beside_captures(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._runtime is None else self._runtime.beside_captures()
+    def _relaxed_capture_mode(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._runtime is None else self._runtime.relaxed_capture_mode()
 
     def _clear_error(self) -> None:
         if self._runtime is not None:

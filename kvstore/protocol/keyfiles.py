@@ -189,17 +189,17 @@ def _read(path: Path) -> tuple[bytes, ListedKey]:
     if not lines or _KEY.fullmatch(lines[0][1]) is None:
         raise ConfigError(f"the file {path} does not begin with a key of 40 characters: create one with kvstore keygen")
     (_, key), *others = lines
-    told = dict(_told(path, others))
-    rights = _rights(path, *told["rights"]) if "rights" in told else USUAL_RIGHTS
-    number, tenant = told.get("tenant", (0, ""))
-    if "tenant" in told and _TENANT.fullmatch(tenant) is None:
+    settings = dict(_settings(path, others))
+    rights = _rights(path, *settings["rights"]) if "rights" in settings else USUAL_RIGHTS
+    number, tenant = settings.get("tenant", (0, ""))
+    if "tenant" in settings and _TENANT.fullmatch(tenant) is None:
         raise ConfigError(
             f"{path}:{number}: {tenant!r} is not a tenant's name: use 1 to 64 letters, digits, dots and dashes"
         )
     return key, ListedKey(path.stem, rights, tenant)
 
 
-def _told(path: Path, lines: list[tuple[int, bytes]]) -> Iterator[tuple[str, tuple[int, str]]]:
+def _settings(path: Path, lines: list[tuple[int, bytes]]) -> Iterator[tuple[str, tuple[int, str]]]:
     """Yield the name of each line below a file's key, with the line's number and value."""
     seen = set()
     for number, line in lines:

@@ -93,12 +93,12 @@ class ServerConnections:
         if self._is_closed:
             raise ClosedError("the server tier was closed")
 
-    def move(self, namespace: Namespace, farewell: Callable[[ServerConnection], object]) -> None:
-        """Use another namespace for new connections, then call ``farewell`` with one for the former namespace.
+    def move(self, namespace: Namespace, last_action: Callable[[ServerConnection], object]) -> None:
+        """Use another namespace for new connections, then call ``last_action`` with one for the former namespace.
 
         Raises:
             ClosedError: after ``close``.
-            TierError: the server cannot be reached, all connections are in use for too long, or ``farewell`` failed.
+            TierError: the server cannot be reached, all connections are in use for too long, or ``last_action`` failed.
         """
         self.require_open()
         with self._changed:
@@ -109,7 +109,7 @@ class ServerConnections:
         with self._turn():
             connection = self._connect(former)
             try:
-                farewell(connection)
+                last_action(connection)
             finally:
                 connection.close()
 

@@ -96,7 +96,7 @@ def test_a_pool_is_near_its_device_before_its_pages_are_touched(monkeypatch: pyt
     order: list[object] = []
 
     class Pinner:
-        goes_beside_captures = True
+        is_safe_during_captures = True
 
         def pin(self, address: int, num_bytes: int) -> None:
             order.append("pin")
