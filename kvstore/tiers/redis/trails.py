@@ -111,7 +111,7 @@ class TrailSets:
         return not any(map(self._rests, range(SETS)))
 
     def look(self, home: Home, trails: Sequence[bytes]) -> tuple[Exchange, list[list[Reply]]]:
-        """Ask for the neighbours of trails. The second value is filled with them when the exchange takes the answers."""
+        """Ask for the neighbours of trails. The second value is filled with them when the answers are taken."""
         exchange = Exchange()
         near: list[list[Reply]] = [[] for _ in trails]
         numbers = map(_set_of, trails)
