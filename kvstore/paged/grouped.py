@@ -122,12 +122,12 @@ class GroupedPagedKV(PagedKV):
     def gather(self, block_ids: BlockIds, payload: ByteArray) -> DeviceEvent:
         """See ``PagedKV``; bytes of the payload behind the rows are not written."""
         chunks = [ChunkBlocks(block_ids, payload, len(block_ids), 0)]
-        self._check_sources(chunks)
+        self._check_sources(block_ids)
         return self._move(chunks, lambda paged, parts: paged.gather_chunks(parts), self.streams.now())[0]
 
     def gather_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[DeviceEvent]:
         """See ``PagedKV``; the rest of a part's last block becomes zeros."""
-        self._check_sources(chunks)
+        self._check_sources(*(chunk.block_ids for chunk in chunks))
         begun = self.blank([self._rest_of(chunk) for chunk in chunks])
         return self._move(chunks, lambda paged, parts: paged.gather_chunks(parts), begun)
 
@@ -140,13 +140,10 @@ class GroupedPagedKV(PagedKV):
         parts = [part for part in parts if len(part)]
         return self._first.blank(parts) if parts else self.streams.now()
 
-    def _check_sources(self, chunks: Sequence[ChunkBlocks]) -> None:
-        for chunk in chunks:
-            self._check_rows(chunk.block_ids)
-
-    def _check_rows(self, block_ids: BlockIds) -> None:
+    def _check_sources(self, *rows: BlockIds) -> None:
         """Refuse null blocks, which cannot be sources of a copy."""
-        check_block_ids(block_ids & _BLOCK_MASK, range(1, self.num_blocks))
+        for block_ids in rows:
+            check_block_ids(block_ids & _BLOCK_MASK, range(1, self.num_blocks))
 
     def scatter_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[DeviceEvent]:
         """See ``PagedKV``."""
@@ -193,7 +190,7 @@ class GroupedPagedKV(PagedKV):
 
     def gather_on_device(self, block_ids: BlockIds, payload: torch.Tensor) -> None:
         """See ``PagedKV``."""
-        self._check_rows(block_ids)
+        self._check_sources(block_ids)
         for paged, place, chunk in self._segments(block_ids, _NO_BYTES):
             paged.gather_on_device(chunk.block_ids, payload[place])
 

@@ -210,7 +210,7 @@ class HeadedPages:
     Attributes:
         layers: the pages of each layer's planes.
         num_heads: in each page.
-        block_tokens, chunk_tokens, packing, device_type, has_channels: see ``bind_paged_kv``.
+        block_tokens, chunk_tokens, packing, device_type: see ``bind_paged_kv``.
     """
 
     layers: tuple[tuple[_Page, ...], ...]
@@ -219,7 +219,6 @@ class HeadedPages:
     chunk_tokens: int
     packing: str
     device_type: str
-    has_channels: bool = True
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
@@ -241,12 +240,7 @@ class HeadedPages:
         """
         planes = [[page.with_heads(num_heads) for page in pages] for pages in self.layers]
         return layout_of(
-            planes,
-            self.device_type,
-            self.block_tokens,
-            self.chunk_tokens,
-            self.packing,
-            has_channels=self.has_channels,
+            planes, self.device_type, self.block_tokens, self.chunk_tokens, self.packing, has_channels=True
         )
 
 
