@@ -19,8 +19,7 @@ import torch
 from kvstore.model.chunks import ByteArray
 from kvstore.model.errors import InvalidCallError
 from kvstore.model.layout import KVLayout
-from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV, check_block_ids
-from kvstore.paged.host import Copiers
+from kvstore.paged.base import BlockIds, ChunkBlocks, Copiers, PagedKV, check_block_ids
 from kvstore.paged.streams import DeviceEvent
 
 _GROUP_SHIFT: Final = 32

@@ -1,18 +1,14 @@
 """Paged KV cache in host memory. Copies use numpy, without allocations, on one thread or several.
 
-``take`` reached 0.86 and fancy assignment 1.0 of memcpy's bandwidth, torch's indexing 0.2 to 0.5. One thread rarely
-reaches a machine's memory bandwidth: measured, two threads copied 1.9 times as much as one.
+``take`` reached 0.86 and fancy assignment 1.0 of memcpy's bandwidth, torch's indexing 0.2 to 0.5.
 """
 
 from __future__ import annotations
 
-import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from copy import copy
 from itertools import groupby
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,66 +16,12 @@ import torch
 
 from kvstore.model.chunks import ByteArray
 from kvstore.model.layout import KVLayout
-from kvstore.paged.base import BlockIds, ChunkBlocks, Page, PagedKV, check_block_ids, check_chunks
+from kvstore.paged.base import ALONE, BlockIds, ChunkBlocks, Copiers, Page, PagedKV, check_block_ids, check_chunks
 from kvstore.paged.planes import PlaneRows
 from kvstore.paged.streams import DeviceEvent, Streams
 
-Item = TypeVar("Item")
-
 _Copy = tuple[npt.NDArray[Any], BlockIds, npt.NDArray[Any]]
 """A plane's rows of all blocks, the ids of some blocks, and their rows in a payload."""
-
-_MAX_THREADS = 4  # of one engine, to leave bandwidth for others
-
-
-class Copiers:
-    """Calling thread and its helpers, which end at ``close``. One call at a time.
-
-    Args:
-        threads: number of copying threads, including the caller.
-    """
-
-    def __init__(self, threads: int) -> None:
-        self._helpers = threads - 1
-        self._pool = ThreadPoolExecutor(max(1, self._helpers), "kvstore-copy")  # has no thread before it is used
-
-    def each(self, items: Iterable[Item], copy: Callable[[Item], None]) -> None:
-        """Copy all items, in any order. If a copy raises, this raises after all copies under way have ended."""
-        if not self._helpers:
-            for item in items:
-                copy(item)
-            return
-        waiting = deque(items)
-
-        def work() -> None:
-            while True:
-                try:
-                    item = waiting.popleft()
-                except IndexError:
-                    return
-                copy(item)
-
-        helping = [self._pool.submit(work) for _ in range(min(self._helpers, len(waiting) - 1))]
-        try:
-            work()
-        finally:
-            waiting.clear()
-            for helper in helping:
-                if not helper.cancel():
-                    helper.result()
-
-    def close(self) -> None:
-        """End the helpers."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-
-ALONE = Copiers(1)
-"""Copies without helpers. It has no thread to end, so it can be shared."""
-
-
-def copy_threads() -> int:
-    """Return the number of the calling thread's cores, at most 4: one where vLLM has bound it to a single core."""
-    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
 class _Run(NamedTuple):

@@ -24,8 +24,7 @@ from kvstore.index.plans import LoadStep, Place, StoreStep
 from kvstore.memory.slabs import Filling, LabelledPool
 from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.model.keys import Namespace, PrefixKey
-from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV
-from kvstore.paged.host import Copiers
+from kvstore.paged.base import BlockIds, ChunkBlocks, Copiers, PagedKV
 from kvstore.paged.streams import DeviceEvent, Direction
 from kvstore.transfer.borrowing import use_borrowed
 from kvstore.transfer.hot import HotChunks
