@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvstore.memory.freed import keep_freed
+from kvstore.memory.mapped import keep_freed
 from kvstore.model.errors import ConfigError
 
 if TYPE_CHECKING:

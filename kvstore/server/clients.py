@@ -15,8 +15,7 @@ import zmq
 from zmq.utils import z85
 
 from kvstore.model.throttle import Throttle
-from kvstore.protocol.keyfiles import ListedKey
-from kvstore.protocol.rights import EVERY_RIGHT, NO_RIGHT, USUAL_RIGHTS, Right
+from kvstore.protocol.keyfiles import EVERY_RIGHT, NO_RIGHT, USUAL_RIGHTS, ListedKey, Right
 
 logger = logging.getLogger(__name__)
 

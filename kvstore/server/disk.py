@@ -25,7 +25,7 @@ from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.model.errors import ConfigError, TierError, TierTimeoutError
 from kvstore.model.keys import EPOCH_FIELD, PrefixKey
 from kvstore.model.throttle import Throttle
-from kvstore.protocol.pieces import scatter
+from kvstore.protocol.payload import scatter
 from kvstore.server.disk_tiers import WRITE_THREADS, DiskOptions, DiskTiers, read_home
 from kvstore.server.file_order import FileOrder, Work
 from kvstore.server.spaces import Chunk, Space

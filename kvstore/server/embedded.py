@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore.memory.freed import keep_freed
+from kvstore.memory.mapped import keep_freed
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import ConfigError
 from kvstore.model.heads import Part

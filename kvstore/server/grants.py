@@ -13,8 +13,8 @@ from functools import partial
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import ProtocolError
 from kvstore.protocol import messages
-from kvstore.protocol.outcomes import number_of
-from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.protocol.messages import number_of
+from kvstore.protocol.payload import PAGE_BYTES
 from kvstore.server.core import Core
 from kvstore.server.pool import pages_of
 from kvstore.server.sessions import Session

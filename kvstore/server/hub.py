@@ -26,7 +26,7 @@ from kvstore.model.throttle import Throttle
 from kvstore.protocol import messages
 from kvstore.protocol.contexts import close_context, open_context
 from kvstore.protocol.loopback import buffer_bytes
-from kvstore.protocol.runs import Run
+from kvstore.protocol.payload import Run
 from kvstore.server.clients import IPC, TCP, Client, ClientKeys, Clients
 from kvstore.server.connections import LOOK_S, Intake, Network, allowed_clients
 from kvstore.server.core import Core

@@ -19,7 +19,7 @@ from kvstore.model.chunks import ByteArray, Outcome
 from kvstore.model.errors import ChannelError, ProtocolError
 from kvstore.model.throttle import Throttle
 from kvstore.protocol import messages
-from kvstore.protocol.pieces import checksum
+from kvstore.protocol.payload import checksum
 from kvstore.server.core import Core
 from kvstore.server.payload import Payload, done
 from kvstore.server.sessions import Session

@@ -12,7 +12,7 @@ from kvstore.model.keys import EPOCH_FIELD, Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.model.throttle import Throttle
 from kvstore.protocol import messages
-from kvstore.protocol.geometry import Geometry
+from kvstore.protocol.payload import Geometry
 from kvstore.protocol.progress import Progress
 
 logger = logging.getLogger(__name__)

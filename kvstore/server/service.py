@@ -12,10 +12,9 @@ from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import ProtocolError
 from kvstore.model.keys import Namespace
 from kvstore.protocol import messages
-from kvstore.protocol.messages import Refusal
-from kvstore.protocol.outcomes import pack_outcomes
+from kvstore.protocol.keyfiles import NEEDED, Right, is_allowed, names_of
+from kvstore.protocol.messages import Refusal, pack_outcomes
 from kvstore.protocol.progress import Progress
-from kvstore.protocol.rights import NEEDED, Right, is_allowed, names_of
 from kvstore.server.clients import IPC, Client
 from kvstore.server.core import Core
 from kvstore.server.grants import Grants

@@ -12,9 +12,8 @@ from kvstore.index.trails import Trails
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.keys import NAMESPACE_ID_BYTES, Namespace
 from kvstore.model.layout import KVLayout
-from kvstore.protocol.geometry import encode_geometry
 from kvstore.protocol.messages import pack_refs
-from kvstore.protocol.runs import PAGE_BYTES, Run
+from kvstore.protocol.payload import PAGE_BYTES, Run, encode_geometry
 from kvstore.server.pool import pages_of
 
 NO_QUOTA: Final = 1 << 62

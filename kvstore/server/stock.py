@@ -25,7 +25,7 @@ from kvstore.model.chunks import ChunkRef, Outcome, is_trail_of
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.policies import Policy, open_policy
-from kvstore.protocol.runs import PAGE_BYTES, Run
+from kvstore.protocol.payload import PAGE_BYTES, Run
 from kvstore.server.pins import Holds, Pins
 from kvstore.server.pool import FreePages
 from kvstore.server.spaces import Chunk, Quota, Quotas, Space

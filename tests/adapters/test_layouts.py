@@ -28,7 +28,7 @@ from kvstore.engine.engine import CacheEngine
 from kvstore.engine.options import EngineOptions
 from kvstore.model.errors import InvalidCallError, LayoutError
 from kvstore.model.keys import Namespace
-from kvstore.paged.base import LayerCache
+from kvstore.paged.planes import LayerCache
 from kvstore.transfer.mover import as_block_ids
 
 pytestmark = pytest.mark.vllm

@@ -23,9 +23,8 @@ from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.protocol import messages
 from kvstore.protocol.contexts import close_context, open_context
-from kvstore.protocol.geometry import Geometry
-from kvstore.protocol.outcomes import pack_outcomes
-from kvstore.protocol.pieces import checksum
+from kvstore.protocol.messages import pack_outcomes
+from kvstore.protocol.payload import Geometry, checksum
 from kvstore.server import connections, sessions
 from kvstore.testing.harness import EVEN, MINE, make_payload, make_transfer
 from kvstore.tiers.server.connection import NoSessionError, ServerConnection

@@ -14,8 +14,8 @@ from support.served import A, B, Raw, open_tier
 
 from kvstore.model.errors import TierError
 from kvstore.protocol import messages
-from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.keyfiles import make_keys, read_list, read_pair
+from kvstore.protocol.payload import Geometry
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from kvstore.testing.harness import EVEN, MINE, make_transfer
 from kvstore.tiers.server.operator import Operator

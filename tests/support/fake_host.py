@@ -31,10 +31,11 @@ from kvstore.engine import opening
 from kvstore.engine.options import EngineOptions, RemoteOptions
 from kvstore.index.entries import NO_SLOT
 from kvstore.index.index import ChunkIndex
-from kvstore.paged.base import PagedKV, find_planes
+from kvstore.paged.base import PagedKV
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.paged.device import DevicePagedKV
-from kvstore.paged.regions import COPY_BYTES
+from kvstore.paged.planes import find_planes
+from kvstore.paged.staging import COPY_BYTES
 from support.fake_parts import GARBAGE, CommonSetup, FakeRequest, Scheduled, Step, sample
 from support.fake_tables import FakeGroup, FakeTables
 from support.late_device import LateDevice, LateStreams

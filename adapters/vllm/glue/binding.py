@@ -15,14 +15,15 @@ from kvstore.model.errors import LayoutError
 from kvstore.model.groups import GroupKind
 from kvstore.paged.binding import bind_groups, bind_paged_kv
 from kvstore.paged.grouped import GroupedPagedKV
-from kvstore.paged.headed import HeadedPages, find_heads
+from kvstore.paged.planes import HeadedPages, find_heads
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
     from kvstore.model.groups import Groups
-    from kvstore.paged.base import LayerCache, PagedKV
+    from kvstore.paged.base import PagedKV
+    from kvstore.paged.planes import LayerCache
 
 
 def hold_nothing(kv_caches: Mapping[str, LayerCache]) -> bool:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvstore.config import StoreConfig
-    from kvstore.paged.base import LayerCache, PagedKV
-    from kvstore.paged.headed import HeadedPages
+    from kvstore.paged.base import PagedKV
+    from kvstore.paged.planes import HeadedPages, LayerCache
 
 logger = logging.getLogger(__name__)
 

@@ -30,8 +30,7 @@ from kvstore.model.groups import Groups
 from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.ops import metrics
 from kvstore.ops.meters import WorkerMeter
-from kvstore.paged.base import PagedKV
-from kvstore.paged.copiers import copy_threads
+from kvstore.paged.base import PagedKV, copy_threads
 from kvstore.paged.footprint import WORKER_THREADS
 from kvstore.transfer.layerwise import LayerStore
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, MoverCounters, StoreJob

@@ -15,7 +15,7 @@ from kvstore.model.errors import ProtocolError
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.protocol import messages
-from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.protocol.payload import PAGE_BYTES
 from kvstore.server.core import SLICE_S
 from kvstore.server.disk_tiers import DiskOptions
 from kvstore.server.pool import FreePages

@@ -16,7 +16,7 @@ from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import TierTimeoutError
 from kvstore.model.keys import EPOCH_FIELD, Namespace
 from kvstore.model.layout import KVLayout
-from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.protocol.payload import PAGE_BYTES
 from kvstore.server.disk import Disk
 from kvstore.server.disk_tiers import DiskOptions, OpenTier
 from kvstore.server.spaces import Chunk, Space

@@ -24,9 +24,8 @@ from kvstore.model.errors import TierError
 from kvstore.model.layout import KVLayout
 from kvstore.model.throttle import Throttle
 from kvstore.protocol import messages
-from kvstore.protocol.geometry import Geometry
-from kvstore.protocol.outcomes import outcome_of
-from kvstore.protocol.pieces import checksum
+from kvstore.protocol.messages import outcome_of
+from kvstore.protocol.payload import Geometry, checksum
 from kvstore.server import offers, payload
 from kvstore.testing.harness import MINE
 from kvstore.tiers.server import calls

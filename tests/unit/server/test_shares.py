@@ -12,7 +12,7 @@ from support.shop import CHUNK_BYTES, ONE, Shop
 
 from kvstore.model.errors import ConfigError
 from kvstore.protocol.contexts import close_context, open_context
-from kvstore.protocol.rights import USUAL_RIGHTS
+from kvstore.protocol.keyfiles import USUAL_RIGHTS
 from kvstore.server import connections
 from kvstore.server.clients import IPC, OURSELVES, TCP, Client, Shares
 from kvstore.server.connections import Listener, allowed_clients

@@ -21,7 +21,7 @@ from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import TierError
 from kvstore.protocol import messages
-from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.protocol.payload import PAGE_BYTES
 from kvstore.server.service import Service
 from kvstore.server.spaces import Chunk, Space
 from kvstore.server.stock import Stock
