@@ -18,22 +18,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 from kvstore.memory.labelled import LabelledPool
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import KVStoreError, TierError, TierTimeoutError
 from kvstore.model.keys import Namespace
 from kvstore.model.throttle import Throttle
-from kvstore.tiers.abandonable_threads import carry_out
 from kvstore.tiers.base import Loan, Tier, Transfer
 from kvstore.transfer.removal_queue import RemovalQueue
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 WRITE_THREADS = 4
 _MAX_TOGETHER: Final = 8  # chunks written in one call, which has a deadline
@@ -178,7 +175,7 @@ class Lane:
         with self._lock:
             began = self._generation if generation is None else generation
             write = _Write(ref, slot, self._namespace_id, began, self._removals.queued, trail)
-            self._writers.submit(self._write)
+            self._writers.submit(self._write).add_done_callback(self._log_defect)
             self._waiting.append(write)
             self._writing.add(write)
         write.ended.add_done_callback(lambda ended: self._report_end(write, ended.result()))
@@ -217,7 +214,7 @@ class Lane:
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until all removals, clears and resets so far are done; False if time ran out first."""
-        return self._removals.wait(self._removals.queued, timeout_s)
+        return self._are_removed(self._removals.queued, timeout_s)
 
     def flush(self, timeout_s: float) -> Flushed:
         """Wait until all writes and removals so far have ended. Returns the failures since the last flush."""
@@ -241,7 +238,7 @@ class Lane:
         self._tier.close()
 
     def _read(self, wanted: Transfer, slot: int, layers: range | None, generation: int) -> Arrival:
-        if generation != self._generation or self._removals.hides([wanted.ref]):
+        if generation != self._generation or self._are_hidden([wanted.ref]):
             return Arrival(Outcome.MISS)
         self._cpu.settle(slot)  # here, where no model waits
         try:
@@ -254,8 +251,16 @@ class Lane:
             self._log("cannot read from the %s tier: %s", error)
             return Arrival(Outcome.FAILED)
 
+    def _are_hidden(self, refs: Sequence[ChunkRef]) -> bool:
+        """Tell if any of these chunks must no longer be read; mostly the queue is idle, and its lock is not needed."""
+        return self._removals.done < self._removals.queued and self._removals.hides(refs)
+
+    def _are_removed(self, number: int, timeout_s: float | None = None) -> bool:
+        """Wait for the removals up to a number, like ``RemovalQueue.wait``; mostly they are done already."""
+        return self._removals.done >= number or self._removals.wait(number, timeout_s)
+
     def _borrow(self, refs: Sequence[ChunkRef], generation: int) -> Loan:
-        if generation != self._generation or self._removals.hides(refs):
+        if generation != self._generation or self._are_hidden(refs):
             return Loan.refused(len(refs))
         try:
             return self._tier.borrow(refs)
@@ -266,11 +271,50 @@ class Lane:
     def _write(self) -> None:
         """Carry out the writes that wait longest; none is left if another call has taken them up."""
         writes = self._take_waiting()
-        prepared = _attempt(partial(self._prepare, writes))
-        if self._has_failed(prepared):
-            _end(writes, Outcome.FAILED)
-        elif sending := prepared.result():
-            self._end_put([*sending], _attempt(lambda: self._tier.put([*sending.values()])))
+        with ExitStack() as on_error:
+            on_error.callback(_end, writes, Outcome.FAILED)
+            try:
+                sending = self._prepare(writes)
+            except TierError as error:
+                self._log("cannot write to the %s tier: %s", error)
+                return
+            on_error.pop_all()
+        if sending:
+            self._put([*sending], [*sending.values()])
+
+    def _put(self, writes: Sequence[_Write], transfers: Sequence[Transfer]) -> None:
+        """Store chunks, and end their writes. After a time-out they end with the late call, which may read their slots.
+
+        Any other exception than a ``TierError`` is a defect, which also ends the writes and is logged by the callback
+        of this thread's future.
+        """
+        with ExitStack() as on_error:
+            on_error.callback(self._end_put, writes, ())
+            try:
+                outcomes = self._tier.put(transfers)
+            except TierTimeoutError as error:
+                on_error.pop_all()
+                self._end_late(writes, error)
+                return
+            except TierError as error:
+                self._log("cannot write to the %s tier: %s", error)
+                return
+            on_error.pop_all()
+        self._end_put(writes, outcomes)
+
+    def _end_late(self, writes: Sequence[_Write], timeout: TierTimeoutError) -> None:
+        """End writes when the call that timed out has ended."""
+
+        def end(late: Future[list[Outcome]]) -> None:
+            error = None if late.cancelled() else late.exception()
+            if isinstance(error, TierTimeoutError):
+                self._end_late(writes, error)
+                return
+            self._log_defect(late)
+            self._end_put(writes, () if late.cancelled() or error is not None else late.result())
+
+        self._log("cannot write to the %s tier: %s", timeout)
+        timeout.pending.add_done_callback(end)
 
     def _take_waiting(self) -> list[_Write]:
         """Take the first write that waits, and of small chunks this thread's share of those that may go with it."""
@@ -283,7 +327,7 @@ class Lane:
 
     def _prepare(self, writes: Sequence[_Write]) -> dict[_Write, Transfer]:
         """Return what the tier is to store, and end the other writes."""
-        is_in_order = not writes or self._removals.wait(writes[0].after)
+        is_in_order = not writes or self._are_removed(writes[0].after)
         sending: dict[_Write, Transfer] = {}
         for write in writes:
             source = self._cpu.read(write.slot, write.ref)
@@ -294,14 +338,8 @@ class Lane:
         _end((write for write in writes if write not in sending or self._is_over(write)), Outcome.FAILED)
         return {write: transfer for write, transfer in sending.items() if not write.ended.done()}
 
-    def _end_put(self, writes: Sequence[_Write], put: Future[list[Outcome]]) -> None:
-        """End writes with their outcomes. After a time-out they end with the late call, which may read their slots."""
-        error = None if put.cancelled() else put.exception()
-        if isinstance(error, TierTimeoutError):
-            self._log("cannot write to the %s tier: %s", error)
-            error.pending.add_done_callback(lambda late: self._end_put(writes, late))
-            return
-        outcomes = [] if self._has_failed(put) else put.result()
+    def _end_put(self, writes: Sequence[_Write], outcomes: Sequence[Outcome]) -> None:
+        """End writes with the outcomes of a call; with none if it failed."""
         if len(outcomes) != len(writes):
             # Of several chunks some may be stored. Only where nobody else writes, that room would be lost.
             is_uncertain = len(writes) > 1 and self._asks_before_write is None
@@ -333,14 +371,13 @@ class Lane:
                 self._ending -= 1
                 self._lock.notify_all()
 
-    def _has_failed(self, call: Future[Any]) -> bool:
-        """Tell if a call brought no result, and log its error."""
+    def _log_defect(self, call: Future[Any]) -> None:
+        """Log the error of a call whose future nobody reads."""
         error = None if call.cancelled() else call.exception()
         if isinstance(error, TierError):
             self._log("cannot write to the %s tier: %s", error)
         elif error is not None:
             logger.error("writing a chunk to the %s tier failed", self._tier.name, exc_info=error)
-        return call.cancelled() or error is not None
 
     def _is_over(self, write: _Write) -> bool:
         return write.generation != self._generation
@@ -348,13 +385,6 @@ class Lane:
     def _log(self, message: str, error: KVStoreError) -> None:
         """Warn at most once a minute: a broken tier fails every chunk in the same way."""
         self._throttle.log("any", message, self._tier.name, error)
-
-
-def _attempt(action: Callable[[], Result]) -> Future[Result]:
-    """Carry out an action on this thread; its future has the result or the error."""
-    attempt: Future[Result] = Future()
-    carry_out((attempt, action))
-    return attempt
 
 
 def _end(writes: Iterable[_Write], outcome: Outcome) -> None:

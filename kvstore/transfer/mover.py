@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
@@ -298,11 +299,10 @@ class Mover:
         if not self.launches:
             return StartedStores(deque((job, None) for job in ours), failed, generations)
         gathering = [job for job in ours if job.step.gather]
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(self.refuse, ours)
             events = self._launch_gathers(gathering)
-        except BaseException:
-            self.refuse(ours)
-            raise
+            on_error.pop_all()
         if events is None:
             failed |= self.refuse(gathering)
             ours, events = [job for job in ours if not job.step.gather], ()
@@ -330,9 +330,8 @@ class Mover:
                 self.paged.streams.reach(event)
                 waiting.popleft()
                 failed |= self.note_store(job, generations)
-        except BaseException:
-            self.refuse(job for job, _ in waiting)
-            raise
+        finally:
+            self.refuse(job for job, _ in waiting)  # none, unless a copy raised
         return failed
 
     def generations(self) -> dict[Place, int]:

@@ -59,6 +59,7 @@ class RemovalQueue:
 
     Attributes:
         queued: number of the last call; 0 if there was none.
+        done: number of the last call that was tried, so the queue is idle if it equals ``queued``.
     """
 
     def __init__(self, tier: Tier, complain: Callable[[str, TierError], None]) -> None:
@@ -70,7 +71,7 @@ class RemovalQueue:
         self._under_way: _Removal | None = None
         self._is_closed = False
         self.queued = 0
-        self._done = 0
+        self.done = 0
 
     @property
     def pending(self) -> int:
@@ -112,8 +113,8 @@ class RemovalQueue:
     def wait(self, number: int, timeout_s: float | None = None) -> bool:
         """Wait until the calls up to a number have been tried; False after a time-out or ``close``."""
         with self._changed:
-            self._changed.wait_for(lambda: self._done >= number or self._is_closed, timeout_s)
-            return self._done >= number
+            self._changed.wait_for(lambda: self.done >= number or self._is_closed, timeout_s)
+            return self.done >= number
 
     def close(self) -> None:
         """Drop what waits, and end the thread; a call under way ends within the tier's deadline."""
@@ -161,7 +162,7 @@ class RemovalQueue:
         finally:  # also if it raises, because others wait for this one
             with self._changed:
                 self._under_way = None
-                self._done = removal.number
+                self.done = removal.number
                 self._changed.notify_all()
             _call(removal.then)
 
@@ -176,7 +177,7 @@ class RemovalQueue:
                 for ref in part:
                     del removal.refs[ref]
                 self._add(removal)  # only removals are the last to wait, so it is the first again
-                removal = _Removal(part, number=self._done)
+                removal = _Removal(part, number=self.done)
             self._under_way = removal
             return removal
 

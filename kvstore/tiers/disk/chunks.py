@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from kvstore.format.chunkfile import chunk_name
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import TierError
 from kvstore.model.keys import Namespace, PrefixKey
@@ -24,7 +25,6 @@ from kvstore.tiers.disk.folder import (
     LAYOUT_FILE,
     NAMESPACE_FILE,
     NO_ROOM,
-    chunk_name,
     reason,
 )
 from kvstore.tiers.disk.space import Space
@@ -126,7 +126,8 @@ class Chunks:
                 self.make_home()
                 final.parent.mkdir(mode=FOLDER_MODE, exist_ok=True)
                 path.rename(final)
-            self._space.overwritten(final)
+            if self._space.stuck_files:
+                self._space.overwritten(final)
             self._held[ref] = Held(next(self._serials), used_ns, size_bytes)
             return True
 
@@ -193,7 +194,8 @@ class Chunks:
             TierError: the folder still holds files from before a reset.
         """
         self.bury()
-        self._space.move_stuck()
+        if self._space.stuck_files:
+            self._space.move_stuck()
 
     def bury(self) -> None:
         """Delete the files from before a reset.

@@ -385,29 +385,34 @@ class StripedTier(BoundedTier):
                 return self.counters.count(Outcome.FAILED, 0)
             self._putting.add(ref)
         place, outcome = self._place(ref), Outcome.FULL
-        try:
-            for _ in self._tiers:
-                outcome = self._ask(place, lambda tier: tier.put([transfer]))
-                if outcome is not Outcome.FULL or clears != self._clears:
-                    break
-                place = (place + 1) % len(self._tiers)
-        except TierTimeoutError as error:
-            ended: Future[list[Outcome]] = Future()
-
-            def end(late: Future[list[Outcome]]) -> None:
-                outcome = Outcome.FAILED
-                try:
-                    stored = Outcome.FAILED if late.cancelled() or late.exception() else late.result()[0]
-                    outcome = self._end_put(ref, place, clears, stored)
-                finally:  # a waiting caller keeps a slot for it
-                    ended.set_result([outcome])
-
-            error.pending.add_done_callback(end)
-            raise TierTimeoutError(str(error), ended) from error
-        except BaseException:
-            self._end_put(ref, place, clears, Outcome.FAILED)
-            raise
+        with ExitStack() as on_error:
+            on_error.callback(self._end_put, ref, place, clears, Outcome.FAILED)
+            try:
+                for _ in self._tiers:
+                    outcome = self._ask(place, lambda tier: tier.put([transfer]))
+                    if outcome is not Outcome.FULL or clears != self._clears:
+                        break
+                    place = (place + 1) % len(self._tiers)
+            except TierTimeoutError as error:
+                on_error.pop_all()
+                raise self._late_put(ref, place, clears, error) from error
+            on_error.pop_all()
         return self.counters.count(self._end_put(ref, place, clears, outcome), self.size_of(ref))
+
+    def _late_put(self, ref: ChunkRef, place: int, clears: int, timeout: TierTimeoutError) -> TierTimeoutError:
+        """Return the error to raise after a time-out, whose ``pending`` is done once the put has ended."""
+        ended: Future[list[Outcome]] = Future()
+
+        def end(late: Future[list[Outcome]]) -> None:
+            outcome = Outcome.FAILED
+            try:
+                stored = Outcome.FAILED if late.cancelled() or late.exception() else late.result()[0]
+                outcome = self._end_put(ref, place, clears, stored)
+            finally:  # a waiting caller keeps a slot for it
+                ended.set_result([outcome])
+
+        timeout.pending.add_done_callback(end)
+        return TierTimeoutError(str(timeout), ended)
 
     def _end_put(self, ref: ChunkRef, place: int, clears: int, outcome: Outcome) -> Outcome:
         """Record the outcome of a put, and let other calls put the chunk again."""
@@ -439,5 +444,5 @@ class StripedTier(BoundedTier):
         return Outcome.STORED if is_current else Outcome.FAILED
 
     def _complain(self, number: int, error: TierError) -> None:
-        message = "a folder of the disk tier is out of service, its chunks count as missing: %s"
+        message = "a folder of the disk tier failed, its chunks count as missing: %s"
         self._throttle.log(str(number), message, error)

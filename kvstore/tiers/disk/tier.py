@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvstore.format.codecs import open_codec
+from kvstore.format.trailrecords import TrailNote
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import ClosedError, ConfigError, TierError
 from kvstore.model.keys import Namespace, PrefixKey
@@ -38,7 +39,6 @@ from kvstore.tiers.disk.chunkio import Body, ChunkIO, Writable
 from kvstore.tiers.disk.chunks import Chunks
 from kvstore.tiers.disk.codedio import CodedIO
 from kvstore.tiers.disk.space import Space
-from kvstore.tiers.disk.trails import TrailNote
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class DiskTier(BoundedTier):
         codec = setup.options.get("codec", "none")
         if not isinstance(folder, str | Path) or not isinstance(direct, bool | None) or not isinstance(codec, str):
             raise ConfigError(
-                "the disk tier needs the option 'folder', a path; its option 'direct' is a bool, 'codec' a name"
+                "the disk tier needs the option 'folder' (a path), and may have 'direct' (a bool) and 'codec' (a name)"
             )
         return cls(Path(folder), setup.namespace, setup.layout, setup.capacity_bytes, direct=direct, codec=codec)
 
