@@ -22,9 +22,10 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -198,8 +199,23 @@ def payload_view(layout: KVLayout, transfer: Transfer, *, reads_fronts: bool = F
     return buffer[:payload_bytes]
 
 
-def start_closing(tiers: Iterable[Tier]) -> list[threading.Thread]:
-    """Close tiers at once, each on a separate thread, so that one that hangs does not delay the others."""
+def end_late_loan(lending: Future[Loan]) -> None:
+    """End a loan that nobody waits for any more; a callback of its future."""
+    if not lending.cancelled() and lending.exception() is None:
+        lending.result().end()
+
+
+def late_outcomes(late: Future[Sequence[Outcome]]) -> Sequence[Outcome]:
+    """Return the outcomes of a call that timed out and has ended; none if it failed."""
+    return () if late.cancelled() or late.exception() is not None else late.result()
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+def start_closing(tiers: Iterable[_Closable]) -> list[threading.Thread]:
+    """Close tiers or lanes at once, each on a separate thread, so that one that hangs does not delay the others."""
     closers = [threading.Thread(target=tier.close, name="kvstore-close", daemon=True) for tier in tiers]
     for closer in closers:
         closer.start()

@@ -27,7 +27,7 @@ from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import KVStoreError, TierError, TierTimeoutError
 from kvstore.model.keys import Namespace
 from kvstore.model.throttle import Throttle
-from kvstore.tiers.base import Loan, Tier, Transfer
+from kvstore.tiers.base import Loan, Tier, Transfer, late_outcomes
 from kvstore.transfer.removal_queue import RemovalQueue
 
 logger = logging.getLogger(__name__)
@@ -305,13 +305,13 @@ class Lane:
     def _end_late(self, writes: Sequence[_Write], timeout: TierTimeoutError) -> None:
         """End writes when the call that timed out has ended."""
 
-        def end(late: Future[list[Outcome]]) -> None:
+        def end(late: Future[Sequence[Outcome]]) -> None:
             error = None if late.cancelled() else late.exception()
             if isinstance(error, TierTimeoutError):
                 self._end_late(writes, error)
                 return
             self._log_defect(late)
-            self._end_put(writes, () if late.cancelled() or error is not None else late.result())
+            self._end_put(writes, late_outcomes(late))
 
         self._log("cannot write to the %s tier: %s", timeout)
         timeout.pending.add_done_callback(end)

@@ -28,6 +28,7 @@ from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV
 from kvstore.paged.copiers import Copiers
 from kvstore.paged.streams import DeviceEvent, Direction
+from kvstore.tiers.base import start_closing
 from kvstore.transfer.borrowing import use_borrowed
 from kvstore.transfer.hot import HotChunks
 from kvstore.transfer.lane import Arrival, Flushed, Lane
@@ -410,12 +411,8 @@ class Mover:
         return is_written
 
     def _end(self) -> None:
-        lanes = self._lanes.values()
-        closers = [threading.Thread(target=lane.close, name="kvstore-close", daemon=True) for lane in lanes]
-        for closer in closers:
-            closer.start()
-        for closer in closers:
-            closer.join()
+        for closing in start_closing(self._lanes.values()):
+            closing.join()
         self._layers.shutdown(wait=True, cancel_futures=True)  # its reads have ended
         self._copiers.close()
         self.cpu.close()

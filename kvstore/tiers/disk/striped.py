@@ -23,7 +23,15 @@ from kvstore.model.errors import ClosedError, ConfigError, TierError, TierTimeou
 from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.model.layout import KVLayout
 from kvstore.model.throttle import Throttle
-from kvstore.tiers.base import BoundedTier, TierCounters, Transfer, check_layers, payload_view, start_closing
+from kvstore.tiers.base import (
+    BoundedTier,
+    TierCounters,
+    Transfer,
+    check_layers,
+    late_outcomes,
+    payload_view,
+    start_closing,
+)
 from kvstore.tiers.disk.folder import unusable
 from kvstore.tiers.disk.survey import Use, check_room, in_order_of_use
 from kvstore.tiers.disk.tier import DiskTier
@@ -222,12 +230,7 @@ class StripedTier(BoundedTier):
         Raises:
             TierTimeoutError: a folder did not answer in time, and may still write to its chunk's buffer.
         """
-
-        def get(transfer: Transfer) -> Outcome:
-            outcome = self._ask(self._place(transfer.ref), lambda tier: tier.get([transfer]))
-            return self.counters.count(outcome, self.size_of(transfer.ref))
-
-        return self._each(transfers, get)
+        return self._each(transfers, self._get)
 
     @property
     def reads_layers(self) -> bool:
@@ -241,13 +244,15 @@ class StripedTier(BoundedTier):
             TierTimeoutError: a folder did not answer in time, and may still write to its chunk's buffer.
         """
         check_layers(self._layout, layers)
+        return self._each(transfers, lambda transfer: self._get(transfer, layers))
+
+    def _get(self, transfer: Transfer, layers: range | None = None) -> Outcome:
+        ref, place = transfer.ref, self._place(transfer.ref)
+        if layers is None:
+            return self.counters.count(self._ask(place, lambda tier: tier.get([transfer])), self.size_of(ref))
+        outcome = self._ask(place, lambda tier: tier.get_layers([transfer], layers))
         is_last = layers.stop == self._layout.num_layers
-
-        def get(transfer: Transfer) -> Outcome:
-            outcome = self._ask(self._place(transfer.ref), lambda tier: tier.get_layers([transfer], layers))
-            return self.counters.count(outcome, self.layer_bytes(transfer.ref.num_blocks, layers), is_last=is_last)
-
-        return self._each(transfers, get)
+        return self.counters.count(outcome, self.layer_bytes(ref.num_blocks, layers), is_last=is_last)
 
     def layer_bytes(self, num_blocks: int, layers: range) -> int:
         """Return the bytes of these layers."""
@@ -403,11 +408,10 @@ class StripedTier(BoundedTier):
         """Return the error to raise after a time-out, whose ``pending`` is done once the put has ended."""
         ended: Future[list[Outcome]] = Future()
 
-        def end(late: Future[list[Outcome]]) -> None:
+        def end(late: Future[Sequence[Outcome]]) -> None:
             outcome = Outcome.FAILED
             try:
-                stored = Outcome.FAILED if late.cancelled() or late.exception() else late.result()[0]
-                outcome = self._end_put(ref, place, clears, stored)
+                outcome = self._end_put(ref, place, clears, *(late_outcomes(late) or [Outcome.FAILED]))
             finally:  # a waiting caller keeps a slot for it
                 ended.set_result([outcome])
 

@@ -20,7 +20,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -29,7 +28,7 @@ from typing import TypeVar
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import InvalidCallError, TierError, TierTimeoutError
 from kvstore.model.keys import Namespace
-from kvstore.tiers.base import Loan, Tier, Transfer
+from kvstore.tiers.base import Loan, Tier, Transfer, late_outcomes
 from kvstore.tiers.guards.guard import TierWrapper
 
 logger = logging.getLogger(__name__)
@@ -274,7 +273,7 @@ class CircuitBreaker(TierWrapper):
                 outcomes = self.inner.put(transfers)
             except TierTimeoutError as error:
                 on_error.pop_all()
-                error.pending.add_done_callback(lambda late: end(_answer_of(late)))
+                error.pending.add_done_callback(lambda late: end(late_outcomes(late)))
                 raise
             on_error.pop_all()
         end(outcomes)
@@ -442,8 +441,3 @@ def _merge(is_left_out: Sequence[bool], answer: T, others: Sequence[T]) -> list[
     """Return the answers for a batch, with one answer for all chunks that were left out."""
     rest = iter(others)
     return [answer if is_out else next(rest) for is_out in is_left_out]
-
-
-def _answer_of(late: Future[Sequence[Outcome]]) -> Sequence[Outcome]:
-    """Return the outcomes of a put that timed out and has ended."""
-    return () if late.cancelled() or late.exception() is not None else late.result()

@@ -26,7 +26,7 @@ from kvstore.model.errors import ClosedError, InvalidCallError, KVStoreError, Ti
 from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.model.throttle import Throttle
 from kvstore.tiers.abandonable_threads import AbandonableThreads, start_aside
-from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Loan, Tier, Transfer
+from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Loan, Tier, Transfer, end_late_loan
 
 logger = logging.getLogger(__name__)
 
@@ -301,7 +301,7 @@ class Guard(Statistics):
         try:
             return super().borrow(tuple(refs))
         except TierTimeoutError as error:
-            error.pending.add_done_callback(_end_late_loan)
+            error.pending.add_done_callback(end_late_loan)
             raise
 
     def reset(self, namespace: Namespace) -> None:
@@ -388,13 +388,6 @@ class Guard(Statistics):
             raise TierError(f"{operation} of the {self.name} tier raised {kind}: {error}") from error
 
     def _complete(self, answers: Result, num_asked: int | None) -> Result:
-        if num_asked is not None and len(cast(Sized, answers)) != num_asked:
-            raise TierError(
-                f"the {self.name} tier answered for {len(cast(Sized, answers))} chunks, not for {num_asked}"
-            )
+        if num_asked is not None and (num_answers := len(cast(Sized, answers))) != num_asked:
+            raise TierError(f"the {self.name} tier answered for {num_answers} chunks, not for {num_asked}")
         return answers
-
-
-def _end_late_loan(lending: Future[Loan]) -> None:
-    if not lending.cancelled() and lending.exception() is None:
-        lending.result().end()
