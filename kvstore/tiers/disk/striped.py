@@ -23,15 +23,7 @@ from kvstore.model.errors import ClosedError, ConfigError, TierError, TierTimeou
 from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.model.layout import KVLayout
 from kvstore.model.throttle import Throttle
-from kvstore.tiers.base import (
-    BoundedTier,
-    TierCounters,
-    Transfer,
-    check_layers,
-    late_outcomes,
-    payload_view,
-    start_closing,
-)
+from kvstore.tiers.base import BoundedTier, TierCounters, Transfer, check_layers, payload_view, start_closing
 from kvstore.tiers.disk.folder import unusable
 from kvstore.tiers.disk.survey import Use, check_room, in_order_of_use
 from kvstore.tiers.disk.tier import DiskTier
@@ -411,7 +403,8 @@ class StripedTier(BoundedTier):
         def end(late: Future[Sequence[Outcome]]) -> None:
             outcome = Outcome.FAILED
             try:
-                outcome = self._end_put(ref, place, clears, *(late_outcomes(late) or [Outcome.FAILED]))
+                stored = Outcome.FAILED if late.cancelled() or late.exception() else late.result()[0]
+                outcome = self._end_put(ref, place, clears, stored)
             finally:  # a waiting caller keeps a slot for it
                 ended.set_result([outcome])
 
