@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from kvstore.memory.labelled import LabelledPool
@@ -79,7 +80,7 @@ class _Write:
         after: the last removal that must come before it.
         trail: of the chunk.
         is_unwanted: the chunk was removed meanwhile, and is removed from the tier once it is stored.
-        is_uncertain: it failed, but may have stored the chunk, which is then removed from the tier.
+        is_uncertain: if it fails, it may have stored the chunk, which is then removed from the tier.
         ended: its outcome, once nothing reads the slot.
     """
 
@@ -271,50 +272,18 @@ class Lane:
     def _write(self) -> None:
         """Carry out the writes that wait longest; none is left if another call has taken them up."""
         writes = self._take_waiting()
-        with ExitStack() as on_error:
-            on_error.callback(_end, writes, Outcome.FAILED)
+        sending: dict[_Write, Transfer] = {}
+        with ExitStack() as at_end:
+            at_end.callback(_end, writes, Outcome.FAILED)
             try:
                 sending = self._prepare(writes)
+                if sending:
+                    self._end_put([*sending], self._tier.put([*sending.values()]))
             except TierError as error:
                 self._log("cannot write to the %s tier: %s", error)
-                return
-            on_error.pop_all()
-        if sending:
-            self._put([*sending], [*sending.values()])
-
-    def _put(self, writes: Sequence[_Write], transfers: Sequence[Transfer]) -> None:
-        """Store chunks, and end their writes. After a time-out they end with the late call, which may read their slots.
-
-        Any other exception than a ``TierError`` is a defect, which also ends the writes and is logged by the callback
-        of this thread's future.
-        """
-        with ExitStack() as on_error:
-            on_error.callback(self._end_put, writes, ())
-            try:
-                outcomes = self._tier.put(transfers)
-            except TierTimeoutError as error:
-                on_error.pop_all()
-                self._end_late(writes, error)
-                return
-            except TierError as error:
-                self._log("cannot write to the %s tier: %s", error)
-                return
-            on_error.pop_all()
-        self._end_put(writes, outcomes)
-
-    def _end_late(self, writes: Sequence[_Write], timeout: TierTimeoutError) -> None:
-        """End writes when the call that timed out has ended."""
-
-        def end(late: Future[Sequence[Outcome]]) -> None:
-            error = None if late.cancelled() else late.exception()
-            if isinstance(error, TierTimeoutError):
-                self._end_late(writes, error)
-                return
-            self._log_defect(late)
-            self._end_put(writes, late_outcomes(late))
-
-        self._log("cannot write to the %s tier: %s", timeout)
-        timeout.pending.add_done_callback(end)
+                if sending and isinstance(error, TierTimeoutError):
+                    at_end.pop_all()
+                    error.pending.add_done_callback(partial(self._end_late, [*sending]))
 
     def _take_waiting(self) -> list[_Write]:
         """Take the first write that waits, and of small chunks this thread's share of those that may go with it."""
@@ -336,18 +305,29 @@ class Lane:
         if self._asks_before_write is not None and sending:
             _end(_stored_before(self._asks_before_write, [*sending]), Outcome.STORED)
         _end((write for write in writes if write not in sending or self._is_over(write)), Outcome.FAILED)
-        return {write: transfer for write, transfer in sending.items() if not write.ended.done()}
+        sending = {write: transfer for write, transfer in sending.items() if not write.ended.done()}
+        # Of several chunks some may be stored. Only where nobody else writes, that room would be lost.
+        is_uncertain = len(sending) > 1 and self._asks_before_write is None
+        for write in sending:
+            write.is_uncertain = is_uncertain
+        return sending
 
     def _end_put(self, writes: Sequence[_Write], outcomes: Sequence[Outcome]) -> None:
-        """End writes with the outcomes of a call; with none if it failed."""
-        if len(outcomes) != len(writes):
-            # Of several chunks some may be stored. Only where nobody else writes, that room would be lost.
-            is_uncertain = len(writes) > 1 and self._asks_before_write is None
-            for write in writes:
-                write.is_uncertain = is_uncertain
-            outcomes = [Outcome.FAILED] * len(writes)
-        for write, outcome in zip(writes, outcomes, strict=True):
-            write.ended.set_result(outcome)
+        """End writes with the outcomes of a call; without them they have failed."""
+        if len(outcomes) == len(writes):
+            for write, outcome in zip(writes, outcomes, strict=True):
+                write.is_uncertain = False
+                write.ended.set_result(outcome)
+        _end(writes, Outcome.FAILED)
+
+    def _end_late(self, writes: Sequence[_Write], late: Future[Sequence[Outcome]]) -> None:
+        """End writes with a call that timed out, which may have read their slots until now."""
+        error = None if late.cancelled() else late.exception()
+        if isinstance(error, TierTimeoutError):
+            error.pending.add_done_callback(partial(self._end_late, writes))
+            return
+        self._log_defect(late)
+        self._end_put(writes, late_outcomes(late))
 
     def _report_end(self, write: _Write, outcome: Outcome) -> None:
         with self._lock:
