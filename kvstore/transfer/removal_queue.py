@@ -55,16 +55,16 @@ class RemovalQueue:
 
     Args:
         tier: its wrappers ensure that every call ends in time.
-        complain: called with a failed action and its error.
+        warn: called with a failed action and its error.
 
     Attributes:
         queued: number of the last call; 0 if there was none.
         done: number of the last call that was tried, so the queue is idle if it equals ``queued``.
     """
 
-    def __init__(self, tier: Tier, complain: Callable[[str, TierError], None]) -> None:
+    def __init__(self, tier: Tier, warn: Callable[[str, TierError], None]) -> None:
         self._tier = tier
-        self._complain = complain
+        self._warn = warn
         self._thread = ThreadPoolExecutor(1, f"kvstore-order-{tier.name}")
         self._changed = threading.Condition()
         self._waiting: deque[_Removal] = deque()  # a sweep, then removals, or only one of them
@@ -204,7 +204,7 @@ class RemovalQueue:
         except ClosedError:
             pass  # a write that hung has ended after ``close``; the next start finds its file
         except TierError as error:
-            self._complain(what, error)
+            self._warn(what, error)
             return False
         return True
 

@@ -108,11 +108,11 @@ class FolderReader(ForeignTier):
         except (FileNotFoundError, NotADirectoryError):
             return Outcome.MISS
         except OSError as error:
-            self._complain("read", f"a chunk cannot be read: {_folder.reason(error)}")
+            self._warn("read", f"a chunk cannot be read: {_folder.reason(error)}")
             return Outcome.FAILED
         if damage is None:
             return Outcome.HIT
-        self._complain(damage.name, f"a chunk is damaged: {damage.value}")
+        self._warn(damage.name, f"a chunk is damaged: {damage.value}")
         return Outcome.CORRUPT
 
     def _read_trails(self) -> Trails:
@@ -124,12 +124,12 @@ class FolderReader(ForeignTier):
             except FileNotFoundError:
                 continue
             except OSError as error:
-                self._complain("trails", f"the note of trails cannot be read: {_folder.reason(error)}")
+                self._warn("trails", f"the note of trails cannot be read: {_folder.reason(error)}")
         trails = Trails()
         trails.add_all(found)
         return trails
 
-    def _complain(self, cause: str, what: str) -> None:
+    def _warn(self, cause: str, what: str) -> None:
         self._throttle.log(cause, "in the disk folder of another number of workers %s", what)
 
 

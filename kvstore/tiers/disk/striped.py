@@ -213,7 +213,7 @@ class StripedTier(BoundedTier):
         try:
             return self._tiers[place].contains([ref]) == [True]
         except TierError as error:
-            self._complain(place, error)
+            self._warn(place, error)
             return False
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
@@ -272,7 +272,7 @@ class StripedTier(BoundedTier):
             try:
                 self._tiers[number].remove(leaving)
             except TierError as error:
-                self._complain(number, error)
+                self._warn(number, error)
 
     def clear(self) -> None:
         """Remove every chunk of the namespace, in every folder.
@@ -365,7 +365,7 @@ class StripedTier(BoundedTier):
         try:
             (outcome,) = call(self._tiers[place])
         except TierError as error:
-            self._complain(place, error)
+            self._warn(place, error)
             if isinstance(error, TierTimeoutError):
                 raise
             return Outcome.FAILED
@@ -437,9 +437,9 @@ class StripedTier(BoundedTier):
             try:
                 self._tiers[obsolete].remove([ref])
             except TierError as error:
-                self._complain(obsolete, error)
+                self._warn(obsolete, error)
         return Outcome.STORED if is_current else Outcome.FAILED
 
-    def _complain(self, number: int, error: TierError) -> None:
+    def _warn(self, number: int, error: TierError) -> None:
         message = "a folder of the disk tier failed, its chunks count as missing: %s"
         self._throttle.log(str(number), message, error)
