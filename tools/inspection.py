@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvstore.format.chunkfile import parse_chunk_name
 from kvstore.format.images import MAX_HEADER_BYTES, Facts, read_facts
 from kvstore.format.pack import MAGIC, open_pack
 from kvstore.model.errors import ConfigError
 from kvstore.model.keys import NAMESPACE_ID_BYTES, PREFIX_KEY_BYTES
-from kvstore.tiers.disk.folder import parse_chunk_name
 from kvstore.tiers.disk.inventory import Inventory, inventories
 
 Tree = dict[str, Any]

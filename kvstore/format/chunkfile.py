@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from kvstore.model.chunks import ByteArray
-from kvstore.model.keys import ChunkKey
+from kvstore.model.chunks import ByteArray, ChunkRef
+from kvstore.model.keys import PREFIX_KEY_BYTES, ChunkKey
 from kvstore.model.layout import ALIGNMENT_BYTES, KVLayout, round_up
 
 FORMAT_VERSION = "1"
@@ -36,6 +36,7 @@ _LENGTH = struct.Struct("<Q")
 _FIXED_HEADER_BYTES = 1024  # more than a header needs without its checksums
 CHECKSUM_DIGITS = 16
 _LENGTH_DIGITS = 8
+_NAME = re.compile(rf"([0-9a-f]{{{2 * PREFIX_KEY_BYTES}}})-([1-9][0-9]{{0,8}})\.safetensors")
 
 
 class Damage(StrEnum):
@@ -77,6 +78,20 @@ class Encoding(NamedTuple):
     def ranges(self) -> list[tuple[int, int]]:
         """Return begin and end of every layer, counted from the end of the header."""
         return list(pairwise(accumulate(self.layer_bytes, initial=0)))
+
+
+def chunk_name(ref: ChunkRef) -> str:
+    """Return the path of a chunk's file inside the folder of its namespace."""
+    key = ref.prefix_key.hex()
+    return f"{key[:2]}/{key}-{ref.num_blocks}.safetensors"
+
+
+def parse_chunk_name(shard: str, name: str) -> ChunkRef | None:
+    """Return the chunk of a file ``name`` in the folder ``shard``, or None if it is no chunk's name."""
+    match = _NAME.fullmatch(name)
+    if match is None or not name.startswith(shard):
+        return None
+    return ChunkRef(bytes.fromhex(match[1]), int(match[2]))
 
 
 def header_bytes(layout: KVLayout, codec: str = "none") -> int:

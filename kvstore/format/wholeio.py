@@ -1,4 +1,4 @@
-"""Reads and writes of files that repeat system calls until all bytes are moved.
+"""Files by descriptor: opening, and reads and writes that repeat system calls until all bytes are moved.
 
 A signal, a network filesystem, or a request over 2 GiB cuts a system call short before the end of the file.
 """
@@ -7,7 +7,25 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+FILE_MODE = 0o600  # KV reveals the prompts
+
+
+@contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """Yield the descriptor of a file, and close it at the end.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    fd = os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def read_whole(fd: int, views: Sequence[memoryview], offset_bytes: int) -> bool:

@@ -32,7 +32,7 @@ class AbandonableThreads:
 
     def __init__(self, name: str, threads: int, max_waiting: int = 64) -> None:
         if not (threads > 0 and max_waiting > 0):
-            raise InvalidCallError(f"abandonable threads need positive counts, not {threads=} {max_waiting=}")
+            raise InvalidCallError(f"counts of threads and calls must be positive, got {threads=} and {max_waiting=}")
         self._name = name
         self._threads = threads
         self._max_waiting = max_waiting
@@ -57,10 +57,10 @@ class AbandonableThreads:
                 raise ClosedError(f"the {self._name} tier was closed")
             if len(self._stuck) >= self._threads:
                 raise TierError(
-                    f"{operation} of the {self._name} tier: all {self._threads} threads hang in earlier calls"
+                    f"{operation} of the {self._name} tier: all {self._threads} threads are stuck in earlier calls"
                 )
             if self._work.qsize() >= self._max_waiting:
-                raise TierError(f"{operation} of the {self._name} tier: {self._max_waiting} calls wait already")
+                raise TierError(f"{operation} of the {self._name} tier: {self._max_waiting} calls are waiting already")
             self._work.put((future, action))
         return future
 

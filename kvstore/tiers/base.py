@@ -22,9 +22,10 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -172,7 +173,7 @@ class TierSetup:
         """
         if self.capacity_bytes != UNBOUNDED_BYTES:
             raise ConfigError(
-                f"this tier keeps to no capacity of its own, such as {self.capacity_bytes} bytes: {advice}"
+                f"this tier cannot keep to {self.capacity_bytes} bytes, as its storage has its own bound: {advice}"
             )
 
 
@@ -186,20 +187,35 @@ def payload_view(layout: KVLayout, transfer: Transfer, *, reads_fronts: bool = F
     ref, buffer, front_blocks = transfer.ref, transfer.buffer, transfer.front_blocks
     check_ref(layout, ref)
     if front_blocks and not (reads_fronts and 0 < front_blocks < ref.num_blocks):
-        raise InvalidCallError(f"{front_blocks} leading blocks of {ref.num_blocks} cannot be moved alone by this call")
+        raise InvalidCallError(f"this call cannot move only {front_blocks} leading blocks of {ref.num_blocks}")
     num_blocks = front_blocks or ref.num_blocks
     payload_bytes = layout.payload_bytes(num_blocks)
     need_bytes = round_up(payload_bytes, ALIGNMENT_BYTES)
     if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous or len(buffer) < need_bytes:
         raise InvalidCallError(
-            f"a buffer for {num_blocks} blocks is a contiguous row of at least {need_bytes} uint8, "
-            f"not {buffer.dtype}{list(buffer.shape)}"
+            f"a buffer for {num_blocks} blocks must be a contiguous one-dimensional uint8 array of at least "
+            f"{need_bytes} bytes, got {buffer.dtype}{list(buffer.shape)}"
         )
     return buffer[:payload_bytes]
 
 
-def start_closing(tiers: Iterable[Tier]) -> list[threading.Thread]:
-    """Close tiers at once, each on a separate thread, so that one that hangs does not delay the others."""
+def end_late_loan(lending: Future[Loan]) -> None:
+    """End a loan that nobody waits for any more; a callback of its future."""
+    if not lending.cancelled() and lending.exception() is None:
+        lending.result().end()
+
+
+def late_outcomes(late: Future[Sequence[Outcome]]) -> Sequence[Outcome]:
+    """Return the outcomes of a call that timed out and has ended; none if it failed."""
+    return () if late.cancelled() or late.exception() is not None else late.result()
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+def start_closing(tiers: Iterable[_Closable]) -> list[threading.Thread]:
+    """Close tiers or lanes at once, each on a separate thread, so that one that hangs does not delay the others."""
     closers = [threading.Thread(target=tier.close, name="kvstore-close", daemon=True) for tier in tiers]
     for closer in closers:
         closer.start()
@@ -214,8 +230,8 @@ def check_ref(layout: KVLayout, ref: ChunkRef) -> None:
     """
     if len(ref.prefix_key) != PREFIX_KEY_BYTES or not 0 < ref.num_blocks <= layout.blocks_per_chunk:
         raise InvalidCallError(
-            f"a chunk has a key of {PREFIX_KEY_BYTES} bytes and 1 to {layout.blocks_per_chunk} blocks, "
-            f"not {len(ref.prefix_key)} bytes and {ref.num_blocks} blocks"
+            f"a chunk must have a key of {PREFIX_KEY_BYTES} bytes and 1 to {layout.blocks_per_chunk} blocks, "
+            f"got {len(ref.prefix_key)} bytes and {ref.num_blocks} blocks"
         )
 
 
@@ -226,7 +242,7 @@ def check_layers(layout: KVLayout, layers: range) -> None:
         InvalidCallError: there are none, they are not in a row, or not in the layout.
     """
     if layers.step != 1 or not 0 <= layers.start < layers.stop <= layout.num_layers:
-        raise InvalidCallError(f"{layers} are not some of the {layout.num_layers} layers of a chunk, in a row")
+        raise InvalidCallError(f"layers must be consecutive ones of the {layout.num_layers} of a chunk, got {layers}")
 
 
 class Tier(ABC):
@@ -419,5 +435,5 @@ def trails_in(tier: BoundedTier) -> dict[PrefixKey, bytes]:
     try:
         return tier.trails()
     except TierError as error:
-        logger.warning("what is on disk is found by whole chunks and tails only, not by blocks: %s", error)
+        logger.warning("cannot read the stored trails, so chunks on disk are found only by their whole keys: %s", error)
         return {}

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Final
 
 from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.tiers.base import Loan
+from kvstore.tiers.base import Loan, end_late_loan
 from kvstore.transfer.lane import Lane
 
 BATCH: Final = 8  # chunks in one loan; few, because a chunk that the server reads from disk delays the others
@@ -42,7 +42,7 @@ def use_borrowed(lane: Lane, refs: Sequence[ChunkRef], use: Callable[[int, ByteA
                 waiting.extend(range(number, number + 1) for number in refused)
     finally:
         for _, lending in lent:
-            lending.add_done_callback(_end)
+            lending.add_done_callback(end_late_loan)
     return outcomes
 
 
@@ -51,8 +51,3 @@ def _use(loan: Loan, numbers: Sequence[int], use: Callable[[int, ByteArray], Non
     for number, payload in zip(numbers, loan.payloads, strict=True):
         if payload is not None:
             use(number, payload)
-
-
-def _end(lending: Future[Loan]) -> None:
-    if not lending.cancelled() and lending.exception() is None:
-        lending.result().end()

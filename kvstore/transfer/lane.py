@@ -18,22 +18,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 from kvstore.memory.slabs import LabelledPool
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import KVStoreError, TierError, TierTimeoutError
 from kvstore.model.keys import Namespace
 from kvstore.model.throttle import Throttle
-from kvstore.tiers.abandonable_threads import carry_out
-from kvstore.tiers.base import Loan, Tier, Transfer
+from kvstore.tiers.base import Loan, Tier, Transfer, late_outcomes
 from kvstore.transfer.removal_queue import RemovalQueue
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 WRITE_THREADS = 4
 _MAX_TOGETHER: Final = 8  # chunks written in one call, which has a deadline
@@ -82,7 +80,7 @@ class _Write:
         after: the last removal that must come before it.
         trail: of the chunk.
         is_unwanted: the chunk was removed meanwhile, and is removed from the tier once it is stored.
-        is_uncertain: it failed, but may have stored the chunk, which is then removed from the tier.
+        is_uncertain: if it fails, it may have stored the chunk, which is then removed from the tier.
         ended: its outcome, once nothing reads the slot.
     """
 
@@ -178,7 +176,7 @@ class Lane:
         with self._lock:
             began = self._generation if generation is None else generation
             write = _Write(ref, slot, self._namespace_id, began, self._removals.queued, trail)
-            self._writers.submit(self._write)
+            self._writers.submit(self._write).add_done_callback(self._log_defect)
             self._waiting.append(write)
             self._writing.add(write)
         write.ended.add_done_callback(lambda ended: self._report_end(write, ended.result()))
@@ -217,7 +215,7 @@ class Lane:
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until all removals, clears and resets so far are done; False if time ran out first."""
-        return self._removals.wait(self._removals.queued, timeout_s)
+        return self._are_removed(self._removals.queued, timeout_s)
 
     def flush(self, timeout_s: float) -> Flushed:
         """Wait until all writes and removals so far have ended. Returns the failures since the last flush."""
@@ -241,7 +239,7 @@ class Lane:
         self._tier.close()
 
     def _read(self, wanted: Transfer, slot: int, layers: range | None, generation: int) -> Arrival:
-        if generation != self._generation or self._removals.hides([wanted.ref]):
+        if generation != self._generation or self._are_hidden([wanted.ref]):
             return Arrival(Outcome.MISS)
         self._cpu.settle(slot)  # here, where no model waits
         try:
@@ -254,8 +252,16 @@ class Lane:
             self._log("cannot read from the %s tier: %s", error)
             return Arrival(Outcome.FAILED)
 
+    def _are_hidden(self, refs: Sequence[ChunkRef]) -> bool:
+        """Tell if any of these chunks must no longer be read; mostly the queue is idle, and its lock is not needed."""
+        return self._removals.done < self._removals.queued and self._removals.hides(refs)
+
+    def _are_removed(self, number: int, timeout_s: float | None = None) -> bool:
+        """Wait for the removals up to a number, like ``RemovalQueue.wait``; mostly they are done already."""
+        return self._removals.done >= number or self._removals.wait(number, timeout_s)
+
     def _borrow(self, refs: Sequence[ChunkRef], generation: int) -> Loan:
-        if generation != self._generation or self._removals.hides(refs):
+        if generation != self._generation or self._are_hidden(refs):
             return Loan.refused(len(refs))
         try:
             return self._tier.borrow(refs)
@@ -266,11 +272,18 @@ class Lane:
     def _write(self) -> None:
         """Carry out the writes that wait longest; none is left if another call has taken them up."""
         writes = self._take_waiting()
-        prepared = _attempt(partial(self._prepare, writes))
-        if self._has_failed(prepared):
-            _end(writes, Outcome.FAILED)
-        elif sending := prepared.result():
-            self._end_put([*sending], _attempt(lambda: self._tier.put([*sending.values()])))
+        sending: dict[_Write, Transfer] = {}
+        with ExitStack() as at_end:
+            at_end.callback(_end, writes, Outcome.FAILED)
+            try:
+                sending = self._prepare(writes)
+                if sending:
+                    self._end_put([*sending], self._tier.put([*sending.values()]))
+            except TierError as error:
+                self._log("cannot write to the %s tier: %s", error)
+                if sending and isinstance(error, TierTimeoutError):
+                    at_end.pop_all()
+                    error.pending.add_done_callback(partial(self._end_late, [*sending]))
 
     def _take_waiting(self) -> list[_Write]:
         """Take the first write that waits, and of small chunks this thread's share of those that may go with it."""
@@ -283,7 +296,7 @@ class Lane:
 
     def _prepare(self, writes: Sequence[_Write]) -> dict[_Write, Transfer]:
         """Return what the tier is to store, and end the other writes."""
-        is_in_order = not writes or self._removals.wait(writes[0].after)
+        is_in_order = not writes or self._are_removed(writes[0].after)
         sending: dict[_Write, Transfer] = {}
         for write in writes:
             source = self._cpu.read(write.slot, write.ref)
@@ -292,24 +305,29 @@ class Lane:
         if self._asks_before_write is not None and sending:
             _end(_stored_before(self._asks_before_write, [*sending]), Outcome.STORED)
         _end((write for write in writes if write not in sending or self._is_over(write)), Outcome.FAILED)
-        return {write: transfer for write, transfer in sending.items() if not write.ended.done()}
+        sending = {write: transfer for write, transfer in sending.items() if not write.ended.done()}
+        # Of several chunks some may be stored. Only where nobody else writes, that room would be lost.
+        is_uncertain = len(sending) > 1 and self._asks_before_write is None
+        for write in sending:
+            write.is_uncertain = is_uncertain
+        return sending
 
-    def _end_put(self, writes: Sequence[_Write], put: Future[list[Outcome]]) -> None:
-        """End writes with their outcomes. After a time-out they end with the late call, which may read their slots."""
-        error = None if put.cancelled() else put.exception()
+    def _end_put(self, writes: Sequence[_Write], outcomes: Sequence[Outcome]) -> None:
+        """End writes with the outcomes of a call; without them they have failed."""
+        if len(outcomes) == len(writes):
+            for write, outcome in zip(writes, outcomes, strict=True):
+                write.is_uncertain = False
+                write.ended.set_result(outcome)
+        _end(writes, Outcome.FAILED)
+
+    def _end_late(self, writes: Sequence[_Write], late: Future[Sequence[Outcome]]) -> None:
+        """End writes with a call that timed out, which may have read their slots until now."""
+        error = None if late.cancelled() else late.exception()
         if isinstance(error, TierTimeoutError):
-            self._log("cannot write to the %s tier: %s", error)
-            error.pending.add_done_callback(lambda late: self._end_put(writes, late))
+            error.pending.add_done_callback(partial(self._end_late, writes))
             return
-        outcomes = [] if self._has_failed(put) else put.result()
-        if len(outcomes) != len(writes):
-            # Of several chunks some may be stored. Only where nobody else writes, that room would be lost.
-            is_uncertain = len(writes) > 1 and self._asks_before_write is None
-            for write in writes:
-                write.is_uncertain = is_uncertain
-            outcomes = [Outcome.FAILED] * len(writes)
-        for write, outcome in zip(writes, outcomes, strict=True):
-            write.ended.set_result(outcome)
+        self._log_defect(late)
+        self._end_put(writes, late_outcomes(late))
 
     def _report_end(self, write: _Write, outcome: Outcome) -> None:
         with self._lock:
@@ -333,14 +351,13 @@ class Lane:
                 self._ending -= 1
                 self._lock.notify_all()
 
-    def _has_failed(self, call: Future[Any]) -> bool:
-        """Tell if a call brought no result, and log its error."""
+    def _log_defect(self, call: Future[Any]) -> None:
+        """Log the error of a call whose future nobody reads."""
         error = None if call.cancelled() else call.exception()
         if isinstance(error, TierError):
             self._log("cannot write to the %s tier: %s", error)
         elif error is not None:
             logger.error("writing a chunk to the %s tier failed", self._tier.name, exc_info=error)
-        return call.cancelled() or error is not None
 
     def _is_over(self, write: _Write) -> bool:
         return write.generation != self._generation
@@ -348,13 +365,6 @@ class Lane:
     def _log(self, message: str, error: KVStoreError) -> None:
         """Warn at most once a minute: a broken tier fails every chunk in the same way."""
         self._throttle.log("any", message, self._tier.name, error)
-
-
-def _attempt(action: Callable[[], Result]) -> Future[Result]:
-    """Carry out an action on this thread; its future has the result or the error."""
-    attempt: Future[Result] = Future()
-    carry_out((attempt, action))
-    return attempt
 
 
 def _end(writes: Iterable[_Write], outcome: Outcome) -> None:

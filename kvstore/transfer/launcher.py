@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 
 from kvstore.memory.slabs import LabelledPool
 from kvstore.model.errors import DeviceFullError
@@ -50,15 +51,15 @@ class Launcher:
 
         Other errors are raised, because a broken device stays broken.
         """
-        try:
-            copy()
-        except BaseException as error:
-            self._hold(slots, direction)
-            if not isinstance(error, DeviceFullError):
-                raise
-            self._on_failure(len(slots))
-            self._throttle.log("memory", "%d chunks are not copied: %s", len(slots), error)
-            return False
+        with ExitStack() as on_error:
+            on_error.callback(self._hold, slots, direction)
+            try:
+                copy()
+            except DeviceFullError as error:
+                self._on_failure(len(slots))
+                self._throttle.log("memory", "cannot copy %d chunks: %s", len(slots), error)
+                return False
+            on_error.pop_all()
         return True
 
     def note_uses(self, slots: Iterable[int], event: DeviceEvent) -> None:

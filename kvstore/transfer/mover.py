@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.paged.base import BlockIds, ChunkBlocks, Copiers, PagedKV
 from kvstore.paged.streams import DeviceEvent, Direction
+from kvstore.tiers.base import start_closing
 from kvstore.transfer.borrowing import use_borrowed
 from kvstore.transfer.hot import HotChunks
 from kvstore.transfer.lane import Arrival, Flushed, Lane
@@ -297,11 +299,10 @@ class Mover:
         if not self.launches:
             return StartedStores(deque((job, None) for job in ours), failed, generations)
         gathering = [job for job in ours if job.step.gather]
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(self.refuse, ours)
             events = self._launch_gathers(gathering)
-        except BaseException:
-            self.refuse(ours)
-            raise
+            on_error.pop_all()
         if events is None:
             failed |= self.refuse(gathering)
             ours, events = [job for job in ours if not job.step.gather], ()
@@ -329,9 +330,8 @@ class Mover:
                 self.paged.streams.reach(event)
                 waiting.popleft()
                 failed |= self.note_store(job, generations)
-        except BaseException:
-            self.refuse(job for job, _ in waiting)
-            raise
+        finally:
+            self.refuse(job for job, _ in waiting)  # none, unless a copy raised
         return failed
 
     def generations(self) -> dict[Place, int]:
@@ -410,12 +410,8 @@ class Mover:
         return is_written
 
     def _end(self) -> None:
-        lanes = self._lanes.values()
-        closers = [threading.Thread(target=lane.close, name="kvstore-close", daemon=True) for lane in lanes]
-        for closer in closers:
-            closer.start()
-        for closer in closers:
-            closer.join()
+        for closing in start_closing(self._lanes.values()):
+            closing.join()
         self._layers.shutdown(wait=True, cancel_futures=True)  # its reads have ended
         self._copiers.close()
         self.cpu.close()

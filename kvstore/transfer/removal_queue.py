@@ -55,22 +55,23 @@ class RemovalQueue:
 
     Args:
         tier: its wrappers ensure that every call ends in time.
-        complain: called with a failed action and its error.
+        warn: called with a failed action and its error.
 
     Attributes:
         queued: number of the last call; 0 if there was none.
+        done: number of the last call that was tried, so the queue is idle if it equals ``queued``.
     """
 
-    def __init__(self, tier: Tier, complain: Callable[[str, TierError], None]) -> None:
+    def __init__(self, tier: Tier, warn: Callable[[str, TierError], None]) -> None:
         self._tier = tier
-        self._complain = complain
+        self._warn = warn
         self._thread = ThreadPoolExecutor(1, f"kvstore-order-{tier.name}")
         self._changed = threading.Condition()
         self._waiting: deque[_Removal] = deque()  # a sweep, then removals, or only one of them
         self._under_way: _Removal | None = None
         self._is_closed = False
         self.queued = 0
-        self._done = 0
+        self.done = 0
 
     @property
     def pending(self) -> int:
@@ -112,8 +113,8 @@ class RemovalQueue:
     def wait(self, number: int, timeout_s: float | None = None) -> bool:
         """Wait until the calls up to a number have been tried; False after a time-out or ``close``."""
         with self._changed:
-            self._changed.wait_for(lambda: self._done >= number or self._is_closed, timeout_s)
-            return self._done >= number
+            self._changed.wait_for(lambda: self.done >= number or self._is_closed, timeout_s)
+            return self.done >= number
 
     def close(self) -> None:
         """Drop what waits, and end the thread; a call under way ends within the tier's deadline."""
@@ -161,7 +162,7 @@ class RemovalQueue:
         finally:  # also if it raises, because others wait for this one
             with self._changed:
                 self._under_way = None
-                self._done = removal.number
+                self.done = removal.number
                 self._changed.notify_all()
             _call(removal.then)
 
@@ -176,7 +177,7 @@ class RemovalQueue:
                 for ref in part:
                     del removal.refs[ref]
                 self._add(removal)  # only removals are the last to wait, so it is the first again
-                removal = _Removal(part, number=self._done)
+                removal = _Removal(part, number=self.done)
             self._under_way = removal
             return removal
 
@@ -203,7 +204,7 @@ class RemovalQueue:
         except ClosedError:
             pass  # a write that hung has ended after ``close``; the next start finds its file
         except TierError as error:
-            self._complain(what, error)
+            self._warn(what, error)
             return False
         return True
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
+from kvstore.format.chunkfile import chunk_name
 from kvstore.model.chunks import ChunkRef
 from kvstore.testing import BoundedTierConformance
 from kvstore.testing.harness import MINE
 from kvstore.tiers.base import BoundedTier, Tier, TierSetup
-from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk.striped import open_folders
 from kvstore.tiers.guards import GuardOptions, guarded
 
@@ -47,7 +47,7 @@ class TestTwoFolders(BoundedTierConformance):
         return [self.folder / f"disk{number}" for number in range(self.num_folders)]
 
     def paths(self, ref: ChunkRef) -> list[Path]:
-        paths = (folder / MINE.id.hex() / _folder.chunk_name(ref) for folder in self.folders())
+        paths = (folder / MINE.id.hex() / chunk_name(ref) for folder in self.folders())
         return [path for path in paths if path.exists()]
 
 

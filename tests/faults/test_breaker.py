@@ -50,9 +50,9 @@ def test_the_breaker_opens_after_failures_in_a_row() -> None:
     assert bench.breaker.get([transfer(0)]) == [HIT]
     break_down(bench.tier)
     bench.fail(2)
-    assert not bench.breaker.is_open
+    assert bench.breaker.answers
     bench.fail(1)
-    assert bench.breaker.is_open
+    assert not bench.breaker.answers
 
 
 def test_an_open_breaker_answers_without_the_tier() -> None:
@@ -72,7 +72,7 @@ def test_batches_that_fail_as_a_whole_open_it_too() -> None:
     bench.tier.put_outcome = FAILED
     for _ in range(3):
         assert bench.breaker.put([transfer(7), transfer(8)]) == [FAILED, FAILED]
-    assert bench.breaker.is_open
+    assert not bench.breaker.answers
 
 
 def test_what_memory_may_have_answered_proves_nothing() -> None:
@@ -87,7 +87,7 @@ def test_what_memory_may_have_answered_proves_nothing() -> None:
     assert bench.breaker.put([transfer(5)]) == [FULL]
     break_down(bench.tier)
     bench.fail(1)
-    assert bench.breaker.is_open
+    assert not bench.breaker.answers
 
 
 def test_a_lookup_that_memory_answers_is_no_probe() -> None:
@@ -224,7 +224,7 @@ def test_puts_of_an_epoch_that_is_over_prove_nothing() -> None:
     bench.breaker.reset(NAMESPACE)
     for _ in range(5):
         assert bench.breaker.put([old, old]) == [FAILED, FAILED]
-    assert not bench.breaker.is_open
+    assert bench.breaker.answers
     assert bench.breaker.put([old, transfer(1)._replace(namespace_id=NAMESPACE.id)]) == [FAILED, STORED]
 
 
@@ -239,10 +239,10 @@ def test_puts_that_a_clear_overtakes_prove_nothing(monkeypatch: pytest.MonkeyPat
         patch.setattr(bench.tier, "clear", lambda: bench.breaker.put([transfer(0)]))
         for _ in range(5):
             bench.breaker.clear()
-    assert not bench.breaker.is_open
+    assert bench.breaker.answers
     for _ in range(3):
         bench.breaker.put([transfer(0)])
-    assert bench.breaker.is_open
+    assert not bench.breaker.answers
 
 
 def test_clear_goes_through_an_open_breaker() -> None:
@@ -384,10 +384,10 @@ def test_what_was_cleared_while_it_was_put_opens_no_breaker() -> None:
     for forget in (breaker.clear, lambda: breaker.reset(NAMESPACE)):
         tier.before_put = forget
         assert breaker.put([transfer(1)]) == [FAILED]
-        assert not breaker.is_open
+        assert breaker.answers
     tier.before_put = lambda: None
     breaker.put([transfer(1)])
-    assert breaker.is_open
+    assert not breaker.answers
 
 
 def test_an_open_breaker_lends_nothing() -> None:
@@ -403,5 +403,5 @@ def test_an_open_breaker_lends_nothing() -> None:
     clock.now_s += 5.0
     with tier_around.borrow([ref_of(1), ref_of(9)]) as loan:  # a probe, like any call
         assert loan.outcomes == [HIT, MISS]
-    assert not tier_around.is_open
+    assert tier_around.answers
     assert tier.lent == 0

@@ -198,7 +198,7 @@ def test_with_all_threads_stuck_calls_fail_at_once_until_one_returns(hanging: Ca
     bench = hanging(threads=2)
     pendings = [bench.time_out(transfer(n, fill=0)) for n in range(2)]
     for call in (lambda: bench.deadline.contains([ref_of(1)]), bench.deadline.scan, bench.deadline.clear):
-        with pytest.raises(TierError, match="all 2 threads hang in earlier calls") as caught:
+        with pytest.raises(TierError, match="all 2 threads are stuck in earlier calls") as caught:
             call()
         assert not isinstance(caught.value, TierTimeoutError), "its buffers are free"
     bench.gate.set()
@@ -217,7 +217,7 @@ def test_few_calls_may_wait_for_a_thread(hanging: Callable[..., Hanging]) -> Non
         running.append(pool.submit(bench.deadline.get, [transfer(1)]))
         while not bench.deadline._threads._work.qsize():
             time.sleep(0.001)
-        with pytest.raises(TierError, match="1 calls wait already"):
+        with pytest.raises(TierError, match="1 calls are waiting already"):
             bench.deadline.get([transfer(2)])
         bench.gate.set()
         assert [future.result(HANG_GUARD_S) for future in running] == [[HIT], [HIT]]
@@ -232,7 +232,7 @@ def test_closing_a_hung_tier_gives_up_and_says_so(
     bench.tier.close = lambda: bench.gate.wait(HANG_GUARD_S)  # type: ignore[method-assign,assignment]
     bench.deadline.close()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "does not close within" in caplog.text
+    assert "did not close within" in caplog.text
     bench.deadline.close()
     for call in (bench.deadline.scan, bench.deadline.clear, lambda: bench.deadline.get([transfer(1)])):
         with pytest.raises(ClosedError):

@@ -274,7 +274,7 @@ def test_a_guarded_tier_survives_a_disk_that_hangs(caplog: pytest.LogCaptureFixt
         with pytest.raises(TierTimeoutError) as caught:
             disk.get([transfer(1)])
         pendings.append(caught.value.pending)
-    assert disk.is_open
+    assert not disk.answers
     disk.remove([ref_of(0)])
     faulty.heal()
     for pending in pendings:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvstore.format.chunkfile import chunk_name
 from kvstore.testing import BoundedTierConformance, buffers, harness, partial_reads, threads
 from kvstore.testing.harness import MINE
-from kvstore.tiers.disk import folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,7 +38,7 @@ class DiskFiles(BoundedTierConformance):
         return sum(path.stat().st_size for path in files)
 
     def path(self, ref: ChunkRef) -> Path:
-        return self.folder / MINE.id.hex() / folder.chunk_name(ref)
+        return self.folder / MINE.id.hex() / chunk_name(ref)
 
 
 def let_some_shrink(monkeypatch: pytest.MonkeyPatch) -> None:

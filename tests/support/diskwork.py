@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.format import chunkfile
+from kvstore.format.chunkfile import chunk_name
 from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.tiers.base import Tier, Transfer
-from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk.tier import DiskTier
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def bytes_on_disk(*folders: Path) -> int:
 
 
 def path_of(folder: Path, ref: ChunkRef, namespace: Namespace = MINE) -> Path:
-    return folder / namespace.id.hex() / _folder.chunk_name(ref)
+    return folder / namespace.id.hex() / chunk_name(ref)
 
 
 def flip(path: Path, offset: int) -> None:

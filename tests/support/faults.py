@@ -21,7 +21,7 @@ import xxhash
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import InvalidCallError, TierError
 from kvstore.tiers.base import Tier, Transfer
-from kvstore.tiers.guards.base import TierWrapper
+from kvstore.tiers.guards.guard import TierWrapper
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence

@@ -21,6 +21,7 @@ from support.rig import Rig, tokens_of
 from kvstore.engine.options import RemoteOptions
 from kvstore.engine.requests import hash_tokens
 from kvstore.format.pack import END_MAGIC, PARTIAL_SUFFIX, Shard, open_pack
+from kvstore.format.trailrecords import TrailNote
 from kvstore.index.plans import chunk_refs
 from kvstore.model.chunks import Outcome
 from kvstore.model.errors import ConfigError, FolderOwnedError
@@ -28,7 +29,6 @@ from kvstore.model.keys import NO_EXTRAS, Namespace, PrefixHasher
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.disk.tier import DiskTier
-from kvstore.tiers.disk.trails import TrailNote
 from kvstore.tiers.pack import PackTier
 from kvstore.tools.pack import Source, Target, export, import_pack
 

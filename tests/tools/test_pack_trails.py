@@ -23,11 +23,11 @@ from kvstore.engine.engine import CacheEngine
 from kvstore.engine.options import RemoteOptions
 from kvstore.engine.requests import hash_tokens
 from kvstore.format.pack import PARTIAL_SUFFIX, TRAILS_MAGIC, PackWriter, Shard, open_pack
+from kvstore.format.trailrecords import TRAILS_FILE
 from kvstore.index.plans import chunk_refs
 from kvstore.model.chunks import ChunkRef, Outcome, chunk_of
 from kvstore.model.keys import NO_EXTRAS, PREFIX_KEY_BYTES, Namespace
 from kvstore.tiers.base import MAX_NEAREST, Transfer
-from kvstore.tiers.disk.folder import TRAILS_FILE
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.pack import PackTier
 from kvstore.tools.pack import Source, Target, export, import_pack
@@ -283,7 +283,7 @@ def test_the_chunks_of_several_workers_have_one_trail(tmp_path: Path, run_json: 
 
 def test_few_chunks_of_many_keep_their_trails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The age of their notes does not matter."""
-    monkeypatch.setattr("kvstore.tiers.disk.trails._SLACK", 0)
+    monkeypatch.setattr("kvstore.format.trailrecords._SLACK", 0)
     folder = stored(tmp_path / "disk", [ONE, *OTHERS])
     export(Source(folder), tmp_path / "a.kvpack", refs=refs_of(ONE)[:1])
     with open_pack(tmp_path / "a.kvpack") as pack:

@@ -31,9 +31,9 @@ from kvstore.adapters.vllm.plugin import CONNECTOR_NAME
 from kvstore.config import load_config
 from kvstore.config.sources import FILE_VARIABLES
 from kvstore.engine.opening import open_directory
+from kvstore.format.chunkfile import chunk_name
 from kvstore.model.errors import ConfigError, KVStoreError
 from kvstore.tiers import READ_ONLY, tier_behind
-from kvstore.tiers.disk.folder import chunk_name
 
 if TYPE_CHECKING:
     from vllm.tokenizers import TokenizerLike

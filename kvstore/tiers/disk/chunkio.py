@@ -21,12 +21,11 @@ import numpy as np
 
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Damage
-from kvstore.format.wholeio import read_whole, write_whole
+from kvstore.format.wholeio import FILE_MODE, read_whole, write_whole
 from kvstore.model.chunks import ByteArray, ChunkRef
 from kvstore.model.keys import ChunkKey
 from kvstore.model.layout import ALIGNMENT_BYTES, KVLayout, round_up
 from kvstore.tiers.base import Transfer, payload_view
-from kvstore.tiers.disk.folder import opened
 from kvstore.tiers.disk.shared_reads import SharedReads
 
 PIECE_BYTES = 8 << 20  # for shorter chunks, handing over to another thread would cost more than the checksums
@@ -34,10 +33,18 @@ SUM_THREADS = 2
 
 
 class Body(NamedTuple):
-    """A checked transfer: its buffer, cut to the bytes after the header, and True if its I/O can be direct."""
+    """Checked transfer.
+
+    Attributes:
+        ref: the chunk.
+        array: the buffer, cut to the bytes after the header.
+        payload_bytes: of the chunk; padding follows in ``array``.
+        is_aligned: its I/O can be direct.
+    """
 
     ref: ChunkRef
     array: ByteArray
+    payload_bytes: int
     is_aligned: bool
 
 
@@ -87,10 +94,10 @@ class ChunkIO:
         Raises:
             InvalidCallError: names the violation.
         """
-        payload_view(self._layout, transfer)
+        payload = payload_view(self._layout, transfer)
         ref, buffer = transfer.ref, transfer.buffer
         is_aligned = buffer.ctypes.data % ALIGNMENT_BYTES == 0
-        return Body(ref, buffer[: self._body_bytes[ref.num_blocks]], is_aligned)
+        return Body(ref, buffer[: self._body_bytes[ref.num_blocks]], len(payload), is_aligned)
 
     def may_be(self, num_blocks: int, size_bytes: int) -> bool:
         """Tell if the file of a chunk of ``num_blocks`` blocks can have that size."""
@@ -114,10 +121,13 @@ class ChunkIO:
             return Damage.NOT_A_CHUNK
         if not self.may_be(body.ref.num_blocks, status.st_size):
             return Damage.SIZE
-        with opened(path, os.O_RDONLY | os.O_NOFOLLOW | self._direct_flag(body)) as fd:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | self._direct_flag(body))
+        try:
             damage = self._read_file(fd, status.st_size, body, layers)
             if damage is None:
                 touch(fd, used_ns)
+        finally:
+            os.close(fd)
         return damage
 
     def _read_file(self, fd: int, size_bytes: int, body: Body, layers: range | None) -> Damage | None:  # noqa: ARG002
@@ -144,7 +154,8 @@ class ChunkIO:
         Raises:
             OSError: the system refused; the file's content is undefined.
         """
-        with opened(path, os.O_WRONLY | os.O_CREAT | self._direct_flag(chunk.body)) as fd:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | self._direct_flag(chunk.body), FILE_MODE)
+        try:
             if chunk.image is not None:
                 write_whole(fd, [chunk.image.data], 0)
             else:
@@ -152,11 +163,12 @@ class ChunkIO:
             if os.fstat(fd).st_size != chunk.size_bytes:
                 os.ftruncate(fd, chunk.size_bytes)
             touch(fd, used_ns)
+        finally:
+            os.close(fd)
 
     def _write_body(self, fd: int, body: Body) -> None:
         """Write header and body. The first piece of a large body is written last, as the header has the checksums."""
-        num_blocks = body.ref.num_blocks
-        body.array[self._layout.payload_bytes(num_blocks) :] = 0
+        body.array[body.payload_bytes :] = 0
         sums = self._sum_up(body, range(self._layout.num_layers))
         first = min(PIECE_BYTES, len(body.array))  # written with the header
         if first < len(body.array):

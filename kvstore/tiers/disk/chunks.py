@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from kvstore.format.chunkfile import chunk_name
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import TierError
 from kvstore.model.keys import Namespace, PrefixKey
@@ -24,7 +25,6 @@ from kvstore.tiers.disk.folder import (
     LAYOUT_FILE,
     NAMESPACE_FILE,
     NO_ROOM,
-    chunk_name,
     reason,
 )
 from kvstore.tiers.disk.space import Space
@@ -46,7 +46,7 @@ class Chunks:
         namespace: of the chunks.
         layout: of the chunks.
         space: counts the bytes of their files; its lock is the tier's.
-        complain: logs a cause and a message.
+        warn: logs a cause and a message.
 
     Attributes:
         namespace: of the chunks, until ``enter``.
@@ -60,7 +60,7 @@ class Chunks:
         namespace: Namespace,
         layout: KVLayout,
         space: Space,
-        complain: Callable[[str, str], None],
+        warn: Callable[[str, str], None],
     ) -> None:
         self.namespace = namespace
         self.home = folder / namespace.id.hex()
@@ -69,10 +69,10 @@ class Chunks:
         self._layout = layout
         self._space = space
         self._changed = space.changed
-        self._complain = complain
+        self._warn = warn
         self._held: dict[ChunkRef, Held] = {}
         self._serials = itertools.count()
-        self._condemned: dict[Path, int] = {}  # homes from before a reset that must be deleted, and their bytes
+        self._former_homes: dict[Path, int] = {}  # homes from before a reset that must be deleted, and their bytes
 
     def get(self, ref: ChunkRef) -> Held | None:
         """Return the record of a chunk; None if it is not held."""
@@ -126,7 +126,8 @@ class Chunks:
                 self.make_home()
                 final.parent.mkdir(mode=FOLDER_MODE, exist_ok=True)
                 path.rename(final)
-            self._space.overwritten(final)
+            if self._space.stuck_files:
+                self._space.overwritten(final)
             self._held[ref] = Held(next(self._serials), used_ns, size_bytes)
             return True
 
@@ -156,7 +157,7 @@ class Chunks:
             self._space.delete(path, held.size_bytes)
         return True
 
-    def clear(self, condemned: Path | None = None) -> None:
+    def clear(self, former_home: Path | None = None) -> None:
         """Remove every chunk and delete the files, or delete a home from before a reset.
 
         The folder is renamed first, so that it is unreachable in one step, also for the next start.
@@ -168,40 +169,41 @@ class Chunks:
             # Not named by the time, because a clock that jumps can repeat a name.
             dead = self._folder / f"{DEAD_PREFIX}{next(self._serials)}"
             try:
-                (condemned or self.home).rename(dead)
+                (former_home or self.home).rename(dead)
             except FileNotFoundError:
                 pass
             except OSError as error:
                 raise TierError(f"cannot clear {self._folder}: {reason(error)}") from error
-            dead_bytes = self._condemned.pop(condemned, 0) if condemned else self._forget_all()
+            dead_bytes = self._former_homes.pop(former_home, 0) if former_home else self._forget_all()
             self._space.leave(dead_bytes)
         shutil.rmtree(dead, ignore_errors=True)
         self._space.left(dead_bytes, dead_bytes - survey.tree_bytes(dead))
 
     def enter(self, namespace: Namespace) -> None:
-        """Drop every chunk and hold later ones under another namespace. ``bury`` deletes the old files."""
+        """Drop every chunk and enter another namespace. ``delete_former_homes`` deletes the old files."""
         with self._changed:
             old = self.home
             self.namespace = namespace
             self.home = self._folder / namespace.id.hex()
-            self._condemned[old] = self._forget_all()
+            self._former_homes[old] = self._forget_all()
 
-    def tidy(self) -> None:
+    def retry_failed(self) -> None:
         """Try again what failed before: to delete the files from before a reset, and to rename those of dropped chunks.
 
         Raises:
             TierError: the folder still holds files from before a reset.
         """
-        self.bury()
-        self._space.move_stuck()
+        self.delete_former_homes()
+        if self._space.stuck_files:
+            self._space.move_stuck()
 
-    def bury(self) -> None:
+    def delete_former_homes(self) -> None:
         """Delete the files from before a reset.
 
         Raises:
             TierError: the folder refused.
         """
-        for home in list(self._condemned):
+        for home in list(self._former_homes):
             self.clear(home)
 
     def forget(self) -> int:
@@ -250,5 +252,5 @@ class Chunks:
             self._space.used_bytes -= held.size_bytes
         except OSError as error:  # still there, so still counted until it is renamed, or the next start finds it
             self._space.add_stuck(self.path(ref), held.size_bytes)
-            self._complain("rename", f"cannot remove a chunk: {reason(error)}")
+            self._warn("rename", f"cannot remove a chunk: {reason(error)}")
         return None

@@ -22,13 +22,13 @@ import os
 import re
 import shutil
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
-from kvstore.model.chunks import ChunkRef
+from kvstore.format.trailrecords import TRAILS_FILE
+from kvstore.format.wholeio import FILE_MODE
 from kvstore.model.errors import ConfigError, FolderOwnedError
-from kvstore.model.keys import NAMESPACE_ID_BYTES, PREFIX_KEY_BYTES
+from kvstore.model.keys import NAMESPACE_ID_BYTES
 from kvstore.model.layout import ALIGNMENT_BYTES
 
 FREE_NAME = ".free"
@@ -37,28 +37,11 @@ NAMESPACE_FILE = "namespace.json"
 LAYOUT_FILE = "layout.json"
 GEOMETRY_FILE = "geometry.json"  # only in the folders of a cache server's namespaces
 LOCK_FILE = ".lock"
-TRAILS_FILE = "trails"
 NOTES = frozenset({NAMESPACE_FILE, LAYOUT_FILE, TRAILS_FILE})
 FOLDER_MODE = 0o700  # KV reveals the prompts
-FILE_MODE = 0o600
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 NAMESPACE_NAME = re.compile(rf"[0-9a-f]{{{2 * NAMESPACE_ID_BYTES}}}")
 SHARD_NAME = re.compile("[0-9a-f]{2}")
-_CHUNK_NAME = re.compile(rf"([0-9a-f]{{{2 * PREFIX_KEY_BYTES}}})-([1-9][0-9]{{0,8}})\.safetensors")
-
-
-def chunk_name(ref: ChunkRef) -> str:
-    """Return the path of a chunk's file inside the folder of its namespace."""
-    key = ref.prefix_key.hex()
-    return f"{key[:2]}/{key}-{ref.num_blocks}.safetensors"
-
-
-def parse_chunk_name(shard: str, name: str) -> ChunkRef | None:
-    """Return the chunk of a file ``name`` in the folder ``shard``, or None if it is no chunk's name."""
-    match = _CHUNK_NAME.fullmatch(name)
-    if match is None or not name.startswith(shard):
-        return None
-    return ChunkRef(bytes.fromhex(match[1]), int(match[2]))
 
 
 def make_folder(folder: Path) -> None:
@@ -76,20 +59,6 @@ def make_folder(folder: Path) -> None:
 def unusable(folder: Path, error: OSError) -> ConfigError:
     """Return the error for a folder in which the tier cannot work at all."""
     return ConfigError(f"the disk folder {folder} cannot be used: {reason(error)}; name a folder that can be written")
-
-
-@contextmanager
-def opened(path: Path, flags: int) -> Iterator[int]:
-    """Yield the descriptor of a file, and close it at the end.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
-    fd = os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def reason(error: OSError) -> str:

@@ -21,7 +21,8 @@ import numpy as np
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Damage
 from kvstore.format.images import MAX_HEADER_BYTES, Facts, check_image, infer_layout, read_facts
-from kvstore.format.wholeio import read_front, read_whole
+from kvstore.format.trailrecords import TrailNote
+from kvstore.format.wholeio import opened, read_front, read_whole
 from kvstore.model.chunks import ByteArray, ChunkRef
 from kvstore.model.errors import ConfigError, LayoutError
 from kvstore.model.keys import ChunkKey, Namespace, PrefixKey
@@ -32,12 +33,9 @@ from kvstore.tiers.disk.folder import (
     LAYOUT_FILE,
     LOCK_FILE,
     NAMESPACE_NAME,
-    chunk_name,
-    opened,
     reason,
 )
 from kvstore.tiers.disk.survey import names, read_namespace
-from kvstore.tiers.disk.trails import TrailNote
 
 _ASKED = 256  # headers that the layout is inferred from without a note
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a fifo must not block
@@ -96,7 +94,7 @@ class Inventory:
 
     def path(self, ref: ChunkRef) -> Path:
         """Return the path of a chunk's file, which exists if the chunk is in this folder."""
-        return self.home / chunk_name(ref)
+        return self.home / chunkfile.chunk_name(ref)
 
     def trails(self, held: Collection[PrefixKey]) -> dict[PrefixKey, bytes]:
         """Return the noted trails of chunks; none if the note cannot be read."""

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from kvstore.format.chunkfile import chunk_name
 from kvstore.format.codecs import open_codec
+from kvstore.format.trailrecords import TrailNote
 from kvstore.index.trails import Trails
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import TierError
@@ -26,7 +28,6 @@ from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk.chunkio import Body, ChunkIO
 from kvstore.tiers.disk.codedio import CodedIO
 from kvstore.tiers.disk.survey import names
-from kvstore.tiers.disk.trails import TrailNote
 from kvstore.tiers.foreign import ForeignTier
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class FolderReader(ForeignTier):
             TierError: a folder cannot be read.
         """
         self._check_open()
-        return [any(_is_file(home / _folder.chunk_name(ref)) for home in self._homes) for ref in refs]
+        return [any(_is_file(home / chunk_name(ref)) for home in self._homes) for ref in refs]
 
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         """See ``Tier``; only trails noted before the first call are known."""
@@ -93,7 +94,7 @@ class FolderReader(ForeignTier):
         outcome = Outcome.MISS
         for home in self._homes:
             for _ in range(_LOOKS):
-                found = self._read(home / _folder.chunk_name(body.ref), body)
+                found = self._read(home / chunk_name(body.ref), body)
                 if found is not Outcome.CORRUPT:
                     break
             if found is Outcome.HIT:
@@ -107,11 +108,11 @@ class FolderReader(ForeignTier):
         except (FileNotFoundError, NotADirectoryError):
             return Outcome.MISS
         except OSError as error:
-            self._complain("read", f"a chunk cannot be read: {_folder.reason(error)}")
+            self._warn("read", f"a chunk cannot be read: {_folder.reason(error)}")
             return Outcome.FAILED
         if damage is None:
             return Outcome.HIT
-        self._complain(damage.name, f"a chunk is damaged: {damage.value}")
+        self._warn(damage.name, f"a chunk is damaged: {damage.value}")
         return Outcome.CORRUPT
 
     def _read_trails(self) -> Trails:
@@ -123,12 +124,12 @@ class FolderReader(ForeignTier):
             except FileNotFoundError:
                 continue
             except OSError as error:
-                self._complain("trails", f"the note of trails cannot be read: {_folder.reason(error)}")
+                self._warn("trails", f"the note of trails cannot be read: {_folder.reason(error)}")
         trails = Trails()
         trails.add_all(found)
         return trails
 
-    def _complain(self, cause: str, what: str) -> None:
+    def _warn(self, cause: str, what: str) -> None:
         self._throttle.log(cause, "in the disk folder of another number of workers %s", what)
 
 

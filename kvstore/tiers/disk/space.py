@@ -74,6 +74,9 @@ class Space:
 
     ``used_bytes`` counts chunks, spare files, chunks of other namespaces, and files being written or deleted. The state
     changes only under ``changed``, the tier's lock. Methods that touch the disk must be called without it.
+
+    Attributes:
+        stuck_files: those of dropped chunks that could not be renamed, with their bytes.
     """
 
     def __init__(self, capacity_bytes: int, free_folder: Path, changed: threading.Condition) -> None:
@@ -85,7 +88,7 @@ class Space:
         self._leaving_bytes = 0
         self._spares = _Spares()
         self._foreign: list[tuple[Path, int]] = []  # newest first
-        self._stuck: dict[Path, int] = {}  # under the names of dropped chunks
+        self.stuck_files: dict[Path, int] = {}
 
     def new_path(self) -> Path:
         """Return a name in ``.free`` that this tier has never used."""
@@ -158,22 +161,22 @@ class Space:
 
     def add_stuck(self, path: Path, size_bytes: int) -> None:
         """Keep the counted file of a dropped chunk that could not be renamed. Needs the lock."""
-        self._stuck[path] = size_bytes
+        self.stuck_files[path] = size_bytes
 
     def overwritten(self, path: Path) -> None:
         """Note that another file has taken this name, which replaces a stuck file there. Needs the lock."""
-        self.used_bytes -= self._stuck.pop(path, 0)
+        self.used_bytes -= self.stuck_files.pop(path, 0)
 
     def forget_stuck(self) -> int:
         """Drop stuck files, whose whole folder is deleted; returns their bytes. Needs the lock."""
-        forgotten_bytes = sum(self._stuck.values())
-        self._stuck.clear()
+        forgotten_bytes = sum(self.stuck_files.values())
+        self.stuck_files.clear()
         return forgotten_bytes
 
     def move_stuck(self) -> None:
         """Try again to turn some stuck files into spare ones, as their bytes would be lost until the next start."""
         with self.changed:
-            for path, size_bytes in list(islice(self._stuck.items(), TRIM_FILES)):
+            for path, size_bytes in list(islice(self.stuck_files.items(), TRIM_FILES)):
                 spare = self.new_path()
                 try:
                     path.rename(spare)
@@ -182,7 +185,7 @@ class Space:
                 except OSError:
                     return
                 else:
-                    del self._stuck[path]
+                    del self.stuck_files[path]
                     self.add_spare(spare, size_bytes)
 
     def add_foreign(self, chunks: Iterable[tuple[Path, int]]) -> None:

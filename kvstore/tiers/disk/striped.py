@@ -213,7 +213,7 @@ class StripedTier(BoundedTier):
         try:
             return self._tiers[place].contains([ref]) == [True]
         except TierError as error:
-            self._complain(place, error)
+            self._warn(place, error)
             return False
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
@@ -222,12 +222,7 @@ class StripedTier(BoundedTier):
         Raises:
             TierTimeoutError: a folder did not answer in time, and may still write to its chunk's buffer.
         """
-
-        def get(transfer: Transfer) -> Outcome:
-            outcome = self._ask(self._place(transfer.ref), lambda tier: tier.get([transfer]))
-            return self.counters.count(outcome, self.size_of(transfer.ref))
-
-        return self._each(transfers, get)
+        return self._each(transfers, self._get)
 
     @property
     def reads_layers(self) -> bool:
@@ -241,13 +236,15 @@ class StripedTier(BoundedTier):
             TierTimeoutError: a folder did not answer in time, and may still write to its chunk's buffer.
         """
         check_layers(self._layout, layers)
+        return self._each(transfers, lambda transfer: self._get(transfer, layers))
+
+    def _get(self, transfer: Transfer, layers: range | None = None) -> Outcome:
+        ref, place = transfer.ref, self._place(transfer.ref)
+        if layers is None:
+            return self.counters.count(self._ask(place, lambda tier: tier.get([transfer])), self.size_of(ref))
+        outcome = self._ask(place, lambda tier: tier.get_layers([transfer], layers))
         is_last = layers.stop == self._layout.num_layers
-
-        def get(transfer: Transfer) -> Outcome:
-            outcome = self._ask(self._place(transfer.ref), lambda tier: tier.get_layers([transfer], layers))
-            return self.counters.count(outcome, self.layer_bytes(transfer.ref.num_blocks, layers), is_last=is_last)
-
-        return self._each(transfers, get)
+        return self.counters.count(outcome, self.layer_bytes(ref.num_blocks, layers), is_last=is_last)
 
     def layer_bytes(self, num_blocks: int, layers: range) -> int:
         """Return the bytes of these layers."""
@@ -275,7 +272,7 @@ class StripedTier(BoundedTier):
             try:
                 self._tiers[number].remove(leaving)
             except TierError as error:
-                self._complain(number, error)
+                self._warn(number, error)
 
     def clear(self) -> None:
         """Remove every chunk of the namespace, in every folder.
@@ -368,7 +365,7 @@ class StripedTier(BoundedTier):
         try:
             (outcome,) = call(self._tiers[place])
         except TierError as error:
-            self._complain(place, error)
+            self._warn(place, error)
             if isinstance(error, TierTimeoutError):
                 raise
             return Outcome.FAILED
@@ -385,29 +382,34 @@ class StripedTier(BoundedTier):
                 return self.counters.count(Outcome.FAILED, 0)
             self._putting.add(ref)
         place, outcome = self._place(ref), Outcome.FULL
-        try:
-            for _ in self._tiers:
-                outcome = self._ask(place, lambda tier: tier.put([transfer]))
-                if outcome is not Outcome.FULL or clears != self._clears:
-                    break
-                place = (place + 1) % len(self._tiers)
-        except TierTimeoutError as error:
-            ended: Future[list[Outcome]] = Future()
-
-            def end(late: Future[list[Outcome]]) -> None:
-                outcome = Outcome.FAILED
-                try:
-                    stored = Outcome.FAILED if late.cancelled() or late.exception() else late.result()[0]
-                    outcome = self._end_put(ref, place, clears, stored)
-                finally:  # a waiting caller keeps a slot for it
-                    ended.set_result([outcome])
-
-            error.pending.add_done_callback(end)
-            raise TierTimeoutError(str(error), ended) from error
-        except BaseException:
-            self._end_put(ref, place, clears, Outcome.FAILED)
-            raise
+        with ExitStack() as on_error:
+            on_error.callback(self._end_put, ref, place, clears, Outcome.FAILED)
+            try:
+                for _ in self._tiers:
+                    outcome = self._ask(place, lambda tier: tier.put([transfer]))
+                    if outcome is not Outcome.FULL or clears != self._clears:
+                        break
+                    place = (place + 1) % len(self._tiers)
+            except TierTimeoutError as error:
+                on_error.pop_all()
+                raise self._late_put(ref, place, clears, error) from error
+            on_error.pop_all()
         return self.counters.count(self._end_put(ref, place, clears, outcome), self.size_of(ref))
+
+    def _late_put(self, ref: ChunkRef, place: int, clears: int, timeout: TierTimeoutError) -> TierTimeoutError:
+        """Return the error to raise after a time-out, whose ``pending`` is done once the put has ended."""
+        ended: Future[list[Outcome]] = Future()
+
+        def end(late: Future[Sequence[Outcome]]) -> None:
+            outcome = Outcome.FAILED
+            try:
+                stored = Outcome.FAILED if late.cancelled() or late.exception() else late.result()[0]
+                outcome = self._end_put(ref, place, clears, stored)
+            finally:  # a waiting caller keeps a slot for it
+                ended.set_result([outcome])
+
+        timeout.pending.add_done_callback(end)
+        return TierTimeoutError(str(timeout), ended)
 
     def _end_put(self, ref: ChunkRef, place: int, clears: int, outcome: Outcome) -> Outcome:
         """Record the outcome of a put, and let other calls put the chunk again."""
@@ -435,9 +437,9 @@ class StripedTier(BoundedTier):
             try:
                 self._tiers[obsolete].remove([ref])
             except TierError as error:
-                self._complain(obsolete, error)
+                self._warn(obsolete, error)
         return Outcome.STORED if is_current else Outcome.FAILED
 
-    def _complain(self, number: int, error: TierError) -> None:
-        message = "a folder of the disk tier is out of service, its chunks count as missing: %s"
+    def _warn(self, number: int, error: TierError) -> None:
+        message = "a folder of the disk tier failed, its chunks count as missing: %s"
         self._throttle.log(str(number), message, error)

@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from kvstore.format.chunkfile import parse_chunk_name
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import ConfigError
 from kvstore.model.keys import EPOCH_FIELD, Namespace
@@ -23,7 +24,6 @@ from kvstore.tiers.disk.folder import (
     NOTES,
     SHARD_NAME,
     delete,
-    parse_chunk_name,
 )
 
 _GIB = 1 << 30

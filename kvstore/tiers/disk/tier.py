@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvstore.format.codecs import open_codec
+from kvstore.format.trailrecords import TrailNote
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import ClosedError, ConfigError, TierError
 from kvstore.model.keys import Namespace, PrefixKey
@@ -38,7 +39,6 @@ from kvstore.tiers.disk.chunkio import Body, ChunkIO, Writable
 from kvstore.tiers.disk.chunks import Chunks
 from kvstore.tiers.disk.codedio import CodedIO
 from kvstore.tiers.disk.space import Space
-from kvstore.tiers.disk.trails import TrailNote
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +88,9 @@ class DiskTier(BoundedTier):
         self._io.namespace_id = namespace.id
         self._max_sizes = self._io.file_bytes
         self._changed = threading.Condition()
-        self._complain = _complaints(self._folder)
+        self._warn = _log_of(self._folder)
         self._space = Space(capacity_bytes, self._folder / _folder.FREE_NAME, self._changed)
-        self._chunks = Chunks(self._folder, namespace, layout, self._space, self._complain)
+        self._chunks = Chunks(self._folder, namespace, layout, self._space, self._warn)
         self._trails = TrailNote(layout)
         self._running = 0
         self._scanned = False
@@ -111,7 +111,7 @@ class DiskTier(BoundedTier):
         codec = setup.options.get("codec", "none")
         if not isinstance(folder, str | Path) or not isinstance(direct, bool | None) or not isinstance(codec, str):
             raise ConfigError(
-                "the disk tier needs the option 'folder', a path; its option 'direct' is a bool, 'codec' a name"
+                "the disk tier needs the option 'folder' (a path), and may have 'direct' (a bool) and 'codec' (a name)"
             )
         return cls(Path(folder), setup.namespace, setup.layout, setup.capacity_bytes, direct=direct, codec=codec)
 
@@ -171,7 +171,7 @@ class DiskTier(BoundedTier):
             try:
                 return self._trails.read(self._chunks.home, self._chunks.keys())
             except OSError as error:
-                self._complain("trail", f"cannot read the note of trails: {_folder.reason(error)}")
+                self._warn("trail", f"cannot read the note of trails: {_folder.reason(error)}")
                 return {}
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
@@ -215,7 +215,7 @@ class DiskTier(BoundedTier):
         """
         bodies = [self._io.check(transfer) for transfer in transfers]
         with self._operation():
-            self._chunks.tidy()
+            self._chunks.retry_failed()
             with self._changed:  # both at one moment, as a later reset makes another generation
                 generation, namespace_id = self._chunks.generation, self._io.namespace_id
             outcomes = []
@@ -250,7 +250,7 @@ class DiskTier(BoundedTier):
             with self._changed:
                 self._io.namespace_id = namespace.id
                 self._chunks.enter(namespace)
-            self._chunks.bury()
+            self._chunks.delete_former_homes()
 
     def stored_bytes(self, num_blocks: int) -> int:
         """Return the file size of a chunk of ``num_blocks`` blocks; with a codec, the largest possible one."""
@@ -348,11 +348,11 @@ class DiskTier(BoundedTier):
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError as error:
-            self._complain("read", f"cannot read a chunk: {_folder.reason(error)}")
+            self._warn("read", f"cannot read a chunk: {_folder.reason(error)}")
             return Outcome.FAILED, 0
         if not self._chunks.discard(ref, held.serial) or damage is None:
             return Outcome.MISS, 0
-        self._complain(damage.name, f"removed a damaged chunk: {damage.value}")
+        self._warn(damage.name, f"removed a damaged chunk: {damage.value}")
         return Outcome.CORRUPT, 0
 
     def _put(self, body: Body, generation: int, trail: bytes) -> tuple[Outcome, int]:
@@ -368,7 +368,7 @@ class DiskTier(BoundedTier):
                     self._note_trail(trail)
             except OSError as error:
                 is_full = error.errno in _folder.NO_ROOM
-                self._complain("full" if is_full else "write", f"cannot write a chunk: {_folder.reason(error)}")
+                self._warn("full" if is_full else "write", f"cannot write a chunk: {_folder.reason(error)}")
                 outcome = Outcome.FULL if is_full else Outcome.FAILED
             return outcome, chunk.size_bytes
 
@@ -377,7 +377,7 @@ class DiskTier(BoundedTier):
             with suppress(FileNotFoundError):  # cleared meanwhile
                 self._trails.add(self._chunks.home, trail, len(self._chunks), self._chunks.keys)
         except OSError as error:
-            self._complain("trail", f"cannot note a trail: {_folder.reason(error)}")
+            self._warn("trail", f"cannot note a trail: {_folder.reason(error)}")
 
     def _store(self, chunk: Writable, generation: int) -> Outcome:
         """Write a chunk under a number, then give the file its name.
@@ -422,7 +422,7 @@ class DiskTier(BoundedTier):
                 raise TierError(str(error)) from error
 
 
-def _complaints(folder: Path) -> Callable[[str, str], None]:
+def _log_of(folder: Path) -> Callable[[str, str], None]:
     """Return a function that logs a cause and a message. It refers to no tier: in a cycle, a closed one would stay."""
     throttle = Throttle(logger)
     return lambda cause, what: throttle.log(cause, "the disk tier in %s %s", folder, what)

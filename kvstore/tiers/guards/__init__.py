@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from kvstore.tiers.abandonable_threads import AbandonableThreads
 from kvstore.tiers.base import Tier
-from kvstore.tiers.guards.base import TierWrapper, find, layers
 from kvstore.tiers.guards.breaker import BreakerState, CircuitBreaker
-from kvstore.tiers.guards.guard import Guard, Statistics
+from kvstore.tiers.guards.guard import Guard, Statistics, TierWrapper, find, layers
 
 __all__ = [
     "BreakerState",

@@ -20,8 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
@@ -29,8 +28,8 @@ from typing import TypeVar
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import InvalidCallError, TierError, TierTimeoutError
 from kvstore.model.keys import Namespace
-from kvstore.tiers.base import Loan, Tier, Transfer
-from kvstore.tiers.guards.base import TierWrapper
+from kvstore.tiers.base import Loan, Tier, Transfer, late_outcomes
+from kvstore.tiers.guards.guard import TierWrapper
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +166,9 @@ class CircuitBreaker(TierWrapper):
     ) -> None:
         super().__init__(inner)
         if failures < 1 or not probe_interval_s >= 0:
-            raise InvalidCallError(f"a breaker needs {failures=} of 1 at least and {probe_interval_s=} of 0 at least")
+            raise InvalidCallError(
+                f"a breaker needs failures >= 1 and probe_interval_s >= 0, got {failures} and {probe_interval_s}"
+            )
         self._max_failures = failures
         self._probe_interval_s = probe_interval_s
         self._clock = clock
@@ -183,13 +184,8 @@ class CircuitBreaker(TierWrapper):
 
     @property
     def answers(self) -> bool:
-        """False while it is open."""
-        return not self.is_open
-
-    @property
-    def is_open(self) -> bool:
-        """True if calls are answered without the tier."""
-        return self._state is not BreakerState.CLOSED
+        """False if calls are answered without the tier."""
+        return self._state is BreakerState.CLOSED
 
     @property
     def state(self) -> BreakerState:
@@ -250,7 +246,9 @@ class CircuitBreaker(TierWrapper):
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Forward; all ``FAILED`` while open. Chunks of a former epoch, or being removed, are also ``FAILED``."""
-        if transfers and not self._is_shut and not any(item.belongs_to(self._namespace_id) for item in transfers):
+        namespace_id = self._namespace_id
+        is_obsolete = namespace_id is not None and not any(item.belongs_to(namespace_id) for item in transfers)
+        if transfers and is_obsolete and not self._is_shut:
             return [Outcome.FAILED] * len(transfers)  # this proves nothing about the storage
         with self._passage() as passage:
             if passage is None:
@@ -262,22 +260,22 @@ class CircuitBreaker(TierWrapper):
                 passage.judge(outcomes)
             return _merge([transfer.ref in refused for transfer in transfers], Outcome.FAILED, outcomes)
 
-    def _put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+    def _put(self, transfers: Sequence[Transfer]) -> Sequence[Outcome]:
         """Store chunks. The removal of chunks that are stored, even after a time-out, is settled."""
-        refs = {transfer.ref for transfer in transfers}
 
-        def end(outcomes: Sequence[Outcome] = ()) -> None:
-            pairs = zip(transfers, outcomes, strict=False)
-            self._removals.end_put(refs, [item.ref for item, outcome in pairs if outcome is Outcome.STORED])
+        def end(outcomes: Sequence[Outcome]) -> None:
+            stored = [item.ref for item, outcome in zip(transfers, outcomes, strict=False) if outcome is Outcome.STORED]
+            self._removals.end_put({item.ref for item in transfers}, stored)
 
-        try:
-            outcomes = self.inner.put(transfers)
-        except TierTimeoutError as error:
-            error.pending.add_done_callback(lambda late: end(_answer_of(late)))
-            raise
-        except BaseException:
-            end()
-            raise
+        with ExitStack() as on_error:
+            on_error.callback(end, ())
+            try:
+                outcomes = self.inner.put(transfers)
+            except TierTimeoutError as error:
+                on_error.pop_all()
+                error.pending.add_done_callback(lambda late: end(late_outcomes(late)))
+                raise
+            on_error.pop_all()
         end(outcomes)
         return outcomes
 
@@ -328,7 +326,7 @@ class CircuitBreaker(TierWrapper):
             try:
                 self._remove_with_pending()
             except TierError as error:
-                logger.warning("chunks stay in the %s tier's old namespace: %s", self.name, error)
+                logger.warning("cannot remove chunks from the old namespace of the %s tier: %s", self.name, error)
             self._removals.forget(self._removals.refs())
 
     def close(self) -> None:
@@ -425,16 +423,17 @@ class CircuitBreaker(TierWrapper):
             TierError: all of them are pending now.
         """
         going = self._removals.begin_removal(refs)
-        try:
-            self.inner.remove(going)
-        except TierTimeoutError as error:
-            self._removals.add(going)
-            error.pending.add_done_callback(lambda _: self._removals.end_removal(going))
-            raise
-        except BaseException:
-            self._removals.add(going)
-            self._removals.end_removal(going)
-            raise
+        with ExitStack() as on_error:
+            on_error.callback(self._removals.end_removal, going)
+            on_error.callback(self._removals.add, going)  # called first
+            try:
+                self.inner.remove(going)
+            except TierTimeoutError as error:
+                on_error.pop_all()
+                self._removals.add(going)
+                error.pending.add_done_callback(lambda _: self._removals.end_removal(going))
+                raise
+            on_error.pop_all()
         self._removals.end_removal(going)
 
 
@@ -442,8 +441,3 @@ def _merge(is_left_out: Sequence[bool], answer: T, others: Sequence[T]) -> list[
     """Return the answers for a batch, with one answer for all chunks that were left out."""
     rest = iter(others)
     return [answer if is_out else next(rest) for is_out in is_left_out]
-
-
-def _answer_of(late: Future[Sequence[Outcome]]) -> Sequence[Outcome]:
-    """Return the outcomes of a put that timed out and has ended."""
-    return () if late.cancelled() or late.exception() is not None else late.result()

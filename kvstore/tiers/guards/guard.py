@@ -4,6 +4,9 @@ A system call that hangs cannot be cancelled, only abandoned. So calls run on th
 After the deadline the caller gets ``TierTimeoutError``, whose ``pending`` is done once the call has ended and its
 buffers are free again. Nothing is copied: the normal path costs one hand-over between threads (tens of microseconds),
 and after a time-out the caller sets its buffers aside.
+
+``TierWrapper`` is the base of every wrapper: a tier around a tier that keeps the same contract and forwards the calls
+that are not its concern. The idea is taken from py-key-value (``key_value/aio/wrappers``).
 """
 
 from __future__ import annotations
@@ -12,28 +15,183 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import ClosedError, InvalidCallError, KVStoreError, TierError, TierTimeoutError
-from kvstore.model.keys import Namespace
+from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.model.throttle import Throttle
 from kvstore.tiers.abandonable_threads import AbandonableThreads, start_aside
-from kvstore.tiers.base import Loan, Tier, Transfer
-from kvstore.tiers.guards.base import TierWrapper
+from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Loan, Tier, Transfer, end_late_loan
 
 logger = logging.getLogger(__name__)
 
+SomeTier = TypeVar("SomeTier", bound=Tier)
 Result = TypeVar("Result")
-Answers = TypeVar("Answers", bound=Sized)
 
 _SLOW: Final = frozenset({"scan", "trails", "clear"})  # reset and close are also slow, but run on separate threads
 _TIMED: Final = {"get": "get", "borrow": "get", "put": "put"}  # the operation that a call is timed as
 MAX_TIMES: Final = 4096  # of each operation, kept until they are taken
+
+
+class TierWrapper(BoundedTier):
+    """Wrapper that forwards every call to ``inner``, and shares its name, capacity and counters. Closes ``inner``.
+
+    A wrapper that treats all calls alike overrides ``_call``, through which all calls with possible I/O pass except
+    ``check`` and ``close``.
+
+    Around a tier without a bound, the calls that only a ``BoundedTier`` has raise ``InvalidCallError``.
+    """
+
+    def __init__(self, inner: Tier) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.capacity_bytes = inner.capacity_bytes if isinstance(inner, BoundedTier) else UNBOUNDED_BYTES
+        self.counters = inner.counters
+
+    def _call(self, operation: str, action: Callable[[], Result], num_asked: int | None = None) -> Result:  # noqa: ARG002 - for wrappers
+        """Carry out a call.
+
+        Args:
+            operation: name of the called method.
+            action: calls the inner tier.
+            num_asked: length of the list that the action must return; None if it returns no such list.
+        """
+        return action()
+
+    @property
+    def _bounded(self) -> BoundedTier:
+        """Wrapped tier, for the calls that only a tier with a bound has."""
+        if not isinstance(self.inner, BoundedTier):
+            raise InvalidCallError(f"the {self.name} tier has no bound, so it does not know how many bytes it holds")
+        return self.inner
+
+    def scan(self) -> list[tuple[ChunkRef, int]]:
+        """Forward."""
+        return self._call("scan", self._bounded.scan)
+
+    def trails(self) -> dict[PrefixKey, bytes]:
+        """Forward."""
+        return self._call("trails", self._bounded.trails)
+
+    @property
+    def parts(self) -> tuple[Tier, ...]:
+        """Parts of ``inner``, or this wrapper if ``inner`` is its own only part."""
+        parts = self.inner.parts
+        return (self,) if parts == (self.inner,) else parts
+
+    @property
+    def answers(self) -> bool:
+        """Forward."""
+        return self.inner.answers
+
+    def check(self) -> None:
+        """Forward."""
+        self.inner.check()
+
+    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+        """Forward."""
+        return self._call("contains", lambda: self.inner.contains(refs), len(refs))
+
+    @property
+    def keeps_trails(self) -> bool:
+        """Forward."""
+        return self.inner.keeps_trails
+
+    def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
+        """Forward."""
+        return self._call("nearest", lambda: self.inner.nearest(trails), len(trails))
+
+    def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Forward."""
+        return self._call("get", lambda: self.inner.get(transfers), len(transfers))
+
+    @property
+    def reads_layers(self) -> bool:
+        """Forward."""
+        return self.inner.reads_layers
+
+    def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
+        """Forward."""
+        return self._call("get_layers", lambda: self.inner.get_layers(transfers, layers), len(transfers))
+
+    @property
+    def reads_fronts(self) -> bool:
+        """Forward."""
+        return self.inner.reads_fronts
+
+    @property
+    def lends(self) -> bool:
+        """Forward."""
+        return self.inner.lends
+
+    def borrow(self, refs: Sequence[ChunkRef]) -> Loan:
+        """Forward."""
+        return self._call("borrow", lambda: self.inner.borrow(refs))
+
+    def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Forward."""
+        return self._call("put", lambda: self.inner.put(transfers), len(transfers))
+
+    def remove(self, refs: Iterable[ChunkRef]) -> None:
+        """Forward."""
+        fixed = tuple(refs)  # the caller's iterator may work only once, and not on another thread
+        self._call("remove", lambda: self.inner.remove(fixed))
+
+    def clear(self) -> None:
+        """Forward."""
+        self._call("clear", self.inner.clear)
+
+    def reset(self, namespace: Namespace) -> None:
+        """Forward."""
+        self._call("reset", lambda: self.inner.reset(namespace))
+
+    def drop_spares(self, wanted_bytes: int) -> None:
+        """Forward."""
+        bounded = self._bounded
+        self._call("drop_spares", lambda: bounded.drop_spares(wanted_bytes))
+
+    def stored_bytes(self, num_blocks: int) -> int:
+        """Forward."""
+        return self._bounded.stored_bytes(num_blocks)
+
+    def size_of(self, ref: ChunkRef) -> int:
+        """Forward."""
+        return self._bounded.size_of(ref)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Forward."""
+        return self._bounded.usable_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Forward."""
+        return self._bounded.used_bytes
+
+    def close(self) -> None:
+        """Forward."""
+        self.inner.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.inner!r})"
+
+
+def layers(tier: Tier) -> Iterator[Tier]:
+    """Yield the wrappers around a tier, the outermost first, and last the tier itself."""
+    while isinstance(tier, TierWrapper):
+        yield tier
+        tier = tier.inner
+    yield tier
+
+
+def find(tier: Tier, kind: type[SomeTier]) -> SomeTier | None:
+    """Return the outermost layer of a kind, or None."""
+    return next((layer for layer in layers(tier) if isinstance(layer, kind)), None)
 
 
 class Statistics(TierWrapper):
@@ -58,7 +216,7 @@ class Statistics(TierWrapper):
             self._times_s[operation].clear()
         return taken
 
-    def _call(self, operation: str, action: Callable[[], Result]) -> Result:
+    def _call(self, operation: str, action: Callable[[], Result], num_asked: int | None = None) -> Result:  # noqa: ARG002 - see Guard
         with self._observed(operation):
             return action()
 
@@ -116,7 +274,7 @@ class Guard(Statistics):
     ) -> None:
         super().__init__(inner)
         if not (timeout_s > 0 and slow_timeout_s > 0):
-            raise InvalidCallError(f"a deadline needs positive times, not {timeout_s=} {slow_timeout_s=}")
+            raise InvalidCallError(f"timeouts must be positive, got {timeout_s=} and {slow_timeout_s=}")
         self._timeout_s = timeout_s
         self._slow_timeout_s = slow_timeout_s
         self._lock = threading.Lock()
@@ -133,26 +291,6 @@ class Guard(Statistics):
         """Number of calls that timed out and have not ended yet."""
         return len(self._stuck)
 
-    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
-        """Forward within the deadline."""
-        return self._call("contains", lambda: self._complete(refs, self.inner.contains(refs)))
-
-    def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
-        """Forward within the deadline."""
-        return self._call("nearest", lambda: self._complete(trails, self.inner.nearest(trails)))
-
-    def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Forward within the deadline."""
-        return self._call("get", lambda: self._complete(transfers, self.inner.get(transfers)))
-
-    def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
-        """Forward within the deadline."""
-        return self._call("get_layers", lambda: self._complete(transfers, self.inner.get_layers(transfers, layers)))
-
-    def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Forward within the deadline."""
-        return self._call("put", lambda: self._complete(transfers, self.inner.put(transfers)))
-
     def borrow(self, refs: Sequence[ChunkRef]) -> Loan:
         """Forward within the deadline. A loan that arrives too late is ended at once.
 
@@ -163,7 +301,7 @@ class Guard(Statistics):
         try:
             return super().borrow(tuple(refs))
         except TierTimeoutError as error:
-            error.pending.add_done_callback(_end_late_loan)
+            error.pending.add_done_callback(end_late_loan)
             raise
 
     def reset(self, namespace: Namespace) -> None:
@@ -200,9 +338,9 @@ class Guard(Statistics):
         try:
             start_aside(self.name, "close", self.inner.close).result(self._slow_timeout_s)
         except TimeoutError:
-            logger.warning("the %s tier does not close within %s s: abandoned", self.name, self._slow_timeout_s)
+            logger.warning("the %s tier did not close within %s s and is abandoned", self.name, self._slow_timeout_s)
 
-    def _call(self, operation: str, action: Callable[[], Result]) -> Result:
+    def _call(self, operation: str, action: Callable[[], Result], num_asked: int | None = None) -> Result:
         timeout_s = self._slow_timeout_s if operation in _SLOW else self._timeout_s
         with self._observed(operation):
             with self._lock:
@@ -210,7 +348,7 @@ class Guard(Statistics):
                     raise ClosedError(f"the {self.name} tier was closed")
                 if not self._late_reset.done():
                     raise TierError(f"{operation} of the {self.name} tier: an earlier reset has not ended")
-                future = self._threads.submit(operation, lambda: self._attempt(operation, action))
+                future = self._threads.submit(operation, lambda: self._attempt(operation, action, num_asked))
             try:
                 return future.result(timeout_s)
             except TimeoutError as error:
@@ -227,17 +365,20 @@ class Guard(Statistics):
         future.add_done_callback(self._stuck.discard)  # runs at once if the call has just ended
         return TierTimeoutError(f"{operation} of the {self.name} tier took longer than {timeout_s} s", future)
 
-    def _attempt(self, operation: str, action: Callable[[], Result]) -> Result:
-        """Carry out a call on its thread; an error that is not kvstore's becomes a ``TierError``."""
+    def _attempt(self, operation: str, action: Callable[[], Result], num_asked: int | None = None) -> Result:
+        """Carry out a call on its thread, and check the length of its answer.
+
+        Every exception becomes a ``TierError``, because the tier may be another package's and raise anything.
+        """
         try:
-            return action()
+            return self._complete(action(), num_asked)
         except KVStoreError:
             raise
         except Exception as error:
             kind = type(error).__name__
             self._throttle.log(
                 f"{operation} {kind}",
-                "a defect: %s of the %s tier raised %s, which counts as a failure of the tier",
+                "%s of the %s tier raised an unexpected %s, which counts as a failure of the tier",
                 operation,
                 self.name,
                 kind,
@@ -246,12 +387,7 @@ class Guard(Statistics):
             )
             raise TierError(f"{operation} of the {self.name} tier raised {kind}: {error}") from error
 
-    def _complete(self, asked: Sized, answers: Answers) -> Answers:
-        if len(answers) != len(asked):
-            raise TierError(f"the {self.name} tier answers about {len(answers)} chunks instead of {len(asked)}")
+    def _complete(self, answers: Result, num_asked: int | None) -> Result:
+        if num_asked is not None and (num_answers := len(cast(Sized, answers))) != num_asked:
+            raise TierError(f"the {self.name} tier answered for {num_answers} chunks, not for {num_asked}")
         return answers
-
-
-def _end_late_loan(lending: Future[Loan]) -> None:
-    if not lending.cancelled() and lending.exception() is None:
-        lending.result().end()

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.format.chunkfile import Damage
+from kvstore.format.chunkfile import Damage, chunk_name
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import ClosedError, TierError
 from kvstore.model.keys import Namespace
 from kvstore.testing.harness import EVEN, MINE, OTHER, make_buffer, make_payload, make_ref, make_transfer
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.disk.chunkio import Body, ChunkIO
-from kvstore.tiers.disk.folder import chunk_name
 from kvstore.tiers.disk.reader import FolderReader
 from kvstore.tiers.disk.tier import DiskTier
 

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 from support.diskwork import CHUNK_BYTES, MINE, OTHER, Open, bytes_on_disk, cut, get, make_ref, path_of, put
 
-from kvstore.format.chunkfile import Damage
+from kvstore.format.chunkfile import Damage, chunk_name
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.layout import KVLayout
-from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk import survey
 from kvstore.tiers.disk.chunkio import Body, ChunkIO
 from kvstore.tiers.disk.tier import DiskTier
@@ -140,7 +139,7 @@ def test_many_names(tmp_path: Path) -> None:
         (home / f"{shard:02x}").mkdir(parents=True)
     for number in range(2_000):
         ref = ChunkRef((number % 256).to_bytes(1, "little") + number.to_bytes(15, "little"), 1)
-        fd = os.open(home / _folder.chunk_name(ref), os.O_CREAT | os.O_WRONLY)
+        fd = os.open(home / chunk_name(ref), os.O_CREAT | os.O_WRONLY)
         os.ftruncate(fd, 8192)
         os.close(fd)
     tier = DiskTier(tmp_path, MINE, tiny, 2_000 * 8192)
