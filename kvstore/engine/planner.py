@@ -15,12 +15,13 @@ from kvstore.engine.opening import OpenTiers, open_directory
 from kvstore.engine.options import EngineOptions, Shard
 from kvstore.engine.requests import Request
 from kvstore.index.index import ChunkIndex
-from kvstore.index.plans import NO_MATCH, LoadStep, Match, Place, all_refs, chunk_refs
+from kvstore.index.plans import NO_MATCH, LoadStep, Match, Place, TierState, all_refs, chunk_refs
 from kvstore.index.remote_view import RemoteAnswers, RemoteView
 from kvstore.model.chunks import ChunkRef, chunk_of
 from kvstore.model.errors import ClosedError
 from kvstore.model.keys import Namespace, PrefixHasher, PrefixKey
 from kvstore.model.layout import KVLayout
+from kvstore.tiers.base import Tier
 from kvstore.transfer.mover import LoadJob, LoadResult, StoreJob
 
 Result = TypeVar("Result")
@@ -217,12 +218,14 @@ class Planner:
 
     def complete_write(self, target: Place, ref: ChunkRef, stored: bool) -> None:
         """Take the result of a write to a slower tier. Thread-safe."""
-        size_bytes = self._tiers.size_on_disk(ref) if stored and target is Place.DISK else None
+        disk = self._tiers.disk if target is Place.DISK else None
+        size_bytes = disk.size_of(ref) if stored and disk is not None else None
         with self.lock:
-            self._note_tiers()
+            self.index.set_tiers(tier_state(self._tiers.disk, self._tiers.remote))
             self.index.complete_write(ref.prefix_key, target, stored=stored, size_bytes=size_bytes)
             self._remove_from_disk()
-            self._remove(Place.REMOTE, self.index.take_recalls())
+            if recalls := self.index.take_recalls():
+                self._remove(Place.REMOTE, recalls)
 
     def forget(self, hasher: PrefixHasher) -> int:
         """Forget the chunks of a sequence and those that hold its end, in every tier. Returns how many were here."""
@@ -279,15 +282,18 @@ class Planner:
     def _begin(self) -> None:
         """Bring the index up to date. Needs the lock."""
         self.check_open()
-        self.index.advance(time.monotonic())
-        self._note_tiers()
-
-    def _note_tiers(self) -> None:
-        """Update the index with the state of the tiers. Needs the lock."""
-        tiers = self._tiers
-        self.index.set_disk_answers(answers=tiers.disk_answers)
-        self.index.set_remote_answers(answers=tiers.remote_answers, keeps_trails=tiers.remote_keeps_trails)
+        self.index.advance(time.monotonic(), tier_state(self._tiers.disk, self._tiers.remote))
 
     def _remove_from_disk(self) -> None:
         """Remove evicted chunks from the disk. Needs the lock, so that removals keep the index's order there."""
-        self._remove(Place.DISK, self.index.take_removals())
+        if removals := self.index.take_removals():
+            self._remove(Place.DISK, removals)
+
+
+def tier_state(disk: Tier | None, remote: Tier | None) -> TierState:
+    """Return the state of a worker's slower tiers; None stands for a tier that does not exist."""
+    return TierState(
+        disk is None or disk.answers,
+        remote is None or remote.answers,
+        remote is not None and remote.keeps_trails,
+    )

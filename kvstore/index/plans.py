@@ -66,6 +66,26 @@ class MissReason(Enum):
     SWITCHED_OFF = "switched_off"  # loads are disabled, or not part of the engine's role
 
 
+class TierState(NamedTuple):
+    """State of the slower tiers, as far as it changes plans. A tier that does not exist answers.
+
+    Attributes:
+        disk_answers: False while chunks cannot be read from the disk. Writes continue, and fail at once until one of
+            them succeeds again.
+        remote_answers: False while the remote tier is neither asked nor read. Writes continue.
+        remote_keeps_trails: the remote tier is known to keep the trails of chunks sent there, so tails that a longer
+            chunk there holds are not sent.
+    """
+
+    disk_answers: bool = True
+    remote_answers: bool = True
+    remote_keeps_trails: bool = False
+
+    def joined(self, other: TierState) -> TierState:
+        """Return the state of the tiers of two workers together."""
+        return TierState(*(ours and theirs for ours, theirs in zip(self, other, strict=True)))
+
+
 class LoadStep(NamedTuple):
     """Load one chunk from its slot, or from a slower tier through that slot, into the paged cache.
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from kvstore.index.entries import Entry
     from kvstore.index.index import ChunkIndex
+    from kvstore.index.plans import TierState
     from kvstore.index.remote_view import RemoteView
     from kvstore.model.checkpoints import Checkpoints
     from kvstore.model.chunks import ChunkRef
@@ -31,7 +32,7 @@ class IndexModel(RuleBasedStateMachine):
     world: World
     stored: set[PrefixKey]
     keeps: bool
-    disk_answers: bool
+    tiers: TierState
     now_s: float
 
     def hasher(self, family: int, length: int) -> PrefixHasher:
@@ -120,7 +121,7 @@ class IndexModel(RuleBasedStateMachine):
         return whole, max(found, default=0)
 
     def is_sure(self, chunk: Entry) -> bool:
-        return (chunk.in_memory and self.keeps) or (chunk.disk is STORED and self.disk_answers)
+        return (chunk.in_memory and self.keeps) or (chunk.disk is STORED and self.tiers.disk_answers)
 
     def takes_in(self, chunk: Entry, tail: Entry) -> bool:
         """Tell if a chunk is in every tier that holds a tail, and stays at least as long."""

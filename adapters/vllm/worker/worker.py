@@ -28,7 +28,8 @@ from kvstore.adapters.vllm.worker.pushes import Pushes, PushOptions
 from kvstore.adapters.vllm.worker.verifier import Verifier
 from kvstore.engine.opening import log_device_bytes, open_tiers
 from kvstore.engine.options import EngineOptions
-from kvstore.index.plans import Place
+from kvstore.engine.planner import tier_state
+from kvstore.index.plans import Place, TierState
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.groups import Groups
 from kvstore.model.keys import Namespace, PrefixKey
@@ -129,7 +130,7 @@ class StoreWorker:
         self._counters = partial(_moved, self._mover, self._background)
         self._meter = WorkerMeter(self._tiers, self._counters)
         self._report = StepReport()
-        self._said_answers = (True, True, False)
+        self._reported_tiers = TierState()
         self._said_senders: Mapping[str, Progress] = {}
         self._failed_block_ids: set[int] = set()
         self._fetched_requests: set[str] = set()
@@ -354,7 +355,8 @@ class StoreWorker:
         self._ended_requests.update(ended)
 
     def _on_written(self, target: Place, ref: ChunkRef, stored: bool) -> None:
-        size_bytes = self._tiers.size_on_disk(ref) if stored and target is Place.DISK else None
+        disk = self._tiers.disk if target is Place.DISK else None
+        size_bytes = disk.size_of(ref) if stored and disk is not None else None
         self._written.append(Written(target, ref, stored, size_bytes))
 
     def _result_of(self, step: int) -> StepResult:
@@ -387,10 +389,8 @@ class StoreWorker:
         report, self._report = self._report, StepReport()
         while self._written:
             report.writes.append(self._written.popleft())
-        report.disk_answers, report.remote_answers = self._tiers.disk_answers, self._tiers.remote_answers
-        report.remote_keeps_trails = self._tiers.remote_keeps_trails
-        answers = report.disk_answers, report.remote_answers, report.remote_keeps_trails
-        changed, self._said_answers = answers != self._said_answers, answers
+        report.tiers = tier_state(self._tiers.disk, self._tiers.remote)
+        changed, self._reported_tiers = report.tiers != self._reported_tiers, report.tiers
         report.settled = self._pushes.take_settled()
         if not (report.has_news or changed):
             return None if report.computed is None else report

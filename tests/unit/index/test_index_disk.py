@@ -20,7 +20,7 @@ from support.invariants import check_invariants
 from support.uses import uses_of
 
 from kvstore.index.index import ChunkIndex
-from kvstore.index.plans import Place, StoreStep, chunk_refs, trails
+from kvstore.index.plans import Place, StoreStep, TierState, chunk_refs, trails
 from kvstore.index.remote_view import RemoteView
 from kvstore.model.keys import PrefixHasher
 
@@ -178,10 +178,10 @@ def test_nothing_is_promised_that_only_a_silent_disk_has() -> None:
     index = make(3, disk_chunks=4)
     index.adopt((ref, FULL_BYTES) for ref in refs_of(32))
     load(index, 16)
-    index.set_disk_answers(answers=False)
+    index.set_tiers(TierState(disk_answers=False))
     assert known_tokens(index, 32) == 16
     assert len(index.prepare_store(refs_of(16, 1))) == 1  # writes continue, as one of them will be the first to succeed
-    index.set_disk_answers(answers=True)
+    index.set_tiers(TierState())
     assert known_tokens(index, 32) == 32
 
 
@@ -191,7 +191,7 @@ def test_what_could_not_be_read_is_stored_again(*, disk_answers: bool) -> None:
     index = make(2, disk_chunks=4)
     store(index, CHUNK)
     store(index, 2 * CHUNK, seed=1)  # takes both slots, so the first chunk is only on disk now
-    index.set_disk_answers(answers=disk_answers)
+    index.set_tiers(TierState(disk_answers=disk_answers))
     if disk_answers:
         steps = index.prepare_load(refs_of(CHUNK))
         index.complete_load(steps, keys(steps), set())

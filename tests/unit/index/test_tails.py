@@ -23,7 +23,7 @@ from support.uses import uses_of
 
 from kvstore.index.index import ChunkIndex
 from kvstore.index.leases import Leases
-from kvstore.index.plans import MissReason, Place, StoreStep, chunk_refs, trails
+from kvstore.index.plans import MissReason, Place, StoreStep, TierState, chunk_refs, trails
 from kvstore.index.remote_view import RemoteView
 from kvstore.model.keys import PrefixHasher
 
@@ -91,7 +91,7 @@ def test_a_chunk_that_is_only_on_disk(way: str) -> None:
     if way == "unread":
         steps = index.prepare_load(refs_of(16))
         index.complete_load(steps, keys(steps), set())
-    index.set_disk_answers(answers=way != "silent")
+    index.set_tiers(TierState(disk_answers=way != "silent"))
     (step,) = offer(index, 8)
     assert (step.ref, step.targets) == (refs_of(8)[0], () if way == "answers" else (Place.DISK,))
     assert step.trail == b"".join(hasher_of(8).block_keys(0))
