@@ -19,12 +19,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from kvstore.index.entries import Entries
-from kvstore.index.leases import Leases, Uses
+from kvstore.index.leases import Leases
 from kvstore.index.loads import Loads
 from kvstore.index.lookup import Lookup
 from kvstore.index.plans import Place, TierState
 from kvstore.index.remote_view import RemoteView
-from kvstore.index.slots import Slots
+from kvstore.index.slots import Slots, Uses
 from kvstore.index.stores import StorePlanner
 from kvstore.index.writes import DiskWrites, RemoteSends
 from kvstore.model.checkpoints import Checkpoints
@@ -171,7 +171,7 @@ class ChunkIndex:
             self._uses.remove(self._chunks[key])
         for part in self._chunks.take_broken():  # includes parts of what has just expired
             self._uses.discard(part)
-        for lease_id in self._leases.take_expired(now_s):
+        for lease_id in self._leases.ends.take_due(now_s):
             self.release(lease_id)
 
     def set_tiers(self, tiers: TierState) -> None:

@@ -7,9 +7,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from kvstore.index.entries import GATHERING, MAX_HOLDERS, NO_SLOT, READY, STORED, UNREAD, Entries, Entry
-from kvstore.index.leases import Uses
 from kvstore.index.plans import Place, StoreStep
-from kvstore.index.slots import Slots
+from kvstore.index.slots import Slots, Uses
 from kvstore.index.writes import DiskWrites, RemoteSends
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.keys import PREFIX_KEY_BYTES, PrefixHasher, PrefixKey
