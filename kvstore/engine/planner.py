@@ -188,9 +188,10 @@ class Planner:
         hasher, blocks_per_chunk = request.hasher, self._layout.blocks_per_chunk
         refs = chunk_refs(hasher, with_tail=self._options.save_unfull_chunk)
         first = request.begin // self._layout.chunk_tokens
+        prefix = hasher.chunk_keys()[:first]
         with self.lock:
             self._begin()
-            steps = self.index.prepare_store(refs[first:], hasher.chunk_keys()[:first], hasher=hasher, ttl_s=ttl_s)
+            steps = self.index.prepare_store(refs[first:], prefix, hasher=hasher, ttl_s=ttl_s)
             self._remove_from_disk()
         where = {ref: number * blocks_per_chunk for number, ref in enumerate(refs[first:])}
         jobs = []
@@ -231,7 +232,7 @@ class Planner:
         """Forget the chunks of a sequence and those that hold its end, in every tier. Returns how many were here."""
         with self.lock:
             self._begin()
-            refs = [*all_refs(hasher), *self.index.longer(b"".join(hasher.block_keys(len(hasher.chunk_keys()))))]
+            refs = [*all_refs(hasher), *self.index.longer(hasher.trail(len(hasher.chunk_keys())))]
             count = self.index.remove(ref.prefix_key for ref in refs)
             self._remove_from_disk()
             self._remove(Place.REMOTE, refs)
@@ -244,7 +245,7 @@ class Planner:
 
         ``settle`` waits until the chunks named so far are removed.
         """
-        trail = b"".join(hasher.block_keys(len(hasher.chunk_keys())))
+        trail = hasher.trail(len(hasher.chunk_keys()))
         seen: dict[ChunkRef, None] = {}
         num_in_vain = 0
         while self.directory is not None and trail and num_in_vain < _MAX_IN_VAIN and len(seen) < _MAX_LONGER:

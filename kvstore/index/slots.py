@@ -191,8 +191,9 @@ class Uses:
 
     def supersede(self, chunk: Entry) -> None:
         """Drop the tails held by a whole chunk that has just become available in a place."""
-        if chunk.ref.num_blocks != self.chunks.whole_blocks or not self.chunks.is_known(chunk.ref.prefix_key):
-            return  # not a whole chunk, or removed meanwhile
+        is_removed = chunk.forgotten or chunk.ref.prefix_key not in self.chunks
+        if is_removed or chunk.ref.num_blocks != self.chunks.whole_blocks:
+            return
         for key in keys_of(chunk.trail[:-PREFIX_KEY_BYTES]):
             tail = self.chunks.get(key)
             if tail is not None and not tail.forgotten:

@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 
 from kvstore.model.keys import PrefixKey
-from kvstore.policies.base import Policy
+from kvstore.policies.base import MIN_GHOSTS, Policy
 from kvstore.policies.survival import NUM_CLASSES, SurvivalTable, bucket_of
 
 _SURVEY_INTERVAL = 2_000  # chunks touched between two surveys
@@ -251,6 +251,8 @@ class Adaptive(Policy):
 
     def _forget_oldest(self) -> None:
         """Keep the number of remembered keys within its bound; keys of chunks in the tier stay."""
+        if len(self._units) - len(self._sizes) <= MIN_GHOSTS:  # the usual case
+            return
         limit = self.max_ghosts
         while self._history and len(self._units) - len(self._sizes) > limit:
             unit = self._history.pop_oldest()

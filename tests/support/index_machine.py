@@ -14,10 +14,11 @@ from hypothesis.stateful import (
 )
 
 from kvstore.index.index import ChunkIndex
-from kvstore.index.plans import LoadStep, Place, StoreStep, TierState, chunk_refs, trails
+from kvstore.index.plans import LoadStep, Place, StoreStep, TierState, chunk_refs
 from kvstore.index.remote_view import RemoteView
 from kvstore.model.keys import PrefixKey
 from kvstore.policies import POLICIES
+from support.index import trails_of
 from support.index_model import IndexModel
 from support.index_world import BLOCK, CHUNK, FAMILIES, World, all_trails, stored_bytes
 from support.invariants import check_invariants
@@ -77,7 +78,7 @@ class IndexMachine(IndexModel):
         )
         adopted = chunk_refs(hasher := self.hasher(2, CHUNK * min(survivors, capacity)), with_tail=True)
         if self.has_disk:
-            known = trails(hasher, adopted) if knows_trails else {}
+            known = trails_of(hasher, adopted) if knows_trails else {}
             self.index.adopt(((ref, stored_bytes(ref.num_blocks)) for ref in adopted), known)
             self.world.disk.update(adopted)
             self.stored.update(ref.prefix_key for ref in adopted)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
 
-from kvstore.index.plans import LoadStep, Place, StoreStep, chunk_refs, trails
+from kvstore.index.plans import LoadStep, Place, StoreStep, chunk_refs
 from kvstore.model.keys import PrefixHasher
 from kvstore.tiers.base import MAX_NEAREST
-from support.index import shared_blocks
+from support.index import shared_blocks, trails_of
 
 if TYPE_CHECKING:
     from kvstore.model.chunks import Answer, Asked, ChunkRef
@@ -44,7 +44,7 @@ def all_trails() -> dict[ChunkRef, bytes]:
         for length in range(BLOCK, len(tokens) + 1, BLOCK):
             hasher = hasher_of(family, length)
             refs = chunk_refs(hasher, with_tail=True)
-            made = trails(hasher, refs)
+            made = trails_of(hasher, refs)
             found.update((ref, made[ref.prefix_key]) for ref in refs)
     return found
 
