@@ -112,7 +112,8 @@ class Deadlines(Generic[Name]):
             if self._at_s.get(name) == at_s:
                 del self._at_s[name]
                 due.append(name)
-        self._clear_away()
+        if due:
+            self._clear_away()
         return due
 
     def _clear_away(self) -> None:
