@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 from kvstore.adapters.vllm.requests.params import DisaggSpec
 from kvstore.engine.options import RemoteOptions, Shard
 from kvstore.handover.tracker import PushJob, Settled
-from kvstore.index.plans import Place
+from kvstore.index.plans import Place, TierState
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.groups import Groups
 from kvstore.model.heads import Division
@@ -196,7 +196,7 @@ class StepReport:
     Attributes:
         computed: the step that this report comes with, if it computed something.
         load_times: times of the loads of steps that have ended, by step number.
-        remote_keeps_trails: the remote tier keeps the trails of chunks sent there, as far as is known.
+        tiers: state of the slower tiers.
         settled: outcomes of chunks that were handed over.
         senders: changed progress of hand-overs from other engines, by rank and the engine's name; None for an engine
             that has gone.
@@ -205,9 +205,7 @@ class StepReport:
     steps: dict[int, StepResult] = field(default_factory=dict)
     fetches: dict[int, FetchResult] = field(default_factory=dict)
     writes: list[Written] = field(default_factory=list)
-    disk_answers: bool = True
-    remote_answers: bool = True
-    remote_keeps_trails: bool = False
+    tiers: TierState = field(default_factory=TierState)
     tally: Tally = field(default_factory=Tally)
     computed: int | None = None
     load_times: dict[int, LoadTime] = field(default_factory=dict)
@@ -230,9 +228,7 @@ class StepReport:
         for number, fetched in other.fetches.items():
             self.fetches.setdefault(number, FetchResult()).merge(fetched)
         self.writes += other.writes
-        self.disk_answers &= other.disk_answers
-        self.remote_answers &= other.remote_answers
-        self.remote_keeps_trails &= other.remote_keeps_trails
+        self.tiers = self.tiers.joined(other.tiers)
         self.tally.add(other.tally)
         self.settled.merge(other.settled)
         for rank, changed in other.senders.items():

@@ -91,10 +91,6 @@ class OpenTiers:
                 if part is not None:
                     closing.callback(part.close)
 
-    def size_on_disk(self, ref: ChunkRef) -> int | None:
-        """Return the bytes of a chunk on disk; None if it is not there."""
-        return None if self.disk is None else self.disk.size_of(ref)
-
     def read_from(self, source: str, refs: Iterable[ChunkRef]) -> None:
         """Allow reads of some chunks from the engine that a request names, if requests may name that engine."""
         with_peers = find(self.remote, PeersTier) if self.remote is not None else None
@@ -102,24 +98,9 @@ class OpenTiers:
             with_peers.read_from(source, refs)
 
     @property
-    def disk_answers(self) -> bool:
-        """True if chunks can be read from the disk, or there is none."""
-        return self.disk is None or self.disk.answers
-
-    @property
     def reads_fronts(self) -> bool:
         """See ``ChunkIndex``."""
         return self.remote is not None and self.remote.reads_fronts
-
-    @property
-    def remote_answers(self) -> bool:
-        """True if chunks can be read from the remote tier, or there is none."""
-        return self.remote is None or self.remote.answers
-
-    @property
-    def remote_keeps_trails(self) -> bool:
-        """True if the remote tier is known to keep the trails of the chunks written there."""
-        return self.remote is not None and self.remote.keeps_trails
 
 
 def open_tiers(

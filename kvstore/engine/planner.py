@@ -15,12 +15,13 @@ from kvstore.engine.opening import OpenTiers, open_directory
 from kvstore.engine.options import EngineOptions, Shard
 from kvstore.engine.requests import Request
 from kvstore.index.index import ChunkIndex
-from kvstore.index.plans import NO_MATCH, LoadStep, Match, Place, all_refs, chunk_refs
+from kvstore.index.plans import NO_MATCH, LoadStep, Match, Place, TierState, all_refs, chunk_refs
 from kvstore.index.remote_view import RemoteAnswers, RemoteView
 from kvstore.model.chunks import ChunkRef, chunk_of
 from kvstore.model.errors import ClosedError
 from kvstore.model.keys import Namespace, PrefixHasher, PrefixKey
 from kvstore.model.layout import KVLayout
+from kvstore.tiers.base import Tier
 from kvstore.transfer.mover import LoadJob, LoadResult, StoreJob
 
 Result = TypeVar("Result")
@@ -187,9 +188,10 @@ class Planner:
         hasher, blocks_per_chunk = request.hasher, self._layout.blocks_per_chunk
         refs = chunk_refs(hasher, with_tail=self._options.save_unfull_chunk)
         first = request.begin // self._layout.chunk_tokens
+        prefix = hasher.chunk_keys()[:first]
         with self.lock:
             self._begin()
-            steps = self.index.prepare_store(refs[first:], hasher.chunk_keys()[:first], hasher=hasher, ttl_s=ttl_s)
+            steps = self.index.prepare_store(refs[first:], prefix, hasher=hasher, ttl_s=ttl_s)
             self._remove_from_disk()
         where = {ref: number * blocks_per_chunk for number, ref in enumerate(refs[first:])}
         jobs = []
@@ -217,18 +219,20 @@ class Planner:
 
     def complete_write(self, target: Place, ref: ChunkRef, stored: bool) -> None:
         """Take the result of a write to a slower tier. Thread-safe."""
-        size_bytes = self._tiers.size_on_disk(ref) if stored and target is Place.DISK else None
+        disk = self._tiers.disk if target is Place.DISK else None
+        size_bytes = disk.size_of(ref) if stored and disk is not None else None
         with self.lock:
-            self._note_tiers()
+            self.index.set_tiers(tier_state(self._tiers.disk, self._tiers.remote))
             self.index.complete_write(ref.prefix_key, target, stored=stored, size_bytes=size_bytes)
             self._remove_from_disk()
-            self._remove(Place.REMOTE, self.index.take_recalls())
+            if recalls := self.index.take_recalls():
+                self._remove(Place.REMOTE, recalls)
 
     def forget(self, hasher: PrefixHasher) -> int:
         """Forget the chunks of a sequence and those that hold its end, in every tier. Returns how many were here."""
         with self.lock:
             self._begin()
-            refs = [*all_refs(hasher), *self.index.longer(b"".join(hasher.block_keys(len(hasher.chunk_keys()))))]
+            refs = [*all_refs(hasher), *self.index.longer(hasher.trail(len(hasher.chunk_keys())))]
             count = self.index.remove(ref.prefix_key for ref in refs)
             self._remove_from_disk()
             self._remove(Place.REMOTE, refs)
@@ -241,7 +245,7 @@ class Planner:
 
         ``settle`` waits until the chunks named so far are removed.
         """
-        trail = b"".join(hasher.block_keys(len(hasher.chunk_keys())))
+        trail = hasher.trail(len(hasher.chunk_keys()))
         seen: dict[ChunkRef, None] = {}
         num_in_vain = 0
         while self.directory is not None and trail and num_in_vain < _MAX_IN_VAIN and len(seen) < _MAX_LONGER:
@@ -279,15 +283,18 @@ class Planner:
     def _begin(self) -> None:
         """Bring the index up to date. Needs the lock."""
         self.check_open()
-        self.index.advance(time.monotonic())
-        self._note_tiers()
-
-    def _note_tiers(self) -> None:
-        """Update the index with the state of the tiers. Needs the lock."""
-        tiers = self._tiers
-        self.index.set_disk_answers(answers=tiers.disk_answers)
-        self.index.set_remote_answers(answers=tiers.remote_answers, keeps_trails=tiers.remote_keeps_trails)
+        self.index.advance(time.monotonic(), tier_state(self._tiers.disk, self._tiers.remote))
 
     def _remove_from_disk(self) -> None:
         """Remove evicted chunks from the disk. Needs the lock, so that removals keep the index's order there."""
-        self._remove(Place.DISK, self.index.take_removals())
+        if removals := self.index.take_removals():
+            self._remove(Place.DISK, removals)
+
+
+def tier_state(disk: Tier | None, remote: Tier | None) -> TierState:
+    """Return the state of a worker's slower tiers; None stands for a tier that does not exist."""
+    return TierState(
+        disk is None or disk.answers,
+        remote is None or remote.answers,
+        remote is not None and remote.keeps_trails,
+    )

@@ -12,7 +12,7 @@ import torch
 from kvstore.index.remote_view import NO_ANSWERS, RemoteAnswers
 from kvstore.model.errors import InvalidCallError
 from kvstore.model.keys import NO_EXTRAS, KeyExtras, PrefixHasher
-from kvstore.model.layout import KVLayout, round_up
+from kvstore.model.layout import KVLayout
 from kvstore.paged.base import BlockIds
 
 Tokens = Sequence[int] | npt.NDArray[Any] | torch.Tensor
@@ -46,7 +46,7 @@ def check_request(
     hasher = hash_tokens(layout, tokens, extras)
     begin = _skipped(layout, mask, hasher.num_tokens)
     if whole_chunks:
-        begin = round_up(begin, layout.chunk_tokens)
+        begin += -begin % layout.chunk_tokens
     return Request(hasher, begin, _blocks(layout, num_blocks, slot_mapping, begin, hasher.num_tokens))
 
 

@@ -9,7 +9,7 @@ from enum import Enum, auto
 from itertools import islice
 from typing import Final, Generic, TypeVar
 
-from kvstore.index.plans import IndexCounters, MissReason, Place, trails
+from kvstore.index.plans import IndexCounters, MissReason, Place
 from kvstore.index.trails import Trails
 from kvstore.model.chunks import ChunkRef, is_trail_of
 from kvstore.model.keys import PREFIX_KEY_BYTES, PrefixHasher, PrefixKey
@@ -112,7 +112,8 @@ class Deadlines(Generic[Name]):
             if self._at_s.get(name) == at_s:
                 del self._at_s[name]
                 due.append(name)
-        self._clear_away()
+        if due:
+            self._clear_away()
         return due
 
     def _clear_away(self) -> None:
@@ -204,7 +205,8 @@ class Entries(dict[PrefixKey, Entry]):
         """Return the trails of a sequence's chunks that are unknown, or known without a trail."""
         if hasher is None:
             return {}
-        return trails(hasher, [ref for ref in refs if not (chunk := self.get(ref.prefix_key)) or not chunk.trail])
+        keys = [ref.prefix_key for ref in refs]
+        return hasher.trails([key for key in keys if not (chunk := self.get(key)) or not chunk.trail])
 
     def closest(
         self, trail: bytes, fits: Callable[[Entry], bool], *, has_slot: bool = False

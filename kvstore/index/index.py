@@ -19,12 +19,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from kvstore.index.entries import Entries
-from kvstore.index.leases import Leases, Uses
+from kvstore.index.leases import Leases
 from kvstore.index.loads import Loads
 from kvstore.index.lookup import Lookup
-from kvstore.index.plans import Place
+from kvstore.index.plans import Place, TierState
 from kvstore.index.remote_view import RemoteView
-from kvstore.index.slots import Slots
+from kvstore.index.slots import Slots, Uses
 from kvstore.index.stores import StorePlanner
 from kvstore.index.writes import DiskWrites, RemoteSends
 from kvstore.model.checkpoints import Checkpoints
@@ -158,30 +158,27 @@ class ChunkIndex:
         changes, self._chunks.changes = self._chunks.changes, {}
         return changes
 
-    def advance(self, now_s: float) -> None:
-        """Set the index's time, on any clock that never goes back, and end what has expired."""
+    def advance(self, now_s: float, tiers: TierState | None = None) -> None:
+        """Set the index's time, on any clock that never goes back, and end what has expired.
+
+        With ``tiers``, note the state of the slower tiers as well.
+        """
+        if tiers is not None:
+            self.set_tiers(tiers)
         self._chunks.now_s = now_s = max(self._chunks.now_s, now_s)
         for key in self._chunks.expiries.take_due(now_s):
             self.counters.expired += 1
             self._uses.remove(self._chunks[key])
         for part in self._chunks.take_broken():  # includes parts of what has just expired
             self._uses.discard(part)
-        for lease_id in self._leases.take_expired(now_s):
+        for lease_id in self._leases.ends.take_due(now_s):
             self.release(lease_id)
 
-    def set_disk_answers(self, *, answers: bool) -> None:
-        """Set if the disk answers; while it does not, chunks that are only there cannot be read.
-
-        Writes continue. They fail at once until one of them succeeds again.
-        """
-        self._chunks.disk_answers = answers
-
-    def set_remote_answers(self, *, answers: bool, keeps_trails: bool = False) -> None:
-        """Set if the remote tier answers; while it does not, it is neither asked nor read. Writes continue.
-
-        If it ``keeps_trails``, tails that a longer chunk there holds are not sent.
-        """
-        self._remote.answers, self._remote.keeps_trails = answers and self._remote.exists, keeps_trails
+    def set_tiers(self, tiers: TierState) -> None:
+        """Note the state of the slower tiers."""
+        self._chunks.disk_answers = tiers.disk_answers
+        self._remote.answers = tiers.remote_answers and self._remote.exists
+        self._remote.keeps_trails = tiers.remote_keeps_trails
 
     # -- removal -----------------------------------------------------------------------------------------------------
 

@@ -7,11 +7,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from kvstore.index.entries import LOADING, NO_FILE, NO_SLOT, READY, SENT, STORED, THERE, UNREAD, Entries, Entry
-from kvstore.index.leases import Uses
 from kvstore.index.lookup import Lookup
 from kvstore.index.plans import LoadStep, MissReason, Place
 from kvstore.index.remote_view import NO_ANSWERS, RemoteAnswers
-from kvstore.index.slots import Slots
+from kvstore.index.slots import Slots, Uses
 from kvstore.index.writes import RemoteSends
 from kvstore.model.chunks import ChunkRef, chunk_of
 from kvstore.model.keys import PrefixHasher, PrefixKey

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import islice, takewhile
 
 from kvstore.index.entries import LOADING, NO_SLOT, Entries, Entry
 from kvstore.index.plans import NO_MATCH, Match, MissReason, Place, all_refs, ends, tail_refs
 from kvstore.index.remote_view import NO_ANSWERS, RemoteAnswers
-from kvstore.index.slots import Slots, StagingRoom
+from kvstore.index.slots import Slots
 from kvstore.index.writes import RemoteSends
 from kvstore.model.checkpoints import Checkpoints, End
 from kvstore.model.chunks import Asked, ChunkRef
@@ -17,6 +18,25 @@ from kvstore.model.keys import PREFIX_KEY_BYTES, PrefixHasher, PrefixKey
 _ROUNDS, _CHECKPOINT_ROUNDS = 3, 4  # rounds of ``questions``
 _MAX_NAMED = 8  # chunks named by a remote tier that a lookup asks about
 _MEMORY, _DISK = Place.MEMORY, Place.DISK  # module names for speed, as for the states of an entry
+
+
+@dataclass(slots=True)
+class StagingRoom:
+    """Slots, free or idle, that a load could still take. Idle ones of the load's own chunks are taken by it, too."""
+
+    slots: int
+
+    def has_place(self, chunk: Entry) -> bool:
+        """Tell if the load has a slot for a chunk."""
+        return self.slots > 0 or (chunk.uses > 0 and chunk.memory is not NO_SLOT)
+
+    def takes(self, chunk: Entry | None) -> bool:
+        """Count a chunk, or None for one that is not here; return False if the load would run out of slots."""
+        if chunk is None or not chunk.uses or chunk.memory is NO_SLOT:
+            if not self.slots:
+                return False
+            self.slots -= 1
+        return True
 
 
 class Lookup:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvstore.model.checkpoints import End
 from kvstore.model.chunks import ChunkRef
-from kvstore.model.keys import PrefixHasher, PrefixKey
+from kvstore.model.keys import PrefixHasher
 
 
 class Match(NamedTuple):
@@ -64,6 +64,26 @@ class MissReason(Enum):
     NOT_TAKEN = "not_taken"  # vLLM took less than it was offered
     VERIFIED = "verified"  # it was computed for comparison
     SWITCHED_OFF = "switched_off"  # loads are disabled, or not part of the engine's role
+
+
+class TierState(NamedTuple):
+    """State of the slower tiers, as far as it changes plans. A tier that does not exist answers.
+
+    Attributes:
+        disk_answers: False while chunks cannot be read from the disk. Writes continue, and fail at once until one of
+            them succeeds again.
+        remote_answers: False while the remote tier is neither asked nor read. Writes continue.
+        remote_keeps_trails: the remote tier is known to keep the trails of chunks sent there, so tails that a longer
+            chunk there holds are not sent.
+    """
+
+    disk_answers: bool = True
+    remote_answers: bool = True
+    remote_keeps_trails: bool = False
+
+    def joined(self, other: TierState) -> TierState:
+        """Return the state of the tiers of two workers together."""
+        return TierState(*(ours and theirs for ours, theirs in zip(self, other, strict=True)))
 
 
 class LoadStep(NamedTuple):
@@ -145,7 +165,9 @@ def ends(
 def chunk_refs(hasher: PrefixHasher, *, with_tail: bool) -> list[ChunkRef]:
     """Return the chunks of a sequence, in order: the whole ones, and the tail's whole blocks if requested."""
     refs = [ChunkRef(key, hasher.blocks_per_chunk) for key in hasher.chunk_keys()]
-    return refs + tail_refs(hasher, len(refs))[-1:] if with_tail else refs
+    if with_tail and (keys := hasher.block_keys(len(refs))):
+        refs.append(ChunkRef(keys[-1], len(keys)))
+    return refs
 
 
 def tail_refs(hasher: PrefixHasher, chunk: int) -> list[ChunkRef]:
@@ -160,18 +182,6 @@ def all_refs(hasher: PrefixHasher) -> list[ChunkRef]:
     for chunk in range(len(refs) + 1):
         refs += tail_refs(hasher, chunk)
     return refs
-
-
-def trails(hasher: PrefixHasher, refs: Iterable[ChunkRef]) -> dict[PrefixKey, bytes]:
-    """Return the trails of those of the chunks that belong to the sequence, by key."""
-    wanted, whole = {ref.prefix_key for ref in refs}, hasher.chunk_keys()
-    if not wanted:
-        return {}
-    found = {key: b"".join(hasher.block_keys(number)) for number, key in enumerate(whole) if key in wanted}
-    if len(found) < len(wanted):
-        keys = hasher.block_keys(len(whole))
-        found.update((key, b"".join(keys[:end])) for end, key in enumerate(keys, 1) if key in wanted)
-    return found
 
 
 def pin_name(hasher: PrefixHasher) -> str:

@@ -1,12 +1,20 @@
-"""The pool's slots: their assignment to chunks, and eviction when none is free."""
+"""Slots of the pool, the uses that keep chunks from eviction, and the removal of chunks without uses."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import takewhile
 
-from kvstore.index.entries import LOADING, NO_FILE, NO_SLOT, Entries, Entry, InMemory
-from kvstore.model.keys import PrefixKey
+from kvstore.index.entries import LOADING, NO_FILE, NO_SLOT, READY, STORED, Entries, Entry, InMemory
+from kvstore.index.leases import Leases
+from kvstore.index.plans import MissReason
+from kvstore.index.trails import keys_of
+from kvstore.index.writes import DiskWrites
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.keys import PREFIX_KEY_BYTES, PrefixKey
 from kvstore.policies import Policy
 
 
@@ -77,20 +85,145 @@ class Slots:
             self._chunks.move(chunk, NO_SLOT)
 
 
-@dataclass(slots=True)
-class StagingRoom:
-    """Slots, free or idle, that a load could still take. Idle ones of the load's own chunks are taken by it, too."""
+@dataclass(eq=False)
+class Uses:
+    """Counts the uses of chunks, and removes chunks.
 
-    slots: int
+    Attributes:
+        chunks, slots, disk, leases: the parts of the index.
+        orders: the policies in use.
+        keep_in_memory: False drops a chunk from memory when its last use ends.
+        last_touched: the chain of the last ``touch``.
+    """
 
-    def has_place(self, chunk: Entry) -> bool:
-        """Tell if the load has a slot for a chunk."""
-        return self.slots > 0 or (chunk.uses > 0 and chunk.memory is not NO_SLOT)
+    chunks: Entries
+    slots: Slots
+    disk: DiskWrites
+    leases: Leases
+    orders: Sequence[Policy]
+    keep_in_memory: bool
+    last_touched: Sequence[PrefixKey] = ()
 
-    def takes(self, chunk: Entry | None) -> bool:
-        """Count a chunk, or None for one that is not here; return False if the load would run out of slots."""
-        if chunk is None or not chunk.uses or chunk.memory is NO_SLOT:
-            if not self.slots:
-                return False
-            self.slots -= 1
+    def touch(
+        self,
+        chain: Sequence[PrefixKey],
+        noted: AbstractSet[PrefixKey] = frozenset(),
+        leaves: AbstractSet[PrefixKey] = frozenset(),
+    ) -> None:
+        """Tell the policies that a chain of chunks is used, see ``Policy.touch_chain``."""
+        self.last_touched = chain
+        for order in self.orders:
+            order.touch_chain(chain, noted, leaves)
+
+    def begin(self, chunk: Entry, count: int = 1) -> None:
+        """Keep a chunk from eviction until ``count`` uses have ended."""
+        if chunk.uses == 0 and chunk.memory is READY:
+            self.slots.num_idle -= 1
+        chunk.uses += count
+
+    def end(self, chunk: Entry) -> None:
+        """End a use. After the last one, a chunk that is in no place or was forgotten is removed."""
+        chunk.uses -= 1
+        if chunk.uses:
+            return
+        if chunk.memory is READY:
+            self.slots.num_idle += 1
+        if chunk.forgotten:
+            self.discard(chunk)
+        elif chunk.memory is READY and not self.keep_in_memory:
+            self.slots.drop(chunk)
+        elif chunk.memory is NO_SLOT and chunk.disk is NO_FILE:  # no slot for a load from the remote tier
+            self.chunks.vanish(chunk)
+
+    def lease(self, lease_id: str, refs: Sequence[ChunkRef], ttl_s: float) -> int:
+        """Keep chunks from eviction until ``release``, or for ``ttl_s``; replaces a lease of the same name.
+
+        Returns how many of them, from the front, are held. All leases together hold at most half as many different
+        chunks as there are slots, and a multiple of that counting shared chunks once per lease.
+        """
+        former = self.leases.withdraw(lease_id)
+        held = [ref.prefix_key for ref in takewhile(self.chunks.is_here, refs)]
+        del held[self.leases.admitted(held) :]
+        for key in held:
+            self.begin(self.chunks[key])
+        if held:
+            self.leases.add(lease_id, held, self.chunks.now_s + ttl_s)
+        for key in former:  # last, so that a renewed lease does not lose its chunks in between
+            self.end(self.chunks[key])
+        return len(held)
+
+    def release(self, lease_id: str) -> None:
+        """End a lease. Unknown and ended ones are ignored."""
+        for key in self.leases.withdraw(lease_id):
+            self.end(self.chunks[key])
+
+    def remove(self, chunk: Entry) -> None:
+        """Remove a chunk on request, and note the reason."""
+        self.chunks.note_gone(chunk, MissReason.REMOVED)
+        self.discard(chunk)
+
+    def discard(self, chunk: Entry) -> None:
+        """Remove a chunk from every place, now or when its last use ends; leases do not keep it."""
+        self.chunks.break_checkpoint(chunk.ref.prefix_key)
+        self._unlease(chunk)
+        if chunk.uses:
+            self.forget(chunk)
+            return
+        if chunk.memory is not NO_SLOT:
+            self.slots.drop(chunk)
+        if chunk.disk is not NO_FILE:
+            self.disk.drop(chunk, announce=not chunk.forgotten)
+        self.chunks.vanish(chunk)
+        for order in self.orders:
+            order.remove(chunk.ref.prefix_key)
+
+    def forget(self, chunk: Entry) -> None:
+        """Make a chunk in use unreachable at once, and announce the removal of its file."""
+        if chunk.forgotten:
+            return
+        chunk.forgotten = True
+        self.chunks.break_checkpoint(chunk.ref.prefix_key)
+        self.chunks.expiries.withdraw(chunk.ref.prefix_key)
+        self.chunks.note_change(chunk)
+        self._unlease(chunk)
+        if chunk.disk is not NO_FILE:
+            self.disk.removals.append(chunk.ref)
+
+    def supersede(self, chunk: Entry) -> None:
+        """Drop the tails held by a whole chunk that has just become available in a place."""
+        is_removed = chunk.forgotten or chunk.ref.prefix_key not in self.chunks
+        if is_removed or chunk.ref.num_blocks != self.chunks.whole_blocks:
+            return
+        for key in keys_of(chunk.trail[:-PREFIX_KEY_BYTES]):
+            tail = self.chunks.get(key)
+            if tail is not None and not tail.forgotten:
+                self.take_in(chunk, tail)
+
+    def take_in(self, chunk: Entry, tail: Entry) -> bool:
+        """Drop a tail that a known chunk holds; lookups and leases of the tail move to the chunk.
+
+        A tail stays if it is to be kept for longer, or if it is in a place where the chunk is not, since a crash or
+        failure in between would lose both. A tail that is being read stays, too.
+        """
+        is_read = tail.memory is LOADING
+        lacks_slot = self.keep_in_memory and tail.memory is not NO_SLOT and chunk.memory is not READY
+        lacks_file = tail.disk is not NO_FILE and chunk.disk is not STORED
+        if is_read or lacks_slot or lacks_file or not chunk.lasts_until(tail.expires_s):
+            return False
+        self.chunks.counters.superseded_tails += 1
+        freed, added = self.leases.move(tail.ref.prefix_key, chunk.ref.prefix_key)
+        if added:
+            self.begin(chunk, added)
+        self._end_leases(tail, freed)
+        self.discard(tail)
         return True
+
+    def _unlease(self, chunk: Entry) -> None:
+        """Take a chunk out of all leases; otherwise it could not be stored again before they end."""
+        self._end_leases(chunk, self.leases.drop_chunk(chunk.ref.prefix_key))
+
+    def _end_leases(self, chunk: Entry, count: int) -> None:
+        """End the uses of ``count`` leases that no longer hold a chunk."""
+        chunk.uses -= count
+        if count and not chunk.uses and chunk.memory is READY:
+            self.slots.num_idle += 1

@@ -7,9 +7,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from kvstore.index.entries import GATHERING, MAX_HOLDERS, NO_SLOT, READY, STORED, UNREAD, Entries, Entry
-from kvstore.index.leases import Uses
 from kvstore.index.plans import Place, StoreStep
-from kvstore.index.slots import Slots
+from kvstore.index.slots import Slots, Uses
 from kvstore.index.writes import DiskWrites, RemoteSends
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.keys import PREFIX_KEY_BYTES, PrefixHasher, PrefixKey
@@ -93,6 +92,7 @@ class StorePlanner:
 
         The writes of a failed store are completed like any other, as not stored.
         """
+        stored: list[Entry] = []
         for step in steps:
             chunk = self.chunks[step.ref.prefix_key]
             if step.gather and step.ref.prefix_key in failed:
@@ -102,6 +102,8 @@ class StorePlanner:
                 chunk.memory = READY
                 self.chunks.counters.stored += 1
                 self.chunks.note_change(chunk)
+            stored.append(chunk)
+        for chunk in stored:
             self.uses.end(chunk)
             self.uses.supersede(chunk)
 
@@ -193,6 +195,7 @@ class StorePlanner:
         ``whole`` maps the key of each part to all parts of its checkpoint.
         """
         steps: list[StoreStep] = []
+        has_slower = self._has_slower_tier()
         left_out: Sequence[ChunkRef] = ()
         for ref in refs:
             parts = whole.get(ref.prefix_key)
@@ -207,7 +210,7 @@ class StorePlanner:
                 step = self._plan_known(holder)
             else:
                 trail = holder.trail[: ref.num_blocks * PREFIX_KEY_BYTES] if holder else made.get(ref.prefix_key, b"")
-                step = self._plan_one(ref, until_s, trail, is_written=holder is None)
+                step = self._plan_one(ref, until_s, trail, is_written=has_slower and holder is None)
             if step is not None:
                 steps.append(step)
         return steps
@@ -236,8 +239,9 @@ class StorePlanner:
         if not targets and not self.keep_in_memory:  # it would be dropped as soon as it is stored
             self.slots.free.append(slot)
             return None
-        self.slots.fill(chunk, slot, GATHERING)
+        chunk.slot, chunk.memory = slot, GATHERING
         self.chunks.enter(chunk, trail)
+        self.slots.order.add(ref.prefix_key)
         chunk.uses += len(targets)
         if chunk.expires_s is not None:
             self.chunks.expiries.set(ref.prefix_key, chunk.expires_s)
@@ -263,5 +267,8 @@ class StorePlanner:
         new = [ref.prefix_key for ref in refs if ref.prefix_key not in self.chunks]
         if not new or self.slots.has_room(len(new), new[0]):
             return True
-        has_slower = self.disk.stored_bytes is not None or self.remote.exists
-        return has_slower and self.slots.has_room(len(new))
+        return self._has_slower_tier() and self.slots.has_room(len(new))
+
+    def _has_slower_tier(self) -> bool:
+        """Tell if chunks can be written anywhere but to memory."""
+        return self.disk.stored_bytes is not None or self.remote.exists

@@ -21,7 +21,7 @@ import secrets
 import struct
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -221,6 +221,24 @@ class PrefixHasher:
                 keys.append(running.digest()[:PREFIX_KEY_BYTES])
         self._block_keys = chunk, end, keys
         return keys
+
+    def trail(self, chunk: int) -> bytes:
+        """Return the trail of chunk number ``chunk``, which is the concatenation of its ``block_keys``."""
+        return b"".join(self.block_keys(chunk))
+
+    def trails(self, keys: Iterable[PrefixKey]) -> dict[PrefixKey, bytes]:
+        """Return the trails of those of the chunks that belong to the sequence, by key.
+
+        They are whole chunks, or tails in the place of the last chunk.
+        """
+        wanted = set(keys)
+        if not wanted:
+            return {}
+        found = {key: self.trail(number) for number, key in enumerate(self._chunk_keys) if key in wanted}
+        if len(found) < len(wanted):
+            tails = self.block_keys(len(self._chunk_keys))
+            found.update((key, b"".join(tails[:end])) for end, key in enumerate(tails, 1) if key in wanted)
+        return found
 
     def _absorb_whole_chunks(self) -> None:
         first, last = len(self._chunk_keys), len(self._tokens) // self.chunk_tokens

@@ -9,7 +9,7 @@ from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import Place, chunk_refs
 from kvstore.index.trails import keys_of
 from kvstore.model.chunks import ChunkRef
-from kvstore.model.keys import PrefixHasher
+from kvstore.model.keys import PrefixHasher, PrefixKey
 from support.invariants import check_invariants
 
 if TYPE_CHECKING:
@@ -33,6 +33,10 @@ def hasher_of(num_tokens: int, seed: int = 0) -> PrefixHasher:
 
 def refs_of(num_tokens: int, seed: int = 0) -> list[ChunkRef]:
     return chunk_refs(hasher_of(num_tokens, seed), with_tail=True)
+
+
+def trails_of(hasher: PrefixHasher, refs: Iterable[ChunkRef]) -> dict[PrefixKey, bytes]:
+    return hasher.trails(ref.prefix_key for ref in refs)
 
 
 def keys(items: Iterable[ChunkRef | StoreStep | LoadStep]) -> set[bytes]:

@@ -14,10 +14,11 @@ from hypothesis.stateful import (
 )
 
 from kvstore.index.index import ChunkIndex
-from kvstore.index.plans import LoadStep, Place, StoreStep, chunk_refs, trails
+from kvstore.index.plans import LoadStep, Place, StoreStep, TierState, chunk_refs
 from kvstore.index.remote_view import RemoteView
 from kvstore.model.keys import PrefixKey
 from kvstore.policies import POLICIES
+from support.index import trails_of
 from support.index_model import BLOCK, CHUNK, FAMILIES, IndexModel, World, all_trails, stored_bytes
 from support.invariants import check_invariants
 from support.uses import uses_of
@@ -57,7 +58,7 @@ class IndexMachine(IndexModel):
         self.capacity_bytes = capacity_bytes
         self.world = World()
         self.now_s = 0.0
-        self.disk_answers = True
+        self.tiers = TierState()
         self.view = None if remote_hold_s is None else RemoteView(remote_hold_s)
         self.leases: dict[str, tuple[float, set[PrefixKey]]] = {}
         self.expiries: dict[PrefixKey, float] = {}
@@ -76,7 +77,7 @@ class IndexMachine(IndexModel):
         )
         adopted = chunk_refs(hasher := self.hasher(2, CHUNK * min(survivors, capacity)), with_tail=True)
         if self.has_disk:
-            known = trails(hasher, adopted) if knows_trails else {}
+            known = trails_of(hasher, adopted) if knows_trails else {}
             self.index.adopt(((ref, stored_bytes(ref.num_blocks)) for ref in adopted), known)
             self.world.disk.update(adopted)
             self.stored.update(ref.prefix_key for ref in adopted)
@@ -255,7 +256,8 @@ class IndexMachine(IndexModel):
 
     @rule(answers=st.booleans(), keeps_trails=st.booleans())
     def remote_goes_or_comes_back(self, answers: bool, keeps_trails: bool) -> None:
-        self.index.set_remote_answers(answers=answers, keeps_trails=keeps_trails)
+        self.tiers = self.tiers._replace(remote_answers=answers, remote_keeps_trails=keeps_trails)
+        self.index.set_tiers(self.tiers)
 
     @rule(family=FAMILY, length=LENGTH, stored=st.booleans(), tells=st.booleans())
     def others_use_the_remote(self, family: int, length: int, stored: bool, tells: bool) -> None:
@@ -294,8 +296,8 @@ class IndexMachine(IndexModel):
 
     @rule(answers=st.booleans())
     def disk_goes_or_comes_back(self, answers: bool) -> None:
-        self.disk_answers = answers
-        self.index.set_disk_answers(answers=answers)
+        self.tiers = self.tiers._replace(disk_answers=answers)
+        self.index.set_tiers(self.tiers)
 
     @precondition(lambda self: self.view is not None and self.checkpoints is None)
     @rule(family=FAMILY, length=LENGTH)
@@ -334,7 +336,7 @@ class IndexMachine(IndexModel):
                 assert all_trails()[step.holder].startswith(all_trails()[step.ref])
             if step.source is Place.DISK:
                 assert step.ref in self.world.disk
-                assert self.disk_answers, "promised what a disk holds that does not answer"
+                assert self.tiers.disk_answers, "promised what a disk holds that does not answer"
             if step.source is not Place.MEMORY:
                 assert step.slot not in busy, "a slot in use was given away"
                 self.world.slots.pop(step.slot, None)

@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING
 from hypothesis.stateful import RuleBasedStateMachine
 
 from kvstore.index.entries import LOADING, NO_FILE, NO_SLOT, SENDING, STORED, UNSENT
-from kvstore.index.plans import LoadStep, Match, Place, StoreStep, chunk_refs, trails
+from kvstore.index.plans import LoadStep, Match, Place, StoreStep, chunk_refs
 from kvstore.index.trails import keys_of
 from kvstore.model.keys import PrefixHasher
 from kvstore.tiers.base import MAX_NEAREST
-from support.index import shared_blocks
+from support.index import shared_blocks, trails_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvstore.index.entries import Entry
     from kvstore.index.index import ChunkIndex
+    from kvstore.index.plans import TierState
     from kvstore.index.remote_view import RemoteView
     from kvstore.model.checkpoints import Checkpoints
     from kvstore.model.chunks import Answer, Asked, ChunkRef
@@ -56,7 +57,7 @@ def all_trails() -> dict[ChunkRef, bytes]:
         for length in range(BLOCK, len(tokens) + 1, BLOCK):
             hasher = hasher_of(family, length)
             refs = chunk_refs(hasher, with_tail=True)
-            made = trails(hasher, refs)
+            made = trails_of(hasher, refs)
             found.update((ref, made[ref.prefix_key]) for ref in refs)
     return found
 
@@ -100,7 +101,7 @@ class IndexModel(RuleBasedStateMachine):
     world: World
     stored: set[PrefixKey]
     keeps: bool
-    disk_answers: bool
+    tiers: TierState
     now_s: float
 
     def hasher(self, family: int, length: int) -> PrefixHasher:
@@ -189,7 +190,7 @@ class IndexModel(RuleBasedStateMachine):
         return whole, max(found, default=0)
 
     def is_sure(self, chunk: Entry) -> bool:
-        return (chunk.in_memory and self.keeps) or (chunk.disk is STORED and self.disk_answers)
+        return (chunk.in_memory and self.keeps) or (chunk.disk is STORED and self.tiers.disk_answers)
 
     def takes_in(self, chunk: Entry, tail: Entry) -> bool:
         """Tell if a chunk is in every tier that holds a tail, and stays at least as long."""

@@ -18,8 +18,8 @@ from kvstore.index.entries import (
     Name,
 )
 from kvstore.index.index import ChunkIndex
-from kvstore.index.leases import Leases, Uses
-from kvstore.index.slots import Slots
+from kvstore.index.leases import Leases
+from kvstore.index.slots import Slots, Uses
 from kvstore.index.writes import DiskWrites, RemoteSends
 from kvstore.model.keys import PREFIX_KEY_BYTES, PrefixKey
 
@@ -104,7 +104,7 @@ def check_leases(leases: Leases) -> None:
     assert {key: len(names) for key, names in leases._holders.items()} == holds, "a lease is lost"
     assert holds.total() == leases._num_holds <= leases._max_holds
     assert len(holds) <= leases._max_chunks
-    check_deadlines(leases._ends, {name: lease.expires_s for name, lease in leases._leases.items()})
+    check_deadlines(leases.ends, {name: lease.expires_s for name, lease in leases._leases.items()})
 
 
 def check_uses(uses: Uses) -> None:

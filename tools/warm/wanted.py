@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvstore.adapters.vllm.identity import fingerprint_adapter
 from kvstore.engine.requests import hash_tokens
-from kvstore.index.plans import chunk_refs, trails
+from kvstore.index.plans import chunk_refs
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import ConfigError, InvalidCallError
 from kvstore.model.keys import KeyExtras
@@ -119,7 +119,7 @@ def wanted(
             _check(tokens, max_tokens, vocab_size)
             hasher = hash_tokens(layout, tokens, sharing.extras(prompt))
             refs = chunk_refs(hasher, with_tail=with_tail)
-            yield Wanted(prompt, tokens, refs, b"".join(trails(hasher, refs[-1:]).values()))
+            yield Wanted(prompt, tokens, refs, b"".join(hasher.trails(ref.prefix_key for ref in refs[-1:]).values()))
         except (PromptError, InvalidCallError) as error:
             yield Rejected(prompt.where, str(error))
 

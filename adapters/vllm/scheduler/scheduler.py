@@ -339,8 +339,7 @@ class StoreScheduler:
             return
         if report.computed is not None:
             connected.choice.computed(*self._clock.ended(report.computed, time.monotonic()))
-        connected.index.set_disk_answers(answers=report.disk_answers)
-        connected.index.set_remote_answers(answers=report.remote_answers, keeps_trails=report.remote_keeps_trails)
+        connected.index.set_tiers(report.tiers)
         connected.loads.note_times(report.load_times)
         for number, result in sorted(report.steps.items()):
             step = self._steps.merge(number, result)

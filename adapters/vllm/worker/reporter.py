@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from kvstore.adapters.vllm.plan import LoadTime, StepReport, StepResult, Written
 from kvstore.engine.opening import OpenTiers
-from kvstore.index.plans import Place
+from kvstore.engine.planner import tier_state
+from kvstore.index.plans import Place, TierState
 from kvstore.model.chunks import ChunkRef
 from kvstore.ops import metrics
 from kvstore.protocol.progress import Progress
@@ -37,7 +38,7 @@ class Reporter:
         self._rank = rank
         self._written: deque[Written] = deque()
         self._watches: deque[tuple[int, Stopwatch]] = deque()  # of loads that the device may not have ended, by step
-        self._reported_answers = (True, True, False)
+        self._reported_tiers = TierState()
         self._reported_senders: Mapping[str, Progress] = {}
 
     def result_of(self, step: int) -> StepResult:
@@ -46,7 +47,8 @@ class Reporter:
 
     def note_written(self, target: Place, ref: ChunkRef, stored: bool) -> None:
         """Note a write-behind that has ended. Thread-safe."""
-        size_bytes = self._tiers.size_on_disk(ref) if stored and target is Place.DISK else None
+        disk = self._tiers.disk if target is Place.DISK else None
+        size_bytes = disk.size_of(ref) if stored and disk is not None else None
         self._written.append(Written(target, ref, stored, size_bytes))
 
     def note_load(self, step: int, watch: Stopwatch) -> None:
@@ -60,10 +62,8 @@ class Reporter:
         report, self.report = self.report, StepReport()
         while self._written:
             report.writes.append(self._written.popleft())
-        report.disk_answers, report.remote_answers = self._tiers.disk_answers, self._tiers.remote_answers
-        report.remote_keeps_trails = self._tiers.remote_keeps_trails
-        answers = report.disk_answers, report.remote_answers, report.remote_keeps_trails
-        has_changed, self._reported_answers = answers != self._reported_answers, answers
+        report.tiers = tier_state(self._tiers.disk, self._tiers.remote)
+        has_changed, self._reported_tiers = report.tiers != self._reported_tiers, report.tiers
         return report, has_changed or report.has_news
 
     def _read_watches(self) -> None:

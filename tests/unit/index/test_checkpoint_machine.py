@@ -70,7 +70,7 @@ class CheckpointMachine(IndexMachine):
         chunk = self.index._chunks.get(ref.prefix_key)
         if chunk is None or chunk.forgotten or chunk.ref != ref:
             return False
-        is_on_disk = chunk.on_disk and self.disk_answers
+        is_on_disk = chunk.on_disk and self.tiers.disk_answers
         return is_on_disk if chunk.memory is NO_SLOT else chunk.memory.name in {"READY", "LOADING"}
 
     def is_known(self, ref: ChunkRef) -> bool:

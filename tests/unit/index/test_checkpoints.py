@@ -11,7 +11,7 @@ from support.invariants import check_invariants
 from support.uses import uses_of
 
 from kvstore.index.index import ChunkIndex
-from kvstore.index.plans import Match, MissReason, Place, StoreStep, chunk_refs
+from kvstore.index.plans import Match, MissReason, Place, StoreStep, TierState, chunk_refs
 from kvstore.index.remote_view import RemoteView
 from kvstore.model import checkpoints as parts_module
 from kvstore.model.checkpoints import Checkpoints
@@ -278,10 +278,10 @@ def test_parts_that_only_pass_memory_do_not_break_their_checkpoint() -> None:
 def test_a_checkpoint_stored_again_at_once_is_whole() -> None:
     index = make(keep=False, disk_chunks=20)
     store(index, CHUNK, [CHUNK])
-    index.set_disk_answers(answers=False)
+    index.set_tiers(TierState(disk_answers=False))
     steps = plan(index, CHUNK, [CHUNK])
     assert len(steps) == 3, "what is out of reach is stored again"
-    index.set_disk_answers(answers=True)
+    index.set_tiers(TierState())
     index.advance(1.0)
     index.complete_store(steps, set())
     for step in steps:

@@ -7,7 +7,7 @@ from support.index import BLOCK, CHUNK, hasher_of
 
 from kvstore.index import remote_view
 from kvstore.index.index import ChunkIndex
-from kvstore.index.plans import Place
+from kvstore.index.plans import Place, TierState
 from kvstore.index.remote_view import NO_ANSWERS, RemoteAnswers, RemoteView
 from kvstore.index.trails import RemoteTrails
 from kvstore.model.chunks import Asked, ChunkRef, chunk_of
@@ -59,7 +59,7 @@ def test_a_chunk_of_others_is_named_then_asked_for_then_found() -> None:
     assert step.source is Place.REMOTE
     index.complete_load([step], set(), set())
     view.clear()
-    index.set_remote_answers(answers=False)
+    index.set_tiers(TierState(remote_answers=False))
     again = index.lookup(parted(2 * BLOCK, seed=7))
     assert again.num_tokens == 2 * BLOCK, "from now on it is found here, by its trail"
 

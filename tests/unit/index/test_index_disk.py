@@ -15,12 +15,13 @@ from support.index import (
     refs_of,
     store,
     stored_bytes,
+    trails_of,
 )
 from support.invariants import check_invariants
 from support.uses import uses_of
 
 from kvstore.index.index import ChunkIndex
-from kvstore.index.plans import Place, StoreStep, chunk_refs, trails
+from kvstore.index.plans import Place, StoreStep, TierState, chunk_refs
 from kvstore.index.remote_view import RemoteView
 from kvstore.model.keys import PrefixHasher
 
@@ -178,10 +179,10 @@ def test_nothing_is_promised_that_only_a_silent_disk_has() -> None:
     index = make(3, disk_chunks=4)
     index.adopt((ref, FULL_BYTES) for ref in refs_of(32))
     load(index, 16)
-    index.set_disk_answers(answers=False)
+    index.set_tiers(TierState(disk_answers=False))
     assert known_tokens(index, 32) == 16
     assert len(index.prepare_store(refs_of(16, 1))) == 1  # writes continue, as one of them will be the first to succeed
-    index.set_disk_answers(answers=True)
+    index.set_tiers(TierState())
     assert known_tokens(index, 32) == 32
 
 
@@ -191,7 +192,7 @@ def test_what_could_not_be_read_is_stored_again(*, disk_answers: bool) -> None:
     index = make(2, disk_chunks=4)
     store(index, CHUNK)
     store(index, 2 * CHUNK, seed=1)  # takes both slots, so the first chunk is only on disk now
-    index.set_disk_answers(answers=disk_answers)
+    index.set_tiers(TierState(disk_answers=disk_answers))
     if disk_answers:
         steps = index.prepare_load(refs_of(CHUNK))
         index.complete_load(steps, keys(steps), set())
@@ -309,15 +310,13 @@ def parting(shared: int, seed: int) -> PrefixHasher:
 def adopt(index: ChunkIndex, hasher: PrefixHasher) -> None:
     """Add a chunk that the disk held at start, with its trail."""
     refs = chunk_refs(hasher, with_tail=False)
-    index.adopt(((ref, FULL_BYTES) for ref in refs), trails(hasher, refs))
+    index.adopt(((ref, FULL_BYTES) for ref in refs), trails_of(hasher, refs))
 
 
 def test_a_chunk_that_is_coming_is_not_taken_for_a_part() -> None:
     """A request that used part of it would wait for the load of another request."""
     index, coming = make(4, disk_chunks=8), parting(12, 1)
-    index.adopt(
-        [(chunk_refs(coming, with_tail=False)[0], FULL_BYTES)], trails(coming, chunk_refs(coming, with_tail=False))
-    )
+    adopt(index, coming)
     assert index.lookup(parting(12, 2)).num_tokens == 12
     steps = index.prepare_load(index.lookup(coming).refs)
     assert index.lookup(parting(12, 2)).num_tokens == 0
@@ -328,9 +327,7 @@ def test_a_chunk_that_is_coming_is_not_taken_for_a_part() -> None:
 
 def test_without_a_slot_for_the_way_a_shorter_one_in_memory_is_taken() -> None:
     index, on_disk, here = make(1, disk_chunks=8), parting(12, 1), parting(8, 2)
-    index.adopt(
-        [(chunk_refs(on_disk, with_tail=False)[0], FULL_BYTES)], trails(on_disk, chunk_refs(on_disk, with_tail=False))
-    )
+    adopt(index, on_disk)
     index.complete_store(index.prepare_store(chunk_refs(here, with_tail=False), hasher=here), set())
     assert index.lookup(parting(12, 3)).num_tokens == 8, "the only slot is being written"
     check_invariants(index)
@@ -338,9 +335,7 @@ def test_without_a_slot_for_the_way_a_shorter_one_in_memory_is_taken() -> None:
 
 def test_of_what_is_on_disk_no_part_is_read_where_that_is_not_wanted() -> None:
     index, on_disk, here = make(4, disk_chunks=8), parting(12, 1), parting(8, 2)
-    index.adopt(
-        [(chunk_refs(on_disk, with_tail=False)[0], FULL_BYTES)], trails(on_disk, chunk_refs(on_disk, with_tail=False))
-    )
+    adopt(index, on_disk)
     index.complete_store(index.prepare_store(chunk_refs(here, with_tail=False), hasher=here), set())
     assert index.lookup(parting(12, 3)).num_tokens == 12
     assert index.lookup(parting(12, 3), reads_parts=False).num_tokens == 8

@@ -7,7 +7,7 @@ from support.invariants import check_invariants
 from support.uses import uses_of
 
 from kvstore.index.index import ChunkIndex
-from kvstore.index.plans import Place, chunk_refs
+from kvstore.index.plans import Place, TierState, chunk_refs
 from kvstore.index.remote_view import RemoteView
 from kvstore.model.keys import PrefixHasher
 from kvstore.policies import POLICIES
@@ -53,7 +53,7 @@ def test_a_leased_chunk_on_a_disk_that_gives_nothing_is_not_discarded(why: str) 
         index.complete_load(loads, {refs[0].prefix_key}, set())
     else:
         assert index.lease("one", refs, 10) == 1
-        index.set_disk_answers(answers=False)
+        index.set_tiers(TierState(disk_answers=False))
     assert index.prepare_store(refs) == []
     check_invariants(index)
     assert (index.leases, uses_of(index), index.disk_used_bytes) == (1, 1, 100)

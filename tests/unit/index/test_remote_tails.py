@@ -7,7 +7,7 @@ from support.index import hasher_of, keys, known_tokens, refs_of
 from support.invariants import check_invariants
 
 from kvstore.index.index import ChunkIndex
-from kvstore.index.plans import Place, StoreStep
+from kvstore.index.plans import Place, StoreStep, TierState
 from kvstore.index.remote_view import RemoteView
 from kvstore.model.chunks import ChunkRef
 
@@ -16,7 +16,7 @@ TAIL, LONGER, WHOLE = 8, 12, 16  # tokens
 
 def make(*, keeps_trails: bool = True, max_sends: int = 4, num_slots: int = 8) -> ChunkIndex:
     index = ChunkIndex(num_slots, remote=RemoteView(9.0), max_sends=max_sends)
-    index.set_remote_answers(answers=True, keeps_trails=keeps_trails)
+    index.set_tiers(TierState(remote_keeps_trails=keeps_trails))
     return index
 
 
@@ -71,7 +71,7 @@ def test_a_tail_is_sent_where_only_its_key_leads_to_it(stored: bool) -> None:
 def test_a_chunk_sent_before_the_tier_kept_trails_stands_in_for_nothing() -> None:
     index = make(keeps_trails=False)
     send(index, WHOLE)
-    index.set_remote_answers(answers=True, keeps_trails=True)
+    index.set_tiers(TierState(remote_keeps_trails=True))
     assert keys(offer(index, TAIL)) == {ref(TAIL).prefix_key}
 
 
@@ -155,7 +155,7 @@ def test_a_tail_stays_there_if_nothing_leads_to_its_blocks(way: str) -> None:
     send(index, TAIL)
     steps = offer(index, WHOLE)
     index.complete_store(steps, set())
-    index.set_remote_answers(answers=True, keeps_trails=way != "keeps no trails")
+    index.set_tiers(TierState(remote_keeps_trails=way != "keeps no trails"))
     if way == "removed":
         index.remove([ref(WHOLE).prefix_key])
     index.complete_write(steps[0].ref.prefix_key, Place.REMOTE, stored=way != "failed")
@@ -209,7 +209,7 @@ def test_a_tail_that_would_be_recalled_is_not_sent() -> None:
     """Its file keeps it out of the longer chunk, which was sent and could not be written."""
     view = RemoteView(9.0)
     index = ChunkIndex(8, remote=view, max_sends=4, disk_capacity_bytes=1 << 20, stored_bytes=lambda blocks: blocks)
-    index.set_remote_answers(answers=True, keeps_trails=True)
+    index.set_tiers(TierState(remote_keeps_trails=True))
 
     def store(num_tokens: int, *, written: bool) -> set[Place]:
         targets = set()

@@ -17,13 +17,14 @@ from support.index import (
     refs_of,
     store,
     stored_bytes,
+    trails_of,
 )
 from support.invariants import check_invariants
 from support.uses import uses_of
 
 from kvstore.index.index import ChunkIndex
 from kvstore.index.leases import Leases
-from kvstore.index.plans import MissReason, Place, StoreStep, chunk_refs, trails
+from kvstore.index.plans import MissReason, Place, StoreStep, TierState, chunk_refs
 from kvstore.index.remote_view import RemoteView
 from kvstore.model.keys import PrefixHasher
 
@@ -87,11 +88,11 @@ def test_a_chunk_that_is_only_on_disk(way: str) -> None:
     """If it can be read, a tail of it is kept in memory only, as it may be computed sooner than the chunk is read."""
     index = make(disk_chunks=4)
     hasher = hasher_of(16)
-    index.adopt([(refs_of(16)[0], FULL_BYTES)], trails(hasher, refs_of(16)))
+    index.adopt([(refs_of(16)[0], FULL_BYTES)], trails_of(hasher, refs_of(16)))
     if way == "unread":
         steps = index.prepare_load(refs_of(16))
         index.complete_load(steps, keys(steps), set())
-    index.set_disk_answers(answers=way != "silent")
+    index.set_tiers(TierState(disk_answers=way != "silent"))
     (step,) = offer(index, 8)
     assert (step.ref, step.targets) == (refs_of(8)[0], () if way == "answers" else (Place.DISK,))
     assert step.trail == b"".join(hasher_of(8).block_keys(0))
@@ -99,7 +100,7 @@ def test_a_chunk_that_is_only_on_disk(way: str) -> None:
 
 def test_a_tail_beside_a_chunk_on_disk_is_found_in_memory_and_goes_when_the_chunk_comes() -> None:
     index = make(disk_chunks=4)
-    index.adopt([(refs_of(16)[0], FULL_BYTES)], trails(hasher_of(16), refs_of(16)))
+    index.adopt([(refs_of(16)[0], FULL_BYTES)], trails_of(hasher_of(16), refs_of(16)))
     index.complete_store(offer(index, 8), set())
     for _ in range(2):
         assert offer(index, 8) == [], "it is not written where the chunk is"
@@ -114,7 +115,7 @@ def test_a_tail_beside_a_chunk_on_disk_is_found_in_memory_and_goes_when_the_chun
 def test_a_chunk_on_disk_is_used_with_its_tail_in_memory() -> None:
     index = ChunkIndex(4, cache_policy="LRU", disk_capacity_bytes=2 * FULL_BYTES, stored_bytes=stored_bytes)
     for seed in (0, 1):
-        index.adopt([(refs_of(16, seed)[0], FULL_BYTES)], trails(hasher_of(16, seed), refs_of(16, seed)))
+        index.adopt([(refs_of(16, seed)[0], FULL_BYTES)], trails_of(hasher_of(16, seed), refs_of(16, seed)))
     index.complete_store(offer(index, 8), set())
     store(index, 16, seed=2)
     assert index.take_removals() == refs_of(16, seed=1)
@@ -192,7 +193,7 @@ def test_of_many_holders_one_in_memory_is_used() -> None:
         index = make(disk_chunks=40)
         for hasher in sequences:
             refs = chunk_refs(hasher, with_tail=False)
-            index.adopt([(refs[0], FULL_BYTES)] * (hasher is not here), trails(hasher, refs))
+            index.adopt([(refs[0], FULL_BYTES)] * (hasher is not here), trails_of(hasher, refs))
         steps = index.prepare_store(chunk_refs(here, with_tail=False), hasher=here)
         index.complete_store(steps, set())
         index.complete_write(steps[0].ref.prefix_key, Place.DISK, stored=False)
@@ -206,7 +207,8 @@ def test_a_tail_beside_a_chunk_on_disk_goes_when_it_is_offered() -> None:
     """A crash may leave both, and so do chunks stored before an engine knew block ends."""
     index, hasher = make(disk_chunks=4), hasher_of(16)
     tail = refs_of(8)
-    index.adopt([(tail[0], 50), (refs_of(16)[0], FULL_BYTES)], trails(hasher, refs_of(16)) | trails(hasher_of(8), tail))
+    known = trails_of(hasher, refs_of(16)) | trails_of(hasher_of(8), tail)
+    index.adopt([(tail[0], 50), (refs_of(16)[0], FULL_BYTES)], known)
     (step,) = offer(index, 8)
     assert (step.targets, step.trail) == ((), b"".join(hasher_of(8).block_keys(0)))
     assert index.take_removals() == tail
@@ -218,7 +220,7 @@ def test_a_tail_beside_a_chunk_on_disk_goes_when_it_is_offered() -> None:
 def test_a_tail_in_memory_is_not_given_for_a_chunk_on_disk() -> None:
     index, hasher = make(disk_chunks=4), hasher_of(16)
     index.complete_store(index.prepare_store(refs_of(8), hasher=hasher_of(8), ttl_s=math.inf), set())
-    index.adopt([(refs_of(16)[0], FULL_BYTES)], trails(hasher, refs_of(16)))
+    index.adopt([(refs_of(16)[0], FULL_BYTES)], trails_of(hasher, refs_of(16)))
     assert offer(index, 8, ttl_s=math.inf) == []
     assert index.in_memory(refs_of(8)[0].prefix_key)
     steps = index.prepare_load(refs_of(16))
@@ -230,7 +232,7 @@ def test_a_tail_in_memory_is_not_given_for_a_chunk_on_disk() -> None:
 def test_a_tail_that_is_being_read_stays_until_then() -> None:
     """Its file is not removed before the read."""
     index = make(disk_chunks=4)
-    index.adopt([(refs_of(8)[0], 50)], trails(hasher_of(8), refs_of(8)))
+    index.adopt([(refs_of(8)[0], 50)], trails_of(hasher_of(8), refs_of(8)))
     loads = index.prepare_load(refs_of(8))
     store(index, 16)
     assert index.take_removals() == []

@@ -192,7 +192,9 @@ class TestReasons:
         for number in range(4):
             vllm.ask(f"{number}", other(number))
             vllm.settle()
-        assert not vllm.workers[0]._tiers.remote_answers
+        remote = vllm.workers[0]._tiers.remote
+        assert remote is not None
+        assert not remote.answers
         before = reasons(vllm).get("tier_down", 0)
         vllm.ask("last", other(5))
         assert reasons(vllm)["tier_down"] == before + 1

@@ -23,7 +23,7 @@ from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
 from kvstore.engine.options import EngineOptions
 from kvstore.handover.tracker import PushJob
 from kvstore.handover.transport import Transport
-from kvstore.index.plans import LoadStep, Place, StoreStep
+from kvstore.index.plans import LoadStep, Place, StoreStep, TierState
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import TierError
 from kvstore.model.keys import Namespace
@@ -295,16 +295,17 @@ def buffer_of(worker: StoreWorker) -> int:
 def test_reports_merge_rank_by_rank_and_part_by_part() -> None:
     report = StepReport({1: StepResult(failed_loads={b"a"})}, writes=[Written(Place.DISK, REF, True)])
     report.merge(StepReport({1: StepResult(failed_stores={b"b"}, ranks_ended=1), 2: StepResult(lost_blocks=True)}))
-    assert report.disk_answers
+    assert report.tiers.disk_answers
     other = StepResult(failed_loads={b"c"}, lost_chunks={b"c"}, ranks_ended=1)
-    report.merge(StepReport({2: other}, writes=[Written(Place.DISK, REF, False)], disk_answers=False))
+    down = TierState(disk_answers=False)
+    report.merge(StepReport({2: other}, writes=[Written(Place.DISK, REF, False)], tiers=down))
     assert report == StepReport(
         {
             1: StepResult(failed_loads={b"a"}, failed_stores={b"b"}, ranks_ended=1),
             2: StepResult(failed_loads={b"c"}, lost_chunks={b"c"}, lost_blocks=True, ranks_ended=1),
         },
         writes=[Written(Place.DISK, REF, True), Written(Place.DISK, REF, False)],
-        disk_answers=False,
+        tiers=down,
     )
 
 
