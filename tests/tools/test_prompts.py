@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -115,16 +114,6 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         read_prompts(tmp_path / "none")
     with pytest.raises(ConfigError, match="has no"):
         read_prompts(tmp_path)
-
-
-def test_the_reader_ends_with_its_iterator(tmp_path: Path) -> None:
-    file = tmp_path / "p.jsonl"
-    file.write_text('"x"\n' * 10_000, encoding="utf-8")
-    found = read_prompts(file)
-    next(found)
-    assert any(thread.name == "kvstore-prompts" for thread in threading.enumerate())
-    found.close()  # type: ignore[attr-defined]
-    assert not any(thread.name == "kvstore-prompts" for thread in threading.enumerate())
 
 
 def test_tokens(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ _LOADS_PER_ROUND = 3  # whole, layer by layer, and layer by layer while computin
 _TIMEOUT_S = 120.0
 
 
-def measure_disk(workbench: Workbench, folder: Path, rounds: int, tick: Tick) -> list[Line]:
+def measure_disk(workbench: Workbench, rounds: int, tick: Tick, folder: Path) -> list[Line]:
     """Measure write-behind, cold and warm retrieves, loads layer by layer, and the gain of reading part of a chunk."""
     direct = []
     layout, chunks, times = workbench.paged.layout, workbench.num_chunks, WARM_UP_ROUNDS + rounds

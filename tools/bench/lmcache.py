@@ -26,7 +26,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -57,25 +57,37 @@ SUBJECTS = (
 )
 
 
-class System(Protocol):
-    """One of the two systems, over the caches of a workbench, with private storage."""
+class System:
+    """One of the two systems, over the caches of a workbench, with private storage.
+
+    Both libraries' engines in this process take the same calls; LMCache's server does not, so its class has its own.
+    """
 
     name: str
+    _engine: Any
 
     def store(self, tokens: list[int], slots: torch.Tensor) -> None:
         """Store all tokens, and wait until every chunk is in its tier."""
+        self._engine.store(tokens=tokens, slot_mapping=slots)
+        self._settle(tokens)
 
     def lookup(self, tokens: list[int]) -> int:
         """Return the leading tokens that can be loaded."""
+        return int(self._engine.lookup(tokens))
 
     def retrieve(self, tokens: list[int], slots: torch.Tensor) -> int:
         """Load all tokens, and return the number of loaded tokens."""
+        return int(self._engine.retrieve(tokens=tokens, slot_mapping=slots).sum())
 
     def clear(self, tokens: list[int]) -> None:
         """Forget everything."""
+        self._engine.clear(tokens=tokens)
+
+    def _settle(self, tokens: list[int]) -> None:
+        """Wait until every chunk is in its tier."""
 
 
-class Kvstore:
+class Kvstore(System):
     """kvstore, used through ``CacheEngine``."""
 
     name = "kvstore"
@@ -84,23 +96,9 @@ class Kvstore:
         self._engine = CacheEngine(workbench.paged, NAMESPACE, options)
         self.close = self._engine.close
 
-    def store(self, tokens: list[int], slots: torch.Tensor) -> None:
-        """See ``System``."""
-        self._engine.store(tokens, slot_mapping=slots)
+    def _settle(self, _tokens: list[int]) -> None:
         flushed = self._engine.flush(SETTLE_S)
         require(bool(flushed), f"kvstore: not everything was written: {flushed}")
-
-    def lookup(self, tokens: list[int]) -> int:
-        """See ``System``."""
-        return self._engine.lookup(tokens)
-
-    def retrieve(self, tokens: list[int], slots: torch.Tensor) -> int:
-        """See ``System``."""
-        return int(self._engine.retrieve(tokens, slot_mapping=slots).sum())
-
-    def clear(self, tokens: list[int]) -> None:
-        """See ``System``."""
-        self._engine.clear(tokens)
 
 
 class CpuConnector:
@@ -150,7 +148,7 @@ class CpuConnector:
             )
 
 
-class Lmcache:
+class Lmcache(System):
     """LMCache in process, through ``LMCacheEngine``."""
 
     name = "LMCache"
@@ -171,35 +169,25 @@ class Lmcache:
         shape = (geometry.layers, 2, geometry.chunk_tokens, geometry.kv_heads, geometry.head_size)
         metadata = LMCacheMetadata("side-by-side", 1, 1, 0, 0, torch.bfloat16, shape, role="worker")
         one_rank: list[Callable[..., Any]] = [lambda tensor, _: tensor, lambda thing, _: thing]
-        self._engine: Any = LMCacheEngineBuilder.get_or_create(
+        self._engine = LMCacheEngineBuilder.get_or_create(
             "side-by-side", config, metadata, CpuConnector(workbench), *one_rank
         )
         self._engine.post_init()
 
-    def store(self, tokens: list[int], slots: torch.Tensor) -> None:
-        """See ``System``."""
-        self._engine.store(tokens=tokens, slot_mapping=slots)
+    def _settle(self, tokens: list[int]) -> None:
         if self._writes_behind:  # it has no flush
             is_written = wait_until(lambda: self.lookup(tokens) >= len(tokens), SETTLE_S, every_s=0.001)
             require(is_written, f"LMCache: {self.lookup(tokens)} of {len(tokens)} tokens after {SETTLE_S:.0f} s")
 
-    def lookup(self, tokens: list[int]) -> int:
-        """See ``System``."""
-        return int(self._engine.lookup(tokens))
-
-    def retrieve(self, tokens: list[int], slots: torch.Tensor) -> int:
-        """See ``System``."""
-        return int(self._engine.retrieve(tokens=tokens, slot_mapping=slots).sum())
-
     def clear(self, tokens: list[int]) -> None:
         """See ``System``."""
         if self._redis is None:
-            self._engine.clear(tokens=tokens)
+            super().clear(tokens)
         elif names := self._redis.keys("*side-by-side*"):  # its clear is not implemented there
             self._redis.delete(*names)
 
 
-class LmcacheServer:
+class LmcacheServer(System):
     """LMCache's server mode, through the adapters that vLLM's connector uses."""
 
     name = "LMCache"

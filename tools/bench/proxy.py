@@ -22,6 +22,7 @@ from kvstore.tools.bench.bare_http import ANSWER, Asker, run
 from kvstore.tools.bench.lines import Line, Subject
 from kvstore.tools.bench.samples import WARM_UP_ROUNDS, Pair, Tick, alternating, require
 from kvstore.tools.bench.servers import child
+from kvstore.tools.bench.workbench import Workbench
 
 ADDED = Subject(
     "proxy: added at 100 requests/s",
@@ -56,7 +57,7 @@ class _Stage(NamedTuple):
     proxy: tuple[int, psutil.Process]
 
 
-def measure_proxy(rounds: int, tick: Tick) -> list[Line]:
+def measure_proxy(_: Workbench, rounds: int, tick: Tick) -> list[Line]:
     """Send requests through the proxy, through a bare forwarder, and directly, in alternation."""
     added: list[Pair] = []
     times: list[Pair] = []

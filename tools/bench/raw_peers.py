@@ -105,8 +105,7 @@ class RawRedis:
         """SET all values in one pipeline."""
         end = b""
         for number, view in enumerate(self._views):
-            name = b"raw:%d" % number
-            self._socket.sendall(end + b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, len(view)))
+            self._socket.sendall(end + _command(b"SET", _name(number), value_bytes=len(view)))
             self._socket.sendall(view)
             end = b"\r\n"
         self._socket.sendall(end)
@@ -115,17 +114,14 @@ class RawRedis:
 
     def retrieve(self) -> None:
         """GET all values, with a few requests ahead."""
-        ask = [b"*2\r\n$3\r\nGET\r\n$%d\r\nraw:%d\r\n" % (4 + len(str(n)), n) for n in range(len(self._views))]
-        self._receive(ask, self._views)
+        self._receive([_command(b"GET", _name(number)) for number in range(len(self._views))], self._views)
 
     def retrieve_ranges(self, ranges: Sequence[tuple[int, int]]) -> None:
         """GETRANGE some bytes of every payload, with a few requests ahead."""
         ask, views = [], []
         for first in range(0, len(self._views), self._parts_per_payload):
             for number, begin, end in self._in_parts(ranges):
-                name, bounds = b"raw:%d" % (first + number), (b"%d" % begin, b"%d" % (end - 1))
-                words = b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in (b"GETRANGE", name, *bounds))
-                ask.append(b"*4\r\n" + words)
+                ask.append(_command(b"GETRANGE", _name(first + number), b"%d" % begin, b"%d" % (end - 1)))
                 views.append(self._views[first + number][begin:end])
         self._receive(ask, views)
 
@@ -150,19 +146,29 @@ class RawRedis:
 
     def remove(self) -> None:
         """Delete all values."""
-        names = b"".join(b"$%d\r\nraw:%d\r\n" % (4 + len(str(n)), n) for n in range(len(self._views)))
-        self._socket.sendall(b"*%d\r\n$6\r\nUNLINK\r\n" % (1 + len(self._views)) + names)
+        self._socket.sendall(_command(b"UNLINK", *map(_name, range(len(self._views)))))
         self._expect(b":%d\r\n" % len(self._views))
 
     def ping(self) -> None:
         """Make one round trip."""
-        self._socket.sendall(b"*1\r\n$4\r\nPING\r\n")
+        self._socket.sendall(_command(b"PING"))
         self._expect(b"+PONG\r\n")
 
     def _expect(self, line: bytes) -> None:
         found = self._replies.readline()
         if found != line:  # in the timed part: no message is made in vain
             raise BenchError(f"the Redis server answered {found[:60]!r} instead of {line!r}")
+
+
+def _name(number: int) -> bytes:
+    return b"raw:%d" % number
+
+
+def _command(*words: bytes, value_bytes: int | None = None) -> bytes:
+    """Return a command of Redis; with ``value_bytes`` its last word is a value of this size, which the caller sends."""
+    begin = b"*%d\r\n" % (len(words) + (value_bytes is not None))
+    end = b"" if value_bytes is None else b"$%d\r\n" % value_bytes
+    return b"".join((begin, *(b"$%d\r\n%b\r\n" % (len(word), word) for word in words), end))
 
 
 def in_pieces(chunk: ByteArray, piece_bytes: int) -> list[memoryview]:

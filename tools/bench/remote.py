@@ -130,7 +130,7 @@ def _one_by_one(call: Callable[[Sequence[Transfer]], Sequence[Outcome]], transfe
     return [call([transfer])[0] for transfer in transfers]
 
 
-def measure_redis(workbench: Workbench, program: Path, rounds: int, tick: Tick) -> list[Line]:
+def measure_redis(workbench: Workbench, rounds: int, tick: Tick, *, program: Path | None) -> list[Line]:
     """Store, retrieve and look up on a private Redis server, in alternation with the limits."""
     layout, found = workbench.paged.layout, []
     chunks = _Chunks(layout, workbench.num_chunks)

@@ -31,6 +31,7 @@ from kvstore.tools.interrupts import Interruption
 
 MAX_BATCH_CHUNKS = 64  # the disk tier keeps this many files for reuse
 MIB = 1 << 20
+_Measure = Callable[[Workbench, int, Tick], list[Line]]
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class _Section(NamedTuple):
     name: str
     is_wanted: bool
     ticks: int
-    measure: Callable[[Workbench, Tick], list[Line]]
+    measure: _Measure
 
 
 def run_bench(options: BenchOptions, tick: Callable[[str], object] = lambda _: None) -> BenchReport:
@@ -113,7 +114,7 @@ def run_bench(options: BenchOptions, tick: Callable[[str], object] = lambda _: N
                 skipped.append(f"{section.name}: {'interrupted' if section.is_wanted else 'not asked for'}")
                 continue
             try:
-                lines += section.measure(workbench, partial(tick, section.name))
+                lines += section.measure(workbench, options.rounds, partial(tick, section.name))
             except ConfigError as error:
                 skipped.append(f"{section.name}: {error}")
             except Interruption:
@@ -124,57 +125,54 @@ def run_bench(options: BenchOptions, tick: Callable[[str], object] = lambda _: N
 
 
 def _sections(options: BenchOptions) -> list[_Section]:
-    rounds, redis = options.rounds, options.redis_server
-    ticks, folder = WARM_UP_ROUNDS + rounds, partial(TemporaryDirectory, prefix="kvstore-bench-", dir=options.folder)
-    started = start(rounds)
-
-    def disk(workbench: Workbench, tick: Tick) -> list[Line]:
-        with folder() as made:
-            return measure_disk(workbench, Path(made), rounds, tick)
-
-    def at_server(workbench: Workbench, tick: Tick) -> list[Line]:
-        return [*measure_server(workbench, rounds, tick), longest_decisions.line()]
-
-    def at_redis(workbench: Workbench, tick: Tick) -> list[Line]:
-        assert redis is not None
-        return measure_redis(workbench, redis, rounds, tick)
-
-    def handed_over(channel: str | None, workbench: Workbench, tick: Tick) -> list[Line]:
-        try:
-            from kvstore.tools.bench.handover import measure_handover  # noqa: PLC0415 - needs an extra
-        except ImportError as error:
-            raise ConfigError(str(error)) from error
-        return measure_handover(workbench, rounds, tick, channel)
-
-    def on_gpu(_: Workbench, tick: Tick) -> list[Line]:
-        if not torch.cuda.is_available():
-            raise ConfigError("there is none that torch can use")
-        on_device = Workbench(options.geometry, options.batch_chunks, device=torch.device("cuda", 0))
-        return measure_gpu(on_device, rounds, tick)
-
-    def with_vllm(_: Workbench, tick: Tick) -> list[Line]:
-        tick()
-        with folder() as made:
-            return measure_vllm(Path(made), rounds)
-
+    ticks, started = WARM_UP_ROUNDS + options.rounds, start(options.rounds)
     return [
-        _Section("CPU", True, ticks, lambda workbench, tick: measure_cpu(workbench, rounds, tick)),
-        _Section("disk", options.folder is not None, 2 * ticks, disk),
-        _Section("lookup", True, len(CALLS) + len(SCHEDULING), partial(_measured, (*CALLS, *SCHEDULING))),
-        _Section("start", options.start, len(started), partial(_measured, started)),
-        _Section("redis", redis is not None, ticks, at_redis),
-        _Section("server", options.cache_server, ticks, at_server),
-        _Section("hand-over", options.handover, ticks, partial(handed_over, None)),
-        _Section("NIXL", options.handover, ticks, partial(handed_over, "nixl")),
-        _Section("proxy", options.proxy, ticks, lambda _, tick: measure_proxy(rounds, tick)),
-        _Section("GPU", options.gpu, ticks, on_gpu),
-        _Section("vLLM", options.vllm, 1, with_vllm),
+        _Section("CPU", True, ticks, measure_cpu),
+        _Section("disk", options.folder is not None, 2 * ticks, _in_folder(options.folder, measure_disk)),
+        _Section("lookup", True, len(CALLS) + len(SCHEDULING), partial(_targets, rows=(*CALLS, *SCHEDULING))),
+        _Section("start", options.start, len(started), partial(_targets, rows=started)),
+        _Section(
+            "redis", options.redis_server is not None, ticks, partial(measure_redis, program=options.redis_server)
+        ),
+        _Section("server", options.cache_server, ticks, _server),
+        _Section("hand-over", options.handover, ticks, partial(_handover, channel=None)),
+        _Section("NIXL", options.handover, ticks, partial(_handover, channel="nixl")),
+        _Section("proxy", options.proxy, ticks, measure_proxy),
+        _Section("GPU", options.gpu, ticks, _gpu),
+        _Section("vLLM", options.vllm, 1, _in_folder(options.folder, measure_vllm)),
     ]
 
 
-def _measured(targets: Iterable[Target], _: Workbench, tick: Tick) -> list[Line]:
+def _in_folder(parent: Path | None, measure: Callable[[Workbench, int, Tick, Path], list[Line]]) -> _Measure:
+    def run(workbench: Workbench, rounds: int, tick: Tick) -> list[Line]:
+        with TemporaryDirectory(prefix="kvstore-bench-", dir=parent) as made:
+            return measure(workbench, rounds, tick, Path(made))
+
+    return run
+
+
+def _targets(_: Workbench, _rounds: int, tick: Tick, *, rows: Iterable[Target]) -> list[Line]:
     lines = []
-    for target in targets:
+    for row in rows:
         tick()
-        lines.append(target.line())
+        lines.append(row.line())
     return lines
+
+
+def _server(workbench: Workbench, rounds: int, tick: Tick) -> list[Line]:
+    return [*measure_server(workbench, rounds, tick), longest_decisions.line()]
+
+
+def _handover(workbench: Workbench, rounds: int, tick: Tick, *, channel: str | None) -> list[Line]:
+    try:
+        from kvstore.tools.bench.handover import measure_handover  # noqa: PLC0415 - needs an extra
+    except ImportError as error:
+        raise ConfigError(str(error)) from error
+    return measure_handover(workbench, rounds, tick, channel)
+
+
+def _gpu(workbench: Workbench, rounds: int, tick: Tick) -> list[Line]:
+    if not torch.cuda.is_available():
+        raise ConfigError("there is none that torch can use")
+    on_device = Workbench(workbench.geometry, workbench.num_chunks, device=torch.device("cuda", 0))
+    return measure_gpu(on_device, rounds, tick)

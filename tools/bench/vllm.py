@@ -12,8 +12,9 @@ from typing import Final
 
 from kvstore.model.errors import ConfigError
 from kvstore.tools.bench.lines import Line, Subject
-from kvstore.tools.bench.samples import Pair, require
+from kvstore.tools.bench.samples import Pair, Tick, require
 from kvstore.tools.bench.servers import private_server
+from kvstore.tools.bench.workbench import Workbench
 from kvstore.tools.models import DEMO, build_llama, count_words
 
 _MODULE: Final = "kvstore.adapters.vllm.offline.measuring"
@@ -52,12 +53,13 @@ SUBJECTS: Final = {
 }
 
 
-def measure_vllm(folder: Path, rounds: int) -> list[Line]:
+def measure_vllm(_: Workbench, rounds: int, tick: Tick, folder: Path) -> list[Line]:
     """Run vLLM with a random model in ``folder``, and return the lines."""
+    tick()
     require_vllm()
     model = build_llama(folder / "model", DEMO)
     samples = _run(_MODULE, model, rounds)
-    with private_server(folder, _RECEIVER_BYTES) as (_, url):
+    with private_server(folder, _RECEIVER_BYTES) as (_ipc, url):
         samples |= _run(_HANDOVER_MODULE, model, rounds, url)
     return [subject.line([Pair(*pair) for pair in samples[name]]) for name, subject in SUBJECTS.items()]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -10,17 +11,16 @@ import typer
 from kvstore.tools.console import AsJson
 
 
-def simulate(
-    traces: Annotated[
-        list[Path], typer.Argument(help="Traces that kvstore recorded, or in Mooncake's format.", exists=True)
-    ],
-    *,
-    chunks: Annotated[str, typer.Option(help="Memory sizes in chunks, such as 1000,5000.")] = "",
-    size: Annotated[str, typer.Option(help="Memory sizes in GiB, such as 20,40; needs --bytes-per-token.")] = "",
-    disk: Annotated[float | None, typer.Option(help="Size of a disk below the memory, in the same unit.")] = None,
+@dataclass(frozen=True)
+class Simulation:
+    """Options of a simulation."""
+
+    chunks: Annotated[str, typer.Option(help="Memory sizes in chunks, such as 1000,5000.")] = ""
+    size: Annotated[str, typer.Option(help="Memory sizes in GiB, such as 20,40; needs --bytes-per-token.")] = ""
+    disk: Annotated[float | None, typer.Option(help="Size of a disk below the memory, in the same unit.")] = None
     bytes_per_token: Annotated[
         int | None, typer.Option(min=1, help="Bytes of KV per token, such as 131072 for Llama-3.1-8B.")
-    ] = None,
+    ] = None
     block_tokens: Annotated[
         int | None,
         typer.Option(
@@ -28,14 +28,22 @@ def simulate(
             help="Tokens that an id of the traces stands for, several to a chunk: shows what hits that end with any "
             "block bring, beside whole chunks and tails.",
         ),
-    ] = None,
+    ] = None
     chunk_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a chunk, with --block-tokens; by default 256.")
-    ] = None,
-    policy: Annotated[list[str] | None, typer.Option(help="Policy to replay; repeatable. By default all.")] = None,
+    ] = None
+    policy: Annotated[list[str] | None, typer.Option(help="Policy to replay; repeatable. By default all.")] = None
     best: Annotated[
         bool, typer.Option(help="Also show the best possible hit rate, unless --block-tokens is given.")
-    ] = True,
+    ] = True
+
+
+def simulate(
+    traces: Annotated[
+        list[Path], typer.Argument(help="Traces that kvstore recorded, or in Mooncake's format.", exists=True)
+    ],
+    *,
+    given: Simulation,
     plot: Annotated[Path | None, typer.Option(help="Draw the curves into this .svg, .png or .pdf file.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -47,14 +55,4 @@ def simulate(
     """
     from kvstore.tools.simulate.run import SimulateOptions, simulate_and_print  # noqa: PLC0415
 
-    options = SimulateOptions(
-        chunks=chunks,
-        size=size,
-        disk=disk,
-        bytes_per_token=bytes_per_token,
-        policies=policy or [],
-        best=best,
-        block_tokens=block_tokens,
-        chunk_tokens=chunk_tokens,
-    )
-    simulate_and_print(traces, options, plot_file=plot, as_json=as_json)
+    simulate_and_print(traces, SimulateOptions(given), plot_file=plot, as_json=as_json)

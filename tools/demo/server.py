@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Self
@@ -102,11 +103,10 @@ class VllmServer:
         environment = {**inherited, **ENVIRONMENT, "KVSTORE_CONFIG_FILE": str(self.config)}
         with self.log.open("wb") as output:
             self._process = self._launch(self.command(), environment, output)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._kill_group, self._process)
             self._wait_until_healthy(self._process)
-        except BaseException:
-            self._kill_group(self._process)
-            raise
+            undo.pop_all()
         return self
 
     def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:

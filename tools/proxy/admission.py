@@ -6,11 +6,9 @@ import asyncio
 import hmac
 import re
 import secrets
-from collections.abc import Callable, Container, Coroutine, Iterable, Mapping
-from http import HTTPStatus
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Final, NamedTuple, Self
 
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstore.ops.http_limits import HANG_UP
@@ -223,25 +221,6 @@ class Gate:
             if _TRACE_STATE.fullmatch(state):
                 told["tracestate"] = state
         return told
-
-
-class Endpoint:
-    """ASGI application that answers requests for these paths by ``answer``."""
-
-    def __init__(self, gate: Gate, answer: Answer, paths: Container[str]) -> None:
-        self._gate = gate
-        self._answer = answer
-        self._paths = paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request.
-
-        Raises:
-            HTTPException: the request is for another path, even if the router matched it.
-        """
-        if scope["path"] not in self._paths:  # such as a path with a trailing newline, which would be forwarded
-            raise HTTPException(HTTPStatus.NOT_FOUND)
-        await self._gate.carry_out(self._answer, scope, receive, send)
 
 
 def headers_of(scope: Scope) -> Headers:

@@ -1,15 +1,15 @@
 """Process of ``kvstore proxy``, which serves one address in front of prefill and decode engines.
 
-process ── routes ── asks      requests to the engines
+process ── routes ── requests  requests to the engines
 │          │         └─ objects   bodies of megabytes, of which a few members are parsed
 │          ├──────── fleet     engines, which may change
 │          │         ├─ choice    choice of an engine
 │          │         └─ engines   health and load
 │          │            └─ upstream   connections to engines
 │          └──────── events    streams
-├─ gate ──────────── reply     authorization, and ends of answers
+├─ admission ─────── reply     authorization, and ends of answers
 │  └─ shares                   bounds per API key
-└─ entrance                    connections of clients
+└─ http_limits                 connections of clients
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ import math
 import signal
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from http import HTTPStatus
 from typing import Final
-
-from starlette.requests import Request
 
 from kvstore.model.errors import ConfigError
 from kvstore.ops.admin_http import listen
@@ -36,14 +35,11 @@ from kvstore.tools.proxy.options import ProxyOptions
 try:
     import uvicorn
     import uvloop
-    from starlette.applications import Starlette
-    from starlette.exceptions import HTTPException
     from starlette.responses import JSONResponse, Response
-    from starlette.routing import Route
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from kvstore.ops.http_limits import entrance
-    from kvstore.tools.proxy.admission import HEALTH, Doorkeeper, Endpoint, Gate
+    from kvstore.tools.proxy.admission import HEALTH, Doorkeeper, Gate
     from kvstore.tools.proxy.fleet import Fleet
     from kvstore.tools.proxy.meters import ProxyMeters
     from kvstore.tools.proxy.reply import error_tree
@@ -57,6 +53,7 @@ logger = logging.getLogger(__name__)
 _GENERATING: Final = ("/v1/completions", "/v1/chat/completions")
 _FORWARDED: Final = {"/v1/models": "GET", "/version": "GET", "/tokenize": "POST"}
 _METRICS: Final = "/metrics"
+_OWN: Final = ("GET", "HEAD")  # no engine is asked for a HEAD: the proxy would wait for the body of its answer
 _KEEP_ALIVE_S: Final = 5
 _GARBAGE: Final = (20_000, 20, 50)  # requests leave hardly any cycles; default thresholds took a tenth of the time
 _END_WAIT_S: Final = 2.0
@@ -75,56 +72,47 @@ class Proxy:
         self._meters = meters
         self._fleet = Fleet(options)
         router = Router(options, self._fleet, meters)
-        paths = frozenset({*_GENERATING, *_FORWARDED, HEALTH, _METRICS})
-        generate = Endpoint(self.gate, router.generate, _GENERATING)
-        forward = Endpoint(self.gate, router.forward, _FORWARDED)
-        others = Starlette(
-            routes=self._routes(generate, forward),
-            exception_handlers={HTTPException: _wrong_path},
-            lifespan=self._watched,
-        )
-        others.router.redirect_slashes = False
-        direct = {("POST", path): generate for path in _GENERATING}
-        self.app = Doorkeeper(_Shortcut(direct, others), options.api_keys, paths, meters)
+        generate, forward = (partial(self.gate.carry_out, answer) for answer in (router.generate, router.forward))
+        self._routes: dict[str, tuple[tuple[str, ...], ASGIApp]] = {
+            **dict.fromkeys(_GENERATING, (("POST",), generate)),
+            **{path: ((method,), forward) for path, method in _FORWARDED.items()},
+            HEALTH: (_OWN, self._health),
+            _METRICS: (_OWN, self._show),
+        }
+        self.app = Doorkeeper(self._answer, options.api_keys, frozenset(self._routes), meters)
 
-    def _routes(self, generate: Endpoint, forward: Endpoint) -> list[Route]:
-        forwarded = [Route(path, forward, methods=[method]) for path, method in _FORWARDED.items()]
-        for route in forwarded:
-            assert route.methods is not None
-            route.methods.discard("HEAD")  # added by GET; the proxy would wait for the body of an engine's answer
-        return [
-            *(Route(path, generate, methods=["POST"]) for path in _GENERATING),
-            *forwarded,
-            Route(HEALTH, self._health),
-            Route(_METRICS, self._show),
-        ]
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request by its path, or run the engines' checks for as long as the server runs."""
+        if scope["type"] == "lifespan":
+            await self._watch(receive, send)
+            return
+        methods, app = self._routes.get(scope["path"], ((), None))
+        if app is None:
+            app = _refusal(HTTPStatus.NOT_FOUND)
+        elif scope["method"] not in methods:
+            app = _refusal(HTTPStatus.METHOD_NOT_ALLOWED, {"allow": ", ".join(methods)})
+        await app(scope, receive, send)
 
-    @asynccontextmanager
-    async def _watched(self, _app: Starlette) -> AsyncIterator[None]:
+    async def _watch(self, receive: Receive, send: Send) -> None:
+        await receive()
         async with self._fleet.watched():
-            yield
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+        await send({"type": "lifespan.shutdown.complete"})
 
-    async def _health(self, _request: Request) -> Response:
+    async def _health(self, scope: Scope, receive: Receive, send: Send) -> None:
         well = {"prefill": self._fleet.prefill.num_well, "decode": self._fleet.decode.num_well}
         status = "ok" if well["decode"] else "no decode engine answers"
         code = HTTPStatus.OK if well["decode"] else HTTPStatus.SERVICE_UNAVAILABLE
-        return JSONResponse({"status": status, "engines": well}, code)
+        await JSONResponse({"status": status, "engines": well}, code)(scope, receive, send)
 
-    async def _show(self, _request: Request) -> Response:
+    async def _show(self, scope: Scope, receive: Receive, send: Send) -> None:
         shown = self._meters.exposition(self._fleet.engines, is_outdated=self._fleet.is_outdated)
-        return Response(shown, media_type="text/plain; version=0.0.4")
+        await Response(shown, media_type="text/plain; version=0.0.4")(scope, receive, send)
 
 
-class _Shortcut:
-    """ASGI application that bypasses the router for the most frequent paths, to save the router's time."""
-
-    def __init__(self, direct: Mapping[tuple[str, str], ASGIApp], others: ASGIApp) -> None:
-        self._direct = direct
-        self._others = others
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._direct.get((scope.get("method", ""), scope.get("path", "")), self._others)
-        await app(scope, receive, send)
+def _refusal(status: HTTPStatus, headers: Mapping[str, str] | None = None) -> Response:
+    return JSONResponse(error_tree(status, status.phrase), status, headers)
 
 
 def run_proxy(options: ProxyOptions, report: Callable[[int], None]) -> bool:
@@ -230,8 +218,3 @@ def _written(options: ProxyOptions) -> list[int]:
     """Return the modification times of the certificate and its key; 0 for a missing file."""
     files = (options.tls_cert, options.tls_key)
     return [file.stat().st_mtime_ns if file is not None and file.exists() else 0 for file in files]
-
-
-async def _wrong_path(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return JSONResponse(error_tree(error.status_code, error.detail), error.status_code, error.headers)

@@ -149,12 +149,14 @@ class Exchange:
 
     async def __aenter__(self) -> UpstreamAnswer:
         self._connection = connection = await self._pool.take()
+        answer = None
         try:
             await connection.send(self._head, self._content)
-            return await connection.answer()
-        except BaseException:
-            connection.end()
-            raise
+            answer = await connection.answer()
+        finally:
+            if answer is None:
+                connection.end()
+        return answer
 
     async def __aexit__(self, *_error: object) -> None:
         if self._connection is not None:

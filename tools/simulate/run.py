@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from kvstore.model.errors import ConfigError
+from kvstore.tools.commands.simulating import Simulation
 from kvstore.tools.console import bar, errors, parse_numbers
 from kvstore.tools.figures import require_plotting
 from kvstore.tools.simulate import report as simulate_report
@@ -38,18 +39,8 @@ class SimulateOptions:
         ConfigError: an option is wrong, or two options exclude each other.
     """
 
-    def __init__(
-        self,
-        *,
-        chunks: str,
-        size: str,
-        disk: float | None,
-        bytes_per_token: int | None,
-        policies: Sequence[str],
-        best: bool,
-        block_tokens: int | None = None,
-        chunk_tokens: int | None = None,
-    ) -> None:
+    def __init__(self, given: Simulation) -> None:
+        size, chunks, disk, bytes_per_token = given.size, given.chunks, given.disk, given.bytes_per_token
         if size and bytes_per_token is None:
             raise ConfigError("--size needs --bytes-per-token: 2 x layers x KV heads x head size x bytes a number")
         if chunks and bytes_per_token is not None:
@@ -60,9 +51,9 @@ class SimulateOptions:
             raise ConfigError(f"--disk is {disk:g}: it must be greater than 0; leave it out for no disk")
         sizes = parse_numbers(chunks, "--chunks", _SIZES, kind=int) if chunks else []
         sizes = parse_numbers(size, "--size", _SIZES) if size else sizes
-        self.sizes, self.disk, self.scale, self.best = sorted({*sizes}), disk, Scale(bytes_per_token), best
-        self.policies, self.warnings = parse_policies(policies)
-        self.chunking = parse_chunking(block_tokens, chunk_tokens)
+        self.sizes, self.disk, self.scale, self.best = sorted({*sizes}), disk, Scale(bytes_per_token), given.best
+        self.policies, self.warnings = parse_policies(given.policy or ())
+        self.chunking = parse_chunking(given.block_tokens, given.chunk_tokens)
 
 
 def simulate_and_print(

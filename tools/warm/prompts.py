@@ -8,12 +8,8 @@ line.
 
 from __future__ import annotations
 
-import asyncio
-import importlib.util
 import json
-import queue
-import threading
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +23,6 @@ FORMATS: tuple[Format, ...] = ("auto", "jsonl", "lines", "text")
 _SUFFIXES = frozenset({".jsonl", ".txt", ".md"})
 _READ_BYTES = 1 << 20
 _MAX_PROMPT_BYTES = 64 << 20  # a token has several bytes, so no model accepts such a prompt
-_READ_AHEAD = 64  # prompts that were read ahead
-_WAIT_S = 0.2
 _FIELDS = frozenset({"prompt", "prompt_token_ids", "messages", "cache_salt", "tools", "add_generation_prompt"})
 
 
@@ -146,14 +140,11 @@ def load_tokenizer(model: str) -> Tokenizer:
 def read_prompts(path: Path, *, format_: Format = "auto") -> Iterator[Prompt | Rejected]:
     """Read the prompts in a file, or in all ``.jsonl``, ``.txt`` and ``.md`` files below a folder, sorted by name.
 
-    A thread reads files ahead and ends with the iterator. Malformed prompts and unreadable files are returned as
-    ``Rejected``.
+    Files are read as the iterator advances. Malformed prompts and unreadable files are returned as ``Rejected``.
 
     Raises:
-        ConfigError: there is no such file or folder, the folder has no prompts, or aiofiles is not installed.
+        ConfigError: there is no such file or folder, or the folder has no prompts.
     """
-    if importlib.util.find_spec("aiofiles") is None:
-        raise ConfigError("reading prompts needs aiofiles: pip install 'vllm-kvstore[warm]'")
     if path.is_dir():
         paths = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
         if not paths:
@@ -162,7 +153,7 @@ def read_prompts(path: Path, *, format_: Format = "auto") -> Iterator[Prompt | R
         paths = [path]
     else:
         raise ConfigError(f"there is no {path}: name a file of prompts, or a folder of them")
-    return _read_ahead(paths, format_)
+    return _read_all(paths, format_)
 
 
 def count_prompts(path: Path, *, format_: Format = "auto") -> int:
@@ -178,42 +169,14 @@ def count_prompts(path: Path, *, format_: Format = "auto") -> int:
     return total
 
 
-def _read_ahead(paths: Sequence[Path], format_: Format) -> Iterator[Prompt | Rejected]:
-    ready: queue.Queue[Prompt | Rejected | None] = queue.Queue(_READ_AHEAD)
-    is_stopped = threading.Event()
-
-    def give(item: Prompt | Rejected | None) -> bool:
-        """Put an item into the queue; return False if the iterator was closed."""
-        while not is_stopped.is_set():
-            with suppress(queue.Full):
-                ready.put(item, timeout=_WAIT_S)
-                return True
-        return False
-
-    async def run() -> None:
-        async for item in _read_all(paths, format_):
-            if not give(item):
-                return
-        give(None)
-
-    reader = threading.Thread(target=lambda: asyncio.run(run()), name="kvstore-prompts", daemon=True)
-    reader.start()
-    try:
-        while (item := ready.get()) is not None:
-            yield item
-    finally:
-        is_stopped.set()
-        reader.join()
-
-
-async def _read_all(paths: Iterable[Path], format_: Format) -> AsyncIterator[Prompt | Rejected]:
+def _read_all(paths: Iterable[Path], format_: Format) -> Iterator[Prompt | Rejected]:
     for path in paths:
         kind = _kind(path, format_)
         try:
             if kind == "text":
-                yield await _whole_file(path)
+                yield _whole_file(path)
                 continue
-            async for number, line in _lines(path):
+            for number, line in _lines(path):
                 where = f"{path}, line {number}"
                 if line is None:
                     yield Rejected(where, f"longer than {_MAX_PROMPT_BYTES >> 20} MiB")
@@ -227,23 +190,19 @@ def _kind(path: Path, format_: Format) -> Format:
     return format_ if format_ != "auto" else ("jsonl" if path.suffix == ".jsonl" else "text")
 
 
-async def _whole_file(path: Path) -> Prompt | Rejected:
-    import aiofiles  # noqa: PLC0415 - an extra
-
-    async with aiofiles.open(path, "rb") as file:
-        raw = await file.read(_MAX_PROMPT_BYTES + 1)
+def _whole_file(path: Path) -> Prompt | Rejected:
+    with path.open("rb") as file:
+        raw = file.read(_MAX_PROMPT_BYTES + 1)
     if len(raw) > _MAX_PROMPT_BYTES:
         return Rejected(str(path), f"longer than {_MAX_PROMPT_BYTES >> 20} MiB")
     return _parsed(raw, str(path), is_json=False)
 
 
-async def _lines(path: Path) -> AsyncIterator[tuple[int, bytes | None]]:
+def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
     """Yield the lines of a file with their numbers; None for a line that is too long."""
-    import aiofiles  # noqa: PLC0415 - an extra
-
     number, rest, is_too_long = 1, b"", False
-    async with aiofiles.open(path, "rb") as file:
-        while block := await file.read(_READ_BYTES):
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
             *whole, rest = (rest + block).split(b"\n")
             for line in whole:
                 yield number, None if is_too_long else line
