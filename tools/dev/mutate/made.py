@@ -16,20 +16,28 @@ from mutmut.mutation.file_mutation import deep_replace
 from kvstore.tools.dev.mutate.mutations import Mutation
 from kvstore.tools.dev.mutate.operators import is_left_out, mutants
 
+_SERVER = "file_order grants holds orders pins pool quotas sessions shares slices spaces stock"  # modules that decide
+_TOOLS = "calc configs flags modelgroups replay vllmflags"
+
 # Files by pattern, and the tests that should notice.
 ROOMS = {
-    "kvstore/model/*.py": ("tests/unit/model",),
-    "kvstore/index/*.py": ("tests/unit/index",),
-    "kvstore/policies/*.py": ("tests/unit/policies",),
-    "kvstore/format/*.py": ("tests/unit/format", "tests/tools/test_pack.py", "tests/conformance/test_pack.py"),
-    "kvstore/format/codecs/*.py": ("tests/unit/format",),
-    "kvstore/protocol/*.py": ("tests/unit/protocol", "tests/unit/server"),
-    "kvstore/server/[fhpqs]*s.py": ("tests/unit/server",),
-    "kvstore/handover/ledger.py": ("tests/unit/handover/test_ledger.py",),
-    "kvstore/paged/[bgh]*.py": ("tests/unit/paged",),
-    "config/**/*.py": ("tests/unit/config",),
+    "adapters/vllm/glue/*.py": ("tests/unit/adapters/glue",),
     "adapters/vllm/requests/*.py": ("tests/unit/adapters/requests", "tests/unit/adapters/scheduler"),
     "adapters/vllm/scheduler/*.py": ("tests/unit/adapters/scheduler",),
+    "adapters/vllm/telemetry/*.py": ("tests/unit/adapters/telemetry",),
+    "config/**/*.py": ("tests/unit/config",),
+    "kvstore/format/*.py": ("tests/unit/format", "tests/tools/test_pack.py", "tests/conformance/test_pack.py"),
+    "kvstore/format/codecs/*.py": ("tests/unit/format",),
+    "kvstore/handover/ledger.py": ("tests/unit/handover/test_ledger.py",),
+    "kvstore/index/*.py": ("tests/unit/index",),
+    "kvstore/memory/*.py": ("tests/unit/memory",),
+    "kvstore/model/*.py": ("tests/unit/model", "tests/unit/paged/test_headed.py"),
+    "kvstore/paged/[bghp]*.py": ("tests/unit/paged",),
+    "kvstore/policies/*.py": ("tests/unit/policies",),
+    "kvstore/protocol/*.py": ("tests/unit/protocol", "tests/unit/server"),
+    **{f"kvstore/server/{name}.py": ("tests/unit/server",) for name in _SERVER.split()},
+    "kvstore/tiers/disk/*.py": ("tests/unit/tiers/disk",),
+    **{f"tools/{name}.py": (f"tests/tools/test_{name}.py",) for name in _TOOLS.split()},
     "tools/proxy/choice.py": ("tests/tools/proxy/test_choice.py",),
 }
 MADE_TIMEOUT_S = 60.0  # several times what the tests of a room take; some mutations never end
