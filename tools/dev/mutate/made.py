@@ -19,7 +19,7 @@ from kvstore.tools.dev.mutate.operators import is_left_out, mutants
 _SERVER = "file_order grants holds orders pins pool quotas sessions shares slices spaces stock"  # modules that decide
 _TOOLS = "calc configs flags modelgroups replay vllmflags"
 
-# Files by pattern, and the tests that should notice.
+# Files by pattern, and the tests that should notice. What is named like the module runs first.
 ROOMS = {
     "adapters/vllm/glue/*.py": ("tests/unit/adapters/glue",),
     "adapters/vllm/requests/*.py": ("tests/unit/adapters/requests", "tests/unit/adapters/scheduler"),
@@ -91,9 +91,10 @@ def make_mutations(root: Path, pattern: str, size: int | None, seed: int) -> lis
         if fnmatchcase(file, files) or fnmatchcase(short, files):
             chance = random.Random(f"{seed} {file}")  # noqa: S311 - a sample
             wanted = None if size is None or place else int(size * text.count("\n") / num_lines + chance.random())
+            named = f"{rooms[path][0]}/test_{path.stem}.py"
+            tests = (named, *rooms[path]) if (root / named).exists() else rooms[path]
             for at, before, after in _changes(text, wanted, chance):
-                name = f"{short}:{at}"
-                made.append(MadeMutation(name=name, file=file, before=before, after=after, tests=rooms[path]))
+                made.append(MadeMutation(name=f"{short}:{at}", file=file, before=before, after=after, tests=tests))
     return [mutation for mutation in made if not place or fnmatchcase(mutation.name, f"*:{place}")]
 
 

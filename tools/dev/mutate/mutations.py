@@ -24,7 +24,7 @@ class Mutation(BaseModel):
         file: path of the file, relative to the root of the tree.
         before: text that the file contains exactly once.
         after: replacement of the text.
-        tests: files or node ids of pytest, the smallest selection that should fail.
+        tests: files or node ids of pytest, the smallest selection that should fail; they run one by one until one does.
         survives: reason why no test can notice the defect, if there is one.
         may_break: True if a module that can no longer be imported counts as noticed; nobody would write such a defect.
     """

@@ -136,7 +136,10 @@ def _try_one(tree: Tree, mutation: Mutation, passed: dict[str, bool], options: O
             return Result(mutation, line, Verdict.UNTESTED, f"{(failing or [test])[0]} does not pass without it")
     begin_s = time.monotonic()
     with tree.changed(mutation.file, mutation.before, mutation.after):
-        run = tree.test([*options.arguments, *mutation.tests], options.timeout_s, at_first=True)
+        for test in mutation.tests:
+            run = tree.test([*options.arguments, test], options.timeout_s, at_first=True)
+            if run.status != _NONE_FAILED:
+                break
     return Result(mutation, line, *_judge(run, may_break=mutation.may_break), time.monotonic() - begin_s)
 
 
