@@ -51,7 +51,7 @@ bench-gpu: venv  ## on a machine with a GPU: its tests, then every path; writes 
 soak: venv  ## the long tests
 	@$(BIN)/pytest $(SIDE_BY_SIDE) --soak -m soak
 
-mutate: venv  ## defects on purpose: do the tests notice? ARGS="--only 'disk/*'" tries one area
+mutate: venv  ## defects on purpose, by hand and by mutmut: do the tests notice? ARGS="--only 'index/*'" tries one area
 	@$(BIN)/python -m kvstore.tools.dev.mutate $(ARGS)
 
 mutate-gpu: venv  ## the same for the order of work on a GPU, which a device on the CPU simulates

@@ -165,11 +165,11 @@ def results(caught: int, *, survives: str | None) -> list[Result]:
 
 def test_at_least_95_percent() -> None:
     assert not faults(results(19, survives="cannot be told apart"))
-    assert faults(results(18, survives="cannot be told apart")) == ["18 of 19 are caught: fewer than 95%"]
+    assert faults(results(18, survives="cannot be told apart")) == ["18 of 19 listed are caught: fewer than 95%"]
     assert len(faults(results(99, survives=None))) == 1, "each needs a reason"
     assert explained(results(19, survives="only CUDA can show")) == ["m survived: only CUDA can show"]
     assert not explained(results(19, survives=None))
-    assert summary(results(19, survives=None)) == "19 of 20 mutations are caught (95%)"
+    assert summary(results(19, survives=None)) == "19 of 20 listed mutations are caught (95%)"
 
 
 @pytest.mark.parametrize(

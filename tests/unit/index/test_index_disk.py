@@ -21,7 +21,7 @@ from support.invariants import check_invariants
 from support.uses import uses_of
 
 from kvstore.index.index import ChunkIndex
-from kvstore.index.plans import Place, StoreStep, TierState, chunk_refs
+from kvstore.index.plans import MissReason, Place, StoreStep, TierState, chunk_refs
 from kvstore.index.remote_view import RemoteView
 from kvstore.model.keys import PrefixHasher
 
@@ -164,6 +164,7 @@ def test_a_slot_without_its_chunk_is_forgotten() -> None:
     steps = index.prepare_load(refs_of(32))
     index.complete_load(steps, keys(steps[1:]), set())
     assert (known_tokens(index, 32), index.counters.lost_chunks) == (16, 1)
+    assert index.why_missing(hasher_of(32), 16, 32) is MissReason.LOST
     assert keys(index.take_removals()) == keys(steps[1:])
 
 

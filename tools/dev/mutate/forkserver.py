@@ -21,6 +21,8 @@ def main() -> None:
     for name in ("pytest", *sys.argv[1:]):
         with suppress(ImportError):
             importlib.import_module(name)
+    if "hypothesis" in sys.modules:
+        _shrink_nothing()
     for line in sys.stdin:
         task = json.loads(line)
         pid = os.fork()
@@ -29,6 +31,14 @@ def main() -> None:
         print(json.dumps({"pid": pid}), flush=True)
         _, status = os.waitpid(pid, 0)
         print(json.dumps({"status": os.waitstatus_to_exitcode(status)}), flush=True)
+
+
+def _shrink_nothing() -> None:
+    """Let Hypothesis end with the first example that fails; profiles of tests inherit this from the default one."""
+    from hypothesis import Phase, settings  # noqa: PLC0415 - imported already
+
+    settings.register_profile("mutate", phases=[Phase.explicit, Phase.generate])
+    settings.load_profile("mutate")
 
 
 def _run(arguments: list[str], output: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -24,9 +24,12 @@ class Mutation(BaseModel):
         file: path of the file, relative to the root of the tree.
         before: text that the file contains exactly once.
         after: replacement of the text.
-        tests: files or node ids of pytest, the smallest selection that should fail.
+        tests: files or node ids of pytest, the smallest selection that should fail; they run one by one until one does.
         survives: reason why no test can notice the defect, if there is one.
+        may_break: True if a module that can no longer be imported counts as noticed; nobody would write such a defect.
     """
+
+    may_break: ClassVar = False
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

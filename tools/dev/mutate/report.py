@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Column, Table
 
+from kvstore.tools.dev.mutate.made import MadeMutation
 from kvstore.tools.dev.mutate.running import Result, Verdict
 
-MIN_CAUGHT = 0.95
+MIN_CAUGHT = {"listed": 0.95, "made": 0.8}  # some of what is made changes nothing that matters
 
 
 def faults(results: Sequence[Result]) -> list[str]:
@@ -22,12 +23,12 @@ def faults(results: Sequence[Result]) -> list[str]:
     ]
     lines += [
         f"{result.mutation.name}: survived: write a test that fails, or a reason ('survives') into the list"
-        for result in results
+        for result in _by_origin(results)["listed"]
         if result.verdict is Verdict.SURVIVED and not result.mutation.survives
     ]
-    caught = sum(result.verdict.is_caught for result in results)
-    if caught < MIN_CAUGHT * len(results):
-        lines.append(f"{caught} of {len(results)} are caught: fewer than {MIN_CAUGHT:.0%}")
+    for origin, some in _by_origin(results).items():
+        if _num_caught(some) < MIN_CAUGHT[origin] * len(some):
+            lines.append(f"{_num_caught(some)} of {len(some)} {origin} are caught: fewer than {MIN_CAUGHT[origin]:.0%}")
     return lines
 
 
@@ -37,10 +38,21 @@ def explained(results: Sequence[Result]) -> list[str]:
     return [f"{mutation.name} survived: {mutation.survives}" for mutation in survivors if mutation.survives]
 
 
+def diffs(results: Sequence[Result]) -> Iterator[str]:
+    """Yield what the made survivors change: a line with name and place, then lines that are taken away and added."""
+    for result in results:
+        if isinstance(result.mutation, MadeMutation) and result.verdict is Verdict.SURVIVED:
+            yield f"{result.mutation.name} in {result.mutation.file} survived:\n{result.mutation.diff()}"
+
+
 def summary(results: Sequence[Result]) -> str:
     """Return a sentence with the number of caught mutations."""
-    caught = sum(result.verdict.is_caught for result in results)
-    return f"{caught} of {len(results)} mutations are caught ({caught / max(1, len(results)):.0%})"
+    told = [
+        f"{_num_caught(some)} of {len(some)} {origin} mutations are caught ({_num_caught(some) / len(some):.0%})"
+        for origin, some in _by_origin(results).items()
+        if some
+    ]
+    return ", ".join(told)
 
 
 def table(results: Sequence[Result]) -> Table:
@@ -57,11 +69,12 @@ def table(results: Sequence[Result]) -> Table:
     return shown
 
 
-def as_json(results: Sequence[Result]) -> dict[str, Any]:
+def as_json(results: Sequence[Result], seed: int) -> dict[str, Any]:
     """Return the results as a JSON object."""
     return {
-        "caught": sum(result.verdict.is_caught for result in results),
+        "caught": _num_caught(results),
         "total": len(results),
+        "seed": seed,
         "faults": faults(results),
         "mutations": [
             {
@@ -76,3 +89,14 @@ def as_json(results: Sequence[Result]) -> dict[str, Any]:
             for result in results
         ],
     }
+
+
+def _by_origin(results: Sequence[Result]) -> dict[str, list[Result]]:
+    found: dict[str, list[Result]] = {"listed": [], "made": []}
+    for result in results:
+        found["made" if isinstance(result.mutation, MadeMutation) else "listed"].append(result)
+    return found
+
+
+def _num_caught(results: Sequence[Result]) -> int:
+    return sum(result.verdict.is_caught for result in results)

@@ -16,6 +16,7 @@ from kvstore.tools.dev.mutate.tree import PytestRun, Tree, copies
 
 _SOME_FAILED = 1  # exit status of pytest
 _NONE_FAILED = 0
+_NOT_COLLECTED = 2
 _NOT_FOUND = 4
 
 
@@ -46,11 +47,12 @@ class Result(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Options of a run: parallel copies, timeout of one mutation's tests, timeout of all tests without mutations."""
+    """Options of a run: parallel copies, timeouts of one mutation's tests and of all without any, more for pytest."""
 
     jobs: int
     timeout_s: float = 120.0
     baseline_timeout_s: float = 900.0
+    arguments: tuple[str, ...] = ()
 
 
 Say = Callable[[Result], None]
@@ -73,15 +75,18 @@ def run_mutations(root: Path, mutations: Sequence[Mutation], options: Options, s
         mine.tree = free.get()
 
     def test_one(mutation: Mutation) -> Result:
-        result = _try_one(mine.tree, mutation, passed, options.timeout_s)
+        result = _try_one(mine.tree, mutation, passed, options)
         say(result)
         return result
 
-    with copies(root, options.jobs) as trees, ThreadPoolExecutor(options.jobs, initializer=take_tree) as pool:
+    jobs = min(options.jobs, len(mutations))
+    if not jobs:
+        return []
+    with copies(root, jobs) as trees, ThreadPoolExecutor(jobs, initializer=take_tree) as pool:
         for tree in trees:
             free.put(tree)
         try:
-            for runs in pool.map(lambda tests: _unmutated(mine.tree, tests, options), _parts(mutations, options.jobs)):
+            for runs in pool.map(lambda tests: _unmutated(mine.tree, tests, options), _parts(mutations, jobs)):
                 passed |= _passed(runs)
             return list(pool.map(test_one, mutations))
         except BaseException:
@@ -105,10 +110,10 @@ def _parts(mutations: Iterable[Mutation], count: int) -> list[list[str]]:
 
 def _unmutated(tree: Tree, tests: Sequence[str], options: Options) -> list[PytestRun]:
     """Run tests without a mutation; if one does not exist, each runs alone, because pytest would run none."""
-    run = tree.test(tests, options.baseline_timeout_s)
+    run = tree.test([*options.arguments, *tests], options.baseline_timeout_s)
     if run.status != _NOT_FOUND:
         return [run]
-    return [tree.test([test], options.baseline_timeout_s) for test in tests]
+    return [tree.test([*options.arguments, test], options.baseline_timeout_s) for test in tests]
 
 
 def _passed(runs: Iterable[PytestRun]) -> dict[str, bool]:
@@ -119,28 +124,31 @@ def _passed(runs: Iterable[PytestRun]) -> dict[str, bool]:
     return found
 
 
-def _try_one(tree: Tree, mutation: Mutation, passed: dict[str, bool], timeout_s: float) -> Result:
+def _try_one(tree: Tree, mutation: Mutation, passed: dict[str, bool], options: Options) -> Result:
     path = tree.home / mutation.file
     line = mutation.line_in(path.read_text(encoding="utf-8")) if path.is_file() else None
     if line is None:
         return Result(mutation, None, Verdict.STALE, f"its text does not stand in {mutation.file} exactly once")
     for test in mutation.tests:
-        ran = [name for name in passed if name == test or name.startswith((f"{test}::", f"{test}["))]
+        ran = [name for name in passed if name == test or name.startswith((f"{test}::", f"{test}[", f"{test}/"))]
         failing = [name for name in ran if not passed[name]]
         if failing or not any(passed[name] for name in ran):
             return Result(mutation, line, Verdict.UNTESTED, f"{(failing or [test])[0]} does not pass without it")
     begin_s = time.monotonic()
     with tree.changed(mutation.file, mutation.before, mutation.after):
-        run = tree.test(mutation.tests, timeout_s, at_first=True)
-    return Result(mutation, line, *_judge(run), time.monotonic() - begin_s)
+        for test in mutation.tests:
+            run = tree.test([*options.arguments, test], options.timeout_s, at_first=True)
+            if run.status != _NONE_FAILED:
+                break
+    return Result(mutation, line, *_judge(run, may_break=mutation.may_break), time.monotonic() - begin_s)
 
 
-def _judge(run: PytestRun) -> tuple[Verdict, str]:
+def _judge(run: PytestRun, *, may_break: bool) -> tuple[Verdict, str]:
     if run.status is None:
         return Verdict.HUNG, ""
     if run.status == _NONE_FAILED:
         return Verdict.SURVIVED, ""
-    if run.status == _SOME_FAILED and run.failed:
+    if run.failed and (run.status == _SOME_FAILED or (run.status == _NOT_COLLECTED and may_break)):
         return Verdict.CAUGHT, run.failed[0]
     if run.status < 0:  # a signal: it crashed the process
         return Verdict.CAUGHT, f"signal {-run.status}"

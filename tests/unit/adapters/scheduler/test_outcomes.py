@@ -126,6 +126,22 @@ def test_a_sender_that_never_came_is_not_waited_for() -> None:
         assert second.scheduler._handovers.waits.timeouts == 0
 
 
+@pytest.mark.parametrize(
+    ("told", "tokens"),
+    [
+        ({"num_transferred_tokens": CHUNK}, CHUNK),
+        ({"num_transferred_tokens": BLOCK, "num_coming_tokens": CHUNK}, CHUNK),
+        ({}, WHOLE),
+    ],
+    ids=["arrived", "on their way", "not told"],
+)
+def test_no_more_is_waited_for_than_the_sender_has_told(told: dict[str, Any], tokens: int) -> None:
+    with closing(consumer()) as second:
+        request = second.add("one", PROMPT, handover=Handover(DisaggSpec("client", "127.0.0.1", (1,), **told)))
+        assert second.scheduler._handovers.waits._waits["one"].num_tokens == tokens
+        second.abort(request)
+
+
 def test_what_a_full_receiver_refuses_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The chunks before the refused one are loaded."""
     real = Stock.reserve
