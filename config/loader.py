@@ -98,9 +98,7 @@ def _give_pool(chosen: dict[str, Entry], findings: Findings) -> None:
         return
     del chosen[pool.key]
     size_gib = StoreConfig.model_fields[pool.key].default
-    findings.warnings.append(
-        f"{pool.where}: {pool.key}: {size_gib} GiB instead of 0: KV that is handed over passes through it"
-    )
+    findings.warnings.append(f"{pool.where}: {pool.key}: {size_gib} GiB instead of 0: hand-overs need it")
 
 
 def _validate(chosen: Mapping[str, Entry], findings: Findings) -> StoreConfig | None:
@@ -148,14 +146,14 @@ def _useless(config: StoreConfig, origins: Mapping[str, str]) -> list[str]:
         if warning and getattr(config, key):
             lines.append(f"{origins[key]}: {warning}")
     if config.remote_url != config.shared_url:
-        warn("remote_url", "ignored: there is no such tier here, so nothing is shared: see kvstore config from-lmcache")
+        warn("remote_url", "ignored: kvstore has no tier for it, so nothing is shared: see kvstore config from-lmcache")
     if config.remote_serde in OTHER_CODECS:
         codec = config.remote_serde
-        warn("remote_serde", f"there is no {codec!r} here: 'none' is used, so chunks are stored as they are")
+        warn("remote_serde", f"kvstore has no codec {codec!r}: 'none' is used, so chunks are stored as they are")
     if config.pd_peer_init_port is not None and not config.enable_pd and origins["enable_pd"] == "default":
         warn("pd_peer_init_port", "ignored: enable_pd is not set, so this engine does not listen")
     if config.reshard_from and not config.has_remote:
         warn("reshard_from", "ignored: without local_disk, remote_url and peers there is nothing to read from")
     if config.local_disk is None and not config.has_remote and not config.local_cpu:
-        warn("local_cpu", "false without local_disk and remote_url: nothing will be kept")
+        warn("local_cpu", "false, and neither local_disk nor remote_url is set: nothing will be kept")
     return lines

@@ -59,7 +59,7 @@ class Findings:
 
 def _suggestion(key: str) -> str:
     nearest = nearest_key(key)
-    return f"the nearest valid key is {nearest}" if nearest else f"valid keys are {', '.join(KEYS)}"
+    return f"did you mean {nearest}?" if nearest else f"valid keys are {', '.join(KEYS)}"
 
 
 def _named(entry: Entry) -> str:

@@ -11,10 +11,9 @@ from pydantic import ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from kvstore.config.keys.handover import PD_ROLES, HandoverKeys, accepts_kv
-from kvstore.config.keys.operation import OperationKeys
+from kvstore.config.keys.operation import OperationKeys, ServerKeys
 from kvstore.config.keys.remote import RemoteKeys
 from kvstore.config.keys.requests import REQUEST_FIELDS, RequestKeys
-from kvstore.config.keys.server import ServerKeys
 from kvstore.config.keys.storage import StorageKeys
 from kvstore.protocol.loopback import is_loopback
 from kvstore.tiers import READ_ONLY, tier_behind

@@ -158,4 +158,4 @@ def _report_unknown(entry: Entry, findings: Findings) -> None:
     if variable.startswith("KVSTORE_"):
         findings.unknown_key(entry)
     elif nearest := misspelt_key(entry.key):
-        findings.warnings.append(f"{entry.where}: ignored: unknown key; the nearest valid key is {nearest}")
+        findings.warnings.append(f"{entry.where}: ignored: unknown key; did you mean {nearest}?")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvstore.memory.freed import keep_freed
+from kvstore.memory.mapped import keep_freed
 from kvstore.model.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def without_full_collections() -> Iterator[None]:
 
 def _open_pages(hub: Hub, port: int) -> PageServer:
     from kvstore.ops.admin_http import PageServer  # noqa: PLC0415
-    from kvstore.server.reports import exposition  # noqa: PLC0415
+    from kvstore.server.operators import exposition  # noqa: PLC0415
 
     def page(shown: Callable[[dict[str, Any]], tuple[int, str]]) -> tuple[int, str]:
         try:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +15,7 @@ from kvstore.adapters.vllm.glue import interface
 
 interface.require()  # before anything is imported by name from a vLLM that may lack it
 
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -30,31 +29,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvstore.adapters.vllm import refusals
 from kvstore.adapters.vllm.glue import capabilities, logs
 from kvstore.adapters.vllm.glue.adapterloads import adapter_files
-from kvstore.adapters.vllm.glue.binding import groups_of, hold_nothing, paged_kv_of
+from kvstore.adapters.vllm.glue.binding import hold_nothing
 from kvstore.adapters.vllm.glue.groups import announced_group, group_ids, has_states
-from kvstore.adapters.vllm.glue.namespace import namespace_of
-from kvstore.adapters.vllm.glue.options import (
-    engine_options,
-    fitting_config,
-    scheduler_options,
-    sends,
-    worker_options,
-)
-from kvstore.adapters.vllm.glue.ports import admin_server, embedded_server
-from kvstore.adapters.vllm.glue.requests import handover_of, is_shareable, key_extras, needs_of, request_params
-from kvstore.adapters.vllm.glue.startup import tell_start
-from kvstore.adapters.vllm.glue.support import check_supported, frees_blocks, stores_nothing, tell_limits
-from kvstore.adapters.vllm.plan import StepPlan, StepReport, WorkerFacts
-from kvstore.adapters.vllm.requests.arrivals import NOTHING_KNOWN, Arrivals, Known
+from kvstore.adapters.vllm.glue.metadata import FactsMetadata, PlanMetadata, ReportMetadata
+from kvstore.adapters.vllm.glue.opening import admin_server, open_worker
+from kvstore.adapters.vllm.glue.options import fitting_config, scheduler_options
+from kvstore.adapters.vllm.glue.requests import adapter_of, extra_args_of, features_of, is_shareable, key_extras
+from kvstore.adapters.vllm.glue.support import check_supported, frees_blocks, log_limits, stores_nothing
+from kvstore.adapters.vllm.plan import WorkerFacts
+from kvstore.adapters.vllm.requests.arrivals import Arrivals, Known
 from kvstore.adapters.vllm.requests.params import WITHOUT_CACHE
+from kvstore.adapters.vllm.requests.request_fields import RequestFields
 from kvstore.adapters.vllm.requests.rows import States, Tables
-from kvstore.adapters.vllm.requests.wishes import Wishes
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
+from kvstore.adapters.vllm.scheduler.startup import Surroundings, log_start
 from kvstore.adapters.vllm.telemetry.events import as_kv_events
 from kvstore.adapters.vllm.telemetry.prometheus import StoreMetrics, StoreStats
-from kvstore.adapters.vllm.worker.worker import StoreWorker
 from kvstore.config import load_config
-from kvstore.memory import limits
 from kvstore.model.errors import KVStoreError
 from kvstore.ops.admin_http import AdminServer
 
@@ -72,38 +63,10 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kvstore.adapters.vllm.worker.worker import StoreWorker
     from kvstore.index.index import ChunkIndex
 
 logger = logging.getLogger(__name__)
-
-CONNECTOR = "KVStoreConnector"
-
-
-@dataclass
-class PlanMetadata(KVConnectorMetadata):
-    """A step's plan on its way to the workers."""
-
-    plan: StepPlan
-
-
-@dataclass
-class ReportMetadata(KVConnectorWorkerMetadata):
-    """A rank's report on its way to the scheduler."""
-
-    report: StepReport
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Merge another rank's report into this one."""
-        assert isinstance(other, ReportMetadata)
-        self.report.merge(other.report)
-        return self
-
-
-@dataclass
-class FactsMetadata(KVConnectorHandshakeMetadata):
-    """A worker's facts on their way to the scheduler; None if the worker runs without the cache."""
-
-    facts: WorkerFacts | None
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
@@ -127,7 +90,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         loaded = load_config(
             vllm_config.kv_transfer_config.kv_connector_extra_config, log_warnings=role is KVConnectorRole.SCHEDULER
         )
-        self._config = fitting_config(loaded.config, kv_cache_config, says_so=role is KVConnectorRole.SCHEDULER)
+        self._config = fitting_config(loaded.config, kv_cache_config, logs_change=role is KVConnectorRole.SCHEDULER)
         interface.require_hooks(KVStoreConnector, KVConnectorBase_V1)
         check_supported(vllm_config, kv_cache_config, self._config)
         self._frees_blocks = frees_blocks(kv_cache_config)
@@ -142,11 +105,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: StoreWorker | None = None
         self._admin: AdminServer | None = None
         if role is KVConnectorRole.SCHEDULER:
-            tell_limits(vllm_config, kv_cache_config)
+            log_limits(vllm_config, kv_cache_config)
             options = scheduler_options(vllm_config, kv_cache_config, self._config)
             self._scheduler = StoreScheduler(options)
-            self._tell_start = partial(tell_start, vllm_config, loaded, options)
-            self._wishes = Wishes(self._scheduler.count_wrong_field)
+            transfer = vllm_config.kv_transfer_config
+            around = Surroundings(vllm.__version__, str(transfer.kv_role), transfer.kv_load_failure_policy)
+            self._log_start = partial(log_start, loaded, options, around)
+            self._fields = RequestFields(self._config, self._scheduler.count_wrong_field)
             self._admin = admin_server(vllm_config, self._config, self._scheduler)
 
     @property
@@ -169,36 +134,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._gave_up = True
             return
         try:
-            self._open_worker(kv_caches)
+            self._worker = open_worker(self._vllm_config, self._kv_cache_config, self._config, kv_caches)
         except KVStoreError as error:
             self._go_without(error)
-
-    def _open_worker(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        config, kv_cache_config = self._vllm_config, self._kv_cache_config
-        workers = int(config.parallel_config.world_size)
-        pool_bytes = self._config.max_local_cpu_bytes
-        asked = f"max_local_cpu_size of {pool_bytes / 2**30:.1f} GiB for each of {workers} workers"
-        sends_bytes = self._config.pd_buffer_size if sends(config, self._config) else 0
-        if self._config.listens or sends_bytes:
-            asked += f", and pd_buffer_size of {self._config.pd_buffer_size / 2**30:.1f} GiB"
-        limits.require_memory((self._config.host_memory_bytes + sends_bytes) * workers, asked)
-        paged = paged_kv_of(kv_caches, kv_cache_config, config, self._config.chunk_size)
-        how = replace(worker_options(config, kv_cache_config, self._config), groups=groups_of(paged, kv_cache_config))
-        namespace = namespace_of(config, kv_cache_config, self._config, paged)
-        with ExitStack() as opened:
-            store = engine_options(config, kv_cache_config, self._config, (kv_caches, paged))
-            server = embedded_server(config, namespace, paged.layout, self._config, store.remote)
-            if server is not None:
-                opened.callback(server.close)
-            self._worker = StoreWorker(paged, namespace, store, how, server)
-            opened.pop_all()
 
     def _go_without(self, error: KVStoreError) -> None:
         """Let vLLM run without the cache, or raise if it is required."""
         if self._config.required:
             raise error
         self._gave_up = True
-        logger.warning("vLLM runs WITHOUT the cache, since required is false: %s", error)
+        logger.warning("vLLM runs without the cache, because required is false: %s", error)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Tell the scheduler what this worker owns, or that it runs without the cache."""
@@ -304,9 +249,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         ours = [rank for rank in ranks if isinstance(rank, FactsMetadata)]
         facts = self.facts = [rank.facts for rank in ours if rank.facts is not None]
         if len(ours) < len(ranks):  # MultiConnector passes on the metadata of its first connector that has any
-            logger.warning("nothing is cached, as another connector spoke first: list %s first", CONNECTOR)
+            logger.warning(
+                "nothing is cached: another connector answered the handshake first, so list %s first",
+                KVStoreConnector.__name__,
+            )
         elif 0 < len(facts) < len(ranks):  # a chunk counts only if every rank holds its part
-            logger.warning("nothing is cached: %d of %d workers run without", len(ranks) - len(facts), len(ranks))
+            logger.warning(
+                "nothing is cached: %d of %d workers run without the cache", len(ranks) - len(facts), len(ranks)
+            )
         elif facts and self._scheduler is not None:
             try:
                 self._scheduler.connect(facts)
@@ -314,23 +264,23 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 self._go_without(error)
             else:
                 self.index = self._scheduler.index
-                self._tell_start(self.index, facts)
+                self._log_start(self.index, facts)
 
     def on_new_request(self, request: Request) -> None:
         """Track a request if its KV may be shared. A request with wrong fields does not use the cache."""
-        params, handover = self._wishes.read(
-            request.request_id,
-            lambda: request_params(request, self._config.request_fields),
-            lambda: handover_of(request) if self._config.enable_pd else None,
-        )
+        transfer_params = request.kv_transfer_params
+        params, handover = self._fields.read(request.request_id, extra_args_of(request), transfer_params)
 
         def admit(known: Known | None) -> None:
             """Track the request, without the cache if the inputs of its keys are unknown."""
-            wishes, sends = (params, handover) if known is not None else (WITHOUT_CACHE, None)
-            self._scheduling.add_request(request, key_extras(request, wishes, known or NOTHING_KNOWN), wishes, sends)
+            if known is None:
+                self._scheduling.add_request(request, key_extras(request), WITHOUT_CACHE)
+            else:
+                self._scheduling.add_request(request, key_extras(request, params, known), params, handover)
 
         if is_shareable(request):
-            self._arrivals.add(request.request_id, *needs_of(request, self._vllm_config), admit)
+            features = features_of(request, self._vllm_config)
+            self._arrivals.add(request.request_id, adapter_of(request), features, admit)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens that can be loaded beyond vLLM's own prefix cache, and True if the request waits."""
@@ -347,7 +297,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """Split a hit by the tiers that hold it; only versions of vLLM that name hit sources call this."""
-        return capabilities.hit_sources(self._scheduling.hit_split(request.request_id))
+        return capabilities.hit_sources(self._scheduling.hit_tokens(request.request_id))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Plan the step."""
@@ -396,7 +346,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         request_id = request.request_id
         self._arrivals.end(request_id)
         answer = self._scheduling.answer(request_id, first_token=next(iter(request.output_token_ids), None))
-        answer = self._wishes.answer(request_id, answer)
+        answer = self._fields.answer(request_id, answer)
         return self._scheduling.finish_request(request_id, self._tables(block_ids)), answer
 
     def reset_cache(self) -> bool | None:

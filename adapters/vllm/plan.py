@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 
 from kvstore.adapters.vllm.requests.params import DisaggSpec
 from kvstore.engine.options import RemoteOptions, Shard
-from kvstore.handover.ledger import PushJob, Settled
+from kvstore.handover.tracker import PushJob, Settled
 from kvstore.index.plans import Place
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.groups import Groups

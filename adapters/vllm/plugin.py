@@ -39,8 +39,8 @@ def _check(vllm_config: VllmConfig) -> None:
     transfer = vllm_config.kv_transfer_config
     if transfer is None and refusals.is_command() and _is_flag_empty(sys.argv):
         raise ConfigError(
-            f"{_FLAG} is empty, so vLLM would start without kvstore: run by itself what should print the flag, such as "
-            "kvstore flags"
+            f"{_FLAG} is empty, so vLLM would start without kvstore: run the command that should print its value, "
+            "such as kvstore flags, alone to see its error"
         )
     if transfer is None or transfer.kv_connector != CONNECTOR_NAME:
         return  # also if it is one of several, to which vLLM gives their configurations later

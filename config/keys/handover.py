@@ -3,21 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Final, LiteralString
+from typing import Annotated, Final, LiteralString, NamedTuple
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from kvstore.channels import known_channels
 from kvstore.config.keys.base import GIB_BYTES, MAX_TIMEOUT_S, Keys, Tokens, Unit, as_tuple, require_one_of
-from kvstore.config.places import END_PORT, ListedPlace
 from kvstore.protocol.loopback import is_loopback
 
 PD_ROLES: Final = {"sender": "kv_producer", "receiver": "kv_consumer", "both": "kv_both"}
 """LMCache's ``pd_role``, and the corresponding ``kv_role`` of vLLM."""
 
+_END_PORT: Final = 65_536
 _MAX_SIZE: Final = 1024  # of tensor parallelism
 _MIN_BUFFER_BYTES: Final = 4096  # no chunk is smaller
+
+
+class ListedHost(NamedTuple):
+    """A host that an operator listed, in lower case, and one of its ports; None if only the host is listed."""
+
+    host: str
+    port: int | None
+
+    @classmethod
+    def parse(cls, text: str) -> ListedHost:
+        """Read ``host``, ``host:port``, ``[v6]:port``, or a bare IPv6 address.
+
+        Raises:
+            ValueError: the text after the host is not a port.
+        """
+        host, colon, port = text.rpartition(":")
+        if not colon or (":" in host and not host.endswith("]")):
+            return cls(text.strip("[]").lower(), None)
+        if not port.isascii() or not port.isdigit() or not 0 < int(port) < _END_PORT or not host.strip("[]"):
+            raise ValueError(text)
+        return cls(host.strip("[]").lower(), int(port))
+
+    @classmethod
+    def of_url(cls, url: str) -> ListedHost:
+        """Read ``kvs://host:port``; options after it are ignored.
+
+        Raises:
+            ValueError: the URL is no such address.
+        """
+        parts = urlsplit(url)
+        if parts.scheme != "kvs" or not parts.hostname or not parts.port or parts.path:
+            raise ValueError(url)
+        return cls(parts.hostname, parts.port)
 
 
 def _as_ports(value: object) -> object:
@@ -26,7 +60,7 @@ def _as_ports(value: object) -> object:
 
 def _check_ports(value: int | tuple[int, ...] | None) -> int | tuple[int, ...] | None:
     ports = (value,) if isinstance(value, int) else value
-    if ports is not None and (not ports or not all(0 < port < END_PORT for port in ports)):
+    if ports is not None and (not ports or not all(0 < port < _END_PORT for port in ports)):
         raise PydanticCustomError("port", "must be a port, or a list with a port for each worker")
     return value
 
@@ -61,7 +95,7 @@ def _check_channel(value: str | None) -> str | None:
     return require_one_of(value, known_channels())
 
 
-def _each(read: Callable[[str], ListedPlace], demand: LiteralString) -> AfterValidator:
+def _each(read: Callable[[str], ListedHost], demand: LiteralString) -> AfterValidator:
     """Return a validator that checks if every text can be read."""
 
     def check(texts: tuple[str, ...] | None) -> tuple[str, ...] | None:
@@ -79,12 +113,12 @@ _Ports = Annotated[int | tuple[int, ...] | None, BeforeValidator(_as_ports), Aft
 _Hosts = Annotated[
     tuple[str, ...] | None,
     BeforeValidator(as_tuple),
-    _each(ListedPlace.parse, "must name hosts, or hosts with a port: 10.0.0.5:7300"),
+    _each(ListedHost.parse, "must name hosts, or hosts with a port: 10.0.0.5:7300"),
 ]
 _Peers = Annotated[
     tuple[str, ...],
     BeforeValidator(as_tuple),
-    _each(ListedPlace.of_url, "must name engines by host and port: kvs://10.0.0.5:7300"),
+    _each(ListedHost.of_url, "must name engines by host and port: kvs://10.0.0.5:7300"),
 ]
 _Sizes = Annotated[tuple[int, ...], BeforeValidator(_as_sizes), AfterValidator(_check_sizes)]
 
@@ -140,8 +174,8 @@ class HandoverKeys(Keys):
     def allowed_hosts(self) -> frozenset[str]:
         """Hosts to which requests may have KV sent, in lower case; used by ``allows_host``."""
         if self.pd_allowed_hosts is not None:
-            return frozenset(ListedPlace.parse(text).host for text in self.pd_allowed_hosts)
-        return frozenset({self.pd_peer_host.lower(), *(ListedPlace.of_url(url).host for url in self.peers)})
+            return frozenset(ListedHost.parse(text).host for text in self.pd_allowed_hosts)
+        return frozenset({self.pd_peer_host.lower(), *(ListedHost.of_url(url).host for url in self.peers)})
 
     def allows_host(self, host: str) -> bool:
         """Tell if a request may have KV sent to a host."""
@@ -149,12 +183,12 @@ class HandoverKeys(Keys):
         return is_listed or (self.pd_allowed_hosts is None and is_loopback(host))
 
     @property
-    def sources(self) -> frozenset[ListedPlace]:
+    def sources(self) -> frozenset[ListedHost]:
         """Engines that a request may name as holders of its KV, each with its port. Empty by default."""
         if not self.goes_both_ways:
             return frozenset()
-        listed = map(ListedPlace.parse, self.pd_allowed_hosts or ())
-        peers = map(ListedPlace.of_url, self.peers)
+        listed = map(ListedHost.parse, self.pd_allowed_hosts or ())
+        peers = map(ListedHost.of_url, self.peers)
         return frozenset(place for place in (*listed, *peers) if place.port is not None)
 
 

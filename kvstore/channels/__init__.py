@@ -43,16 +43,16 @@ def open_channel(name: str | None, memory: ByteArray) -> Channel | None:
         return None
     entry = known_channels().get(name)
     if entry is None:
-        raise ConfigError(f"there is no channel {name!r}: known are {', '.join(known_channels())}")
+        raise ConfigError(f"unknown channel {name!r}: known channels are {', '.join(known_channels())}")
     try:
         channel: Channel = entry.load()()
     except (ImportError, AttributeError, ChannelError) as error:
-        logger.warning("KV goes over TCP, as the channel %s cannot be used: %s", name, error)
+        logger.warning("KV is sent over TCP: the channel %s cannot be used: %s", name, error)
         return None
     try:
         channel.register(memory)
     except ChannelError as error:
         channel.close()
-        logger.warning("KV goes over TCP, as the channel %s does not take this memory: %s", name, error)
+        logger.warning("KV is sent over TCP: the channel %s cannot register the memory: %s", name, error)
         return None
     return channel

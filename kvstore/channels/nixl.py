@@ -77,7 +77,7 @@ def _begin(agent: Any, peer: Peer, begin: int, part: ByteArray) -> Any:  # noqa:
     here = agent.get_xfer_descs([(part.ctypes.data, len(part), 0)], _MEMORY)
     handle = agent.initialize_xfer("READ", here, there, peer)
     if agent.transfer(handle) == "ERR":
-        raise ChannelError("NIXL does not begin to read")
+        raise ChannelError("NIXL cannot start the read")
     return handle
 
 
@@ -101,9 +101,9 @@ class NixlChannel(Channel):
             config = nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND])
             self._agent: Any = nixl_agent(uuid.uuid4().hex, config)
         except _NO_AGENT as error:
-            raise ChannelError(f"NIXL makes no agent here: {error}") from error
+            raise ChannelError(f"NIXL cannot create an agent: {error}") from error
         if _BACKEND not in self._agent.backends:
-            raise ChannelError(f"this NIXL has no {_BACKEND}: {', '.join(self._agent.plugin_list)}")
+            raise ChannelError(f"this NIXL has no {_BACKEND} backend, only {', '.join(self._agent.plugin_list)}")
 
     def register(self, memory: ByteArray) -> None:
         """See ``Channel``."""
@@ -116,19 +116,21 @@ class NixlChannel(Channel):
 
     def describe(self) -> bytes:
         """See ``Channel``."""
-        if self._memory is None or len(self._description) > MAX_DESCRIPTION_BYTES:
-            raise ChannelError(f"NIXL describes its memory in {len(self._description)} bytes: nothing to be sent")
+        if self._memory is None:
+            raise ChannelError("no memory is registered")
+        if len(self._description) > MAX_DESCRIPTION_BYTES:
+            raise ChannelError(f"NIXL's description has {len(self._description)} bytes, which is too long to be sent")
         return self._description
 
     def attach(self, description: bytes) -> Peer:
         """See ``Channel``."""
         if len(description) < _HEADER.size:
-            raise ChannelError(f"{len(description)} bytes describe no memory")
+            raise ChannelError(f"{len(description)} bytes are too few for a description")
         magic, added_up, *fields = _HEADER.unpack_from(description)
         memory, metadata = _Memory(*fields), description[_HEADER.size :]
         is_sound = magic == _MAGIC and added_up == _checksum(memory, metadata) and sum(memory) <= 1 << 64
         if not is_sound:  # NIXL would take damaged addresses for sound
-            raise ChannelError("this describes no memory of NIXL, or was damaged")
+            raise ChannelError("this is no description of NIXL, or it is damaged")
         with self._working() as agent:
             peer = Peer(agent.add_remote_agent(metadata).decode("ascii", "replace"))
             self._peers[peer] = memory
@@ -213,7 +215,7 @@ class NixlChannel(Channel):
             self._is_closed = True
             self._serving.notify_all()
         if not self._lock.acquire(timeout=_CLOSE_WAIT_S):
-            logger.warning("NIXL does not come back from a call: its connections stay open until the process ends")
+            logger.warning("NIXL is stuck in a call: its connections stay open until the process ends")
             return
         try:
             for handle in itertools.chain.from_iterable(under_way.handles for under_way in self._readings.values()):

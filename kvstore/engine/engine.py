@@ -33,9 +33,9 @@ from kvstore.index.plans import IndexCounters, Match, Place, pin_name
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import InvalidCallError
 from kvstore.model.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixKey, new_epoch
-from kvstore.paged.base import BlockIds, LayerCache, PagedKV
+from kvstore.paged.base import BlockIds, PagedKV, copy_threads
 from kvstore.paged.binding import bind_paged_kv
-from kvstore.paged.copiers import copy_threads
+from kvstore.paged.planes import LayerCache
 from kvstore.tiers.base import TierCounters
 from kvstore.transfer.lane import Flushed
 from kvstore.transfer.layerwise import LayerLoad, LayerStore, LayerWork, by_layer

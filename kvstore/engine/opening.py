@@ -12,8 +12,7 @@ from pathlib import Path
 from kvstore.engine.options import EngineOptions, RemoteOptions, Shard
 from kvstore.engine.other_engines import OtherEngines, shared_setup
 from kvstore.index.plans import Place
-from kvstore.memory.labelled import LabelledPool
-from kvstore.memory.slabs import SlabPool
+from kvstore.memory.slabs import LabelledPool, SlabPool
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import ConfigError, TierError
 from kvstore.model.keys import Namespace, PrefixKey

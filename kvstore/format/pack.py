@@ -14,7 +14,7 @@ import mmap
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -128,14 +128,12 @@ class PackWriter(_File):
         self._partial = path.with_name(path.name + PARTIAL_SUFFIX)
         self._shards = list(shards)
         self._front = _front(self._shards)
-        with _writing(path):
+        with _writing(path), ExitStack() as failed:
             super().__init__(os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            try:
-                _lock(self._fd, self._partial)
-                self._end = self._resume()
-            except BaseException:
-                self.close()
-                raise
+            failed.callback(self.close)
+            _lock(self._fd, self._partial)
+            self._end = self._resume()
+            failed.pop_all()
 
     def add(self, shard: int, ref: ChunkRef, image: ByteArray) -> None:
         """Append the content of a chunk file, which the caller has checked.
@@ -181,7 +179,7 @@ class PackWriter(_File):
         found = read_front(self._fd, len(self._front))
         if found != self._front:
             if len(found) == len(self._front) or found[: len(MAGIC)] not in (MAGIC, b""):
-                raise ConfigError(f"{self._partial} is the begin of another pack: delete it, or name another file")
+                raise ConfigError(f"{self._partial} is the beginning of another pack: delete it, or name another file")
             os.ftruncate(self._fd, 0)
             write_whole(self._fd, [memoryview(self._front)], 0)
             return len(self._front)
@@ -309,11 +307,11 @@ def open_pack(path: Path) -> Pack:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(f"the pack {path} cannot be read: {os.strerror(error.errno or 0)}") from error
-    try:
-        return _opened(fd, path)
-    except BaseException:
-        os.close(fd)
-        raise
+    with ExitStack() as failed:
+        failed.callback(os.close, fd)
+        pack = _opened(fd, path)
+        failed.pop_all()
+    return pack
 
 
 def _opened(fd: int, path: Path) -> Pack:

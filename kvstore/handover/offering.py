@@ -20,8 +20,8 @@ from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.model.throttle import Throttle
 from kvstore.protocol import messages
-from kvstore.protocol.outcomes import number_of
-from kvstore.protocol.pieces import checksum
+from kvstore.protocol.messages import number_of
+from kvstore.protocol.payload import checksum
 from kvstore.tiers.server.connection import ServerConnection
 from kvstore.tiers.server.moves import PieceSender
 from kvstore.tiers.server.url import ServerTarget, parse_server
@@ -85,27 +85,27 @@ class OfferingTransport(TcpTransport):
         """Offer the channel to the server; return True if it reads through it."""
         name = self._exposed.channel.name
         if not connection.knows(messages.Attach):
-            self._say_no("it is of a version without channels")
+            self._log_fallback("its version of kvstore has no channels")
             return False
         try:
             description = self._exposed.channel.describe()
         except ChannelError as error:
-            self._say_no(str(error))
+            self._log_fallback(str(error))
             return False
         answer = connection.ask(messages.Attach(connection.new_serial(), name, description), messages.Done)
         if answer.outcomes != bytes([number_of(Outcome.STORED)]):
-            self._say_no("it does not read through it: set transfer_channel there, too, and look into its log")
+            self._log_fallback("it does not use this channel: set transfer_channel there, too, and check its log")
             return False
         return True
 
     def _give_up(self, connection: ServerConnection) -> None:
         """Stop offering over a connection, because an offer failed."""
         self._attached = (connection, False)
-        self._say_no("it failed to read, or what it read was damaged")
+        self._log_fallback("a read has failed, or returned damaged bytes")
 
-    def _say_no(self, why: str) -> None:
+    def _log_fallback(self, why: str) -> None:
         name = self._exposed.channel.name
-        _throttle.log(f"{name} {why}", "KV goes over TCP to a receiver, and not through %s: %s", name, why)
+        _throttle.log(f"{name} {why}", "KV is sent to a receiver over TCP and not through %s: %s", name, why)
 
 
 class OfferSender(PieceSender):

@@ -15,8 +15,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.handover.ledger import Ledger, PushJob
 from kvstore.handover.sender import Delivery, Sender
+from kvstore.handover.tracker import HandoverTracker, PushJob
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.memory.slabs import SlabPool
 from kvstore.model.chunks import ByteArray, Outcome
@@ -52,7 +52,10 @@ class Pusher:
         counters: counts the chunks by outcome.
 
     Attributes:
-        ledger: the outcomes of the chunks.
+        paged: the model's KV cache.
+        pool: the slots of the buffer.
+        room: those of them that are free.
+        tracker: the outcomes of the chunks.
     """
 
     def __init__(
@@ -64,11 +67,11 @@ class Pusher:
     ) -> None:
         layout = paged.layout
         self.counters = counters
-        self.ledger = Ledger()
-        self._paged = paged
+        self.tracker = HandoverTracker()
+        self.paged = paged
         self._connect = connect
-        self._pool = SlabPool(max(1, buffer_bytes // layout.slot_bytes), layout.slot_bytes, paged.device)
-        self._room = _Room(self._pool.num_slots)
+        self.pool = SlabPool(max(1, buffer_bytes // layout.slot_bytes), layout.slot_bytes, paged.device)
+        self.room = _Room(self.pool.num_slots)
         self._senders: OrderedDict[Receiver, Sender] = OrderedDict()  # the longest unused first
         self._leaving: list[Sender] = []  # get no more deliveries
         self._throttle = Throttle(logger)
@@ -77,16 +80,16 @@ class Pusher:
     @property
     def memory(self) -> ByteArray:
         """Memory that chunks are gathered to; it contains every payload that is sent."""
-        return self._pool.memory
+        return self.pool.memory
 
     def begin(self, pushes: Sequence[tuple[Receiver, Sequence[PushJob]]]) -> StepPush:
         """Begin the hand-overs of a step that is about to compute; the same receiver may occur several times."""
-        step = StepPush(self._paged, self._room, self._pool, self._refuse, self._fail, forgo=self._lose)
+        step = StepPush(self)
         for receiver, jobs in pushes:
-            self.ledger.begin(receiver, jobs)
+            self.tracker.begin(receiver, jobs)
             sender = self._sender(receiver)
-            wanted = [job for job in jobs if self.ledger.wants(job)] if sender is not None else []
-            self._lose(jobs[len(wanted) :])  # no chunk after a lost one is wanted
+            wanted = [job for job in jobs if self.tracker.wants(job)] if sender is not None else []
+            self.lose(jobs[len(wanted) :])  # no chunk after a lost one is wanted
             if sender is not None and wanted:
                 step.add(wanted, sender)
         return step
@@ -94,12 +97,12 @@ class Pusher:
     def forgo(self, pushes: Sequence[tuple[Receiver, Sequence[PushJob]]]) -> None:
         """Settle chunks as lost without sending them, because their step is not to be trusted."""
         for receiver, jobs in pushes:
-            self.ledger.begin(receiver, jobs)
-            self._lose(jobs)
+            self.tracker.begin(receiver, jobs)
+            self.lose(jobs)
 
     def complete(self, handovers: Iterable[int]) -> None:
         """Note that these hand-overs get no more chunks. Chunks under way still arrive."""
-        for receiver in {self.ledger.complete(handover) for handover in handovers}:
+        for receiver in {self.tracker.complete(handover) for handover in handovers}:
             if receiver is not None and receiver in self._senders:
                 self._senders[receiver].tell()
 
@@ -129,11 +132,11 @@ class Pusher:
         for sender in senders:
             sender.join(deadline_s)
         if any(sender.is_alive for sender in senders):
-            logger.warning("a receiver of KV does not answer; its thread is left running")
+            logger.warning("a receiver of KV does not respond: its thread is abandoned")
         else:
-            streams = self._paged.streams
+            streams = self.paged.streams
             streams.reach(streams.launch(Direction.OUT, lambda: None, None))  # the last copy to the buffer
-            self._pool.close()
+            self.pool.close()
 
     def _sender(self, receiver: Receiver) -> Sender | None:
         """Return the sender for a receiver; None after a recent failure, or if there are too many others."""
@@ -141,7 +144,7 @@ class Pusher:
         if sender is None:
             if len(self._senders) >= MAX_RECEIVERS and not self._drop_idle():
                 return None
-            sender = self._senders[receiver] = Sender(receiver, self._connect, self._note, self.ledger)
+            sender = self._senders[receiver] = Sender(receiver, self._connect, self._note, self.tracker)
         self._senders.move_to_end(receiver)
         return sender if sender.answers else None
 
@@ -156,9 +159,9 @@ class Pusher:
             sender.retire()
         self._leaving = [*(sender for sender in self._leaving if sender.is_alive), *senders]
 
-    def _refuse(self, job: PushJob) -> None:
+    def refuse(self, job: PushJob) -> None:
         """Count a chunk that got no room in the buffer in time."""
-        self.ledger.settle(job, has_arrived=False)
+        self.tracker.settle(job, has_arrived=False)
         with self.counters.lock:
             self.counters.refused += 1
         self._throttle.log(
@@ -167,21 +170,21 @@ class Pusher:
             job.ref.num_blocks,
         )
 
-    def _fail(self, error: DeviceFullError, jobs: Sequence[PushJob] = ()) -> None:
+    def fail(self, error: DeviceFullError, jobs: Sequence[PushJob] = ()) -> None:
         """Log that the device had no memory left; count chunks that belong to no delivery."""
-        self._lose(jobs)
+        self.lose(jobs)
         self._throttle.log("memory", "chunks are not handed over: %s", error)
 
-    def _lose(self, jobs: Sequence[PushJob]) -> None:
+    def lose(self, jobs: Sequence[PushJob]) -> None:
         """Count chunks that were never sent."""
         for job in jobs:
-            self.ledger.settle(job, has_arrived=False)
+            self.tracker.settle(job, has_arrived=False)
         with self.counters.lock:
             self.counters.failed += len(jobs)
 
     def _note(self, delivery: Delivery, outcomes: Sequence[Outcome], error: KVStoreError | None) -> None:
         """Count a delivery that has ended. On a sender's thread."""
-        layout = self._paged.layout
+        layout = self.paged.layout
         with self.counters.lock:
             for parcel, outcome in zip(delivery.parcels, outcomes, strict=True):
                 self.counters.sent += outcome is Outcome.STORED
@@ -192,8 +195,8 @@ class Pusher:
             if Outcome.STORED in outcomes:
                 self._seconds.append(delivery.seconds_behind())
         for job, outcome in zip(delivery.jobs, outcomes, strict=True):
-            self.ledger.settle(job, has_arrived=outcome is Outcome.STORED)
-        self._room.give_back(delivery.slots)
+            self.tracker.settle(job, has_arrived=outcome is Outcome.STORED)
+        self.room.give_back(delivery.slots)
         if error is not None:
             said = "KV cannot be handed over to %s, which has to compute it: %s"
             self._throttle.log(str(delivery.receiver), said, delivery.receiver, error)
@@ -206,22 +209,9 @@ class StepPush:
     waits ``STALL_S`` for that in all, and not at all if an earlier step waited in vain and nothing was sent since.
     """
 
-    def __init__(
-        self,
-        paged: PagedKV,
-        room: _Room,
-        pool: SlabPool,
-        refuse: Callable[[PushJob], None],
-        fail: Callable[..., None],
-        *,
-        forgo: Callable[[Sequence[PushJob]], None],
-    ) -> None:
-        self._paged = paged
-        self._room = room
-        self._pool = pool
-        self._refuse = refuse
-        self._fail = fail
-        self._forgo = forgo
+    def __init__(self, pusher: Pusher) -> None:
+        self._pusher = pusher
+        self._paged = pusher.paged
         self._deliveries: list[Delivery] = []
         self._chunks: list[ChunkBlocks] = []  # gathered layer by layer
         self._late: list[tuple[PushJob, Sender]] = []  # gathered at the end
@@ -231,7 +221,7 @@ class StepPush:
 
     def add(self, jobs: Sequence[PushJob], sender: Sender) -> None:
         """Add chunks for a receiver."""
-        slots = self._room.take(len(jobs))
+        slots = self._pusher.room.take(len(jobs))
         now, later = jobs[: len(slots)], jobs[len(slots) :]
         self._late += [(job, sender) for job in later]
         if now:
@@ -247,7 +237,7 @@ class StepPush:
                 event = self._paged.gather_layers(layers, self._chunks)
             except DeviceFullError as error:
                 self._has_failed = True
-                self._fail(error)
+                self._pusher.fail(error)
                 return
             self._done_layers = layers.stop
             self._advance(self._done_layers, event)
@@ -272,7 +262,7 @@ class StepPush:
         if trusted:
             self._gather_late()
         else:
-            self._forgo([job for job, _ in self._late])
+            self._pusher.lose([job for job, _ in self._late])
 
     def _gather_whole(self) -> None:
         """Gather all layers at once, of a cache of several groups."""
@@ -281,13 +271,13 @@ class StepPush:
             events = self._paged.gather_chunks(self._chunks)
         except DeviceFullError as error:
             self._has_failed = True
-            self._fail(error)
+            self._pusher.fail(error)
         else:
             for event in events[-1:]:  # which covers all earlier ones
                 self._advance(self._done_layers, event)
 
     def _chunk(self, job: PushJob, slot: int) -> ChunkBlocks:
-        return self._paged.chunk(job.block_ids, self._pool.slot(slot), job.ref.num_blocks)
+        return self._paged.chunk(job.block_ids, self._pusher.pool.slot(slot), job.ref.num_blocks)
 
     def _advance(self, done_layers: int, event: DeviceEvent) -> None:
         for delivery in self._deliveries:
@@ -297,7 +287,7 @@ class StepPush:
         layout = self._paged.layout
         parcels = []
         for job, slot in zip(jobs, slots, strict=True):
-            payload = self._pool.slot(slot)
+            payload = self._pusher.pool.slot(slot)
             parcels.append(Parcel(job.ref, payload[: layout.payload_bytes(job.ref.num_blocks)], job.trail))
         delivery = Delivery(sender.receiver, jobs, parcels, slots, self._paged)
         self._deliveries.append(delivery)
@@ -311,16 +301,16 @@ class StepPush:
     def _gather_late(self) -> None:
         left_s = STALL_S
         for job, sender in self._late:
-            slots, waited_s = self._room.wait_for_one(left_s)
+            slots, waited_s = self._pusher.room.wait_for_one(left_s)
             left_s = max(0.0, left_s - waited_s)
             if not slots:
-                self._refuse(job)
+                self._pusher.refuse(job)
                 continue
             try:
                 (event,) = self._paged.gather_chunks([self._chunk(job, slots[0])])
             except DeviceFullError as error:
-                self._room.give_back(slots)
-                self._fail(error, [job])
+                self._pusher.room.give_back(slots)
+                self._pusher.fail(error, [job])
                 continue
             self._start([job], slots, sender)
             self._advance(self._paged.layout.num_layers, event)

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from kvstore.handover.ledger import Ledger, PushJob
+from kvstore.handover.tracker import HandoverTracker, PushJob
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.model.chunks import Outcome
 from kvstore.model.errors import KVStoreError, TierError
@@ -103,7 +103,7 @@ class Sender:
         receiver: the destination.
         connect: opens the transport to it, before the first delivery and after a failure.
         note: called for each delivery that has ended.
-        ledger: tells which chunks are of use, and the progress to report to the receiver.
+        tracker: tells which chunks are of use, and the progress to report to the receiver.
     """
 
     def __init__(
@@ -111,12 +111,12 @@ class Sender:
         receiver: Receiver,
         connect: Callable[[Receiver], Transport],
         note: Callable[[Delivery, Sequence[Outcome], KVStoreError | None], None],
-        ledger: Ledger,
+        tracker: HandoverTracker,
     ) -> None:
         self.receiver = receiver
         self._connect = connect
         self._note = note
-        self._ledger = ledger
+        self._tracker = tracker
         self._changed = threading.Condition()
         self._waiting: deque[Delivery] = deque()
         self._is_sending = False
@@ -208,52 +208,49 @@ class Sender:
 
     def _send(self, delivery: Delivery) -> None:
         outcomes = [Outcome.FAILED] * len(delivery.parcels)
-        error: KVStoreError | None = None
-        try:
-            if self.answers and any(map(self._ledger.wants, delivery.jobs)):
-                outcomes = self._deliver(delivery)
-        except KVStoreError as problem:
-            error = problem
-            self._fail()
-        except Exception:  # a bug of the transport; the thread must go on, or its part of the buffer is never freed
-            logger.exception("handing KV over to %s failed unexpectedly", self.receiver)
-            self._fail()
+        error = self._attempt("handing KV over to", lambda: self._deliver(delivery, outcomes))
         delivery.wait(self._tell)
         self._note(delivery, outcomes, error)
 
-    def _deliver(self, delivery: Delivery) -> list[Outcome]:
+    def _deliver(self, delivery: Delivery, outcomes: list[Outcome]) -> None:
+        """Hand the chunks of a delivery over, and fill in their outcomes, unless none of them is of use."""
+        if not self.answers or not any(map(self._tracker.wants, delivery.jobs)):
+            return
         if self._transport is None:
             self._transport = self._connect(self.receiver)
-        self._transport.tell(self._ledger.progress(self.receiver))
-        outcomes = self._transport.deliver(delivery.parcels, self._ready(self._transport, delivery))
-        if len(outcomes) != len(delivery.parcels):
-            raise TierError(f"the transport tells {len(outcomes)} outcomes of {len(delivery.parcels)} chunks")
-        return outcomes
+        self._transport.tell(self._tracker.progress(self.receiver))
+        found = self._transport.deliver(delivery.parcels, self._ready(self._transport, delivery))
+        if len(found) != len(outcomes):
+            raise TierError(f"the transport returned {len(found)} outcomes for {len(outcomes)} chunks")
+        outcomes[:] = found
 
     def _ready(self, transport: Transport, delivery: Delivery) -> Iterator[range]:
         """Yield the layers as they are gathered, and report the progress of other hand-overs between them."""
-        for layers in delivery.ready(lambda: transport.tell(self._ledger.progress(self.receiver))):
-            transport.tell(self._ledger.progress(self.receiver))
+        for layers in delivery.ready(lambda: transport.tell(self._tracker.progress(self.receiver))):
+            transport.tell(self._tracker.progress(self.receiver))
             yield layers
 
     def _tell(self) -> None:
-        try:
-            if self._transport is not None:
-                self._transport.tell(self._ledger.progress(self.receiver))
-        except KVStoreError:  # the receiver stops waiting when the connection ends
-            self._fail()
-        except Exception:  # as in ``_send``
-            logger.exception("telling %s what is on its way failed unexpectedly", self.receiver)
-            self._fail()
+        """Report the progress, if connected. After an error the receiver stops waiting, as the connection ends."""
+        if (transport := self._transport) is not None:
+            self._attempt("reporting progress to", lambda: transport.tell(self._tracker.progress(self.receiver)))
 
-    def _fail(self) -> None:
+    def _attempt(self, doing: str, call: Callable[[], object]) -> KVStoreError | None:
+        """Make a call of the transport. After an error, disconnect, pause, and return the error if it is ours."""
+        problem: KVStoreError | None = None
+        try:
+            call()
+        except KVStoreError as error:
+            problem = error
+        except Exception:  # a bug of the transport, too, must not end the thread, which frees its part of the buffer
+            logger.exception("a defect: %s %s has failed", doing, self.receiver)
+        else:
+            return None
         self._broken_until_s = time.monotonic() + PROBE_INTERVAL_S
         self._hang_up()
+        return problem
 
     def _hang_up(self) -> None:
         transport, self._transport = self._transport, None
-        try:
-            if transport is not None:
-                transport.close()
-        except Exception:  # as in ``_send``
-            logger.exception("disconnecting from %s failed unexpectedly", self.receiver)
+        if transport is not None:
+            self._attempt("disconnecting from", transport.close)

@@ -16,7 +16,7 @@ from kvstore.model.errors import TierError
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.protocol import messages
-from kvstore.protocol.geometry import Geometry
+from kvstore.protocol.payload import Geometry
 from kvstore.protocol.progress import BEAT_S, Progress
 from kvstore.tiers.server import calls
 from kvstore.tiers.server.connection import NoSessionError, ServerConnection

@@ -40,7 +40,7 @@ class Pace:
         retry_s: pause after a temporary refusal.
         tries: attempts for a piece, after which no more memory is pinned.
         stall_s: longest wait of the start for the next piece.
-        told_after_s: time after which progress is logged.
+        logged_after_s: time after which progress is logged.
     """
 
     threads: int
@@ -50,7 +50,7 @@ class Pace:
     retry_s: float = 0.25
     tries: int = 120
     stall_s: float = 60.0
-    told_after_s: float = 5.0
+    logged_after_s: float = 5.0
 
 
 UNPINNED: Final = Pace(threads=2, piece_bytes=256 << 20)  # more would take bandwidth from the starting engine
@@ -67,7 +67,7 @@ def pace_for(pinner: Pinner | None, *, in_background: bool) -> Pace:
     """
     if pinner is None:
         return UNPINNED
-    if in_background and not pinner.goes_beside_captures:
+    if in_background and not pinner.is_safe_during_captures:
         logger.warning("the CPU pool is pinned at start: the CUDA runtime was not found, so it cannot be done later")
         return AT_START
     return IN_BACKGROUND if in_background else AT_START
@@ -102,7 +102,7 @@ class Preparation:
         self._pinned: list[int] = []  # addresses of pieces
         self._pinned_bytes = 0
         self._pins = pinner is not None
-        self._is_told = False
+        self._is_logged = False
         self._begin_s = time.monotonic()
         self._closing = threading.Event()
         self._threads = [
@@ -183,12 +183,12 @@ class Preparation:
             self._pinned_bytes += num_bytes
             done_bytes, took_s = self._pinned_bytes, time.monotonic() - self._begin_s
             is_whole = done_bytes == self._total_bytes
-            tells = is_whole or (took_s >= self._pace.told_after_s and not self._is_told)
-            self._is_told |= tells
+            logs = is_whole or (took_s >= self._pace.logged_after_s and not self._is_logged)
+            self._is_logged |= logs
             self._changed.notify_all()
         if is_whole:
             logger.info("pinned %.2f GiB of host memory for the GPU in %.1f s", done_bytes / _GIB, took_s)
-        elif tells:
+        elif logs:
             logger.info(
                 "pinning %.2f GiB of host memory for the GPU: %.2f GiB in %.1f s, about %.0f s more",
                 self._total_bytes / _GIB,

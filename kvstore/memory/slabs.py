@@ -1,23 +1,34 @@
-"""Pool of memory cut into equal slots, populated before it is needed, and pinned if a GPU copies to and from it.
+"""Pools of memory cut into equal slots. The index decides which chunk owns a slot.
 
-The pool is mapped once, requests huge pages on the GPU's NUMA node, and is prepared piece by piece (``preparing.py``).
-Slots start at page boundaries, as direct I/O requires. The index decides which chunk owns a slot.
+``SlabPool`` is host memory. It is mapped once, requests huge pages on the GPU's NUMA node, and is prepared piece by
+piece (``preparing.py``). Slots start at page boundaries, as direct I/O requires.
+
+``LabelledPool`` is the CPU pool: each slot has the chunk that it really holds as a label, so a load from a slot with
+other content fails. If index and pool disagree, the result is a miss and not another chunk's KV.
+
+``DeviceSlots`` are in device memory. The host launches work and runs ahead of the device, so a slot of either pool may
+be given to another chunk while the device still uses it. Each slot records the ends of such uses; the next one waits
+for them, on the device if possible.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
-from kvstore.memory.mapped import keep_from_children, map_bytes
-from kvstore.memory.numa import node_near, prefer_node
+from kvstore.memory.mapped import keep_from_children, map_bytes, node_near, prefer_node
 from kvstore.memory.pinning import Pinner, find_pinner
 from kvstore.memory.preparing import Pace, Preparation, pace_for
-from kvstore.model.chunks import ByteArray
+from kvstore.model.chunks import ByteArray, ChunkRef
 from kvstore.model.errors import ConfigError
 from kvstore.model.layout import ALIGNMENT_BYTES, round_up
+from kvstore.paged.streams import DeviceEvent, Streams
 
 _CPU = torch.device("cpu")
 
@@ -104,3 +115,149 @@ def _map(num_bytes: int) -> ByteArray:
         ) from error
     keep_from_children(memory)
     return memory
+
+
+class Filling(NamedTuple):
+    """One content of a slot; every new content has another serial number."""
+
+    slot: int
+    serial: int
+
+
+class LabelledPool:
+    """A slab pool with a label on every slot. Thread-safe; a view belongs to the chunk that the index put there.
+
+    Args:
+        pool: the memory; ``close`` closes it.
+        streams: of the device that copies to and from the slots; None if the host does.
+    """
+
+    def __init__(self, pool: SlabPool, streams: Streams | None = None) -> None:
+        self._pool = pool
+        self._streams = streams or Streams(_CPU)
+        self._lock = threading.Lock()
+        self._labels: list[ChunkRef | None] = [None] * pool.num_slots
+        self._serials = [0] * pool.num_slots  # number of claims and removals of each slot
+        self._claimed: set[int] = set()
+        self._uses: dict[int, list[DeviceEvent]] = {}  # the ends of a device's copies, by slot
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the pool."""
+        return self._pool.num_slots
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of each slot."""
+        return self._pool.slot_bytes
+
+    def claim(self, slot: int) -> ByteArray:
+        """Take a slot to fill it, which drops its content. Returns its bytes, to be written after ``settle``."""
+        with self._lock:
+            self._empty(slot)
+            self._claimed.add(slot)
+        return self._pool.slot(slot)
+
+    def claim_on_device(self, slot: int, streams: Streams) -> ByteArray:
+        """Claim a slot for a copy by the device, to be launched next on the current stream of ``streams``."""
+        for event in self._uses_of(slot):
+            streams.hold(event)
+        return self.claim(slot)
+
+    def note_use(self, slot: int, event: DeviceEvent) -> None:
+        """Record that a launched copy of the device reads or writes a slot until ``event``."""
+        if event is not None:
+            with self._lock:
+                under_way = [former for former in self._uses.get(slot, ()) if not self._streams.is_reached(former)]
+                self._uses[slot] = [*under_way, event]
+
+    def settle(self, slot: int) -> None:
+        """Wait until no copy by the device uses a slot. Not for the model's thread: it may have to wait for a step."""
+        for event in self._uses_of(slot):
+            self._streams.reach(event)
+
+    @property
+    def is_settled(self) -> bool:
+        """True if no copy by the device uses any slot. Never waits."""
+        with self._lock:
+            uses = [event for events in self._uses.values() for event in events]
+        return all(self._streams.is_reached(event) for event in uses)
+
+    def publish(self, slot: int, ref: ChunkRef) -> bool:
+        """Declare that a claimed slot now holds all of ``ref``. False if it was emptied in between, and stays empty."""
+        with self._lock:
+            if slot in self._claimed:
+                self._claimed.remove(slot)
+                self._labels[slot] = ref
+                return True
+            return False
+
+    def read(self, slot: int, ref: ChunkRef) -> ByteArray | None:
+        """Return the bytes of a slot, or None if it does not hold ``ref``."""
+        return self._pool.slot(slot) if self._labels[slot] == ref else None
+
+    def filling(self, slot: int, ref: ChunkRef) -> Filling | None:
+        """Return the identity of a slot's content, for later copies of it; None if the slot does not hold ``ref``."""
+        with self._lock:
+            return Filling(slot, self._serials[slot]) if self._labels[slot] == ref else None
+
+    def clear(self) -> None:
+        """Remove the label and the claim of every slot."""
+        with self._lock:
+            for slot in range(self.num_slots):
+                self._empty(slot)
+
+    def close(self) -> None:
+        """Wait until no slot is in use, and stop the pool's background work. Idempotent."""
+        try:
+            for slot in list(self._uses):
+                self.settle(slot)
+        finally:  # also if the device is broken
+            self._pool.close()
+
+    def _uses_of(self, slot: int) -> list[DeviceEvent]:
+        with self._lock:
+            return list(self._uses.get(slot, ()))
+
+    def _empty(self, slot: int) -> None:
+        """Remove a slot's label and claim. Needs the lock."""
+        self._labels[slot] = None
+        self._claimed.discard(slot)
+        self._serials[slot] += 1
+
+
+class DeviceSlots:
+    """``num_slots`` slots of ``slot_bytes`` each on one device, allocated at once. For one thread at a time.
+
+    The memory belongs to PyTorch, whose allocator must know which streams use it. Otherwise the memory of a closed pool
+    could be allocated again while a kernel still reads it.
+
+    Args:
+        num_slots: number of slots.
+        slot_bytes: size of each.
+        streams: the device, and the order of work there.
+
+    Raises:
+        ConfigError: the device has no room.
+    """
+
+    def __init__(self, num_slots: int, slot_bytes: int, streams: Streams) -> None:
+        self._streams = streams
+        self._pool = streams.allocate(num_slots * slot_bytes).view(num_slots, slot_bytes)
+        allocated: DeviceEvent = streams.now()  # the memory may still be in use by work launched earlier
+        self._last_uses = [allocated] * num_slots  # the end of each slot's last use, which implies earlier ones
+
+    @contextmanager
+    def using(self, slot: int) -> Iterator[torch.Tensor]:
+        """Yield a slot's memory. Work launched inside, on the current stream, follows all former work on the slot."""
+        memory = self._pool[slot]
+        self._streams.hold(self._last_uses[slot])
+        self._streams.keep(memory)
+        try:
+            yield memory
+        finally:  # also after an exception, as part of the work may have been launched
+            self._last_uses[slot] = self._streams.now()
+
+    def close(self) -> None:
+        """Return the memory to torch's allocator, which reuses it once the last work on it is done."""
+        self._pool = torch.empty(0, dtype=torch.uint8)

@@ -87,7 +87,7 @@ def _kv(controls: Controls, body: bytes) -> Reply:
 
 def _done(count: int | None, status: str, things: str) -> Reply:
     if count is None:
-        return Reply(HTTPStatus.ACCEPTED, {"status": "accepted: it is done when the next request comes"})
+        return Reply(HTTPStatus.ACCEPTED, {"status": "accepted: it is done when the next request arrives"})
     return Reply(HTTPStatus.OK, {"status": status, things: count})
 
 
@@ -122,7 +122,9 @@ def answer(controls: Controls, method: str, path: str, headers: Mapping[str, str
     Requests of browsers are refused; see ``is_from_here``.
     """
     if not is_from_here(headers):
-        return Reply(HTTPStatus.FORBIDDEN, {"error": "only programs on this machine may ask, by a loopback name"})
+        return Reply(
+            HTTPStatus.FORBIDDEN, {"error": "only programs on this machine may send requests, to a loopback address"}
+        )
     action = _ACTIONS.get((method, path))
     if action is not None:
         return action(controls, body)
@@ -130,4 +132,4 @@ def answer(controls: Controls, method: str, path: str, headers: Mapping[str, str
     if methods:
         return Reply(HTTPStatus.METHOD_NOT_ALLOWED, {"error": f"{path} takes {methods[0]}, not {method}"})
     known = [f"{known} {known_path}" for known, known_path in _ACTIONS]
-    return Reply(HTTPStatus.NOT_FOUND, {"error": "there is no such path", "paths": known})
+    return Reply(HTTPStatus.NOT_FOUND, {"error": "unknown path", "paths": known})

@@ -108,9 +108,9 @@ class PageServer(LoopbackServer):
 
             page = pages.get(request.url.path)
             if not is_from_here(request.headers):
-                return PlainTextResponse("only programs on this machine may ask\n", HTTPStatus.FORBIDDEN)
+                return PlainTextResponse("only programs on this machine may send requests\n", HTTPStatus.FORBIDDEN)
             if page is None or request.method != "GET":
-                return PlainTextResponse(f"there are {', '.join(pages)}\n", HTTPStatus.NOT_FOUND)
+                return PlainTextResponse(f"unknown path: known are {', '.join(pages)}\n", HTTPStatus.NOT_FOUND)
             status, text = page()
             return PlainTextResponse(text, status)
 
@@ -137,9 +137,9 @@ def _make_server(respond: Respond, name: str) -> uvicorn.Server:
                 async for part in request.stream():
                     body += part
                     if len(body) > _MAX_BODY_BYTES:
-                        return PlainTextResponse("the body is too long\n", HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+                        return PlainTextResponse("the request body is too long\n", HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         except (TimeoutError, ClientDisconnect):
-            return PlainTextResponse("the body does not come\n", HTTPStatus.REQUEST_TIMEOUT)
+            return PlainTextResponse("the request body did not arrive in time\n", HTTPStatus.REQUEST_TIMEOUT)
         return await run_in_threadpool(respond, request, bytes(body))  # it may wait a moment
 
     app = Starlette(routes=[Route("/{path:path}", handle, methods=["GET", "POST"])])

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from kvstore.model.errors import LayoutError
 from kvstore.model.layout import KVLayout
-from kvstore.paged.base import HostPagedKV, LayerCache, PagedKV, PlaneRows, find_planes
+from kvstore.paged.base import PagedKV
 from kvstore.paged.device import DevicePagedKV
 from kvstore.paged.grouped import GroupedPagedKV
+from kvstore.paged.host import HostPagedKV
+from kvstore.paged.planes import LayerCache, find_planes, layout_of
 
 
 def bind_paged_kv(
@@ -53,39 +55,6 @@ def bind_paged_kv(
         return HostPagedKV(layers, layout, num_blocks, reserved_blocks)
     assert beside is None or isinstance(beside, DevicePagedKV), "all groups are on one device"
     return DevicePagedKV(layers, layout, num_blocks, reserved_blocks, piece_bytes=piece_bytes, beside=beside)
-
-
-def layout_of(
-    layers: Sequence[Sequence[PlaneRows]],
-    device_type: str,
-    block_tokens: int,
-    chunk_tokens: int,
-    packing: str,
-    *,
-    has_channels: bool,
-) -> KVLayout:
-    """Return the geometry of chunks of these layers, given the planes of each; other arguments as ``bind_paged_kv``.
-
-    Raises:
-        LayoutError: layers differ in a way a payload cannot hold.
-    """
-    planes = {len(found) for found in layers}
-    sizes = [{plane.page_bytes for plane in found} for found in layers]
-    devices = {plane.rows.device for found in layers for plane in found}
-    if len(planes) != 1 or any(len(size) != 1 for size in sizes) or len(devices) != 1:
-        raise LayoutError(f"layers differ in planes {planes}, or K and V in size {sizes}, or devices {devices}")
-    elements = {plane.element for found in layers for plane in found}
-    axes = {plane.axes(block_tokens) for found in layers for plane in found} if has_channels and not packing else {None}
-    physical = sorted({plane.physical for found in layers for plane in found})
-    return KVLayout(
-        page_bytes=tuple(size.pop() for size in sizes),
-        planes=planes.pop(),
-        block_tokens=block_tokens,
-        chunk_tokens=chunk_tokens,
-        physical=f"{device_type} {packing} {' '.join(physical)}",
-        element=elements.pop() if len(elements) == 1 else "opaque",
-        page_axes=axes.pop() if len(axes) == 1 else None,
-    )
 
 
 def bind_groups(

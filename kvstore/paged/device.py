@@ -20,20 +20,19 @@ import torch
 from kvstore.model.chunks import ByteArray
 from kvstore.model.errors import InvalidCallError
 from kvstore.model.layout import ALIGNMENT_BYTES, KVLayout, round_up
-from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV, PlaneRows, check_block_ids
-from kvstore.paged.copiers import Copiers
+from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV, check_block_ids, check_chunks
 from kvstore.paged.footprint import BUFFERS, MAX_BLOCKS, STAGING_BYTES
 from kvstore.paged.kernels import Kernels, Launch, kernels_for
 from kvstore.paged.places import Part, Piece, PlaceRing
-from kvstore.paged.regions import COPY_BYTES, regions_of
-from kvstore.paged.staging import Staging
+from kvstore.paged.planes import PlaneRows
+from kvstore.paged.staging import COPY_BYTES, Staging, regions_of
 from kvstore.paged.streams import DeviceEvent, Direction, Streams, streams_of
 
 _Copy = tuple[torch.Tensor, int]
 """Bytes in host memory, and their offset in a staging buffer."""
 
 
-class DevicePagedKV:
+class DevicePagedKV(PagedKV):
     """A paged KV cache in device memory.
 
     Args:
@@ -47,8 +46,6 @@ class DevicePagedKV:
         copy_bytes: launching a copy takes about as long as copying so many bytes.
         beside: a cache whose streams and buffers are used, instead of new ones by the arguments above.
     """
-
-    moves_layers = True
 
     def __init__(
         self,
@@ -98,7 +95,7 @@ class DevicePagedKV:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory in use; each ``for_thread`` takes as many again."""
+        """See ``PagedKV``."""
         return BUFFERS * self._staging.size_bytes + self._ring.device_bytes + self._kernels.device_bytes
 
     def for_thread(self) -> PagedKV:
@@ -117,14 +114,6 @@ class DevicePagedKV:
     def has_planes_of(self, other: PagedKV) -> bool:
         """See ``PagedKV``."""
         return isinstance(other, DevicePagedKV) and self._planes == other._planes  # noqa: SLF001 - its own
-
-    def bytes_of(self, block_ids: BlockIds) -> int:
-        """See ``PagedKV``."""
-        return self.layout.payload_bytes(len(block_ids))
-
-    def with_help(self, copiers: Copiers) -> PagedKV:  # noqa: ARG002 - of other caches
-        """See ``PagedKV``: the device copies by itself."""
-        return self
 
     def fence(self) -> None:
         """See ``PagedKV``."""
@@ -147,14 +136,6 @@ class DevicePagedKV:
         """See ``PagedKV``."""
         check_block_ids(block_ids, self._allowed)
         return ChunkBlocks(block_ids, payload, chunk_blocks or len(block_ids), first_block)
-
-    def gather(self, block_ids: BlockIds, payload: ByteArray) -> DeviceEvent:
-        """See ``PagedKV``."""
-        return self.gather_chunks([ChunkBlocks(block_ids, payload, len(block_ids), 0)])[0]
-
-    def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> DeviceEvent:
-        """See ``PagedKV``."""
-        return self.scatter_chunks([ChunkBlocks(block_ids, payload, chunk_blocks, first_block)])[0]
 
     def gather_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[DeviceEvent]:
         """See ``PagedKV``."""
@@ -213,9 +194,8 @@ class DevicePagedKV:
 
     def _carry_whole(self, direction: Direction, chunks: Sequence[ChunkBlocks]) -> list[DeviceEvent]:
         """Carry whole chunks, a buffer's worth at once, by one thread at a time. Returns an event for each."""
-        for chunk in chunks:
-            check_block_ids(chunk.block_ids, self._allowed)  # before any copy
-            self._check_fits(chunk.chunk_blocks * self.layout.block_bytes)
+        check_chunks(chunks, self._allowed)  # before any copy
+        self._check_fits(max((chunk.chunk_blocks for chunk in chunks), default=0) * self.layout.block_bytes)
         events: list[DeviceEvent] = []
         with self._staging.lock:
             for some in self._batches(self._all_layers, chunks):
@@ -228,8 +208,7 @@ class DevicePagedKV:
         """Refuse more bytes than a buffer holds, because a kernel would write behind it."""
         if size_bytes > self._staging.size_bytes:
             raise InvalidCallError(
-                f"{size_bytes} bytes do not fit into a staging buffer of {self._staging.size_bytes}: they are to be "
-                "moved in smaller chunks"
+                f"{size_bytes} bytes do not fit into a staging buffer of {self._staging.size_bytes}: use smaller chunks"
             )
 
     def _carry_layers(self, direction: Direction, layers: range, chunks: Sequence[ChunkBlocks]) -> DeviceEvent:
@@ -280,44 +259,35 @@ class DevicePagedKV:
             regions = regions_of(chunk, layers, self.layout, self._copy_bytes, exactly=direction is Direction.OUT)
             copies += [(payload[region.begin : region.end], begin + region.staged) for region in regions]
             begin += chunk.chunk_blocks * block_bytes
-        planes = range(layers.start * self._planes_per_layer, layers.stop * self._planes_per_layer)
-        carry = self._carry_out if direction is Direction.OUT else self._carry_in
-        return carry(Launch(planes, part), copies)
+        launch = Launch(range(layers.start * self._planes_per_layer, layers.stop * self._planes_per_layer), part)
+        places, has_to_be_sent = part.places, not part.places.is_sent
 
-    def _carry_out(self, launch: Launch, copies: Sequence[_Copy]) -> DeviceEvent:
-        places = launch.part.places
-        has_to_be_sent = not places.is_sent
-
-        def gather(staged: torch.Tensor) -> None:
+        def send_places() -> None:
             if has_to_be_sent:
                 self._ring.send(places)
+
+        def gather(staged: torch.Tensor) -> None:
+            send_places()
             self._kernels.gather(launch, staged)
 
         def copy_out(staged: torch.Tensor) -> None:
             for payload, begin in copies:
                 payload.copy_(staged[begin : begin + len(payload)], non_blocking=True)
 
-        try:
-            event = self._staging.carry_out(gather, copy_out)
-        finally:
-            self._gathered[self.streams] = places.last_use = self._staging.last_use
-        places.is_sent = True
-        return event
-
-    def _carry_in(self, launch: Launch, copies: Sequence[_Copy]) -> DeviceEvent:
-        places = launch.part.places
-        has_to_be_sent = not places.is_sent
-
         def copy_in(staged: torch.Tensor) -> None:
-            if has_to_be_sent:
-                self._ring.send(places)
+            send_places()
             for payload, begin in copies:
                 staged[begin : begin + len(payload)].copy_(payload, non_blocking=True)
 
         try:
-            event = self._staging.carry_in(copy_in, lambda staged: self._kernels.scatter(launch, staged))
+            if direction is Direction.OUT:
+                event = self._staging.carry_out(gather, copy_out)
+            else:
+                event = self._staging.carry_in(copy_in, lambda staged: self._kernels.scatter(launch, staged))
         finally:
             places.last_use = self._staging.last_use
+            if direction is Direction.OUT:
+                self._gathered[self.streams] = self._staging.last_use
         places.is_sent = True
         return event
 

@@ -19,8 +19,7 @@ import torch
 from kvstore.model.chunks import ByteArray
 from kvstore.model.errors import InvalidCallError
 from kvstore.model.layout import KVLayout
-from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV, check_block_ids
-from kvstore.paged.copiers import Copiers
+from kvstore.paged.base import BlockIds, ChunkBlocks, Copiers, PagedKV, check_block_ids
 from kvstore.paged.streams import DeviceEvent
 
 _GROUP_SHIFT: Final = 32
@@ -50,7 +49,7 @@ class _Segment(NamedTuple):
     chunk: ChunkBlocks
 
 
-class GroupedPagedKV:
+class GroupedPagedKV(PagedKV):
     """Groups of one worker's cache. See ``PagedKV``; ``block_ids`` are rows, and blocks are not moved by layer.
 
     Args:
@@ -122,16 +121,12 @@ class GroupedPagedKV:
     def gather(self, block_ids: BlockIds, payload: ByteArray) -> DeviceEvent:
         """See ``PagedKV``; bytes of the payload behind the rows are not written."""
         chunks = [ChunkBlocks(block_ids, payload, len(block_ids), 0)]
-        self._check_sources(chunks)
+        self._check_sources(block_ids)
         return self._move(chunks, lambda paged, parts: paged.gather_chunks(parts), self.streams.now())[0]
-
-    def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> DeviceEvent:
-        """See ``PagedKV``; the payload consists of the rows only."""
-        return self.scatter_chunks([ChunkBlocks(block_ids, payload, chunk_blocks, first_block)])[0]
 
     def gather_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[DeviceEvent]:
         """See ``PagedKV``; the rest of a part's last block becomes zeros."""
-        self._check_sources(chunks)
+        self._check_sources(*(chunk.block_ids for chunk in chunks))
         begun = self.blank([self._rest_of(chunk) for chunk in chunks])
         return self._move(chunks, lambda paged, parts: paged.gather_chunks(parts), begun)
 
@@ -144,13 +139,10 @@ class GroupedPagedKV:
         parts = [part for part in parts if len(part)]
         return self._first.blank(parts) if parts else self.streams.now()
 
-    def _check_sources(self, chunks: Sequence[ChunkBlocks]) -> None:
-        for chunk in chunks:
-            self._check_rows(chunk.block_ids)
-
-    def _check_rows(self, block_ids: BlockIds) -> None:
+    def _check_sources(self, *rows: BlockIds) -> None:
         """Refuse null blocks, which cannot be sources of a copy."""
-        check_block_ids(block_ids & _BLOCK_MASK, range(1, self.num_blocks))
+        for block_ids in rows:
+            check_block_ids(block_ids & _BLOCK_MASK, range(1, self.num_blocks))
 
     def scatter_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[DeviceEvent]:
         """See ``PagedKV``."""
@@ -183,10 +175,6 @@ class GroupedPagedKV:
         """See ``PagedKV``; to be moved whole."""
         return ChunkBlocks(block_ids, payload, chunk_blocks or len(block_ids), first_block)
 
-    def has_planes_of(self, other: PagedKV) -> bool:
-        """See ``PagedKV``."""
-        return False
-
     def layers_with(self, layer: int) -> range:
         """See ``PagedKV``."""
         raise _not_by_layer()
@@ -201,7 +189,7 @@ class GroupedPagedKV:
 
     def gather_on_device(self, block_ids: BlockIds, payload: torch.Tensor) -> None:
         """See ``PagedKV``."""
-        self._check_rows(block_ids)
+        self._check_sources(block_ids)
         for paged, place, chunk in self._segments(block_ids, _NO_BYTES):
             paged.gather_on_device(chunk.block_ids, payload[place])
 

@@ -100,7 +100,7 @@ class PlaceRing:
         """Write the places of some launches' pieces on the host. Waits only if the ring is full of current launches."""
         num_blocks = sum(map(_blocks_of, pieces))
         if num_blocks > self.max_blocks:
-            raise InvalidCallError(f"{num_blocks} blocks at once: {self.max_blocks} have room")
+            raise InvalidCallError(f"cannot move {num_blocks} blocks at once, but only {self.max_blocks}")
         begin = self._take(NUMBERS * num_blocks)
         part = slice(begin, begin + NUMBERS * num_blocks)
         on_host = self._on_host[part]

@@ -1,9 +1,12 @@
-"""CURVE keys in files, as 40 characters in Z85. Only their owner may read secret ones.
+"""CURVE keys in files, as 40 characters in Z85, and the rights of the clients that have them.
 
-Below a client's public key, the server's operator may write the client's rights and tenant::
+Only their owner may read secret keys. Below a client's public key, the server's operator may write the client's rights
+and tenant::
 
     rights: read, write
     tenant: team-a
+
+Nothing that a client sends changes its rights.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from enum import Flag, auto
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -21,7 +25,60 @@ except ImportError as error:
     raise ImportError("the cache server and its clients need pyzmq: pip install 'vllm-kvstore[server]'") from error
 
 from kvstore.model.errors import ConfigError
-from kvstore.protocol.rights import EVERY_RIGHT, NO_RIGHT, USUAL_RIGHTS, Right, names_of
+from kvstore.protocol import messages
+
+
+class Right(Flag):
+    """Permissions, to be combined with ``|``."""
+
+    READ = auto()
+    WRITE = auto()
+    CLEAR = auto()
+    OPERATE = auto()
+
+
+NO_RIGHT: Final = Right(0)
+USUAL_RIGHTS: Final = Right.READ | Right.WRITE  # of a client whose key file names none
+EVERY_RIGHT: Final = USUAL_RIGHTS | Right.CLEAR | Right.OPERATE
+
+NEEDED: Final[Mapping[type[messages.Request], Right]] = {  # one of these is enough
+    messages.Hello: Right.READ | Right.WRITE | Right.CLEAR,
+    messages.Lookup: Right.READ | Right.WRITE,  # senders look up the chunks that they need not send
+    messages.Nearest: Right.READ,
+    messages.Scan: Right.READ,
+    messages.Acquire: Right.READ,
+    messages.Fetch: Right.READ,
+    messages.Front: Right.READ,
+    messages.Release: Right.READ,
+    messages.Reserve: Right.WRITE,
+    messages.Piece: Right.WRITE,
+    messages.Attach: Right.WRITE,
+    messages.Offer: Right.WRITE,
+    messages.Describe: Right.WRITE,
+    messages.Commit: Right.WRITE,
+    messages.Remove: Right.WRITE,  # a client that may replace a chunk may as well remove it
+    messages.Sending: Right.WRITE,
+    messages.Clear: Right.CLEAR | Right.OPERATE,
+    messages.ClearSpaces: Right.OPERATE,
+    messages.Pin: Right.OPERATE,
+    messages.Pins: Right.OPERATE,
+    messages.UnpinSpaces: Right.OPERATE,
+    messages.Explain: Right.OPERATE,
+    messages.Ping: NO_RIGHT,
+    messages.Stats: NO_RIGHT,  # the contents of the answer depend on the rights
+}
+
+
+def names_of(rights: Right) -> str:
+    """Return the names of rights, with commas between them."""
+    return ", ".join(str(right.name).lower() for right in Right if right & rights) or "none"
+
+
+def is_allowed(kind: type[messages.Request], rights: Right) -> bool:
+    """Tell if these rights are enough for a kind of request."""
+    needed = NEEDED[kind]
+    return not needed or bool(needed & rights)
+
 
 PUBLIC_SUFFIX: Final = ".pub"
 _OWN_SUFFIX: Final = ".key"
@@ -53,7 +110,7 @@ def make_keys(folder: Path, name: str) -> tuple[Path, Path]:
             with os.fdopen(fd, "wb") as file:
                 file.write(key + b"\n")
     except FileExistsError as error:
-        raise ConfigError(f"{error.filename} is there already: choose another name, or delete it") from error
+        raise ConfigError(f"{error.filename} already exists: choose another name, or delete it") from error
     except OSError as error:
         raise ConfigError(f"keys cannot be written to {folder}: {error.strerror}") from error
     return files
@@ -96,7 +153,7 @@ def read_list(folder: Path) -> dict[bytes, ListedKey]:
         ConfigError: there is no such folder, or a file holds no key, an unknown line, or the key of another file.
     """
     if not folder.is_dir():
-        raise ConfigError(f"the folder of the clients' keys, {folder}, is not there")
+        raise ConfigError(f"the folder of the clients' keys, {folder}, does not exist")
     listed: dict[bytes, ListedKey] = {}
     for path in sorted(folder.glob(f"*{PUBLIC_SUFFIX}")):
         key, client = _read(path)
@@ -127,20 +184,22 @@ def _read(path: Path) -> tuple[bytes, ListedKey]:
     except OSError as error:
         raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from error
     if len(data) > _MAX_FILE_BYTES:
-        raise ConfigError(f"the key file {path} has more than {_MAX_FILE_BYTES} bytes: is it one?")
+        raise ConfigError(f"the key file {path} is longer than {_MAX_FILE_BYTES} bytes: is it a key file?")
     lines = [(number, line.strip()) for number, line in enumerate(data.splitlines(), 1) if line.strip()]
     if not lines or _KEY.fullmatch(lines[0][1]) is None:
-        raise ConfigError(f"the file {path} holds no key of 40 characters: make one with kvstore keygen")
+        raise ConfigError(f"the file {path} does not begin with a key of 40 characters: create one with kvstore keygen")
     (_, key), *others = lines
-    told = dict(_told(path, others))
-    rights = _rights(path, *told["rights"]) if "rights" in told else USUAL_RIGHTS
-    number, tenant = told.get("tenant", (0, ""))
-    if "tenant" in told and _TENANT.fullmatch(tenant) is None:
-        raise ConfigError(f"{path}:{number}: {tenant!r} is no tenant: 1 to 64 letters, digits, dots, dashes")
+    settings = dict(_settings(path, others))
+    rights = _rights(path, *settings["rights"]) if "rights" in settings else USUAL_RIGHTS
+    number, tenant = settings.get("tenant", (0, ""))
+    if "tenant" in settings and _TENANT.fullmatch(tenant) is None:
+        raise ConfigError(
+            f"{path}:{number}: {tenant!r} is not a tenant's name: use 1 to 64 letters, digits, dots and dashes"
+        )
     return key, ListedKey(path.stem, rights, tenant)
 
 
-def _told(path: Path, lines: list[tuple[int, bytes]]) -> Iterator[tuple[str, tuple[int, str]]]:
+def _settings(path: Path, lines: list[tuple[int, bytes]]) -> Iterator[tuple[str, tuple[int, str]]]:
     """Yield the name of each line below a file's key, with the line's number and value."""
     seen = set()
     for number, line in lines:
@@ -151,7 +210,7 @@ def _told(path: Path, lines: list[tuple[int, bytes]]) -> Iterator[tuple[str, tup
         if not colon or name not in {"rights", "tenant"}:
             raise ConfigError(f"{path}:{number}: {text[:80]!r} is neither rights: nor tenant: nor a # comment")
         if name in seen:
-            raise ConfigError(f"{path}:{number}: {name}: is there twice: keep one")
+            raise ConfigError(f"{path}:{number}: {name} appears twice: keep one")
         seen.add(name)
         yield name, (number, value)
 
@@ -160,6 +219,6 @@ def _rights(path: Path, number: int, text: str) -> Right:
     rights = NO_RIGHT
     for word in map(str.strip, text.split(",")):
         if word not in _RIGHTS:
-            raise ConfigError(f"{path}:{number}: {word[:80]!r} is no right: name some of {names_of(EVERY_RIGHT)}")
+            raise ConfigError(f"{path}:{number}: {word[:80]!r} is not a right: choose from {names_of(EVERY_RIGHT)}")
         rights |= _RIGHTS[word]
     return rights

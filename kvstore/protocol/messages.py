@@ -22,11 +22,10 @@ try:
 except ImportError as error:
     raise ImportError("the cache server and its clients need msgspec: pip install 'vllm-kvstore[server]'") from error
 
-from kvstore.model.chunks import ChunkRef
+from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import ProtocolError
 from kvstore.model.keys import PREFIX_KEY_BYTES, Namespace
-from kvstore.protocol.geometry import MAX_CHUNK_PARTS, Geometry
-from kvstore.protocol.runs import Run
+from kvstore.protocol.payload import MAX_CHUNK_PARTS, Geometry, Run
 
 Decoded = TypeVar("Decoded")
 
@@ -47,6 +46,8 @@ MAX_OPEN: Final = 4096  # hand-overs under way
 MAX_FIELDS_BYTES: Final = 16 << 10  # of a namespace, as they are sent
 _REF = struct.Struct(f"<{PREFIX_KEY_BYTES}sI")
 REF_BYTES: Final = _REF.size
+_OUTCOMES: Final = tuple(Outcome)  # an outcome's number in messages is its index here
+_NUMBERS: Final = {outcome: number for number, outcome in enumerate(_OUTCOMES)}
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _Short: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -417,3 +418,24 @@ def unpack_pairs(data: bytes) -> Sequence[ChunkRef]:
 def fields_bytes(namespace: Namespace) -> int:
     """Return the length of a namespace's fields in a message."""
     return len(_encoder.encode(dict(namespace.fields)))
+
+
+def pack_outcomes(outcomes: Sequence[Outcome]) -> bytes:
+    """Pack outcomes as bytes, one each."""
+    return bytes([_NUMBERS[outcome] for outcome in outcomes])
+
+
+def outcome_of(number: int) -> Outcome:
+    """Return the outcome with a number, the reverse of ``number_of``.
+
+    Raises:
+        ProtocolError: no outcome has this number.
+    """
+    if not 0 <= number < len(_OUTCOMES):
+        raise ProtocolError(f"no outcome has the number {number}")
+    return _OUTCOMES[number]
+
+
+def number_of(outcome: Outcome) -> int:
+    """Return the number of an outcome."""
+    return _NUMBERS[outcome]

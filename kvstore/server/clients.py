@@ -1,19 +1,30 @@
-"""Identity of clients, by their key or by the socket that they use, and never by their messages."""
+"""Clients: their identity, their rights, and the amounts that they may hold.
+
+A client is identified by its key or by the socket that it uses, and never by its messages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import zmq
+from zmq.utils import z85
 
-from kvstore.protocol.keyfiles import ListedKey
-from kvstore.protocol.rights import EVERY_RIGHT, NO_RIGHT, USUAL_RIGHTS, Right
+from kvstore.model.throttle import Throttle
+from kvstore.protocol.keyfiles import EVERY_RIGHT, NO_RIGHT, USUAL_RIGHTS, ListedKey, Right
+
+logger = logging.getLogger(__name__)
 
 IPC: Final = 0  # the number of the socket for this host
 TCP: Final = 1  # the number of the socket for the network
 ANYBODY: Final = "*"  # in server_operators
+_ADDRESS: Final = "inproc://zeromq.zap.01"
+_VERSION: Final = b"1.0"
+_REQUEST_FRAMES: Final = 7  # version, id, domain, address, identity, mechanism, the key
 
 
 @dataclass(frozen=True)
@@ -70,3 +81,78 @@ class Clients:
             return self._by_name.get(str(frame.get("User-Id")), _STRANGER)
         except zmq.ZMQError:
             return _STRANGER
+
+
+class ClientKeys:
+    """Answers ZeroMQ's requests to authenticate a client. Belongs to the thread that decides.
+
+    Args:
+        context: the context of the sockets that clients connect to.
+        listed: clients by their public keys in Z85.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], listed: Mapping[bytes, ListedKey]) -> None:
+        self.refused = 0
+        self._names = {z85.decode(key): client.name for key, client in listed.items()}
+        self._throttle = Throttle(logger)
+        self.socket = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind(_ADDRESS)
+
+    def answer(self) -> None:
+        """Answer all requests that wait."""
+        while self.socket.poll(0):
+            self.socket.send_multipart(self._judge(self.socket.recv_multipart()))
+
+    def close(self) -> None:
+        """Stop answering, so that no client can connect any more."""
+        self.socket.close()
+
+    def _judge(self, question: Sequence[bytes]) -> list[bytes]:
+        if len(question) < 2:
+            return [_VERSION, b"", b"500", b"malformed", b"", b""]
+        request_id = question[1]
+        is_known = len(question) == _REQUEST_FRAMES and question[5] == b"CURVE" and question[6] in self._names
+        if is_known:
+            return [_VERSION, request_id, b"200", b"OK", self._names[question[6]].encode(), b""]
+        self.refused += 1
+        address = question[3].decode("ascii", "replace") if len(question) > 3 else "an unknown address"
+        self._throttle.log(address, "refused a client from %s: its key is not in server_clients", address)
+        return [_VERSION, request_id, b"400", b"not on the list", b"", b""]
+
+
+class Shares:
+    """Amounts that clients hold. Belongs to the thread that decides.
+
+    Args:
+        most: bound for all clients together.
+        by_socket: bounds for the clients of a socket; ``most`` for sockets that are not named.
+        by_key: bound for the clients with the same key; None for the bound of their socket.
+    """
+
+    def __init__(self, most: int, by_socket: Mapping[int, int] | None = None, by_key: int | None = None) -> None:
+        self.held = 0
+        self._most = most
+        self._by_socket = by_socket or {}
+        self._by_key = by_key
+        self._of_socket = Counter[int]()
+        self._of_key = Counter[str]()
+
+    def has_room(self, client: Client, amount: int) -> bool:
+        """Tell if a client may hold so much more."""
+        if self.held + amount > self._most:
+            return False
+        if self._of_socket[client.socket] + amount > self._by_socket.get(client.socket, self._most):
+            return False
+        return self._by_key is None or not client.name or self._of_key[client.name] + amount <= self._by_key
+
+    def take(self, client: Client, amount: int) -> None:
+        """Note that a client holds so much more."""
+        self.held += amount
+        self._of_socket[client.socket] += amount
+        if client.name:
+            self._of_key[client.name] += amount
+
+    def give(self, client: Client, amount: int) -> None:
+        """Note that a client holds so much less."""
+        self.take(client, -amount)

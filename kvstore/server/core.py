@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.model.throttle import Throttle
 from kvstore.protocol import messages
@@ -14,15 +14,15 @@ from kvstore.server.clients import Client
 from kvstore.server.disk import Disk
 from kvstore.server.pool import Pool
 from kvstore.server.sessions import Peer, Sessions
-from kvstore.server.slices import Slices
 from kvstore.server.spaces import Space
 from kvstore.server.stock import Stock
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-
 logger = logging.getLogger(__name__)
+
+SLICE_S: Final = 0.002
 
 
 @dataclass
@@ -85,3 +85,41 @@ class Core:
             self.disk.remove(removals)
             for space in forgotten:
                 self.disk.forget(space)
+
+
+class Slices:
+    """Runs work in slices. Belongs to the thread that decides. Between two steps of some work anything may happen.
+
+    Args:
+        report: queues a call for the thread that decides, behind other calls and messages.
+        now: the monotonic time in seconds.
+        after_step: called after every step.
+    """
+
+    def __init__(
+        self, report: Callable[[Callable[[], None]], None], now: Callable[[], float], after_step: Callable[[], None]
+    ) -> None:
+        self._report = report
+        self._now = now
+        self._after_step = after_step
+        self._waiting: deque[Iterator[None]] = deque()  # work that gets a slice in turn
+        self._is_due = False
+
+    def begin(self, work: Iterator[None]) -> None:
+        """Do a first slice of work whose steps each take far less than a slice. Raises the errors of this slice."""
+        end_s = self._now() + SLICE_S
+        for _ in work:
+            self._after_step()
+            if self._now() >= end_s:
+                self._waiting.append(work)
+                break
+        else:
+            self._after_step()
+        if self._waiting and not self._is_due:
+            self._is_due = True
+            self._report(self._go_on)
+
+    def _go_on(self) -> None:
+        self._is_due = False
+        if self._waiting:
+            self.begin(self._waiting.popleft())

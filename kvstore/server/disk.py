@@ -2,7 +2,7 @@
 
 Next to the chunks of a namespace lies ``geometry.json``, from which a restarted server learns what it holds before the
 first client connects. The stock decides what is written and deleted; this module does it, on separate threads, in the
-order that ``turns.py`` keeps.
+order that ``file_order.py`` keeps.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.model.errors import ConfigError, TierError, TierTimeoutError
 from kvstore.model.keys import EPOCH_FIELD, PrefixKey
 from kvstore.model.throttle import Throttle
-from kvstore.protocol.pieces import scatter
+from kvstore.protocol.payload import scatter
 from kvstore.server.disk_tiers import WRITE_THREADS, DiskOptions, DiskTiers, read_home
-from kvstore.server.file_order import Once, Turns, Work
+from kvstore.server.file_order import FileOrder, Work
 from kvstore.server.spaces import Chunk, Space
 from kvstore.tiers.base import Transfer, trails_in
 from kvstore.tiers.disk import folder as _folder
@@ -66,7 +66,7 @@ class Disk:
         self._tiers = DiskTiers(options)
         self._readers = ThreadPoolExecutor(options.read_threads, "kvstore-read-disk")
         self._writers = ThreadPoolExecutor(WRITE_THREADS, "kvstore-write-disk")
-        self._turns = Turns(partial(self._start, self._writers))
+        self._order = FileOrder()
         self._staging = threading.local()
         self._is_closing = False
 
@@ -78,7 +78,7 @@ class Disk:
     @property
     def is_busy(self) -> bool:
         """True while files are being written or deleted."""
-        return self._turns.is_busy
+        return self._order.is_busy
 
     def open_all(self) -> list[tuple[Space, list[tuple[ChunkRef, int]], dict[PrefixKey, bytes]]]:
         """Return an earlier server's namespaces, each with its chunks, the least recently used first, and their trails.
@@ -107,8 +107,8 @@ class Disk:
 
     def write(self, chunk: Chunk, parts: Sequence[ByteArray], done: Callable[[int | None], None]) -> None:
         """Start to write a chunk; ``done`` is called with the size of its file, or None, by the thread that decides."""
-        work = self._work(partial(self._put, chunk, parts), self._reporting(done), None)
-        self._turns.take(chunk.space.id, chunk.key, work)
+        work = self._work(partial(self._put, chunk, parts), None, lambda size: self._report(partial(done, size)))
+        self._order.queue(chunk.space.id, chunk.key, work)
 
     def read(
         self, chunk: Chunk, parts: Sequence[ByteArray], done: Callable[[Outcome], None], freed: Callable[[], None]
@@ -118,23 +118,20 @@ class Disk:
         Args:
             chunk: the chunk.
             parts: its pages, in order.
-            done: called with the outcome.
+            done: called with the outcome, at the latest when the deadline of the disk is over.
             freed: called after ``done``, once nothing can write to ``parts`` any more.
         """
-        free = Once(partial(self._report, freed))
-        read = self._work(partial(self._get, chunk, parts), self._reporting(done), Outcome.FAILED, reports_hang=True)
 
-        def give_up() -> None:
-            read.give_up()
-            free()
+        def report(outcome: Outcome) -> None:
+            self._report(partial(done, outcome))
 
-        self._start(self._readers, partial(read.run, free), give_up)
+        get, free = partial(self._get, chunk, parts), partial(self._report, freed)
+        self._start(self._readers, get, Outcome.FAILED, report, free, reports_hang=True)
 
     def remove(self, removals: Sequence[tuple[Space, ChunkRef]]) -> None:
         """Start to delete the files of chunks."""
         for space, ref in removals:
-            removal = self._work(partial(self._remove, space, ref), lambda _: None, None)
-            self._turns.take(space.id, space.key_of(ref), removal)
+            self._order.queue(space.id, space.key_of(ref), self._work(partial(self._remove, space, ref), None))
 
     def clear(self, space: Space, done: Callable[[bool], None]) -> None:
         """Start to delete all files of a namespace.
@@ -142,18 +139,17 @@ class Disk:
         Work begun before ends first, and later work waits. The thread that decides calls ``done``, with True if no
         file can be found any more, not even after a crash; otherwise the files are deleted one by one.
         """
-        report = self._reporting(done)
 
         def cleared(is_clear: bool) -> None:
-            report(is_clear)
             if not is_clear:  # delete the present files, but none that is written from now on
-                self._turns.take_next(space.id, self._work(partial(self._remove_all, space), lambda _: None, None))
+                self._order.queue_next(space.id, self._work(partial(self._remove_all, space), None))
+            self._report(partial(done, is_clear))
 
-        self._turns.take_all(space.id, self._work(partial(self._clear, space), cleared, failed=False))
+        self._order.queue_alone(space.id, self._work(partial(self._clear, space), False, cleared))
 
     def forget(self, space: Space) -> None:
         """Start to delete the folder of a namespace that has neither chunks nor clients."""
-        self._turns.take_all(space.id, self._work(partial(self._tiers.forget, space), lambda _: None, None))
+        self._order.queue_alone(space.id, self._work(partial(self._tiers.forget, space), None))
 
     def close(self, timeout_s: float) -> None:
         """End the threads, and close all tiers; calls that hang longer than the timeout are abandoned."""
@@ -170,63 +166,67 @@ class Disk:
         self._tiers.close()
         self._owner.release()
 
-    def _start(self, pool: ThreadPoolExecutor, action: Callable[[], None], give_up: Callable[[], None]) -> None:
-        """Run an action on a thread; call ``give_up`` if it raises, because its waiters would never be called."""
+    def _work(
+        self, call: Callable[[], Result], failed: Result, report: Callable[[Result], None] = lambda _: None
+    ) -> Work:
+        """Return work that changes files; see ``_start``."""
+        return partial(self._start, self._writers, call, failed, report)
 
-        def look(future: Future[None]) -> None:
-            error = None if future.cancelled() else future.exception()
-            if error is not None:
-                said = "a thread of the cache server's disk failed"
+    def _start(
+        self,
+        pool: ThreadPoolExecutor,
+        call: Callable[[], Result],
+        failed: Result,
+        report: Callable[[Result], None],
+        ended: Callable[[], None],
+        *,
+        reports_hang: bool = False,
+    ) -> None:
+        """Call the disk on a thread, unless it is closing.
+
+        Args:
+            pool: the threads.
+            call: raises ``TierError`` or ``ConfigError`` if the disk is broken.
+            failed: the result that is reported if it raised anything.
+            report: called once with the result.
+            ended: called once, after ``report`` and when no call of the disk hangs any more.
+            reports_hang: True to report a hanging call at its deadline, and not only when it ends.
+        """
+
+        def look(future: Future[Result]) -> None:
+            if future.cancelled():
+                return
+            error = future.exception()
+            if isinstance(error, TierTimeoutError):
+                self._complain(error)
+                if reports_hang:
+                    report(failed)
+                error.pending.add_done_callback(lambda _: finish(failed, is_reported=reports_hang))
+                return
+            if isinstance(error, TierError | ConfigError):
+                self._complain(error)
+            elif error is not None:
+                said = "unexpected error on a disk thread of the cache server"
                 self._throttle.log(type(error).__name__, said, level=logging.ERROR, exc_info=error)
-                give_up()
+            finish(failed if error is not None else future.result())
+
+        def finish(result: Result, *, is_reported: bool = False) -> None:
+            if not is_reported:
+                report(result)
+            ended()
 
         if not self._is_closing:
             with suppress(RuntimeError):  # it is closing now
-                pool.submit(action).add_done_callback(look)
-
-    def _reporting(self, done: Callable[[Result], None]) -> Callable[[Result], None]:
-        """Return a callback that passes only the first result to ``done``, on the thread that decides."""
-        return Once(lambda result: self._report(partial(done, result)))
-
-    def _work(
-        self,
-        call: Callable[[], Result],
-        report: Callable[[Result], None],
-        failed: Result,
-        *,
-        reports_hang: bool = False,
-    ) -> Work:
-        """Return work that calls the disk, and ends when no call of it hangs any more.
-
-        Args:
-            call: raises ``TierError`` or ``ConfigError`` if the disk is broken.
-            report: takes the result of ``call``.
-            failed: the result that is reported if ``call`` raised.
-            reports_hang: reports a hanging call at its deadline, and not only when it ends.
-        """
-
-        def run(end: Callable[[], None]) -> None:
-            def finish(result: Result) -> None:
-                report(result)
-                end()
-
-            try:
-                result = call()
-            except TierTimeoutError as error:
-                self._complain(error)
-                self._staging.buffer = None  # the call that hangs still uses it
-                if reports_hang:
-                    report(failed)
-                error.pending.add_done_callback(lambda _: finish(failed))
-            except (TierError, ConfigError) as error:
-                self._complain(error)
-                finish(failed)
-            else:
-                finish(result)
-
-        return Work(run, lambda: report(failed))
+                pool.submit(self._call, call).add_done_callback(look)
 
     # -- on the threads ----------------------------------------------------------------------------------------------
+
+    def _call(self, call: Callable[[], Result]) -> Result:
+        try:
+            return call()
+        except TierTimeoutError:
+            self._staging.buffer = None  # the call that hangs still uses it
+            raise
 
     def _put(self, chunk: Chunk, parts: Sequence[ByteArray]) -> int | None:
         """Write a chunk; return the size of its file, or None if it was not stored."""
@@ -282,7 +282,7 @@ class Disk:
         return room[: chunk.size_bytes]
 
     def _complain(self, error: Exception) -> None:
-        self._throttle.log("disk", "the disk of the cache server: %s", error)
+        self._throttle.log("disk", "disk error of the cache server: %s", error)
 
 
 def _refuse_engines(folder: Path) -> None:
@@ -294,4 +294,4 @@ def _refuse_engines(folder: Path) -> None:
     """
     for home in folder.iterdir():
         if _folder.NAMESPACE_NAME.fullmatch(home.name) and (home / _folder.NAMESPACE_FILE).is_file():
-            raise ConfigError(f"the folder {folder} holds chunks of an engine, not of a server: name another folder")
+            raise ConfigError(f"the folder {folder} holds chunks of an engine, not of a server: use another folder")

@@ -187,9 +187,7 @@ class DiskTiers:
             deleting.result(_SLOW_TIMEOUT_S)
         except TimeoutError as error:
             self._threads.abandon(deleting)
-            raise TierTimeoutError(
-                f"a folder of the disk is not deleted within {_SLOW_TIMEOUT_S} s", deleting
-            ) from error
+            raise TierTimeoutError(f"deleting a folder took longer than {_SLOW_TIMEOUT_S} s", deleting) from error
 
     def close(self) -> None:
         """Close all tiers, and end the threads."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore.memory.freed import keep_freed
+from kvstore.memory.mapped import keep_freed
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import ConfigError
 from kvstore.model.heads import Part
@@ -133,7 +133,7 @@ class EmbeddedServer:
         self._hub.stop()
         self._thread.join(_END_WAIT_S)
         if self._thread.is_alive():
-            logger.warning("the server of this worker has not ended within %s s, and is left running", _END_WAIT_S)
+            logger.warning("the server of this worker did not stop within %s s and is left running", _END_WAIT_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -13,32 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-
-class Work(NamedTuple):
-    """Work to do.
-
-    Attributes:
-        run: does the work, on a thread. It must call its argument when the work has ended, maybe after it returns.
-        give_up: called if ``run`` raised unexpectedly.
-    """
-
-    run: Callable[[Callable[[], None]], None]
-    give_up: Callable[[], None]
-
-
-class Once:
-    """Forwards its first call, from any thread, and ignores the others."""
-
-    def __init__(self, action: Callable[..., None]) -> None:
-        self._left = deque([action])
-
-    def __call__(self, *args: object) -> None:
-        """Call the action, unless it was called before."""
-        try:
-            action = self._left.pop()
-        except IndexError:
-            return
-        action(*args)
+Work = Callable[[Callable[[], None]], None]
+"""Begins some work on other threads. It must call its argument once, when the work has ended or failed."""
 
 
 class _Held(NamedTuple):
@@ -61,15 +37,10 @@ class _Traffic:
     held: deque[_Held] = field(default_factory=deque)
 
 
-class Turns:
-    """Keeps the order of works. Thread-safe.
+class FileOrder:
+    """Keeps the order of works. Thread-safe."""
 
-    Args:
-        start: runs its first argument on another thread, and calls its second one if that raised.
-    """
-
-    def __init__(self, start: Callable[[Callable[[], None], Callable[[], None]], None]) -> None:
-        self._start = start
+    def __init__(self) -> None:
         self._waiting: dict[bytes, deque[Work]] = {}  # by the key of a chunk, while work on its file is under way
         self._traffic: dict[bytes, _Traffic] = {}  # by namespace, while it has any work
         self._lock = threading.Lock()
@@ -79,20 +50,20 @@ class Turns:
         """True if any work is under way."""
         return bool(self._traffic)
 
-    def take(self, space_id: bytes, key: bytes, work: Work) -> None:
+    def queue(self, space_id: bytes, key: bytes, work: Work) -> None:
         """Queue work on the file of a chunk, behind earlier work on it or on the whole namespace."""
-        self._take(space_id, _Held(key, work))
+        self._queue(space_id, _Held(key, work))
 
-    def take_all(self, space_id: bytes, work: Work) -> None:
+    def queue_alone(self, space_id: bytes, work: Work) -> None:
         """Queue work on a whole namespace; earlier work there ends first, and later work waits."""
-        self._take(space_id, _Held(None, work))
+        self._queue(space_id, _Held(None, work))
 
-    def take_next(self, space_id: bytes, work: Work) -> None:
+    def queue_next(self, space_id: bytes, work: Work) -> None:
         """Queue work on a whole namespace ahead of all that waits. To be called by such work before it ends."""
         with self._lock:
             self._traffic[space_id].held.appendleft(_Held(None, work))
 
-    def _take(self, space_id: bytes, item: _Held) -> None:
+    def _queue(self, space_id: bytes, item: _Held) -> None:
         with self._lock:
             traffic = self._traffic.setdefault(space_id, _Traffic())
             traffic.held.append(item)
@@ -112,45 +83,26 @@ class Turns:
             waiting = self._waiting.get(key)
             if waiting is None:
                 self._waiting[key] = deque()
-                ready.append(partial(self._begin, work, partial(self._end, space_id, key)))
+                ready.append(partial(work, partial(self._end, space_id, key)))
             else:
                 waiting.append(work)
         if traffic.alone is not None and not traffic.active:
             traffic.active = 1  # itself
-            ready.append(partial(self._begin, traffic.alone, partial(self._end_alone, space_id)))
+            ready.append(partial(traffic.alone, partial(self._end, space_id, None)))
         return ready
 
-    def _begin(self, work: Work, end: Callable[[], None]) -> None:
-        ending = Once(end)
-
-        def give_up() -> None:
-            work.give_up()
-            ending()
-
-        self._start(partial(work.run, ending), give_up)
-
-    def _end(self, space_id: bytes, key: bytes) -> None:
+    def _end(self, space_id: bytes, key: bytes | None) -> None:
         with self._lock:
             traffic = self._traffic[space_id]
             traffic.active -= 1
+            if key is None:
+                traffic.alone = None
             ready = self._admit(space_id, traffic)
-            if self._waiting[key]:
-                ready.append(partial(self._begin, self._waiting[key].popleft(), partial(self._end, space_id, key)))
-            else:
+            if key is not None and self._waiting[key]:
+                ready.append(partial(self._waiting[key].popleft(), partial(self._end, space_id, key)))
+            elif key is not None:
                 del self._waiting[key]
-            self._forget(space_id, traffic)
+            if not (traffic.active or traffic.held or traffic.alone):
+                del self._traffic[space_id]
         for begin in ready:
             begin()
-
-    def _end_alone(self, space_id: bytes) -> None:
-        with self._lock:
-            traffic = self._traffic[space_id]
-            traffic.active, traffic.alone = 0, None
-            ready = self._admit(space_id, traffic)
-            self._forget(space_id, traffic)
-        for begin in ready:
-            begin()
-
-    def _forget(self, space_id: bytes, traffic: _Traffic) -> None:
-        if not (traffic.active or traffic.held or traffic.alone):
-            del self._traffic[space_id]

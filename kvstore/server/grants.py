@@ -13,8 +13,8 @@ from functools import partial
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import ProtocolError
 from kvstore.protocol import messages
-from kvstore.protocol.outcomes import number_of
-from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.protocol.messages import number_of
+from kvstore.protocol.payload import PAGE_BYTES
 from kvstore.server.core import Core
 from kvstore.server.pool import pages_of
 from kvstore.server.sessions import Session
@@ -170,7 +170,7 @@ class Grants:
         payload_bytes = session.space.layout.payload_bytes(ref.num_blocks)
         may = self._core.sessions.may_lease(session, pages_of(payload_bytes) * PAGE_BYTES)
         if not may:
-            self._core.deny(session.client, "leases", "it, or all, have leased as much of the memory as they may")
+            self._core.deny(session.client, "leases", "its leases, or those of all clients, have reached their limit")
         return may
 
     def _may_still_lease(self, session: Session, ref: ChunkRef) -> bool:

@@ -7,7 +7,6 @@ that does not read its answers is cut off when its queue is full.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import threading
@@ -18,7 +17,6 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from kvstore.channels import open_channel
 from kvstore.model.chunks import ChunkRef
@@ -28,23 +26,19 @@ from kvstore.model.throttle import Throttle
 from kvstore.protocol import messages
 from kvstore.protocol.contexts import close_context, open_context
 from kvstore.protocol.loopback import buffer_bytes
-from kvstore.protocol.runs import Run
-from kvstore.server.client_keys import ClientKeys
-from kvstore.server.clients import IPC, TCP, Client, Clients
+from kvstore.protocol.payload import Run
+from kvstore.server.clients import IPC, TCP, Client, ClientKeys, Clients
+from kvstore.server.connections import LOOK_S, Intake, Network, allowed_clients
 from kvstore.server.core import Core
 from kvstore.server.disk import Disk
-from kvstore.server.door import Door
-from kvstore.server.files import allowed_clients
-from kvstore.server.intake import Intake
+from kvstore.server.operators import stats
 from kvstore.server.options import ServerOptions
 from kvstore.server.owner import Owner
 from kvstore.server.pool import Pool
-from kvstore.server.reports import stats
 from kvstore.server.service import Service
 from kvstore.server.sessions import Peer, Session, Sessions
 from kvstore.server.stock import Stock
 from kvstore.server.unix_socket import UnixSocket
-from kvstore.server.watch import LOOK_S, Watch
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -52,8 +46,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONTROL_NAME: Final = "control"
-_FAILURES: Final = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-_MONITOR: Final = "inproc://connections"
 _TICK_S: Final = 0.5
 _PAUSE_MS: Final = 2  # without a request, after which deferred work is done
 _TURN: Final = 64  # messages of one socket before the next socket is served
@@ -83,7 +75,6 @@ class Hub:
         self.options = options
         self._owner = owner
         self.num_malformed = 0
-        self.num_strangers = 0
         self._jobs: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = threading.Event()
@@ -94,9 +85,7 @@ class Hub:
         self._at_hand: Sequence[zmq.Frame] = ()  # the message that is being handled
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._kicked: OrderedDict[Peer, None] = OrderedDict()  # the longest ago first
-        self._monitor: zmq.Socket[bytes] | None = None
-        self._watch: Watch | None = None
-        self._door: Door | None = None
+        self.network: Network | None = None
         self._looked_s = 0.0
         self._by_fd: dict[int, Session] = {}  # clients from the network, by their connections
         with contextlib.ExitStack() as opened:
@@ -107,7 +96,12 @@ class Hub:
     @property
     def tcp_port(self) -> int | None:
         """TCP port that the server listens on; None without one."""
-        return self._door.port if self._door is not None else None
+        return self.network.listener.port if self.network is not None else None
+
+    @property
+    def num_strangers(self) -> int:
+        """Number of clients that could not prove a key, or expected another server."""
+        return self.network.num_strangers if self.network is not None else 0
 
     def stop(self) -> None:
         """End after at most ``drain_s`` for writes to disk; at once if called again. From any thread."""
@@ -163,17 +157,13 @@ class Hub:
         self._open_core(opened)
         if options.tcp is not None:  # last, because a client that is let in must be served
             self._sockets[TCP] = self._bind(str(options.tcp))
-            self._door = Door(self._sockets[TCP], self._wake)
-            self._watch = Watch(self._door.port, self._most[TCP])
-            opened.callback(self._watch.close)
-            self._sockets[TCP].monitor(_MONITOR, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _FAILURES)
-            self._monitor = self._context.socket(zmq.PAIR)
-            self._monitor.rcvhwm = 0  # a full queue stops ZeroMQ's thread, which then holds a lock that closing needs
-            self._monitor.connect(_MONITOR)
+            self.network = Network(self._context, self._sockets[TCP], self._wake, self._most[TCP])
+            opened.callback(self.network.watch.close)
         self._intakes = {number: Intake(router) for number, router in self._sockets.items()}
         self._poller = zmq.Poller()
         keys = self._client_keys and self._client_keys.socket
-        for source in (*self._sockets.values(), self._wake, self._unix_socket, keys, self._monitor):
+        monitor = self.network and self.network.monitor
+        for source in (*self._sockets.values(), self._wake, self._unix_socket, keys, monitor):
             if source is not None:
                 self._poller.register(source, zmq.POLLIN)
 
@@ -250,8 +240,9 @@ class Hub:
     # -- serving -----------------------------------------------------------------------------------------------------
 
     def _turn(self, timeout_s: float) -> None:
-        if self._watch and self._door:
-            self._door.look()
+        network = self.network
+        if network is not None:
+            network.listener.look()
             timeout_s = min(timeout_s, LOOK_S)
         ready = dict(self._poller.poll(_PAUSE_MS if self.service.has_leisure_work else int(timeout_s * 1000)))
         if not ready or self.service.is_behind:
@@ -266,15 +257,15 @@ class Hub:
                 self.service.hang_up(token)
         if self._client_keys is not None and self._client_keys.socket in ready:
             self._client_keys.answer()
-        if self._monitor in ready:
+        if network is not None and network.monitor in ready:
             self._note_connections(_TURN)
         for number, router in self._sockets.items():
             if router in ready:
                 self._receive(number, router)
         now_s = time.monotonic()
-        if self._watch and now_s - self._looked_s > max(LOOK_S, _LOOK_EACH_S * len(self._watch)):
+        if network is not None and now_s - self._looked_s > max(LOOK_S, _LOOK_EACH_S * len(network.watch)):
             self._looked_s = now_s
-            self._cut_endless(self._watch.look())
+            self._cut_endless(network.watch.cut_endless())
             self.service.forget_silent()
         if now_s - self._expired_s > _TICK_S:
             self._expired_s = now_s
@@ -283,8 +274,7 @@ class Hub:
     def _cut_endless(self, count: int) -> None:
         self.num_malformed += count
         if count:
-            said = "%d clients were cut off: they sent a message that did not end"
-            self._throttle.log("endless", said, count)
+            self._throttle.log("endless", "disconnected %d clients that sent a message without end", count)
 
     def _receive(self, number: int, router: zmq.Socket[bytes]) -> None:
         for _ in range(_TURN):
@@ -292,11 +282,11 @@ class Hub:
             if message is None:
                 return
             peer = Peer(number, message.name)
-            if self._watch is not None and number == TCP and message.frames:
-                self._watch.hear(self._fd_of(peer, message.frames[0]))
+            if self.network is not None and number == TCP and message.frames:
+                self.network.watch.note_message(self._fd_of(peer, message.frames[0]))
             if not message.is_whole:
                 if peer not in self._kicked:
-                    self._kick(peer, "a message of too many frames")
+                    self._kick(peer, "a message with too many frames")
             elif peer not in self._kicked:
                 self._handle(peer, message.frames)
             if not int(router.get(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than an exception
@@ -326,45 +316,28 @@ class Hub:
         if session is not None:
             session.fd = int(frame.get(zmq.SRCFD))
             self._by_fd[session.fd] = session
-            assert self._watch is not None
-            self._watch.meet(session.fd)
+            assert self.network is not None
+            self.network.watch.note_hello(session.fd)
 
     def _note_connections(self, at_most: int | None = None) -> None:
-        """Note new connections, and end the clients of closed ones: ZeroMQ reports an end before it closes one.
-
-        Handles ``at_most`` so many events, so that a flood of connections does not delay other clients.
-        """
-        assert self._monitor is not None
-        assert self._watch is not None
-        assert self._door is not None
-        for _ in itertools.count() if at_most is None else range(at_most):
-            self._door.look()
-            if not self._monitor.poll(0):
-                return
-            event = parse_monitor_message(self._monitor.recv_multipart())
-            if event["event"] & _FAILURES:  # a client without a key, or one that expects another server
-                self.num_strangers += 1
-                self._throttle.log("stranger", "refused a client that has no keys, or not the key of this server")
-                continue
-            if event["event"] == zmq.EVENT_ACCEPTED:
-                self._watch.come(event["value"])
-                continue
-            self._watch.go(event["value"])
-            session = self._by_fd.pop(event["value"], None)
+        """Note new connections, and end the clients of closed ones; handles ``at_most`` so many events."""
+        assert self.network is not None
+        for fd in self.network.ended(at_most):
+            session = self._by_fd.pop(fd, None)
             if session is not None:
                 self.service.end(session)
 
     def _kick(self, peer: Peer, why: str) -> None:
         """End a client that sent a malformed message, and ignore all later messages of its connection."""
         self.num_malformed += 1
-        self._throttle.log("kick", "a client was cut off: %s", why[:200])
+        self._throttle.log("kick", "disconnected a client: %s", why[:200])
         self._send(peer, messages.Refused(0, messages.Refusal.MALFORMED, why[:200]), ())
         self._kicked[peer] = None
         if len(self._kicked) > _MAX_KICKED:
             self._kicked.popitem(last=False)
         session = self.sessions.by_peer.pop(peer, None)
         if session is not None and session.token and self._unix_socket is not None:
-            self._unix_socket.turn_out(session.token)  # the session ends when the client releases the pool
+            self._unix_socket.ask_to_leave(session.token)  # the session ends when the client releases the pool
         elif session is not None:
             self.service.end(session)
 
@@ -419,5 +392,5 @@ class Hub:
             self._turn(0.1)
         left = self.service.num_unwritten
         if left:
-            logger.warning("%d chunks were not written to disk, as the server had to end", left)
+            logger.warning("%d chunks were not written to disk before the server stopped", left)
         return not left

@@ -1,19 +1,24 @@
-"""Owner of an embedded server: the engine whose KV alone the server takes."""
+"""Owner of an embedded server: the engine whose KV alone the server takes, and the engines that send it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Final
 
 from kvstore.model.heads import LAYOUT_FIELD, Part
 from kvstore.model.keys import EPOCH_FIELD, Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.model.throttle import Throttle
 from kvstore.protocol import messages
-from kvstore.protocol.geometry import Geometry
-from kvstore.server.senders import Senders
+from kvstore.protocol.payload import Geometry
+from kvstore.protocol.progress import Progress
 
 logger = logging.getLogger(__name__)
+
+_MAX_SENDERS: Final = 1024  # senders whose progress is known
+_MAX_OPEN: Final = 1 << 16  # their hand-overs in total, open or lost
 
 
 class Owner:
@@ -57,8 +62,8 @@ class Owner:
         known = differing & {*self.namespace.fields, EPOCH_FIELD, LAYOUT_FIELD}
         names = ", ".join([*sorted(known), *(["fields not known here"] if differing - known else [])])
         # The throttle's key does not contain the fields, because strangers choose them.
-        self._throttle.log("stranger", "refused an engine whose KV cannot be used here: it differs in %s", names)
-        return f"it belongs to an engine with other KV: they differ in {names}"
+        self._throttle.log("stranger", "refused an engine with incompatible KV: it differs in %s", names)
+        return f"it belongs to an engine with incompatible KV: they differ in {names}"
 
     def _welcome(self) -> Iterator[tuple[Namespace, Geometry]]:
         yield self.namespace, self._geometry
@@ -73,3 +78,66 @@ def _differing(hello: messages.Hello, namespace: Namespace, geometry: Geometry) 
     if hello.geometry != geometry:
         differing.add(LAYOUT_FIELD)
     return differing
+
+
+class Senders:
+    """All senders. Belongs to the thread that decides, except for ``view``.
+
+    Attributes:
+        view: progress by the senders' names, for any thread. Each change makes a new object.
+    """
+
+    def __init__(self) -> None:
+        self.view: Mapping[str, Progress] = {}
+        self._told: dict[str, dict[Hashable, Progress]] = {}  # reports by sender and connection
+        self._num_open = 0
+
+    def note(self, connection: Hashable, before: Progress | None, now: Progress | None) -> None:
+        """Replace a connection's report ``before`` with ``now``; None stands for no report.
+
+        A report beyond the bounds is ignored, and its hand-overs are not waited for.
+        """
+        if before is not None:
+            self._forget(connection, before.sender)
+        if now is not None and self._has_room(now):
+            self._told.setdefault(now.sender, {})[connection] = now
+            self._num_open += _size(now)
+        view = dict(self.view)
+        for sender in {said.sender for said in (before, now) if said is not None}:
+            told = self._told.get(sender)
+            if told:
+                view[sender] = _merged(sender, list(told.values()))
+            else:
+                view.pop(sender, None)
+        self.view = view
+
+    def _has_room(self, now: Progress) -> bool:
+        is_known = now.sender in self._told
+        return (is_known or len(self._told) < _MAX_SENDERS) and self._num_open + _size(now) <= _MAX_OPEN
+
+    def _forget(self, connection: Hashable, sender: str) -> None:
+        told = self._told.get(sender, {})
+        said = told.pop(connection, None)
+        if said is not None:
+            self._num_open -= _size(said)
+        if not told:
+            self._told.pop(sender, None)
+
+
+def _size(progress: Progress) -> int:
+    return len(progress.open) + len(progress.lost)
+
+
+def _merged(sender: str, told: list[Progress]) -> Progress:
+    """Merge the reports of a sender's connections, perhaps of several ranks: a chunk that one lacks is lost for all.
+
+    A hand-over is over once all connections have reported its end.
+    """
+    if len(told) == 1:
+        return told[0]
+    ends: dict[int, int] = {}
+    for number, end_tokens in chain.from_iterable((*said.open.items(), *said.lost.items()) for said in told):
+        ends[number] = min(end_tokens, ends.get(number, end_tokens))
+    open_ = {number: ends[number] for said in told for number in said.open}
+    lost = {number: end_tokens for number, end_tokens in ends.items() if number not in open_}
+    return Progress(sender, min(said.following for said in told), open_, lost)

@@ -8,24 +8,26 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
 from kvstore.model.chunks import ByteArray, Outcome
 from kvstore.model.errors import ProtocolError
 from kvstore.protocol import messages
-from kvstore.protocol.outcomes import pack_outcomes
-from kvstore.protocol.pieces import Placing, checksum
+from kvstore.protocol.messages import pack_outcomes
+from kvstore.protocol.payload import Placing, checksum
+from kvstore.server.clients import Shares
 from kvstore.server.core import Core
 from kvstore.server.sessions import MAX_PIECES, Lease, Session
-from kvstore.server.shares import Shares
 from kvstore.server.spaces import Chunk
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 _MAX_COPY_THREADS: Final = 4
 _MAX_UNSENT_BYTES: Final = 256 << 20  # copies of leading blocks, outside the pool; one key may have half of it
@@ -45,40 +47,42 @@ class Payload:
         self._copiers = ThreadPoolExecutor(_copy_threads(), "kvstore-copy")
         self._unsent = Shares(_MAX_UNSENT_BYTES, by_key=_MAX_UNSENT_BYTES // 2)
 
-    def take(self, session: Session, request: messages.Piece, frame: Buffer) -> messages.Answer | None:
-        """Start to copy a piece to its pages. The answer is sent once it is copied; it is returned on failure.
+    def answer(
+        self, session: Session, request: messages.Piece | messages.Fetch | messages.Front, frames: Sequence[Buffer]
+    ) -> messages.Answer | None:
+        """Take a piece, or send a part of a chunk. The answer is sent later, if it can be done.
 
         Raises:
-            ProtocolError: the piece is not inside its chunk, or too many are under way.
+            ProtocolError: the part is not inside its chunk, or too many are under way.
         """
+        if isinstance(request, messages.Piece):
+            return self._take(session, request, frames[0])
+        return self._hand_out(session, request)
+
+    def _take(self, session: Session, request: messages.Piece, frame: Buffer) -> messages.Answer | None:
+        """Start to copy a piece to its pages."""
         lease = session.leases.get(request.lease)
         if lease is None or not lease.is_write:
             return done(request, Outcome.FAILED)
         source = memoryview(frame)
         parts = self.parts(lease, request.offset_bytes, len(source))
 
-        def copied(*, is_sound: bool) -> None:
-            is_sound = is_sound and lease.note_arrived(request.offset_bytes, request.offset_bytes + len(source))
+        def copied(added_up: bytes | None) -> None:
+            end_bytes = request.offset_bytes + len(source)
+            is_sound = added_up == request.checksum and lease.note_arrived(request.offset_bytes, end_bytes)
             if is_sound:
                 self._note(lease.chunk, (request.offset_bytes, len(source)), request.checksum)
             self.end(session, lease, is_sound=is_sound)
             self._core.send(session.peer, done(request, Outcome.STORED if is_sound else Outcome.FAILED), ())
 
-        def copy() -> None:
-            is_sound = _place(source, parts) == request.checksum
-            self._core.report(lambda: copied(is_sound=is_sound))
-
         self.begin(session, lease)
-        self.start(copy, lambda: copied(is_sound=False))
+        self.start(partial(_place, source, parts), copied)
         return None
 
-    def hand_out(self, session: Session, request: messages.Fetch | messages.Front) -> messages.Answer | None:
+    def _hand_out(self, session: Session, request: messages.Fetch | messages.Front) -> messages.Answer | None:
         """Send a part of a chunk, or of its leading blocks, with its checksum.
 
-        The answer is sent at once if the checksum is known from an earlier piece or request.
-
-        Raises:
-            ProtocolError: it is not inside its chunk, or too many are under way.
+        It is sent at once if the checksum is known from an earlier piece or request.
         """
         lease = session.leases.get(request.lease)
         if lease is None or lease.is_write:
@@ -86,7 +90,7 @@ class Payload:
         if isinstance(request, messages.Front):
             is_fair = session.unsent_bytes + request.num_bytes <= _MAX_SESSION_UNSENT_BYTES
             if not (is_fair and self._unsent.has_room(session.client, request.num_bytes)):
-                self._core.deny(session.client, "bodies", "it does not take what it has asked for")
+                self._core.deny(session.client, "bodies", "it has not received the bytes that it requested before")
                 return done(request, Outcome.FAILED)
             self._add_up(session, request, lease, self._front(lease, request))
             return None
@@ -107,28 +111,24 @@ class Payload:
     ) -> None:
         """Start to find the requested bytes and to compute their checksum; then send the checksum and the bytes."""
 
-        def summed(added_up: bytes, parts: Sequence[ByteArray]) -> None:
-            if lease.is_over:
+        def add_up() -> tuple[bytes, Sequence[ByteArray]]:
+            parts = find()
+            return checksum(part.data for part in parts), parts
+
+        def summed(found: tuple[bytes, Sequence[ByteArray]] | None) -> None:
+            if found is None or lease.is_over:
                 self._core.send(session.peer, done(request, Outcome.FAILED), ())
             else:
+                added_up, parts = found
                 if isinstance(request, messages.Front):
                     self._note_copies(session, parts)
                 else:
                     self._note(lease.chunk, (request.offset_bytes, request.num_bytes), added_up)
                 self._send(session, request, added_up, parts)
-            self.end(session, lease, is_sound=True)
-
-        def add_up() -> None:
-            parts = find()
-            added_up = checksum(part.data for part in parts)
-            self._core.report(lambda: summed(added_up, parts))
-
-        def give_up() -> None:
-            self.end(session, lease, is_sound=False)
-            self._core.send(session.peer, done(request, Outcome.FAILED), ())
+            self.end(session, lease, is_sound=found is not None)
 
         self.begin(session, lease)
-        self.start(add_up, give_up)
+        self.start(add_up, summed)
 
     def _note_copies(self, session: Session, parts: Sequence[ByteArray]) -> None:
         """Count copies, which take extra memory until they are sent, as a client may request much and read none."""
@@ -149,14 +149,16 @@ class Payload:
         """End the threads."""
         self._copiers.shutdown(wait=True, cancel_futures=True)
 
-    def start(self, action: Callable[[], None], give_up: Callable[[], None]) -> None:
-        """Run an action on a thread; call ``give_up`` if it raises, or its pages would never be released."""
+    def start(self, action: Callable[[], Result], ended: Callable[[Result | None], None]) -> None:
+        """Run an action on a thread; the thread that decides calls ``ended`` with its result, None if it raised."""
 
-        def look(future: Future[None]) -> None:
-            error = None if future.cancelled() else future.exception()
+        def look(future: Future[Result]) -> None:
+            if future.cancelled():
+                return
+            error = future.exception()
             if error is not None:
-                logger.error("a copying thread of the cache server failed", exc_info=error)
-                self._core.report(give_up)
+                logger.error("unexpected error on a copy thread of the cache server", exc_info=error)
+            self._core.report(partial(ended, None if error is not None else future.result()))
 
         self._copiers.submit(action).add_done_callback(look)
 
@@ -189,7 +191,7 @@ class Payload:
             ProtocolError: it is not inside its chunk.
         """
         if offset_bytes + num_bytes > lease.chunk.num_bytes:
-            raise ProtocolError("a part of a chunk lies behind its end")
+            raise ProtocolError("the range exceeds the chunk")
         return self._core.pool.parts(lease.chunk.runs, offset_bytes, num_bytes)
 
     def _front(self, lease: Lease, request: messages.Front) -> Callable[[], Sequence[ByteArray]]:
@@ -203,7 +205,7 @@ class Payload:
         layout, ref, runs = lease.chunk.space.layout, lease.chunk.ref, lease.chunk.runs
         begin, end = request.offset_bytes, request.offset_bytes + request.num_bytes
         if request.front_blocks >= ref.num_blocks or end > layout.payload_bytes(request.front_blocks):
-            raise ProtocolError("a part of a chunk's leading blocks lies behind their end")
+            raise ProtocolError("the range exceeds the chunk's leading blocks")
 
         def join() -> Sequence[ByteArray]:
             ranges = _between(layout.front_ranges(ref.num_blocks, request.front_blocks), begin, end)

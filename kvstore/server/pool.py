@@ -19,7 +19,7 @@ from kvstore.memory.mapped import map_bytes
 from kvstore.memory.preparing import Pace, Preparation
 from kvstore.model.chunks import ByteArray
 from kvstore.model.errors import ConfigError
-from kvstore.protocol.runs import PAGE_BYTES, Run, extents
+from kvstore.protocol.payload import PAGE_BYTES, Run, extents
 
 # From linux/fcntl.h; only Python 3.12 and later have them. They keep clients from truncating the pool of the others.
 _F_ADD_SEALS = 1033

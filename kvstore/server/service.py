@@ -12,18 +12,16 @@ from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import ProtocolError
 from kvstore.model.keys import Namespace
 from kvstore.protocol import messages
-from kvstore.protocol.messages import Refusal
-from kvstore.protocol.outcomes import pack_outcomes
+from kvstore.protocol.keyfiles import NEEDED, Right, is_allowed, names_of
+from kvstore.protocol.messages import Refusal, pack_outcomes
 from kvstore.protocol.progress import Progress
-from kvstore.protocol.rights import NEEDED, Right, is_allowed, names_of
 from kvstore.server.clients import IPC, Client
 from kvstore.server.core import Core
 from kvstore.server.grants import Grants
 from kvstore.server.offers import Offers
-from kvstore.server.orders import Orders, report
+from kvstore.server.operators import Orders, part_of_stats, report
 from kvstore.server.owner import Owner
 from kvstore.server.payload import Payload
-from kvstore.server.reports import part_of_stats
 from kvstore.server.sessions import Peer, Session
 from kvstore.server.spaces import Chunk, Space
 from kvstore.server.stock import MAX_FAR_SPACES, MAX_SPACES
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
 
 _MAX_UNWRITTEN: Final = 65_536  # chunks that wait for the disk; beyond that, chunks stay in memory only
 _NO_OPERATOR: Final = (
-    "this is for those who run the server: ask over its kvs+ipc address, or with a key that has the right operate"
+    "only operators may do this: connect over the kvs+ipc address, or with a key that has the right operate"
 )
 _MAX_TOUCHES: Final = 256  # parts of lookups that were not reported to the policies yet
 _TOUCHED: Final = 256  # chunks in such a part: about a millisecond
@@ -93,10 +91,10 @@ class Service:
             ProtocolError: it is malformed, and its sender must lose the connection.
         """
         if not 1 <= len(message) <= 2:
-            raise ProtocolError(f"a message of {len(message)} frames")
+            raise ProtocolError(f"a message with {len(message)} frames")
         request, payload = messages.decode_request(memoryview(message[0])), message[1:]
         if isinstance(request, messages.Piece) != bool(payload):
-            raise ProtocolError("payload must follow a piece, and nothing else")
+            raise ProtocolError("payload must follow a piece, and only a piece")
         client = self._core.sender(peer)
         session = self._core.sessions.by_peer.get(peer)
         if session is not None and session.client != client:
@@ -257,10 +255,10 @@ class Service:
                 told = Progress(request.sender, request.following, dict(request.open), dict(request.lost))
                 self._note_progress(session, told)
                 return None
-            case messages.Piece():
-                return self._payload.take(session, request, payload[0])
-            case messages.Fetch() | messages.Front() | messages.Attach() | messages.Offer():
-                return self._move(session, request)
+            case messages.Piece() | messages.Fetch() | messages.Front():
+                return self._payload.answer(session, request, payload)
+            case messages.Attach() | messages.Offer():
+                return self.offers.answer(session, request)
             case messages.Clear():
                 return self._clear(session, request)
             case messages.Scan():
@@ -270,13 +268,6 @@ class Service:
                 self._core.slices.begin(self._remove(session, request))
                 return None
         return self._done(session, request)
-
-    def _move(
-        self, session: Session, request: messages.Fetch | messages.Front | messages.Attach | messages.Offer
-    ) -> messages.Answer | None:
-        if isinstance(request, messages.Fetch | messages.Front):
-            return self._payload.hand_out(session, request)
-        return self.offers.answer(session, request)
 
     def _done(self, session: Session, request: messages.Request, outcomes: Sequence[Outcome] = ()) -> messages.Done:
         return messages.Done(request.serial, pack_outcomes(outcomes), self._core.usage(session.space))
@@ -300,13 +291,13 @@ class Service:
         if self._core.is_closing:
             return refused(Refusal.CLOSING, "the server is closing")
         if request.token and not self._core.is_open(request.token):
-            return refused(Refusal.TOKEN, "the connection to the unix socket is gone")
+            return refused(Refusal.TOKEN, "the connection to the unix socket is closed")
         if self._owner is not None and (objection := self._owner.objection(request)):
             return refused(Refusal.FOREIGN, objection)
         if peer in sessions.by_peer or (request.token and sessions.of_token(request.token)):
-            raise ProtocolError("hello was said already")
+            raise ProtocolError("this client has a session already")
         if not sessions.may_begin(client):
-            return limited("sessions", "as many clients as may come with this key, or to this address, are here")
+            return limited("sessions", "too many clients use this key or this address")
         if messages.fields_bytes(Namespace(dict(request.fields))) > messages.MAX_FIELDS_BYTES:
             return refused(Refusal.LIMIT, f"the fields of a namespace have at most {messages.MAX_FIELDS_BYTES} bytes")
         layout = request.geometry.layout()
@@ -317,7 +308,7 @@ class Service:
         most = MAX_SPACES if client.socket == IPC else MAX_FAR_SPACES
         space = stock.enter(Namespace(dict(request.fields)), layout, client.tenant, most)
         if space is None:
-            return limited("namespaces", "there are too many namespaces")
+            return limited("namespaces", "too many namespaces are in use")
         sessions.begin(peer, client, space, request.token, self._core.now())
         return messages.Welcome(request.serial, pool_bytes, self._core.usage(space))
 
@@ -379,7 +370,7 @@ class Service:
         """Forget the chunks of a namespace. The answer is sent once no crash can bring them back."""
 
         def cleared(is_clear: bool) -> None:
-            refusal = messages.Refused(request.serial, Refusal.DISK, "the disk has not let go of all chunks yet")
+            refusal = messages.Refused(request.serial, Refusal.DISK, "the disk has not deleted all chunks yet")
             if not session.is_over:
                 self._core.send(session.peer, self._done(session, request) if is_clear else refusal, ())
 

@@ -19,8 +19,7 @@ from typing import NamedTuple
 from kvstore.model.chunks import Outcome
 from kvstore.model.errors import ProtocolError
 from kvstore.protocol.progress import SILENT_BEATS, Progress
-from kvstore.server.clients import IPC, TCP, Client
-from kvstore.server.shares import Shares
+from kvstore.server.clients import IPC, TCP, Client, Shares
 from kvstore.server.spaces import Chunk, Space
 from kvstore.server.stock import Stock
 
@@ -122,7 +121,7 @@ class Session:
         """
         self.num_late += 1
         if self.num_late > MAX_LATE:
-            raise ProtocolError(f"more than {MAX_LATE} requests at once that take long")
+            raise ProtocolError(f"more than {MAX_LATE} slow requests at once")
 
 
 class Peer(NamedTuple):

@@ -1,22 +1,23 @@
-"""One namespace at the server, and its chunks. Plain state, which ``stock.py`` changes."""
+"""Namespaces, their chunks and their quotas. Plain state, which ``stock.py`` changes."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvstore.index.trails import Trails
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.keys import NAMESPACE_ID_BYTES, Namespace
 from kvstore.model.layout import KVLayout
-from kvstore.protocol.geometry import encode_geometry
 from kvstore.protocol.messages import pack_refs
-from kvstore.protocol.runs import PAGE_BYTES, Run
+from kvstore.protocol.payload import PAGE_BYTES, Run, encode_geometry
 from kvstore.server.pool import pages_of
 
-NO_QUOTA = 1 << 62
+NO_QUOTA: Final = 1 << 62
+ANY_NAME: Final = "*"  # of the quota for all that are not named
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -177,3 +178,33 @@ class Space:
     def has_size(self, ref: ChunkRef) -> bool:
         """Tell if there can be a chunk of that many blocks."""
         return 0 < ref.num_blocks <= self.layout.blocks_per_chunk
+
+
+class Quotas:
+    """All quotas. Belongs to the thread that decides.
+
+    A tenant has one quota for all of its chunks, under its name. Chunks of clients without a tenant count against the
+    quota named after their namespace's id or its model, and all others against one common quota.
+
+    Args:
+        given: bytes by name; ``*`` for those not named.
+    """
+
+    def __init__(self, given: Mapping[str, int]) -> None:
+        self._given = given
+        self._known: dict[tuple[str, str], Quota] = {}
+
+    def __iter__(self) -> Iterator[Quota]:
+        """Iterate over the quotas of all namespaces so far."""
+        return iter(self._known.values())
+
+    def find(self, tenant: str, namespace: Namespace, space_id: bytes) -> Quota:
+        """Return the quota of a namespace."""
+        model = str(namespace.fields.get("model", ""))
+        ids = (namespace.id.hex(), space_id.hex())  # earlier versions showed users the second one
+        names = (tenant, ANY_NAME) if tenant else (*ids, model, model.removeprefix("id "), ANY_NAME)
+        name = next((name for name in names if name in self._given), "")
+        quota = self._known.get((tenant, name))
+        if quota is None:
+            quota = self._known[tenant, name] = Quota(tenant, name, self._given.get(name, NO_QUOTA))
+        return quota

@@ -4,6 +4,9 @@ As with ``ChunkIndex``, every move is prepared, carried out and completed. A chu
 until it is complete. A chunk may be removed or replaced while it is read; its pages are freed with its last use. A
 namespace is cleared at once, and its former chunks are dropped one by one.
 
+The entries of ``ChunkIndex`` do not serve here. They have one namespace and slots of one size, and a name in use cannot
+be stored again, which a client that hangs would deny to all others.
+
 Some calls return an iterator whose *steps* do the work; other requests are served between the steps.
 
 Memory and disk each have a policy for the chunks of all namespaces. Namespaces at their common quota evict their own
@@ -22,12 +25,10 @@ from kvstore.model.chunks import ChunkRef, Outcome, is_trail_of
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.policies import Policy, open_policy
-from kvstore.protocol.runs import PAGE_BYTES, Run
-from kvstore.server.holds import Holds
-from kvstore.server.pins import Pins
+from kvstore.protocol.payload import PAGE_BYTES, Run
+from kvstore.server.pins import Holds, Pins
 from kvstore.server.pool import FreePages
-from kvstore.server.quotas import Quotas
-from kvstore.server.spaces import Chunk, Quota, Space
+from kvstore.server.spaces import Chunk, Quota, Quotas, Space
 
 MAX_SPACES = 4096
 MAX_TENANT_SPACES = MAX_SPACES // 4  # of one tenant

@@ -63,7 +63,7 @@ class UnixSocket:
         """Tell if the connection with this token is open."""
         return token in self._connections
 
-    def turn_out(self, token: bytes) -> None:
+    def ask_to_leave(self, token: bytes) -> None:
         """Ask a client to close its end; it is gone once it does."""
         connection = self._connections.get(token)
         if connection is not None:
@@ -98,9 +98,7 @@ class UnixSocket:
         connection.setblocking(False)
         uid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
         if uid not in {0, os.geteuid()} or len(self._tokens) >= self._most:
-            self._throttle.log(
-                "turned away", "a client of user %d was turned away; %d are here", uid, len(self._tokens)
-            )
+            self._throttle.log("turned away", "refused a client of user %d: %d are connected", uid, len(self._tokens))
             connection.close()
             return
         token = secrets.token_bytes(TOKEN_BYTES)

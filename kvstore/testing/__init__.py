@@ -30,8 +30,7 @@ from kvstore.testing.conformance import BoundedTierConformance, TierConformance 
 from kvstore.testing.harness import MINE, BoundedHarness, TierHarness  # noqa: E402
 from kvstore.testing.lending import LendingTests  # noqa: E402
 from kvstore.testing.machine import TierMachine  # noqa: E402
-from kvstore.testing.policies import PolicyConformance  # noqa: E402
-from kvstore.testing.policy_machine import PolicyMachine  # noqa: E402
+from kvstore.testing.policies import PolicyConformance, PolicyMachine  # noqa: E402
 
 __all__ = [
     "MINE",

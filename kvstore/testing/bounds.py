@@ -157,7 +157,7 @@ class BoundsTests(BoundedHarness):
 
     def test_sizes_are_found_again_after_a_restart(self) -> None:
         """The sizes of each chunk and of all are found again after a restart."""
-        self._only_where_chunks_outlive_the_tier()
+        self.only_if_persistent()
         tier = self.start_bounded()
         self.put(*(make_ref(number, 1 + number % 4) for number in range(12)))
         found, used_bytes = dict(tier.scan()), tier.used_bytes
@@ -167,7 +167,7 @@ class BoundsTests(BoundedHarness):
 
     def test_a_lowered_bound_holds_at_once(self) -> None:
         """Chunks that no longer fit are removed, and the others are whole."""
-        self._only_where_chunks_outlive_the_tier()
+        self.only_if_persistent()
         self.only_with_exact_sizes()
         tier = self.start_bounded()
         self.put(*(make_ref(number) for number in range(4 * FEW_CHUNKS)))
@@ -195,7 +195,3 @@ class BoundsTests(BoundedHarness):
         assert len(stored) == FEW_CHUNKS
         assert self.held() == set(stored)
         self.check_bytes()
-
-    def _only_where_chunks_outlive_the_tier(self) -> None:
-        if not self.persistent:
-            pytest.skip("this tier does not outlive its process")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from kvstore.testing.bounds import BoundsTests
 from kvstore.testing.buffers import BufferTests
-from kvstore.testing.contents import ContentTests
+from kvstore.testing.contents import ContentTests, EndingTests
 from kvstore.testing.damage import DamageTests
-from kvstore.testing.ending import EndingTests
-from kvstore.testing.fronts import FrontTests
-from kvstore.testing.layers import LayerTests
-from kvstore.testing.lending import LendsOrSaysSo
+from kvstore.testing.lending import LendingRefusalTest
 from kvstore.testing.machine import MachineTests
+from kvstore.testing.partial_reads import FrontTests, LayerTests
 from kvstore.testing.restart import RestartTests
 from kvstore.testing.threads import ThreadTests
 
@@ -20,7 +18,7 @@ class TierConformance(
     BufferTests,
     LayerTests,
     FrontTests,
-    LendsOrSaysSo,
+    LendingRefusalTest,
     EndingTests,
     DamageTests,
     RestartTests,

@@ -150,6 +150,16 @@ class TierHarness(ABC):
     def check_bound(self) -> None:  # noqa: B027 - where there is a bound
         """Check that a tier keeps to its bound, if it has one. May be called while calls are under way."""
 
+    def only_if_persistent(self) -> None:
+        """Skip a test of chunks that outlive their tier."""
+        if not self.persistent:
+            pytest.skip("this tier does not outlive its process")
+
+    def only_if_bytes_are_checked(self) -> None:
+        """Skip a test of damage to the storage."""
+        if not self.checks_bytes:
+            pytest.skip("this tier does not check its bytes")
+
     def put_answers(
         self,
         ref: ChunkRef,  # noqa: ARG002 - where there is a bound

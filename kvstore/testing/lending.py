@@ -13,10 +13,10 @@ A, B, GONE = make_ref(1), make_ref(2), make_ref(3, 1)
 _MANY_LOANS = 50
 
 
-class LendsOrSaysSo(TierHarness):
+class LendingRefusalTest(TierHarness):
     """Test of the refusal to lend, also for tiers that do not lend."""
 
-    def test_who_does_not_lend_says_so(self) -> None:
+    def test_a_tier_that_does_not_lend_refuses(self) -> None:
         """A tier that does not lend refuses loans like calls that make no sense."""
         tier = self.start(EVEN)
         self.put(A)
@@ -27,7 +27,7 @@ class LendsOrSaysSo(TierHarness):
                 tier.borrow([A])
 
 
-class LendingTests(LendsOrSaysSo):
+class LendingTests(LendingRefusalTest):
     """Tests of tiers that lend. Subclass it in addition to ``TierConformance``."""
 
     def _start_lender(self, geometry: str = "even") -> Tier:

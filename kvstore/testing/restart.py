@@ -15,8 +15,8 @@ class RestartTests(TierHarness):
 
     @pytest.fixture(autouse=True)
     def _only_where_chunks_persist(self, request: pytest.FixtureRequest) -> None:
-        if request.function.__qualname__.startswith(RestartTests.__name__) and not self.persistent:
-            pytest.skip("this tier does not outlive its process")
+        if request.function.__qualname__.startswith(RestartTests.__name__):
+            self.only_if_persistent()
 
     def test_everything_is_found_again(self) -> None:
         """All chunks are found again, with their bytes."""
@@ -94,8 +94,7 @@ class RestartTests(TierHarness):
 
     def test_damage_while_it_was_closed(self) -> None:
         """A chunk that was damaged, cut or lost meanwhile is not served."""
-        if not self.checks_bytes:
-            pytest.skip("this tier does not check its bytes")
+        self.only_if_bytes_are_checked()
         self.start()
         self.put(A, B, C, make_ref(4))
         value = self.raw_read(A)

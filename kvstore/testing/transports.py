@@ -24,6 +24,7 @@ from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.protocol.progress import Progress
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
+from kvstore.testing.exposing import random_bytes
 from kvstore.testing.harness import LARGE, MINE, ODD, OTHER
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
@@ -99,8 +100,7 @@ class TransportConformance:
 
     def wanted(self, number: int, num_blocks: int) -> ByteArray:
         """Return the payload that a chunk must hold."""
-        random = np.random.default_rng(number)
-        return random.integers(0, 256, self.layout.payload_bytes(num_blocks), np.uint8)
+        return random_bytes(self.layout.payload_bytes(num_blocks), number)
 
     def found(self, refs: Sequence[ChunkRef]) -> list[ByteArray | None]:
         """Return the payloads of some chunks as the receiver's engine reads them; None for each that it lacks."""

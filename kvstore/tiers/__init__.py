@@ -3,12 +3,14 @@
 A tier has a name and a factory, which takes a ``TierSetup``. ``BUILT_IN`` lists ours; other packages announce theirs in
 the entry-point group ``kvstore.tiers``. A tier behind remote URLs also has schemes: ours are in ``BUILT_IN_SCHEMES``,
 those of other packages in the group ``kvstore.schemes``, where the value is the same factory. Only this module decides
-the meaning of a scheme. ``docs/tiers.md`` shows how to write a tier.
+the meaning of a scheme. ``docs/tiers.md`` shows how to write a tier; the names that this takes can be imported from
+here, each of which is loaded when it is first used.
 """
 
 from __future__ import annotations
 
 from difflib import get_close_matches
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
@@ -17,7 +19,45 @@ from kvstore.model.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvstore.tiers.base import Tier, TierSetup
+    from kvstore.format import chunkfile
+    from kvstore.model.chunks import ChunkRef, Outcome
+    from kvstore.model.keys import ChunkKey
+    from kvstore.tiers.base import (
+        GIVEN_BY_URL,
+        UNBOUNDED_BYTES,
+        BoundedTier,
+        Tier,
+        TierCounters,
+        TierSetup,
+        Transfer,
+        payload_view,
+    )
+
+__all__ = [
+    "GIVEN_BY_URL",
+    "UNBOUNDED_BYTES",
+    "BoundedTier",
+    "ChunkKey",
+    "ChunkRef",
+    "Outcome",
+    "Tier",
+    "TierCounters",
+    "TierSetup",
+    "Transfer",
+    "chunkfile",
+    "known_schemes",
+    "known_tiers",
+    "load_tier",
+    "open_tier",
+    "payload_view",
+]
+
+_MODULES = {
+    "ChunkKey": "kvstore.model.keys",
+    "ChunkRef": "kvstore.model.chunks",
+    "Outcome": "kvstore.model.chunks",
+    "chunkfile": "kvstore.format.chunkfile",
+}  # all others are in kvstore.tiers.base
 
 GROUP = "kvstore.tiers"
 SCHEME_GROUP = "kvstore.schemes"
@@ -130,3 +170,13 @@ def load_tier(name: str) -> Callable[[TierSetup], Tier]:
         remedy = "" if has_remedy else f": pip install 'vllm-kvstore[{_EXTRAS[name]}]'"
         raise ConfigError(f"the tier {name!r} cannot be loaded from {entry.value}: {error}{remedy}") from error
     return factory
+
+
+if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept every name
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = import_module(_MODULES.get(name, "kvstore.tiers.base"))
+        value = globals()[name] = module if name == "chunkfile" else getattr(module, name)
+        return value

@@ -1,4 +1,4 @@
-"""Base of tiers whose chunks belong to other engines, so that no chunk is stored or removed."""
+"""Base of read-only tiers, which neither store chunks nor remove them from their storage."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from kvstore.tiers.base import Tier, TierCounters, Transfer, payload_view
 
 
 class ForeignTier(Tier):
-    """Read-only tier; callers track removals themselves.
+    """Read-only tier, whose chunks belong to others; callers track removals themselves.
 
     Args:
         layout: of the chunks.
     """
+
+    refusal = Outcome.FAILED  # the answer to ``put``
 
     def __init__(self, layout: KVLayout) -> None:
         self.counters = TierCounters()
@@ -26,21 +28,18 @@ class ForeignTier(Tier):
 
     @final
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Answer ``FAILED``."""
+        """Answer ``refusal``."""
         for transfer in transfers:
             payload_view(self._layout, transfer)
         self._check_open()
-        return [self.counters.count(Outcome.FAILED, 0) for _ in transfers]
+        return [self.counters.count(self.refusal, 0) for _ in transfers]
 
-    @final
     def remove(self, refs: Iterable[ChunkRef]) -> None:
         """Do nothing, because the chunks belong to others."""
 
-    @final
     def clear(self) -> None:
         """Do nothing, because the chunks belong to others."""
 
-    @final
     def reset(self, namespace: Namespace) -> None:
         """Do nothing; to read another namespace, open a new tier for it."""
 

@@ -22,17 +22,18 @@ from kvstore.format.coding import ChunkCoder
 from kvstore.format.pack import Extent, Pack, open_pack
 from kvstore.index.trails import Trails
 from kvstore.model.chunks import ByteArray, ChunkRef, Outcome, chunk_of, is_trail_of
-from kvstore.model.errors import ClosedError, ConfigError
+from kvstore.model.errors import ConfigError
 from kvstore.model.keys import ChunkKey, Namespace, PrefixKey
 from kvstore.model.layout import KVLayout
-from kvstore.tiers.base import GIVEN_BY_URL, MAX_NEAREST, Tier, TierCounters, TierSetup, Transfer, payload_view
+from kvstore.tiers.base import GIVEN_BY_URL, MAX_NEAREST, TierSetup, Transfer, payload_view
+from kvstore.tiers.foreign import ForeignTier
 
 logger = logging.getLogger(__name__)
 
 SCHEME = "pack"
 
 
-class PackTier(Tier):
+class PackTier(ForeignTier):
     """Tier of the chunks of one namespace in a pack.
 
     Args:
@@ -45,11 +46,11 @@ class PackTier(Tier):
     """
 
     name = "pack"
+    refusal = Outcome.FULL
 
     def __init__(self, pack: Pack, namespace: Namespace, layout: KVLayout) -> None:
-        self.counters = TierCounters()
+        super().__init__(layout)
         self._pack = pack
-        self._layout = layout
         self._namespace_id = namespace.id
         self._chunks = dict(pack.extents[find_shard(pack, namespace, layout)])
         self._trails = _trails_of(pack, self._chunks)
@@ -57,7 +58,6 @@ class PackTier(Tier):
         self._in_order.add_all(self._trails.values())
         self._coders: dict[str, ChunkCoder] = {}
         self._lock = threading.Lock()
-        self._is_closed = False
 
     @classmethod
     def open(cls, setup: TierSetup) -> PackTier:
@@ -101,13 +101,6 @@ class PackTier(Tier):
         pairs = zip(transfers, payloads, strict=True)
         return [self.counters.count(*self._get(transfer.ref, payload)) for transfer, payload in pairs]
 
-    def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Answer ``FULL``, because a pack is read-only."""
-        for transfer in transfers:
-            payload_view(self._layout, transfer)
-        self._check_open()
-        return [self.counters.count(Outcome.FULL, 0) for _ in transfers]
-
     def remove(self, refs: Iterable[ChunkRef]) -> None:
         """Hide chunks until the pack is opened again."""
         self._check_open()
@@ -130,7 +123,7 @@ class PackTier(Tier):
 
     def close(self) -> None:
         """Close the file."""
-        self._is_closed = True
+        super().close()
         self._pack.close()
 
     def _get(self, ref: ChunkRef, payload: ByteArray) -> tuple[Outcome, int]:
@@ -179,10 +172,6 @@ class PackTier(Tier):
         if codec not in self._coders:
             self._coders[codec] = ChunkCoder(self._layout, open_codec(codec, self._layout))
         return self._coders[codec]
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ClosedError("the pack tier was closed")
 
 
 def _trails_of(pack: Pack, chunks: Container[ChunkRef]) -> dict[PrefixKey, bytes]:

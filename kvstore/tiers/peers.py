@@ -29,6 +29,7 @@ _MAX_ROUTES: Final = 65_536  # chunks still to be read from a source
 _MAX_ASKING: Final = 64  # questions to peers at once, of all callers
 _MAX_REMOVED: Final = 65_536  # chunks on record
 _MAX_PORT: Final = 65_535
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 _Held = list[bool | None]  # for each chunk, True if it is held; None if no tier could answer
 
@@ -125,7 +126,7 @@ class PeersTier(Tier):
             return held
         asked = [self._submit(self._ask, peer, wanted) for peer in self._peers().values()]
         if self.own:
-            asked.append(self._submit(_held, self.own, wanted))
+            asked.append(self._submit(_asked, self.own.contains, wanted))
         for answer in as_completed(asked):
             self._check_open()
             held = [_either(so_far, here) for so_far, here in zip(held, answer.result(), strict=True)]
@@ -154,8 +155,7 @@ class PeersTier(Tier):
         Waits for all tiers, because the first answer may not be the best.
         """
         self._check_open()
-        tiers = [*((self.own,) if self.own else ()), *self._peers().values()]
-        answers = [self._submit(_near, tier, trails) for tier in tiers] if trails else []
+        answers = [self._submit(_asked, tier.nearest, trails) for tier in self._always_read()] if trails else []
         try:
             found = zip(*[answer.result() for answer in answers], strict=True)
         except CancelledError as error:
@@ -166,7 +166,7 @@ class PeersTier(Tier):
         """Look up like ``nearest`` at a source; None if the source is not listed, or fails."""
         self._check_open()
         peer = self._source(source)
-        return _near(peer, trails) if peer is not None else [None] * len(trails)
+        return _asked(peer.nearest, trails) if peer is not None else [None] * len(trails)
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read chunks into their buffers, one after the other, from the own tier or else from a peer.
@@ -182,7 +182,7 @@ class PeersTier(Tier):
     @property
     def reads_fronts(self) -> bool:
         """True if the own tier and all peers do; a source that does not counts as a miss for leading blocks."""
-        return all(tier.reads_fronts for tier in (*((self.own,) if self.own else ()), *self._peers().values()))
+        return all(tier.reads_fronts for tier in self._always_read())
 
     @property
     def lends(self) -> bool:
@@ -275,6 +275,10 @@ class PeersTier(Tier):
         with self._lock:
             return dict(self._fixed)
 
+    def _always_read(self) -> list[Tier]:
+        """Return the own tier, and the peers."""
+        return [*((self.own,) if self.own else ()), *self._peers().values()]
+
     def _source(self, url: str) -> Tier | None:
         """Return a source, opened at its first use; None if it is not listed."""
         with self._lock:
@@ -290,7 +294,7 @@ class PeersTier(Tier):
             raise ClosedError("the peers tier was closed") from error
 
     def _ask(self, peer: Tier, refs: Sequence[ChunkRef]) -> _Held:
-        held = _held(peer, refs)
+        held = _asked(peer.contains, refs)
         if self._removed or self._removed_tails:
             held = [
                 None if here is None else here and ref not in self._removed and ref not in self._removed_tails
@@ -359,18 +363,12 @@ def _read(tier: Tier, transfer: Transfer) -> Outcome:
     return outcome
 
 
-def _held(tier: Tier, refs: Sequence[ChunkRef]) -> _Held:
+def _asked(ask: Callable[[Sequence[Item]], Sequence[Result]], items: Sequence[Item]) -> list[Result | None]:
+    """Ask a tier about chunks or trails; if it fails, every answer is None."""
     try:
-        return list(tier.contains(refs))
+        return list(ask(items))
     except (TierError, ClosedError):  # the circuit breaker has logged it; or the peer was just closed
-        return [None] * len(refs)
-
-
-def _near(tier: Tier, trails: Sequence[bytes]) -> list[tuple[bytes, ...] | None]:
-    try:
-        return list(tier.nearest(trails))
-    except (TierError, ClosedError):  # the circuit breaker has logged it; or the peer was just closed
-        return [None] * len(trails)
+        return [None] * len(items)
 
 
 def _named(answers: Iterable[tuple[bytes, ...] | None]) -> tuple[bytes, ...] | None:

@@ -13,7 +13,7 @@ from kvstore.model.errors import ConfigError
 
 
 class OptionType(NamedTuple):
-    """OptionType of an option: its type, and the name of that in messages."""
+    """Type of an option, and the description of its values in messages."""
 
     type: TypeAdapter[Any]
     called: str
@@ -59,7 +59,7 @@ def host_and_port(parts: SplitResult, what: str) -> tuple[str, int | None]:
 
 
 def option_types_of(target: type) -> dict[str, OptionType]:
-    """Return the options among the fields of a class, which are those annotated with a kind."""
+    """Return the options among the fields of a class, which are those annotated with an ``OptionType``."""
     hints = get_type_hints(target, include_extras=True)
     return {name: get_args(hint)[1] for name, hint in hints.items() if get_origin(hint) is Annotated}
 

@@ -14,8 +14,7 @@ import logging
 from collections import OrderedDict
 from typing import Final, NamedTuple
 
-from kvstore.memory.device import DeviceSlots
-from kvstore.memory.labelled import Filling
+from kvstore.memory.slabs import DeviceSlots, Filling
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import ConfigError, DeviceFullError
 from kvstore.paged.base import BlockIds, PagedKV

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
-from kvstore.memory.labelled import LabelledPool
+from kvstore.memory.slabs import LabelledPool
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import KVStoreError, TierError, TierTimeoutError
 from kvstore.model.keys import Namespace

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from kvstore.memory.labelled import LabelledPool
+from kvstore.memory.slabs import LabelledPool
 from kvstore.model.errors import DeviceFullError
 from kvstore.model.throttle import Throttle
 from kvstore.paged.streams import DeviceEvent, Direction, Streams

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 from typing import Generic, NamedTuple, TypeVar
 
 from kvstore.index.plans import LoadStep, Place
-from kvstore.memory.labelled import Filling
+from kvstore.memory.slabs import Filling
 from kvstore.model.chunks import ByteArray, Outcome
 from kvstore.model.keys import PrefixKey
 from kvstore.model.layout import KVLayout

@@ -21,11 +21,10 @@ import numpy as np
 
 from kvstore.format.deviation import deviation
 from kvstore.index.plans import LoadStep, Place, StoreStep
-from kvstore.memory.labelled import Filling, LabelledPool
+from kvstore.memory.slabs import Filling, LabelledPool
 from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.model.keys import Namespace, PrefixKey
-from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV
-from kvstore.paged.copiers import Copiers
+from kvstore.paged.base import BlockIds, ChunkBlocks, Copiers, PagedKV
 from kvstore.paged.streams import DeviceEvent, Direction
 from kvstore.transfer.borrowing import use_borrowed
 from kvstore.transfer.hot import HotChunks

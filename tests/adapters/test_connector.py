@@ -19,7 +19,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvstore.adapters.vllm.connector import FactsMetadata, KVStoreConnector, PlanMetadata
+from kvstore.adapters.vllm.connector import KVStoreConnector
+from kvstore.adapters.vllm.glue.metadata import FactsMetadata, PlanMetadata
 from kvstore.adapters.vllm.plan import ReqMeta, StepPlan, WorkerFacts
 from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
@@ -103,7 +104,7 @@ def test_what_workers_say_when_they_wake_up_changes_nothing(connector: KVStoreCo
     facts = FactsMetadata(Mock(spec=WorkerFacts))
     scheduler = Mock(spec=StoreScheduler)
     connector._scheduler = scheduler
-    told = connector._tell_start = Mock()
+    told = connector._log_start = Mock()
     for _ in range(2):
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): facts})
         scheduler.connect.assert_called_once_with([facts.facts])

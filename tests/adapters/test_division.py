@@ -17,8 +17,8 @@ from kvstore.adapters.vllm.glue import capabilities
 from kvstore.adapters.vllm.glue.binding import paged_kv_of
 from kvstore.adapters.vllm.glue.division import divisions_of
 from kvstore.adapters.vllm.glue.namespace import namespace_of
+from kvstore.adapters.vllm.glue.opening import _parts_sent_here
 from kvstore.adapters.vllm.glue.options import engine_options, remote_options
-from kvstore.adapters.vllm.glue.ports import _parts_sent_here
 from kvstore.config.schema import StoreConfig
 from kvstore.model.heads import Division
 from kvstore.model.keys import Namespace
@@ -138,10 +138,10 @@ def test_what_forbids_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "draft model" in refused(drafted, caplog)
     uneven = Rank(0, 1)
     uneven.config.model_config.get_total_num_kv_heads = lambda: 2 * HEADS
-    assert "layers differ in KV heads" in refused(uneven, caplog)
+    assert "layers differ in their number of KV heads" in refused(uneven, caplog)
     nested = Rank(0, 1)
     nested.config.model_config.model_arch_config = SimpleNamespace(per_layer_overrides=[{}])
-    assert "layers differ in KV heads" in refused(nested, caplog)
+    assert "layers differ in their number of KV heads" in refused(nested, caplog)
     latent, grouped = Rank(0, 1), Rank(0, 1)
     mla = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=128, dtype=torch.float32)
     latent.cache, grouped.cache = cache_config(KVCacheGroupSpec(LAYERS, mla)), hybrid()
@@ -160,7 +160,7 @@ def test_a_layout_that_is_not_reproduced_is_refused(caplog: pytest.LogCaptureFix
     other = Rank(0, 1, heads_first=False)
     with caplog.at_level(logging.WARNING):
         assert divisions_of(rank.config, rank.cache, rank.store(2), rank.caches, other.paged()) == ()
-    assert "does not lead to its layout" in caplog.text
+    assert "does not match its layout" in caplog.text
 
 
 def test_without_a_remote_tier_nothing_is_sent() -> None:

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 
 from kvstore.adapters.vllm.glue import settings
-from kvstore.adapters.vllm.glue.fields import MODEL_DTYPE, RULES, Fate, Rule
+from kvstore.adapters.vllm.glue.fields import MODEL_DTYPE, RULES, Rule, Treatment
 from kvstore.adapters.vllm.glue.settings import settings_of
 from kvstore.model.errors import ConfigError
 from kvstore.tools.dev.matrix import VERSIONS
@@ -39,19 +39,19 @@ def unknown(found: Fields) -> list[str]:
 
 
 @pytest.mark.parametrize("version", [version.name for version in VERSIONS])
-def test_every_field_of_every_version_has_a_fate(version: str) -> None:
+def test_every_field_of_every_version_has_a_treatment(version: str) -> None:
     """A field that fails here must be examined: does it change KV? Then it belongs into ``glue/fields.py``."""
     assert unknown(recorded()[version]) == []
 
 
-def test_every_field_of_the_installed_version_has_a_fate() -> None:
+def test_every_field_of_the_installed_version_has_a_treatment() -> None:
     found = fields_of(installed())
     assert unknown(found) == []
     version = next((name for name in recorded() if vllm.__version__.startswith(f"{name}.")), None)
     assert version is None or found == recorded()[version], "record it anew: python -m support.vllm_fields"
 
 
-def test_no_fate_of_a_field_that_no_version_has() -> None:
+def test_no_treatment_of_a_field_that_no_version_has() -> None:
     known = {(name, field) for found in recorded().values() for name in found for field in found[name]}
     assert {(name, field) for name, rules in RULES.items() for field in rules} == known
     assert set(RULES) == {name for found in recorded().values() for name in found}
@@ -67,8 +67,8 @@ def test_the_files_tell_the_fields_that_the_classes_have() -> None:
 def test_what_does_not_count_says_why() -> None:
     rules = [rule for known in RULES.values() for rule in known.values()]
     assert all(rule.why for rule in rules if not rule.is_written)
-    assert {rule.fate for rule in rules} == set(Fate)
-    assert all(rule.fate is Fate.NAMESPACE for rule in rules if rule.is_written)
+    assert {rule.treatment for rule in rules} == set(Treatment)
+    assert all(rule.treatment is Treatment.NAMESPACE for rule in rules if rule.is_written)
 
 
 # -- what is written ---------------------------------------------------------------------------------------------------
@@ -206,12 +206,12 @@ def test_an_unknown_quantization_method_is_written_by_its_name() -> None:
     [
         ({"a": 1, "b": [2]}, {"b": (2,), "a": 1}, True),
         ({"x", "y", "z"}, {"z", "y", "x"}, True),
-        (Fate.KEY, Fate.REFUSED, False),
+        (Treatment.KEY, Treatment.REFUSED, False),
         (torch.float16, torch.bfloat16, False),
         ({1: "a"}, {"1": "a"}, False),
         (True, 1, False),
         (Path, Rule, False),
-        (Rule(Fate.KEY, "a"), Rule(Fate.KEY, "b"), False),
+        (Rule(Treatment.KEY, "a"), Rule(Treatment.KEY, "b"), False),
         (Path("/a"), Path("/b"), False),
     ],
 )

@@ -128,7 +128,7 @@ def test_roles(role: str, *, skip: bool, loads: bool, saves: bool) -> None:
     assert (options.loads, options.saves) == (loads, saves)
     assert not options.announces
     assert options.rules == SaveRules(BLOCK, 256, save_decode=False, save_tails=False, skip_last_tokens=3)
-    assert options.priority_limit == 2
+    assert options.config is config
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -357,7 +357,7 @@ def test_the_port_of_a_worker(given: int | tuple[int, ...], rank: int, replica: 
 def test_a_worker_without_a_port() -> None:
     config = worker_config(rank=1, tp=2)
     config.parallel_config.data_parallel_rank = 0
-    with pytest.raises(ConfigError, match="pd_peer_init_port has 1 ports, and none for worker 1"):
+    with pytest.raises(ConfigError, match="pd_peer_init_port lists 1 ports, but none for worker 1"):
         port_of(config, StoreConfig(enable_pd=True, pd_peer_init_port=(7300,)), rank=1)
 
 

@@ -35,7 +35,7 @@ def test_a_group_that_cannot_be_stored_beside_one_that_can_is_refused() -> None:
     """vLLM ends if a block of several groups could not be loaded, even if only one of them is stored."""
     ring = CircularBufferSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
     found = cache_config(KVCacheGroupSpec(["ring"], ring), KVCacheGroupSpec(["layer.0"], spec()))
-    with pytest.raises(LayoutError, match="one KV cache group that can be stored beside others"):
+    with pytest.raises(LayoutError, match="only one of this model's KV cache groups can be stored"):
         check_supported(vllm_config(), found, CONFIG)
 
 
@@ -70,8 +70,8 @@ def test_states_that_vllm_keeps_inside_blocks_are_told(
     found, config = hybrid(), vllm_config()
     found.hash_block_size = unit_tokens
     monkeypatch.setattr(logging.getLogger("kvstore"), "propagate", True)
-    support.tell_limits(config, found)
-    support.tell_limits(config, cache_config())
+    support.log_limits(config, found)
+    support.log_limits(config, cache_config())
     told = [message for message in caplog.messages if "without --prefix-match-unit" in message]
     assert len(told) == is_told
 
@@ -105,7 +105,7 @@ def test_kv_that_depends_on_more_than_the_prefix_is_refused() -> None:
     with pytest.raises(LayoutError, match="no KV cache that can be shared"):
         check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], ring)), CONFIG)
     both_ways = replace(spec(), non_causal=True)
-    with pytest.raises(LayoutError, match="attend to those after them"):
+    with pytest.raises(LayoutError, match="attend to later tokens"):
         check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], both_ways)), CONFIG)
     group_ids = groups.group_ids(cache_config(KVCacheGroupSpec(["ring"], ring), KVCacheGroupSpec(["layer.0"], spec())))
     assert group_ids == (1,), "a ring beside others is not stored"

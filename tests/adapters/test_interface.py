@@ -130,10 +130,10 @@ def test_an_untested_version_is_told_of_once(monkeypatch: pytest.MonkeyPatch, ca
     ours = logging.getLogger("kvstore")
     monkeypatch.setattr(ours, "propagate", True)
     monkeypatch.setattr(vllm, "__version__", f"{TESTED[-1]}.0")
-    support.tell_limits(vllm_config(), cache_config())
+    support.log_limits(vllm_config(), cache_config())
     assert caplog.messages == []
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
-    support.tell_limits(vllm_config(), cache_config())
+    support.log_limits(vllm_config(), cache_config())
     (line,) = caplog.messages
     assert "vLLM 0.99.0 has not been tested" in line
     assert "is served" in line

@@ -28,7 +28,7 @@ from kvstore.engine.engine import CacheEngine
 from kvstore.engine.options import EngineOptions
 from kvstore.model.errors import InvalidCallError, LayoutError
 from kvstore.model.keys import Namespace
-from kvstore.paged.base import LayerCache
+from kvstore.paged.planes import LayerCache
 from kvstore.transfer.mover import as_block_ids
 
 pytestmark = pytest.mark.vllm
@@ -155,7 +155,7 @@ def test_heads_apart_are_refused(layout: KVCacheLayout) -> None:
 def test_state_beside_the_tensors_is_refused() -> None:
     config = cache_config(MODELS["llama"], LAYOUTS[0])
     halves = {name: torch.zeros(BLOCKS, 3, BLOCK, 4, dtype=torch.bfloat16) for name in "01"}
-    with pytest.raises(LayoutError, match="layer 0: a block has 192 bytes, but the registered tensor reaches 96"):
+    with pytest.raises(LayoutError, match="layer 0: a block has 192 bytes, but the registered tensor has 96"):
         paged_kv_of(halves, config, vllm_config(LAYOUTS[0]), 4 * BLOCK)
 
 

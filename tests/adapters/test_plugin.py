@@ -30,15 +30,16 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvstore.adapters.vllm import connector, plugin, refusals
-from kvstore.adapters.vllm.connector import FactsMetadata, KVStoreConnector, ReportMetadata
+from kvstore.adapters.vllm.connector import KVStoreConnector
+from kvstore.adapters.vllm.glue.metadata import FactsMetadata, ReportMetadata
 from kvstore.adapters.vllm.identity import fingerprint_adapter
 from kvstore.adapters.vllm.plan import StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.requests import adapterfiles
 from kvstore.adapters.vllm.requests.adapterfiles import AdapterFiles
 from kvstore.adapters.vllm.requests.arrivals import Arrivals
 from kvstore.adapters.vllm.requests.params import WITHOUT_CACHE
+from kvstore.adapters.vllm.requests.request_fields import PROBLEM, RequestFields
 from kvstore.adapters.vllm.requests.tracker import SaveRules
-from kvstore.adapters.vllm.requests.wishes import PROBLEM, Wishes
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.config import StoreConfig
@@ -66,11 +67,12 @@ class _NothingConnected(KVStoreConnector):
         self._role = KVConnectorRole.SCHEDULER
         self._scheduler = StoreScheduler(SchedulerOptions(SaveRules(4, 8, save_decode=True, save_tails=True)))
         self._worker = None
-        self._wishes = Wishes(self._scheduler.count_wrong_field)
-        self._tell_start = partial(lambda *_: None)
+        self._fields = RequestFields(StoreConfig(required=False), self._scheduler.count_wrong_field)
+        self._log_start = partial(lambda *_: None)
         self._arrivals = Arrivals(AdapterFiles(), 1.0)
         self._config = StoreConfig(required=False)
         self._vllm_config = vllm_config()
+        self._kv_cache_config: Any = None
         self._kv_cache_manager = None
         self._has_states = False
         self.facts = []
@@ -80,7 +82,6 @@ def test_registering_twice_is_fine() -> None:
     plugin.register()
     plugin.register()
     assert KVConnectorFactory.get_connector_class_by_name(plugin.CONNECTOR_NAME) is KVStoreConnector
-    assert plugin.CONNECTOR_NAME == connector.CONNECTOR
 
 
 def test_nothing_abstract_is_left() -> None:
@@ -206,10 +207,10 @@ def test_errors_of_the_connector_are_noted(monkeypatch: pytest.MonkeyPatch) -> N
     found, error = _NothingConnected(), TierError("broken on purpose")
     found._stores_nothing, found._config = None, StoreConfig()
 
-    def broken(_caches: object) -> None:
+    def broken(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(found, "_open_worker", broken)
+    monkeypatch.setattr(connector, "open_worker", broken)
     with pytest.raises(TierError):
         found.register_kv_caches({"layer": torch.zeros(4)})
     assert told == [error]
@@ -238,7 +239,7 @@ def test_what_other_connectors_said_is_passed_by(caplog: pytest.LogCaptureFixtur
     found = _NothingConnected()
     found.set_xfer_handshake_metadata_pp_aware({(0, 0): Foreign(), (0, 1): FactsMetadata(FACTS)})
     assert found._scheduling.index is None
-    assert "another connector spoke first" in caplog.text
+    assert "another connector answered the handshake first" in caplog.text
 
 
 @pytest.mark.parametrize("others", [0, 1])
@@ -265,7 +266,7 @@ def test_a_remote_tier_that_the_scheduler_cannot_open(
             found.set_xfer_handshake_metadata_pp_aware({(0, 0): FactsMetadata(FACTS)})
     else:
         found.set_xfer_handshake_metadata_pp_aware({(0, 0): FactsMetadata(FACTS)})
-        assert "runs WITHOUT the cache, since required is false: the server says no" in caplog.text
+        assert "runs without the cache, because required is false: the server says no" in caplog.text
 
 
 def lora_request(name: str, folder: Path) -> Request:
@@ -338,10 +339,10 @@ def test_a_field_that_does_not_count_is_told_once_and_the_request_is_served(capl
         params = SamplingParams(extra_args={"kvstore.pin": True, "kvstore.ttl": 5})
         found.on_new_request(Request(f"{number}", [1, 2, 3], params, None))
     assert caplog.messages == [
-        "kvstore.pin of a request is ignored: request_fields lacks it; further messages suppressed for 60 s"
+        "kvstore.pin of a request is ignored: request_fields does not list it; further messages suppressed for 60 s"
     ]
-    wishes = {(tracker.params.pin, tracker.params.ttl_s) for tracker in found._scheduling._trackers.values()}
-    assert wishes == {(None, 5.0)}
+    fields = {(tracker.params.pin, tracker.params.ttl_s) for tracker in found._scheduling._trackers.values()}
+    assert fields == {(None, 5.0)}
 
 
 def test_reports_aggregate() -> None:

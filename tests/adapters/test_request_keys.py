@@ -1,8 +1,9 @@
-"""Contents of a request's key, and the wishes of its client."""
+"""Contents of a request's key, and its fields."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +24,12 @@ from vllm.renderers.base import BaseRenderer
 from vllm.utils.counter import AtomicCounter
 from vllm.v1.request import Request
 
-from kvstore.adapters.vllm.glue.requests import adapter_of, features_of, is_shareable, key_extras, request_params
+from kvstore.adapters.vllm.glue.requests import adapter_of, extra_args_of, features_of, is_shareable, key_extras
 from kvstore.adapters.vllm.identity import fingerprint_adapter
 from kvstore.adapters.vllm.requests.adapterfiles import Adapter
 from kvstore.adapters.vllm.requests.arrivals import Known
 from kvstore.adapters.vllm.requests.contents import Unnamed, content_name
-from kvstore.adapters.vllm.requests.params import NO_PARAMS, RequestParams
+from kvstore.adapters.vllm.requests.params import NO_PARAMS, RequestParams, parse_params
 from kvstore.config.schema import REQUEST_FIELDS
 from kvstore.model.keys import Feature, PrefixHasher
 
@@ -114,6 +115,10 @@ def lora(tmp_path: Path) -> LoRARequest:
 
 def test_equal_requests_share() -> None:
     assert keys(request()) == keys(request(request_id="two"))
+
+
+def request_params(asked: Request, counted: Collection[str]) -> RequestParams:
+    return parse_params(extra_args_of(asked), asked.kv_transfer_params, counted=counted)
 
 
 def test_what_a_client_asks_comes_from_both_places_and_transfer_params_count() -> None:

@@ -17,8 +17,7 @@ from support.gpus import BLOCKS, CHUNK_BLOCKS, LAYERS, SLOTS, Gpu, opened
 from kvstore.adapters.vllm.plan import Fetch
 from kvstore.adapters.vllm.worker.background import Background
 from kvstore.index.plans import LoadStep, Place, StoreStep
-from kvstore.memory.labelled import LabelledPool
-from kvstore.memory.slabs import SlabPool
+from kvstore.memory.slabs import LabelledPool, SlabPool
 from kvstore.model.chunks import ByteArray, ChunkRef
 from kvstore.paged.base import BlockIds
 from kvstore.transfer.mover import LoadJob, Mover, StoreJob

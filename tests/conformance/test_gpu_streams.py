@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore.memory.device import DeviceSlots
-from kvstore.memory.slabs import SlabPool
+from kvstore.memory.slabs import DeviceSlots, SlabPool
 from kvstore.model.errors import ConfigError
 from kvstore.paged.base import BlockIds, PagedKV
 from kvstore.paged.binding import bind_paged_kv

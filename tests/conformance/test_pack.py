@@ -15,7 +15,7 @@ from kvstore.testing.buffers import BufferTests
 from kvstore.testing.contents import ContentTests
 from kvstore.testing.damage import DamageTests
 from kvstore.testing.harness import MINE, make_ref, make_transfer
-from kvstore.testing.layers import LayerTests
+from kvstore.testing.partial_reads import LayerTests
 from kvstore.tiers.base import Tier, TierCounters, TierSetup, Transfer
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.pack import PackTier

@@ -14,7 +14,7 @@ from support.served import scan
 
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.keys import Namespace
-from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.protocol.payload import PAGE_BYTES
 from kvstore.server.disk_tiers import DiskOptions
 from kvstore.server.options import ServerOptions, TcpAddress
 from kvstore.server.spaces import Space

@@ -73,7 +73,7 @@ def test_a_mistake_is_the_last_line(tiny_model: Path, tmp_path: Path) -> None:
     environment = os.environ | {"KVSTORE_CONFIG_FILE": str(server.config)}
     done = subprocess.run(server.command(), env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 1
-    words = "unknown key; the nearest valid key is max_local_cpu_size"
+    words = "unknown key; did you mean max_local_cpu_size?"
     assert done.stderr.splitlines()[-1].startswith("kvstore: error: ")
     assert done.stderr.splitlines()[-1].endswith(words)
     said = done.stdout + done.stderr

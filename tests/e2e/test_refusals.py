@@ -74,7 +74,7 @@ def test_owned_folder(
         assert_same_outputs(plain_outputs, engine.generate(prompts))
         assert engine.store_worker is None
         assert engine.store_scheduler.index is None
-    (line,) = [line for line in caplog.messages if "WITHOUT the cache" in line]
+    (line,) = [line for line in caplog.messages if "runs without the cache" in line]
     assert str(tmp_path / "disk") in line
     other.close()
 

@@ -25,10 +25,10 @@ from kvstore.tiers.guards import CircuitBreaker, find
 from kvstore.transfer.lane import Flushed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from kvstore.engine.engine import CacheEngine
-    from kvstore.model.chunks import ByteArray
+    from kvstore.paged.base import ChunkBlocks, Page
 
 TIMEOUT_S = 0.2
 TOKENS = tokens_of(1, 40)
@@ -197,17 +197,17 @@ def test_gather_raises(
 ) -> None:
     tier.before_put = gate
     calls = []
-    real = rig.paged.gather
+    real: Callable[[ChunkBlocks], Iterator[Page]] = rig.paged._pages_of  # type: ignore[attr-defined]
 
-    def gather(block_ids: object, payload: ByteArray) -> None:
-        calls.append(block_ids)
+    def pages_of(chunk: ChunkBlocks) -> Iterator[Page]:
+        calls.append(chunk)
         if len(calls) > good:
             raise RuntimeError("no more")
-        real(block_ids, payload)  # type: ignore[arg-type]
+        return real(chunk)
 
     with rig.open(local_disk=tmp_path) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(engine._mover.paged, "gather", gather)
+            patch.setattr(engine._mover.paged, "_pages_of", pages_of)
             with pytest.raises(RuntimeError, match="no more"):
                 rig.store(engine, TOKENS)
         assert engine.lookup(TOKENS) == 0
@@ -232,7 +232,7 @@ def test_scatter_raises(
         if not from_disk:
             rig.retrieve(engine, TOKENS)
         with monkeypatch.context() as patch:
-            patch.setattr(engine._mover.paged, "scatter", scatter)
+            patch.setattr(engine._mover.paged, "scatter_chunks", scatter)
             with pytest.raises(RuntimeError, match="no"):
                 rig.retrieve(engine, TOKENS)
         check_idle(engine)
@@ -250,7 +250,7 @@ def test_a_read_left_behind_by_a_fault_keeps_its_slot(
     tier.before_get = lambda: gate() if next(turns) else None
     with rig.open(slots=3, local_disk=tmp_path, io_timeout_s=0.2) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(engine._mover.paged, "scatter", lambda *_: gate.reached.wait(HANG_GUARD_S) and 1 / 0)
+            patch.setattr(engine._mover.paged, "_pages_of", lambda *_: gate.reached.wait(HANG_GUARD_S) and 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 rig.retrieve(engine, TOKENS)
         other = tokens_of(2, 40)

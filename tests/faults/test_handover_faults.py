@@ -98,8 +98,8 @@ class Play:
         for sender in self.first.workers:
             pusher = sender._pushes._pusher
             assert pusher is not None
-            assert not pusher.ledger._entries
-            assert len(pusher._room._free) == pusher._pool.num_slots
+            assert not pusher.tracker._entries
+            assert len(pusher.room._free) == pusher.pool.num_slots
         for receiver in self.second.workers:
             server = receiver._server
             assert server is not None

@@ -12,7 +12,7 @@ from support.channel_ends import LAYOUT, NUM_CHUNKS, End, open_receiver, payload
 from support.redis_server import free_port, wait_for
 
 from kvstore.channels.base import State
-from kvstore.server import pulling
+from kvstore.server import offers
 from kvstore.server.embedded import EmbeddedServer
 from kvstore.testing.harness import MINE
 from kvstore.tiers import open_tier
@@ -108,7 +108,7 @@ def test_a_sender_that_does_nothing_for_reads_over_tcp(monkeypatch: pytest.Monke
     So their pages are not reused before UCX says that they have ended.
     """
     monkeypatch.setenv("UCX_TLS", "tcp")
-    monkeypatch.setattr(pulling, "READ_S", 1.0)
+    monkeypatch.setattr(offers, "READ_S", 1.0)
     with closing(open_receiver("nixl")) as server:
         url = f"kvs://127.0.0.1:{server.port}"
         with End("lazy-sender", "nixl", url, 0) as sender:

@@ -30,7 +30,7 @@ from kvstore.paged.binding import bind_paged_kv
 from kvstore.tiers.base import Tier
 from kvstore.tiers.redis.calls import Calls
 from kvstore.tiers.redis.tier import RedisTier
-from kvstore.tiers.redis.trails import Errand, TrailSets
+from kvstore.tiers.redis.trails import Exchange, TrailSets
 from kvstore.transfer.mover import LoadJob, StoreJob, as_block_ids
 
 TOKENS = tokens_of(1, 40)
@@ -91,7 +91,7 @@ def test_old_and_new_engines_share_a_redis(rig: Rig, server: RedisServer) -> Non
 
     def age(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(RedisTier, "nearest", Tier.nearest)
-        patch.setattr(TrailSets, "tell", lambda *_: Errand())
+        patch.setattr(TrailSets, "tell", lambda *_: Exchange())
 
     check_ages(lambda: rig.open(remote=options_of(server)), rig, age)
 

@@ -244,16 +244,14 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
                 f"redis://:hunter2@{here}/99": "no such database",
                 f"rediss://:hunter2@{here}": "with or without TLS",
                 f"rediss://127.0.0.1:{secure.port}": "TLS fails",
-                f"rediss://127.0.0.1:{secure.port}?tls_ca={tmp_path}/missing": "does not work",
+                f"rediss://127.0.0.1:{secure.port}?tls_ca={tmp_path}/missing": "failed: ",
                 f"redis-cluster://:hunter2@{here}": "use redis://",
                 f"redis://127.0.0.1:{cluster.port}": "use redis-cluster://",
             }.items():
                 tier = open_redis(url)
                 with pytest.raises(TierError, match=message) as caught:
                     tier.check()
-                assert isinstance(caught.value, ConfigError) == (
-                    message not in {"does not work", "with or without TLS"}
-                )
+                assert isinstance(caught.value, ConfigError) == (message not in {"failed: ", "with or without TLS"})
                 assert "hunter2" not in str(caught.value)
                 assert "wrong@" not in str(caught.value)
                 tier.close()

@@ -23,8 +23,7 @@ from kvstore.model.errors import TierError
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.protocol import messages
-from kvstore.protocol.geometry import Geometry
-from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.protocol.payload import PAGE_BYTES, Geometry
 from kvstore.server import disk_tiers
 from kvstore.server.disk_tiers import DiskOptions
 from kvstore.server.spaces import Chunk, Space
@@ -103,7 +102,7 @@ class TestDiskThreads:
                 elif broken == "remove":
                     tier.remove([A])
                 else:
-                    with pytest.raises(TierError, match="not let go"):
+                    with pytest.raises(TierError, match="not deleted"):
                         tier.clear()
                 settle(server)
             assert tier.put([make_transfer(EVEN, A)]) == [Outcome.STORED]

@@ -95,5 +95,5 @@ def test_only_who_is_listed_comes_in_from_another_network(
         assert locks is not None
         wait_for("every try was noticed", lambda: locks.refused >= TRIES and server.hub.num_strangers >= 2 * TRIES)
     lines = [record.getMessage() for record in caplog.records]
-    assert sum(f"from {elsewhere.far}: its key is not on the list" in line for line in lines) == 1
+    assert sum(f"from {elsewhere.far}: its key is not in server_clients" in line for line in lines) == 1
     assert sum("has no keys" in line for line in lines) == 1

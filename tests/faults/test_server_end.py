@@ -19,7 +19,7 @@ from support.served import WAIT_S, A, B, check_read, open_tier
 from kvstore.model.chunks import Outcome
 from kvstore.model.errors import TierError
 from kvstore.server.disk_tiers import DiskOptions
-from kvstore.server.file_order import Turns
+from kvstore.server.file_order import FileOrder
 from kvstore.server.options import ServerOptions, TcpAddress
 from kvstore.testing.harness import EVEN, make_transfer
 from kvstore.tiers.base import Tier, Transfer
@@ -46,16 +46,16 @@ class TestEnd:
             gate.wait(WAIT_S)
             return put(tier, transfers)
 
-        def end_late(turns: Turns, space_id: bytes, key: bytes) -> None:
+        def end_late(order: FileOrder, space_id: bytes, key: bytes | None) -> None:
             time.sleep(0.3)  # the server knows that the write has ended, and might take this for the end of all work
-            end(turns, space_id, key)
+            end(order, space_id, key)
 
         def clear(tier: Tier) -> None:
             with suppress(TierError):  # the server ends before it answers
                 tier.clear()
 
-        end = Turns._end
-        monkeypatch.setattr(Turns, "_end", end_late)
+        end = FileOrder._end
+        monkeypatch.setattr(FileOrder, "_end", end_late)
         monkeypatch.setattr(DiskTier, "put", put_late)
         with serving_tcp(disk=disk) as server:
             tier = open_tier(server.url)
@@ -107,7 +107,7 @@ class TestEnd:
             wait_for("it is on disk", lambda: bool(list(tmp_path.rglob("*.safetensors"))))
             with monkeypatch.context() as broken:
                 broken.setattr(DiskTier, "clear", refuse)
-                with pytest.raises(TierError, match="not let go"):
+                with pytest.raises(TierError, match="not deleted"):
                     tier.clear()
             assert tier.contains([A]) == [False]
             wait_for(

@@ -17,7 +17,7 @@ from support.rig import CHUNK, Rig, tokens_of
 from kvstore.engine import opening
 from kvstore.engine.engine import CacheEngine
 from kvstore.engine.options import RemoteOptions
-from kvstore.memory.labelled import LabelledPool
+from kvstore.memory.slabs import LabelledPool
 from kvstore.model.errors import ConfigError, TierError
 from kvstore.transfer.borrowing import BATCH
 

@@ -22,7 +22,7 @@ from kvstore.model.chunks import Outcome
 from kvstore.model.errors import ClosedError, ConfigError, TierError
 from kvstore.protocol import messages
 from kvstore.protocol.contexts import close_context
-from kvstore.protocol.outcomes import pack_outcomes
+from kvstore.protocol.messages import pack_outcomes
 from kvstore.server.hub import Hub
 from kvstore.server.options import ServerOptions, TcpAddress
 from kvstore.testing.harness import EVEN, make_buffer, make_ref, make_transfer
@@ -240,7 +240,7 @@ class TestLeases:
             "import sys, zmq, time; from kvstore.protocol import messages;"
             "from kvstore.tiers.server.connection import ServerConnection;"
             "from kvstore.tiers.server.url import parse_server; from kvstore.testing.harness import *;"
-            "from kvstore.protocol.geometry import Geometry;"
+            "from kvstore.protocol.payload import Geometry;"
             "connection = ServerConnection(zmq.Context(), parse_server(sys.argv[1], {}));"
             "connection.hello(MINE, Geometry.of(EVEN));"
             "connection.ask(messages.Reserve(1, messages.pack_refs([make_ref(7)])), messages.Granted);"

@@ -73,7 +73,7 @@ class TestKeys:
             assert check_read(tier, A) is Outcome.HIT
             tier.close()
         lines = [record.getMessage() for record in caplog.records]
-        assert sum(f"from {door.host}: its key is not on the list" in line for line in lines) == 1
+        assert sum(f"from {door.host}: its key is not in server_clients" in line for line in lines) == 1
         assert sum("has no keys" in line for line in lines) == 1
 
     def test_this_host_needs_none(self, keys: Path) -> None:

@@ -23,10 +23,9 @@ from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.protocol import messages
 from kvstore.protocol.contexts import close_context, open_context
-from kvstore.protocol.geometry import Geometry
-from kvstore.protocol.outcomes import pack_outcomes
-from kvstore.protocol.pieces import checksum
-from kvstore.server import sessions, watch
+from kvstore.protocol.messages import pack_outcomes
+from kvstore.protocol.payload import Geometry, checksum
+from kvstore.server import connections, sessions
 from kvstore.testing.harness import EVEN, MINE, make_payload, make_transfer
 from kvstore.tiers.server.connection import NoSessionError, ServerConnection
 from kvstore.tiers.server.url import parse_server
@@ -247,8 +246,8 @@ class TestMessages:
             def send(*answer: Any) -> None:
                 real(*answer)
                 peer.close()
-                assert server.hub._monitor is not None
-                assert server.hub._monitor.poll(int(1000 * WAIT_S))
+                assert server.hub.network is not None
+                assert server.hub.network.monitor.poll(int(1000 * WAIT_S))
 
             server.hub.core.send = send
             peer.sendall(b"\x02" + len(hello).to_bytes(8, "big") + hello)
@@ -273,7 +272,7 @@ class TestMessages:
 
     def test_many_that_send_little_are_cut_off_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Without a hello, each client is within its bound, but all together are not."""
-        monkeypatch.setattr(watch, "_ALL_STRANGERS_BYTES", 4 << 20)
+        monkeypatch.setattr(connections, "_ALL_STRANGERS_BYTES", 4 << 20)
         with serving_tcp() as server:
             part = b"\x03" + (800 << 10).to_bytes(8, "big") + bytes(800 << 10)
             peers = [raw_peer(server) for _ in range(12)]

@@ -78,7 +78,7 @@ def test_a_pinned_prefix_keeps_the_chunk_that_holds_its_end(rig: Rig, server: Se
 
 
 def test_an_earlier_server_is_asked_for_keys(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.server.orders.holder_of", lambda *_: None)
+    monkeypatch.setattr("kvstore.server.operators.holder_of", lambda *_: None)
     assert find(operator, PROMPT).num_tokens == 2 * CHUNK
     assert find(operator, PROMPT[: CHUNK + 2 * BLOCK]).num_tokens == CHUNK
 

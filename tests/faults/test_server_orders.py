@@ -14,8 +14,8 @@ from support.served import A, B, Raw, open_tier
 
 from kvstore.model.errors import TierError
 from kvstore.protocol import messages
-from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.keyfiles import make_keys, read_list, read_pair
+from kvstore.protocol.payload import Geometry
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from kvstore.testing.harness import EVEN, MINE, make_transfer
 from kvstore.tiers.server.operator import Operator
@@ -47,12 +47,12 @@ class TestOrders:
             tier = open_tier(server.url)
             tier.put([make_transfer(EVEN, A)])
             client = Raw(server)
-            with pytest.raises(TierError, match="those who run the server"):
+            with pytest.raises(TierError, match="only operators"):
                 client.connection.ask(order, messages.Report)
             client.close()
             stranger = Raw(server)  # a session changes nothing
             stranger.hello(dict(MINE.fields), Geometry.of(EVEN))
-            with pytest.raises(TierError, match="those who run the server"):
+            with pytest.raises(TierError, match="only operators"):
                 stranger.connection.ask(order, messages.Report)
             stranger.close()
             assert tier.contains([A]) == [True]
@@ -85,14 +85,14 @@ class TestOrders:
                 if may:
                     assert operator.clear() == 0
                 else:
-                    with pytest.raises(TierError, match="those who run the server"):
+                    with pytest.raises(TierError, match="only operators"):
                         operator.clear()
                 operator.close()
 
     def test_an_engine_that_was_refused_cannot_wipe(self) -> None:
         with embedded_server() as server:
             client = Operator(parse_server(f"kvs://127.0.0.1:{server.port}", {"timeout_s": 10.0}))
-            with pytest.raises(TierError, match="those who run the server"):
+            with pytest.raises(TierError, match="only operators"):
                 client.clear()
             client.close()
 

@@ -15,7 +15,7 @@ from support.served import BIG, A, check_quiet, check_read, open_tier, scan, use
 from kvstore.model.chunks import Outcome
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
-from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.protocol.payload import PAGE_BYTES
 from kvstore.server.disk_tiers import DiskOptions
 from kvstore.testing.harness import EVEN, make_ref, make_transfer
 

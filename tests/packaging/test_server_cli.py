@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.keys import Namespace, PrefixHasher
-from kvstore.server.reports import exposition
+from kvstore.server.operators import exposition
 from kvstore.testing.harness import EVEN, MINE, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.server.tier import ServerTier

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstore.testing import BoundedTierConformance, buffers, harness, layers, threads
+from kvstore.testing import BoundedTierConformance, buffers, harness, partial_reads, threads
 from kvstore.testing.harness import MINE
 from kvstore.tiers.disk import folder
 
@@ -49,5 +49,5 @@ def let_some_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
         random = random_payload(layout, ref, version)
         return random if ref.prefix_key[0] % 3 == 0 else (random[:40] * len(random))[: len(random)]
 
-    for module in (harness, buffers, layers, threads):
+    for module in (harness, buffers, partial_reads, threads):
         monkeypatch.setattr(module, "make_payload", make_payload)

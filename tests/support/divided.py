@@ -13,7 +13,7 @@ from kvstore.engine.options import EngineOptions, RemoteOptions
 from kvstore.model.heads import Division, Part, heads_of, shards_with
 from kvstore.model.keys import Namespace
 from kvstore.paged.binding import bind_paged_kv
-from kvstore.paged.headed import HeadedPages, find_heads
+from kvstore.paged.planes import HeadedPages, find_heads
 
 HEADS, BLOCKS, BLOCK, CHUNK_BLOCKS, WORDS, LAYERS = 4, 16, 4, 4, 6, 2
 CHUNK = BLOCK * CHUNK_BLOCKS

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvstore.memory import pinning
-from kvstore.memory.cudart import CudaRuntime
+from kvstore.memory.pinning import CudaRuntime
 
 GLOBAL, RELAXED = 0, 2  # capture modes of a thread
 OUT_OF_MEMORY, UNSUPPORTED = 2, 900

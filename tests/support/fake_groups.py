@@ -73,7 +73,8 @@ class FakeGroups(FakeScheduler):
             [np.full((setup.gpu_blocks, max(self.words)), GARBAGE, np.int64) for _ in range(max(layers))]
             for layers in setup.stages
         ]
-        super().__init__(setup, setup.groups, caches, replace(options, checkpoint_interval_tokens=setup.interval))
+        config = options.config.model_copy(update={"checkpoint_interval": setup.interval})
+        super().__init__(setup, setup.groups, caches, replace(options, config=config))
 
     def retains(self) -> bool:
         """See ``FakeTables``."""

@@ -26,14 +26,16 @@ from kvstore.adapters.vllm.scheduler.connected import Connected
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.worker.worker import StoreWorker
+from kvstore.config import StoreConfig
 from kvstore.engine import opening
 from kvstore.engine.options import EngineOptions, RemoteOptions
 from kvstore.index.entries import NO_SLOT
 from kvstore.index.index import ChunkIndex
-from kvstore.paged.base import PagedKV, find_planes
+from kvstore.paged.base import PagedKV
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.paged.device import DevicePagedKV
-from kvstore.paged.regions import COPY_BYTES
+from kvstore.paged.planes import find_planes
+from kvstore.paged.staging import COPY_BYTES
 from support.fake_parts import GARBAGE, CommonSetup, FakeRequest, Scheduled, Step, sample
 from support.fake_tables import FakeGroup, FakeTables
 from support.late_device import LateDevice, LateStreams
@@ -47,18 +49,15 @@ def scheduler_options(
     setup: CommonSetup, rules: SaveRules, load_rules: LoadRules, remote: RemoteOptions | None
 ) -> SchedulerOptions:
     """Return a setup's options for the scheduler side, for any model."""
-    return SchedulerOptions(
-        rules,
+    config = StoreConfig(
         local_cpu=setup.local_cpu,
         min_retrieve_tokens=setup.min_retrieve_tokens,
         min_remote_tokens=setup.min_remote_tokens,
         max_tokens_per_load=setup.max_tokens_per_load,
         max_write_queue=setup.max_write_queue,
-        remote=remote,
-        load_rules=load_rules,
-        async_save=setup.async_save,
         verify_fraction=setup.verify_fraction,
     )
+    return SchedulerOptions(rules, config, remote=remote, load_rules=load_rules, async_save=setup.async_save)
 
 
 def over_a_wire(message: Message) -> Message:

@@ -318,9 +318,9 @@ class FakeScheduler(FakeHost):
 
     def _allocated(self, request: FakeRequest, external: int) -> None:
         self.scheduler.allocated(request.request_id, request.tables, external)
-        split = self.scheduler.hit_split(request.request_id)
-        assert sum(split) == external
-        assert min(split) >= 0
+        hit_tokens = self.scheduler.hit_tokens(request.request_id).values()
+        assert sum(hit_tokens) == external
+        assert min(hit_tokens) >= 0
 
     def _missing(self, request: FakeRequest) -> int:
         """Count the blocks that this request, and those that hold blocks and wait, may still need."""

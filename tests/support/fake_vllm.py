@@ -65,7 +65,7 @@ class FakeVllm(FakeScheduler):
             options,
             loads=setup.loads,
             saves=setup.saves,
-            priority_limit=setup.priority_limit,
+            config=options.config.model_copy(update={"priority_limit": setup.priority_limit}),
             announces=True,
             handover=setup.handover or HandoverOptions(),
         )

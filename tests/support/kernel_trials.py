@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from kvstore.paged import kernels
-from kvstore.paged.base import find_planes
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.paged.device import DevicePagedKV
 from kvstore.paged.kernels import Kernels, TorchKernels, TritonKernels
+from kvstore.paged.planes import find_planes
 from kvstore.paged.streams import Streams
 from kvstore.transfer.mover import as_block_ids
 from support.layouts import LAYOUTS, B, N, Paged, empty, snapshot

@@ -10,8 +10,7 @@ import torch
 
 from kvstore.adapters.vllm.worker.worker import StoreWorker
 from kvstore.index.plans import LoadStep, Place, StoreStep
-from kvstore.memory.labelled import LabelledPool
-from kvstore.memory.slabs import SlabPool
+from kvstore.memory.slabs import LabelledPool, SlabPool
 from kvstore.model.chunks import ChunkRef
 from kvstore.transfer.hot import HotChunks
 from kvstore.transfer.lane import Lane

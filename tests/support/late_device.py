@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvstore.paged.base import LayerCache, find_planes
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.paged.device import DevicePagedKV
+from kvstore.paged.planes import LayerCache, find_planes
 from kvstore.paged.streams import Direction, Streams, Work
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstore.paged.base import LayerCache
+from kvstore.paged.planes import LayerCache
 
 B, H, N, D = 12, 3, 4, 5  # blocks, KV heads, tokens in a block, head size; odd ones on purpose
 C = 2 * D

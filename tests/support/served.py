@@ -8,7 +8,7 @@ from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.protocol import messages
 from kvstore.protocol.contexts import Context, close_context, open_context
-from kvstore.protocol.geometry import Geometry
+from kvstore.protocol.payload import Geometry
 from kvstore.testing.harness import EVEN, MINE, make_buffer, make_payload, make_ref, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
 from kvstore.tiers.server.connection import ServerConnection

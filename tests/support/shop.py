@@ -10,10 +10,8 @@ from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.protocol import messages
-from kvstore.protocol.geometry import Geometry
-from kvstore.protocol.outcomes import outcome_of
-from kvstore.protocol.pieces import checksum
-from kvstore.protocol.runs import PAGE_BYTES, Run
+from kvstore.protocol.messages import outcome_of
+from kvstore.protocol.payload import PAGE_BYTES, Geometry, Run, checksum
 from kvstore.server.clients import IPC, OURSELVES, TCP
 from kvstore.server.core import Core
 from kvstore.server.disk import Disk

@@ -17,8 +17,8 @@ def uses_of(index: ChunkIndex) -> int:
 
 def are_loads_idle(loads: LoadPlanner) -> bool:
     is_awaited = any(loads._fetched_keys.values())
-    return not (loads._coming.requests or loads._coming_fetches or loads._in_flight or loads._fetching or is_awaited)
+    return not (loads._in_flight or loads._fetching or is_awaited)
 
 
 def are_saves_idle(saves: SavePlanner) -> bool:
-    return not (saves._metas or saves._in_flight or saves._writes or saves.strays)
+    return not (saves._in_flight or saves._writes or saves._plans.next.removals)

@@ -144,7 +144,7 @@ def test_the_begin_of_another_pack_is_not_gone_on_with(fill: Fill, tmp_path: Pat
     folder = fill(REFS[:2], layout=LAYOUT)
     for content in (b"something else", b"x" * 5000):
         partial.write_bytes(content)
-        with pytest.raises(ConfigError, match="begin of another pack"):
+        with pytest.raises(ConfigError, match="beginning of another pack"):
             export(Source(folder), tmp_path / "a.kvpack")
         assert partial.read_bytes() == content
     partial.write_bytes(b"KVSPACK1")  # killed within the first write
@@ -182,7 +182,7 @@ def test_the_begin_of_another_models_pack_is_left_alone(fill: Fill, tmp_path: Pa
     left = interrupted(fill(REFS, layout=LAYOUT), path, 3)
     content = left.read_bytes()
     other = fill(REFS[:1], namespace=OTHER, layout=LAYOUT, name="other")
-    with pytest.raises(ConfigError, match="begin of another pack"):
+    with pytest.raises(ConfigError, match="beginning of another pack"):
         export(Source(other), path)
     assert left.read_bytes() == content
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.protocol.payload import PAGE_BYTES
 from kvstore.server.hub import Hub
 from kvstore.server.options import ServerOptions
 from kvstore.tools.serve import run_server

@@ -47,12 +47,12 @@ class _Server:
 
     def __init__(self) -> None:
         from kvstore.protocol import messages  # noqa: PLC0415 - of an extra
-        from kvstore.protocol.geometry import Geometry as Shape  # noqa: PLC0415
-        from kvstore.protocol.runs import PAGE_BYTES  # noqa: PLC0415
+        from kvstore.protocol.payload import PAGE_BYTES  # noqa: PLC0415
+        from kvstore.protocol.payload import Geometry as Shape  # noqa: PLC0415
         from kvstore.server.clients import IPC, OURSELVES  # noqa: PLC0415
         from kvstore.server.core import Core  # noqa: PLC0415
+        from kvstore.server.operators import stats  # noqa: PLC0415
         from kvstore.server.pool import FreePages, Pool  # noqa: PLC0415
-        from kvstore.server.reports import stats  # noqa: PLC0415
         from kvstore.server.service import Service  # noqa: PLC0415
         from kvstore.server.sessions import Peer, Sessions  # noqa: PLC0415
         from kvstore.server.stock import Stock  # noqa: PLC0415

@@ -34,7 +34,7 @@ from kvstore.handover.transport import Parcel, Transport
 from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.model.errors import ConfigError
 from kvstore.model.layout import KVLayout
-from kvstore.protocol.geometry import Geometry, encode_geometry
+from kvstore.protocol.payload import Geometry, encode_geometry
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup, Transfer

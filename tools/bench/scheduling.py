@@ -24,8 +24,7 @@ from kvstore.adapters.vllm.worker.background import Background
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import LoadStep, Place, StoreStep, chunk_refs
 from kvstore.index.remote_view import RemoteView
-from kvstore.memory.labelled import LabelledPool
-from kvstore.memory.slabs import SlabPool
+from kvstore.memory.slabs import LabelledPool, SlabPool
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.keys import NO_EXTRAS, Feature, KeyExtras, PrefixHasher
 from kvstore.model.layout import KVLayout

@@ -35,7 +35,7 @@ _OFF: Final = Reason(
     "the cache is switched off", "switch it on: curl -X POST 127.0.0.1:6999/enable (see docs/operations.md)"
 )
 _NOT_READY: Final = Reason(
-    "kvstore keeps nothing: its workers run without the cache, or another connector spoke first",
+    "kvstore keeps nothing: its workers run without the cache, or another connector answered the handshake first",
     "vLLM's log says why, in a line that begins with kvstore: and says WITHOUT or nothing is cached",
 )
 _REFUSED: Final = Reason(

@@ -15,14 +15,15 @@ from kvstore.model.errors import LayoutError
 from kvstore.model.groups import GroupKind
 from kvstore.paged.binding import bind_groups, bind_paged_kv
 from kvstore.paged.grouped import GroupedPagedKV
-from kvstore.paged.headed import HeadedPages, find_heads
+from kvstore.paged.planes import HeadedPages, find_heads
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
     from kvstore.model.groups import Groups
-    from kvstore.paged.base import LayerCache, PagedKV
+    from kvstore.paged.base import PagedKV
+    from kvstore.paged.planes import LayerCache
 
 
 def hold_nothing(kv_caches: Mapping[str, LayerCache]) -> bool:
@@ -118,8 +119,8 @@ def _bind(kv_caches: Mapping[str, LayerCache], group: KVCacheGroupSpec, how: _Ho
         reached_bytes = page_bytes * paged.layout.planes
         if reached_bytes != _content_bytes(spec):
             raise LayoutError(
-                f"layer {name}: a block has {_content_bytes(spec)} bytes, but the registered tensor reaches "
-                f"{reached_bytes}: state outside it would be lost, which is not supported"
+                f"layer {name}: a block has {_content_bytes(spec)} bytes, but the registered tensor has "
+                f"{reached_bytes}: state outside the tensor cannot be stored"
             )
     return paged
 

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from kvstore.index.plans import Place
+
 if TYPE_CHECKING:
-    from kvstore.adapters.vllm.telemetry.accounts import HitSplit
+    from kvstore.adapters.vllm.telemetry.stats import HitTokens
 
 
 class Capability(NamedTuple):
@@ -54,14 +56,14 @@ def kv_replicas(kv_cache_config: KVCacheConfig) -> int:
     return max(1, kv_cache_config.kv_tp_replicas) if FOUND[COUNTS_REPLICAS] else 1
 
 
-def hit_sources(split: HitSplit) -> dict[Any, int]:
+def hit_sources(hit: HitTokens) -> dict[Any, int]:
     """Return a hit's tokens by vLLM's names of the tiers; only called with versions that have names."""
-    sources = {
-        _CacheHitSource.HOST: split.memory_tokens,
-        _CacheHitSource.DISK: split.disk_tokens,
-        _CacheHitSource.EXTERNAL_UNSPECIFIED: split.remote_tokens,
+    names = {
+        Place.MEMORY: _CacheHitSource.HOST,
+        Place.DISK: _CacheHitSource.DISK,
+        Place.REMOTE: _CacheHitSource.EXTERNAL_UNSPECIFIED,
     }
-    return {source: tokens for source, tokens in sources.items() if tokens}
+    return {names[place]: num_tokens for place, num_tokens in hit.items() if num_tokens}
 
 
 def end_step_at(request: Any, num_tokens: int) -> None:  # noqa: ANN401 - of versions that may lack the attribute

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvstore.config import StoreConfig
-    from kvstore.paged.base import LayerCache, PagedKV
-    from kvstore.paged.headed import HeadedPages
+    from kvstore.paged.base import PagedKV
+    from kvstore.paged.planes import HeadedPages, LayerCache
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def divisions_of(
         return _divisions(sizes, total, _Engine(vllm_config, kv_cache_config, config), pages, paged)
     except LayoutError as error:
         if rank_of(vllm_config) == 0:
-            logger.warning("reshard_from is left out: %s", error)
+            logger.warning("reshard_from is ignored: %s", error)
         return ()
 
 
@@ -68,12 +68,12 @@ def _require_heads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> i
     """
     model, dtype = vllm_config.model_config, str(vllm_config.cache_config.cache_dtype)
     if is_grouped(kv_cache_config):
-        raise LayoutError("this model has windows or states beside KV heads, which ranks divide otherwise")
+        raise LayoutError("this model has windows or states, which ranks do not divide by KV heads")
     specs = [spec for group in stored_groups(kv_cache_config) for spec in iter_layer_specs(group.kv_cache_spec)]
     if any(isinstance(spec, MLAAttentionSpec) for spec in specs):
         raise LayoutError("with MLA there are no KV heads to divide: all ranks hold the same")
     if vllm_config.speculative_config is not None:
-        raise LayoutError("the layers of a draft model may be divided otherwise than those of its target")
+        raise LayoutError("the layers of a draft model may be divided differently from those of its target")
     if dtype not in _WHOLE_HEADS or getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise LayoutError(f"with kv_cache_dtype {dtype} scales belong to KV heads, or to those of one rank")
     total = int(model.get_total_num_kv_heads())
@@ -81,7 +81,7 @@ def _require_heads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> i
     arch = getattr(model, "model_arch_config", None)  # 0.30 has none
     differ = getattr(arch, "per_layer_overrides", None) or getattr(model.hf_config, "block_configs", None)
     if differ or any(int(spec.num_kv_heads) != each for spec in specs):
-        raise LayoutError("its layers differ in KV heads")
+        raise LayoutError("its layers differ in their number of KV heads")
     return total
 
 
@@ -89,7 +89,7 @@ def _divisions(
     sizes: Sequence[int], total: int, engine: _Engine, pages: HeadedPages, paged: PagedKV
 ) -> tuple[Division, ...]:
     if pages.layout(pages.num_heads) != paged.layout:  # the layouts of other sizes would be wrong, too
-        raise LayoutError("what is known of its KV heads does not lead to its layout")
+        raise LayoutError("its number of KV heads does not match its layout")
     return tuple(_division(size, total, engine, pages) for size in sizes)
 
 

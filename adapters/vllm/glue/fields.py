@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Final
 
 
-class Fate(Enum):
+class Treatment(Enum):
     """The place where a field counts."""
 
     NAMESPACE = "in the namespace"
@@ -24,17 +24,17 @@ class Fate(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """The fate of a field.
+    """The treatment of a field.
 
     Attributes:
-        fate: where it counts.
+        treatment: where it counts.
         why: the reason, or the namespace's field that holds it.
         is_written: the table itself writes the field into the namespace; otherwise something derived from it does.
         unless: values with which it is left out, as they change nothing.
         names_file: the value is a path, and the file's content counts.
     """
 
-    fate: Fate
+    treatment: Treatment
     why: str
     is_written: bool = False
     unless: tuple[object, ...] = ()
@@ -48,37 +48,37 @@ _Row = tuple[Rule, str]
 
 
 def _written(fields: str, *unless: object) -> _Row:
-    return Rule(Fate.NAMESPACE, "", is_written=True, unless=unless), fields
+    return Rule(Treatment.NAMESPACE, "", is_written=True, unless=unless), fields
 
 
 def _always(name: str, field: str) -> _Row:
-    return Rule(Fate.NAMESPACE, name, is_written=True), field
+    return Rule(Treatment.NAMESPACE, name, is_written=True), field
 
 
 def _content(field: str) -> _Row:
-    return Rule(Fate.NAMESPACE, "", is_written=True, unless=(None,), names_file=True), field
+    return Rule(Treatment.NAMESPACE, "", is_written=True, unless=(None,), names_file=True), field
 
 
 def _held(name: str, fields: str) -> _Row:
-    return Rule(Fate.NAMESPACE, name), fields
+    return Rule(Treatment.NAMESPACE, name), fields
 
 
 def _keyed(why: str, fields: str) -> _Row:
-    return Rule(Fate.KEY, why), fields
+    return Rule(Treatment.KEY, why), fields
 
 
 def _refused(why: str, fields: str) -> _Row:
-    return Rule(Fate.REFUSED, why), fields
+    return Rule(Treatment.REFUSED, why), fields
 
 
 def _harmless(why: str, fields: str) -> _Row:
-    return Rule(Fate.HARMLESS, why), fields
+    return Rule(Treatment.HARMLESS, why), fields
 
 
 def _rules(*rows: _Row) -> dict[str, Rule]:
     pairs = [(field, rule) for rule, fields in rows for field in fields.split()]
     rules = dict(pairs)
-    assert len(rules) == len(pairs), "a field has two fates"
+    assert len(rules) == len(pairs), "a field has two treatments"
     return rules
 
 
@@ -366,4 +366,4 @@ RULES: Final[Mapping[str, Mapping[str, Rule]]] = {
     **_SPECS,
     **{name: _rules(_held(_CHECKPOINT, fields)) for name, fields in _CHECKPOINTS.items()},
 }
-"""The fate of each field, by class and name."""
+"""The treatment of each field, by class and name."""

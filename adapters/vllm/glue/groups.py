@@ -79,7 +79,9 @@ def kind_of(spec: KVCacheSpec) -> GroupKind:
     """
     kinds = {_kind_of_layer(layer) for layer in iter_layer_specs(spec)}
     if len(kinds) != 1:
-        raise LayoutError(f"layers of one KV cache group keep different things: {sorted(kind.value for kind in kinds)}")
+        raise LayoutError(
+            f"layers of one KV cache group keep different kinds of KV: {sorted(kind.value for kind in kinds)}"
+        )
     return kinds.pop()
 
 
@@ -95,7 +97,7 @@ def model_groups(kv_cache_config: KVCacheConfig, block_bytes: Sequence[int]) -> 
 def _kind_of_layer(spec: KVCacheSpec) -> GroupKind:
     if getattr(spec, "non_causal", False):
         raise LayoutError(
-            "in this model tokens of a prompt attend to those after them, so equal prefixes need not have equal KV: "
+            "prompt tokens of this model attend to later tokens, so equal prefixes need not have equal KV: "
             "start vLLM without kvstore"
         )
     if isinstance(spec, MambaSpec):

@@ -7,7 +7,7 @@ mentions it, so no instance has to be created and no source to be read.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from types import FunctionType
 from typing import Any, Final, NamedTuple
@@ -33,154 +33,98 @@ class Use(NamedTuple):
         return f"{self.module}.{self.name}"
 
 
-USES: Final = (
-    Use(_BASE, "KVConnectorBase_V1", ("_kv_cache_manager", "bind_connector_metadata", "get_transfer_results")),
-    Use(_BASE, "KVConnectorHandshakeMetadata"),
-    Use(_BASE, "KVConnectorMetadata"),
-    Use(_BASE, "KVConnectorRole", ("SCHEDULER",)),
-    Use(_BASE, "KVConnectorTransferResults", ("failed_recving",)),
-    Use(_BASE, "SupportsHMA", ("request_finished_all_groups",)),
-    Use(_BASE, "KVConnectorWorkerMetadata", ("aggregate",)),
-    Use("vllm.distributed.kv_transfer.kv_connector.factory", "KVConnectorFactory", ("_registry", "register_connector")),
-    Use(
-        "vllm.distributed.kv_transfer.kv_connector.v1.metrics",
-        "KVConnectorPromMetrics",
-        ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues", "observe"),
-    ),
-    Use(
-        "vllm.distributed.kv_transfer.kv_connector.v1.metrics",
-        "KVConnectorStats",
-        ("data", "reset", "aggregate", "reduce", "is_empty"),
-    ),
-    Use("vllm.v1.core.sched.output", "KVConnectorBlockState", ("get_block_ids",)),
-    Use(
-        "vllm.v1.core.sched.output",
-        "SchedulerOutput",
-        ("num_scheduled_tokens", "preempted_req_ids", "kv_connector_block_state"),
-    ),
-    Use("vllm.v1.outputs", "KVConnectorOutput", ("invalid_block_ids", "kv_connector_worker_meta")),
-    Use("vllm.v1.core.kv_cache_manager", "KVCacheBlocks", ("get_block_ids",)),
-    Use("vllm.v1.core.kv_cache_manager", "KVCacheManager", ("evict_blocks",)),
-    Use(
-        "vllm.v1.request",
-        "Request",
-        (
-            "request_id",
-            "all_token_ids",
-            "output_token_ids",
-            "num_tokens",
-            "num_prompt_tokens",
-            "num_computed_tokens",
-            "sampling_params",
-            "pooling_params",
-            "kv_transfer_params",
-            "lora_request",
-            "cache_salt",
-            "mm_features",
-            "prompt_embeds",
-            "prompt_is_token_ids",
-            "resumable",
+_USED: Final[Mapping[str, Mapping[str, str]]] = {
+    _BASE: {
+        "KVConnectorBase_V1": "_kv_cache_manager bind_connector_metadata get_transfer_results",
+        "KVConnectorHandshakeMetadata": "",
+        "KVConnectorMetadata": "",
+        "KVConnectorRole": "SCHEDULER",
+        "KVConnectorTransferResults": "failed_recving",
+        "SupportsHMA": "request_finished_all_groups",
+        "KVConnectorWorkerMetadata": "aggregate",
+    },
+    "vllm.distributed.kv_transfer.kv_connector.factory": {"KVConnectorFactory": "_registry register_connector"},
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics": {
+        "KVConnectorPromMetrics": "vllm_config metric_types labelnames per_engine_labelvalues observe",
+        "KVConnectorStats": "data reset aggregate reduce is_empty",
+    },
+    "vllm.v1.core.sched.output": {
+        "KVConnectorBlockState": "get_block_ids",
+        "SchedulerOutput": "num_scheduled_tokens preempted_req_ids kv_connector_block_state",
+    },
+    "vllm.v1.outputs": {"KVConnectorOutput": "invalid_block_ids kv_connector_worker_meta"},
+    "vllm.v1.core.kv_cache_manager": {
+        "KVCacheBlocks": "get_block_ids",
+        "KVCacheManager": "evict_blocks",
+    },
+    "vllm.v1.request": {
+        "Request": (
+            "request_id all_token_ids output_token_ids num_tokens num_prompt_tokens num_computed_tokens "
+            "sampling_params pooling_params kv_transfer_params lora_request cache_salt mm_features prompt_embeds "
+            "prompt_is_token_ids resumable"
         ),
-    ),
-    Use("vllm.sampling_params", "SamplingParams", ("extra_args",)),
-    Use("vllm.v1.engine.core", "EngineCore", ("add_lora",)),
-    Use("vllm.lora.request", "LoRARequest", ("lora_name", "lora_int_id", "lora_path", "load_inplace")),
-    Use("vllm.multimodal.inputs", "MultiModalFeatureSpec", ("data", "identifier", "mm_position", "modality")),
-    Use("vllm.multimodal.inputs", "MultiModalFieldElem", ("data",)),
-    Use("vllm.multimodal.inputs", "PlaceholderRange", ("offset", "length")),
-    Use(
-        "vllm.config",
-        "VllmConfig",
-        (
-            "model_config",
-            "cache_config",
-            "parallel_config",
-            "scheduler_config",
-            "load_config",
-            "speculative_config",
-            "kv_transfer_config",
-            "kv_events_config",
+    },
+    "vllm.sampling_params": {"SamplingParams": "extra_args"},
+    "vllm.v1.engine.core": {"EngineCore": "add_lora"},
+    "vllm.lora.request": {"LoRARequest": "lora_name lora_int_id lora_path load_inplace"},
+    "vllm.multimodal.inputs": {
+        "MultiModalFeatureSpec": "data identifier mm_position modality",
+        "MultiModalFieldElem": "data",
+        "PlaceholderRange": "offset length",
+    },
+    "vllm.config": {
+        "VllmConfig": (
+            "model_config cache_config parallel_config scheduler_config load_config speculative_config "
+            "kv_transfer_config kv_events_config"
         ),
-    ),
-    Use(
-        "vllm.config",
-        "ModelConfig",
-        (
-            "model",
-            "dtype",
-            "hf_config",
-            "quantization",
-            "enable_sleep_mode",
-            "get_head_size",
-            "get_total_num_kv_heads",
-            "multimodal_config",
-            "use_mla",
+        "ModelConfig": (
+            "model dtype hf_config quantization enable_sleep_mode get_head_size get_total_num_kv_heads "
+            "multimodal_config use_mla"
         ),
-    ),
-    Use("vllm.config", "MultiModalConfig", ("mm_processor_cache_gb",)),
-    Use("vllm.config", "CacheConfig", ("cache_dtype", "enable_prefix_caching")),
-    Use(
-        "vllm.config",
-        "ParallelConfig",
-        (
-            "rank",
-            "world_size",
-            "tensor_parallel_size",
-            "pipeline_parallel_size",
-            "data_parallel_size",
-            "data_parallel_rank",
-            "decode_context_parallel_size",
-            "prefill_context_parallel_size",
-            "use_ubatching",
+        "MultiModalConfig": "mm_processor_cache_gb",
+        "CacheConfig": "cache_dtype enable_prefix_caching",
+        "ParallelConfig": (
+            "rank world_size tensor_parallel_size pipeline_parallel_size data_parallel_size data_parallel_rank "
+            "decode_context_parallel_size prefill_context_parallel_size use_ubatching"
         ),
-    ),
-    Use("vllm.config", "SchedulerConfig", ("async_scheduling",)),
-    Use("vllm.config", "LoadConfig", ("load_format",)),
-    Use(
-        "vllm.config",
-        "KVTransferConfig",
-        (
-            "kv_connector",
-            "kv_role",
-            "is_kv_producer",
-            "is_kv_consumer",
-            "kv_load_failure_policy",
-            "kv_connector_extra_config",
+        "SchedulerConfig": "async_scheduling",
+        "LoadConfig": "load_format",
+        "KVTransferConfig": (
+            "kv_connector kv_role is_kv_producer is_kv_consumer kv_load_failure_policy kv_connector_extra_config"
         ),
-    ),
-    Use("vllm.config", "KVEventsConfig", ("enable_kv_cache_events",)),
-    Use("vllm.v1.kv_cache_interface", "KVCacheConfig", ("kv_cache_groups", "num_blocks")),
-    Use("vllm.v1.kv_cache_interface", "KVCacheGroupSpec", ("layer_names", "kv_cache_spec")),
-    Use("vllm.v1.kv_cache_interface", "AttentionSpec", ("block_size", "num_kv_heads", "unpadded_page_size_bytes")),
-    Use("vllm.v1.kv_cache_interface", "FullAttentionSpec"),
-    Use("vllm.v1.kv_cache_interface", "SlidingWindowSpec", ("sliding_window", "extra_retained_tokens")),
-    Use("vllm.v1.kv_cache_interface", "ChunkedLocalAttentionSpec", ("attention_chunk_size",)),
-    Use("vllm.v1.kv_cache_interface", "MambaSpec", ("state_content_size_bytes",)),
-    Use("vllm.v1.kv_cache_interface", "RSWASpec"),
-    Use("vllm.v1.kv_cache_interface", "MLAAttentionSpec"),
-    Use("vllm.v1.kv_cache_interface", "UniformTypeKVCacheSpecs", ("kv_cache_specs",)),
-    Use("vllm.v1.kv_cache_interface", "iter_layer_specs"),
-    Use("vllm.v1.kv_cache_interface", "get_kv_cache_spec_kind"),
-    Use("vllm.v1.core.kv_cache_utils", "BlockHash"),
-    Use("vllm.v1.core.kv_cache_utils", "maybe_convert_block_hash"),
-    Use("vllm.distributed.kv_events", "MEDIUM_CPU"),
-    Use("vllm.distributed.kv_events", "MEDIUM_STORAGE"),
-    Use("vllm.distributed.kv_events", "BlockRemoved", ("block_hashes", "medium", "group_idx")),
-    Use(
-        "vllm.distributed.kv_events",
-        "BlockStored",
-        (
-            "block_hashes",
-            "parent_block_hash",
-            "token_ids",
-            "block_size",
-            "lora_id",
-            "medium",
-            "lora_name",
-            "group_idx",
-            "kv_cache_spec_kind",
+        "KVEventsConfig": "enable_kv_cache_events",
+    },
+    "vllm.v1.kv_cache_interface": {
+        "KVCacheConfig": "kv_cache_groups num_blocks",
+        "KVCacheGroupSpec": "layer_names kv_cache_spec",
+        "AttentionSpec": "block_size num_kv_heads unpadded_page_size_bytes",
+        "FullAttentionSpec": "",
+        "SlidingWindowSpec": "sliding_window extra_retained_tokens",
+        "ChunkedLocalAttentionSpec": "attention_chunk_size",
+        "MambaSpec": "state_content_size_bytes",
+        "RSWASpec": "",
+        "MLAAttentionSpec": "",
+        "UniformTypeKVCacheSpecs": "kv_cache_specs",
+        "iter_layer_specs": "",
+        "get_kv_cache_spec_kind": "",
+    },
+    "vllm.v1.core.kv_cache_utils": {
+        "BlockHash": "",
+        "maybe_convert_block_hash": "",
+    },
+    "vllm.distributed.kv_events": {
+        "MEDIUM_CPU": "",
+        "MEDIUM_STORAGE": "",
+        "BlockRemoved": "block_hashes medium group_idx",
+        "BlockStored": (
+            "block_hashes parent_block_hash token_ids block_size lora_id medium lora_name group_idx kv_cache_spec_kind"
         ),
-    ),
+    },
+}
+"""The parts that are used, by module and name: attributes of a class, or arguments passed by name."""
+
+USES: Final = tuple(
+    Use(module, name, tuple(parts.split())) for module, names in _USED.items() for name, parts in names.items()
 )
 
 

@@ -37,17 +37,18 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvstore.config import StoreConfig
-    from kvstore.paged.base import LayerCache, PagedKV
+    from kvstore.paged.base import PagedKV
+    from kvstore.paged.planes import LayerCache
 
 logger = logging.getLogger(__name__)
 
 
-def fitting_config(config: StoreConfig, kv_cache_config: KVCacheConfig, *, says_so: bool) -> StoreConfig:
+def fitting_config(config: StoreConfig, kv_cache_config: KVCacheConfig, *, logs_change: bool) -> StoreConfig:
     """Return the configuration with a ``chunk_size`` of whole blocks."""
     chunk_size = fitting_chunk_size(kv_cache_config, config)
-    if chunk_size != config.chunk_size and says_so:
+    if chunk_size != config.chunk_size and logs_change:
         logger.warning(
-            "chunk_size is %d instead of %d: the blocks of this model's KV cache end together after so many tokens",
+            "chunk_size is %d instead of %d: it must be whole blocks of every KV cache group of this model",
             chunk_size,
             config.chunk_size,
         )
@@ -76,16 +77,8 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
         ),
         loads=transfer.is_kv_consumer or config.goes_both_ways,
         saves=(transfer.is_kv_producer or config.goes_both_ways) and not config.force_skip_save,
-        local_cpu=config.local_cpu,
-        priority_limit=config.priority_limit,
-        min_retrieve_tokens=config.min_retrieve_tokens,
-        min_remote_tokens=config.min_remote_tokens,
-        max_tokens_per_load=config.max_tokens_per_load,
-        max_write_queue=config.max_write_queue,
+        config=config,
         remote=remote_options(config),
-        cache_policy=config.cache_policy,
-        disk_policy=config.disk_cache_policy,
-        record_trace=Path(config.record_trace).expanduser() if config.record_trace else None,
         load_rules=LoadRules(
             async_load=True if frees_blocks(kv_cache_config) else config.enable_async_loading,
             runs_ahead=vllm_config.scheduler_config.async_scheduling,
@@ -93,11 +86,7 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
             only_if_faster=config.load_only_if_faster,
         ),
         async_save=_async_save(config),
-        verify_fraction=config.verify_fraction,
         handover=_handover_options(vllm_config, config),
-        pin_max_s=config.pin_max_secs,
-        checkpoint_interval_tokens=config.checkpoint_interval,
-        log_request_sample=config.log_request_sample,
         announces=_announces(vllm_config, kv_cache_config),
     )
 
@@ -107,7 +96,9 @@ def _announces(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
     if events is None or not events.enable_kv_cache_events:
         return False
     if announced_group(kv_cache_config) is None:
-        logger.warning("KV events are not published: this model's blocks are of other sizes than those that vLLM names")
+        logger.warning(
+            "KV events are not published: vLLM's block hashes cover other numbers of tokens than this model's blocks"
+        )
         return False
     return True
 

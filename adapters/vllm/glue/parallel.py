@@ -66,7 +66,9 @@ def port_of(vllm_config: VllmConfig, config: StoreConfig, rank: int) -> int:
     number = int(workers_before) + rank
     if isinstance(ports, tuple):
         if number >= len(ports):
-            raise ConfigError(f"pd_peer_init_port has {len(ports)} ports, and none for worker {number}: add them")
+            raise ConfigError(
+                f"pd_peer_init_port lists {len(ports)} ports, but none for worker {number}: add one for each worker"
+            )
         return ports[number]
     assert ports is not None
     return ports + number

@@ -1,15 +1,14 @@
-"""Reads vLLM's requests: their keys, their adapters and their clients' wishes."""
+"""Reads vLLM's requests: their keys, their adapters and their multimodal items."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.adapters.vllm.requests.adapterfiles import Adapter
 from kvstore.adapters.vllm.requests.arrivals import NOTHING_KNOWN, Known
 from kvstore.adapters.vllm.requests.contents import Unnamed
-from kvstore.adapters.vllm.requests.params import NO_PARAMS, Handover, RequestParams, parse_handover, parse_params
+from kvstore.adapters.vllm.requests.params import NO_PARAMS, RequestParams
 from kvstore.model.keys import Feature, KeyExtras
 
 if TYPE_CHECKING:
@@ -21,25 +20,9 @@ _PROBES: Final = "kvstore.probe\0"
 _COUNTED: Final = re.compile(r"(?:^|:)renderer\d+-mm-\d+-")  # from a renderer elsewhere, or behind a LoRA's name
 
 
-def handover_of(request: Request) -> Handover | None:
-    """Return the request's fields about other engines that share it.
-
-    Raises:
-        FieldError: a field is wrong.
-    """
-    return parse_handover(request.kv_transfer_params, request.request_id)
-
-
-def request_params(request: Request, counted: Collection[str]) -> RequestParams:
-    """Return the client's wishes in ``counted`` fields; ``kv_transfer_params`` override other arguments.
-
-    Raises:
-        FieldError: a field is wrong.
-    """
-    sampling = request.sampling_params
-    if sampling is None:
-        return NO_PARAMS
-    return parse_params(sampling.extra_args, request.kv_transfer_params, counted=counted)
+def extra_args_of(request: Request) -> dict[str, Any] | None:
+    """Return the arguments of a request that vLLM only passes on; None without any."""
+    return request.sampling_params.extra_args if request.sampling_params is not None else None
 
 
 def is_shareable(request: Request) -> bool:
@@ -58,11 +41,6 @@ def adapter_of(request: Request) -> Adapter | None:
     if adapter is None:
         return None
     return Adapter(adapter.lora_int_id, str(adapter.lora_name), adapter.lora_path, bool(adapter.load_inplace))
-
-
-def needs_of(request: Request, config: VllmConfig) -> tuple[Adapter | None, list[Feature | Unnamed]]:
-    """Return the adapter and multimodal items of a request, whose content must be known before it has keys."""
-    return adapter_of(request), features_of(request, config)
 
 
 def features_of(request: Request, config: VllmConfig) -> list[Feature | Unnamed]:

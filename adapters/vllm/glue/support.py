@@ -58,7 +58,7 @@ def check_flags(vllm_config: VllmConfig, config: StoreConfig) -> None:
         _check_loads(vllm_config, config)
 
 
-def tell_limits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+def log_limits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Warn, in the scheduler's process, of limits under which vLLM is served."""
     if not is_tested(vllm.__version__):
         logger.warning("%s. It has everything that kvstore uses, so it is served", _untested())
@@ -104,13 +104,14 @@ def _check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, confi
     if not is_grouped(kv_cache_config):
         if len(kv_cache_config.kv_cache_groups) > 1:  # a load that fails would end the engine
             raise LayoutError(
-                "this model has one KV cache group that can be stored beside others that cannot: not supported"
+                "only one of this model's KV cache groups can be stored, which is not supported: start vLLM without "
+                "kvstore"
             )
         return
     what = "a KV cache of several groups, or with states,"
     if vllm_config.speculative_config is not None:
         raise LayoutError(
-            f"{what} has not been tried with speculative decoding: start vLLM without --speculative-config, with "
+            f"{what} is not supported with speculative decoding: start vLLM without --speculative-config, with "
             "--disable-hybrid-kv-cache-manager, or without kvstore"
         )
     if config.local_disk_serde == "int8" or config.remote_codec == "int8":
@@ -167,8 +168,8 @@ def _check_window(kv_cache_config: KVCacheConfig) -> None:
     """Refuse loads within steps for windowed layers: vLLM cannot recompute what such a load failed to bring."""
     if frees_blocks(kv_cache_config):
         raise ConfigError(
-            "enable_async_loading is false, and the layers of this model attend to a window: where a load within a "
-            "step fails, vLLM could not compute the rest, as it has freed the blocks before. Leave it at auto"
+            "enable_async_loading is false, and the layers of this model attend to a window: if a load within a step "
+            "fails, vLLM cannot recompute it, because it has freed the blocks before. Set it to auto"
         )
 
 

@@ -24,9 +24,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from kvstore.adapters.vllm.connector import CONNECTOR, KVStoreConnector
+from kvstore.adapters.vllm.connector import KVStoreConnector
 from kvstore.adapters.vllm.glue.options import remote_options
 from kvstore.adapters.vllm.plan import shards_of
+from kvstore.adapters.vllm.plugin import CONNECTOR_NAME
 from kvstore.config import load_config
 from kvstore.config.sources import FILE_VARIABLES
 from kvstore.engine.opening import open_directory
@@ -271,7 +272,7 @@ def _refusals(model: str) -> Iterator[None]:
 def transfer_config(settings: Mapping[str, object]) -> dict[str, Any]:
     """Return vLLM's KV transfer configuration for the connector with these settings."""
     return {
-        "kv_connector": CONNECTOR,
+        "kv_connector": CONNECTOR_NAME,
         "kv_connector_module_path": KVStoreConnector.__module__,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",

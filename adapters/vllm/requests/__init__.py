@@ -1,1 +1,1 @@
-"""Requests: their clients' wishes, and the state that the scheduler side keeps of them."""
+"""Requests: their fields, and the state that the scheduler side keeps of them."""

@@ -1,4 +1,4 @@
-"""Fields of a request for the cache: its client's wishes, and the engines that share it.
+"""Fields of a request for the cache, and for the engines that share it.
 
 Fields of the cache are called ``kvstore.<name>``, or ``lmcache.<name>`` as clients of LMCache write them;
 docs/per-request.md lists them. Those of a hand-over are in ``kv_transfer_params`` under LMCache's names. All fields
@@ -121,7 +121,7 @@ _SHOWN: Final = {"ttl_s": "ttl", "tags": f"{_TAG}<name>"}  # what clients call a
 
 @dataclass(frozen=True, config=_STRICT)
 class RequestParams:
-    """A client's wishes for one request.
+    """Fields of one request for the cache.
 
     Attributes:
         skip_save: store nothing of it.
@@ -335,6 +335,7 @@ def _take(fields: dict[str, object], prefix: str, name: str, value: object) -> N
         fields[name] = value
     elif prefix == _OURS:
         nearest = difflib.get_close_matches(name[:MAX_TAG_CHARACTERS], _NAMES, n=1)
-        known = nearest or [*_NAMES, f"{_TAG}<name>"]
-        message = f"a field {_OURS}<name> is unknown: valid is {', '.join(_OURS + name for name in known)}"
+        known = ", ".join(_OURS + known for known in (*_NAMES, f"{_TAG}<name>"))
+        hint = f"did you mean {_OURS}{nearest[0]}?" if nearest else f"known fields are {known}"
+        message = f"unknown field {_OURS}<name>: {hint}"
         raise FieldError(message, nearest[0] if nearest else OTHER_FIELD)

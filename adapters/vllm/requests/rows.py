@@ -25,6 +25,9 @@ from kvstore.transfer.mover import as_block_ids
 Tables = Sequence[Sequence[int]]
 """A request's blocks in each group that is stored."""
 
+TablesOf = Callable[[str], Tables]
+"""Returns a request's current blocks."""
+
 States = Mapping[tuple[int, int], int]
 """Blocks that hold the state at a token, by group and token."""
 

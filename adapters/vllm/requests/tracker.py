@@ -8,8 +8,8 @@ from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 from kvstore.adapters.vllm.requests.params import NO_PARAMS, RequestParams
-from kvstore.adapters.vllm.telemetry.accounts import Account
 from kvstore.adapters.vllm.telemetry.announcer import Described
+from kvstore.adapters.vllm.telemetry.stats import RequestStats
 from kvstore.index.plans import Match
 from kvstore.index.remote_view import NO_ANSWERS, RemoteAnswers
 from kvstore.model.chunks import ChunkRef
@@ -113,7 +113,7 @@ class RequestTracker:
     num_saved_chunks: int = 0
     prompt_saved: bool = False
     noted: set[PrefixKey] = field(default_factory=set)  # chunks whose use by this request the index has counted
-    account: Account = field(default_factory=Account)
+    stats: RequestStats = field(default_factory=RequestStats)
     _local_hasher: PrefixHasher | None = None
 
     def __post_init__(self) -> None:

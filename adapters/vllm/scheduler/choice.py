@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,7 +15,7 @@ _LEAST_SAMPLES: Final = 3
 _LEAST_TOKENS: Final = 64  # fewer measure the overhead; a request has fewer in a step that decodes it
 _PREFILL_SHARE: Final = 0.75  # of a step's tokens, for it to measure prefill
 _WEIGHT: Final = 0.3  # of the newest sample
-_SLOWNESS: Final = (Place.MEMORY, Place.DISK, Place.REMOTE)
+_SLOWNESS: Final = {place: number for number, place in enumerate((Place.MEMORY, Place.DISK, Place.REMOTE))}
 _MAX_PLANNED: Final = 16
 
 
@@ -144,5 +144,10 @@ class _Pace:
         return num_tokens * self._seconds / self._tokens if self._samples >= _LEAST_SAMPLES else None
 
 
+def slowest(places: Iterable[Place]) -> Place:
+    """Return the slowest of some places; memory if there are none."""
+    return max(places, key=_SLOWNESS.__getitem__, default=Place.MEMORY)
+
+
 def _slowest(tokens: Mapping[Place, int]) -> Place:
-    return max((place for place in tokens if tokens[place]), key=_SLOWNESS.index, default=Place.MEMORY)
+    return slowest(place for place in tokens if tokens[place])

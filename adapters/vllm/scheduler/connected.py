@@ -14,9 +14,9 @@ from kvstore.adapters.vllm.scheduler.loads import LoadPlanner
 from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup
 from kvstore.adapters.vllm.scheduler.matching import Matching
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
-from kvstore.adapters.vllm.scheduler.pins import Pins
+from kvstore.adapters.vllm.scheduler.pins import PromptPins
 from kvstore.adapters.vllm.scheduler.saves import SavePlanner
-from kvstore.adapters.vllm.scheduler.steps import Steps
+from kvstore.adapters.vllm.scheduler.steps import StepTracker
 from kvstore.engine.opening import open_directory
 from kvstore.index.index import ChunkIndex
 from kvstore.index.remote_view import RemoteView
@@ -49,7 +49,7 @@ class Connected:
     matching: Matching
     loads: LoadPlanner
     saves: SavePlanner
-    pins: Pins
+    pins: PromptPins
     rows: RowMap
 
     @classmethod
@@ -59,7 +59,7 @@ class Connected:
         options: SchedulerOptions,
         handovers: Handovers,
         canary: Canary,
-        steps: Steps,
+        steps: StepTracker,
     ) -> Connected:
         """Connect to the workers. A chunk counts only if every rank holds its part.
 
@@ -76,11 +76,11 @@ class Connected:
         index.adopt(found, {key: trail for rank in facts for key, trail in rank.trails.items()})
         handovers.connect(num_ranks, takes_parts=bool(facts[0].divisions))
         choice = LoadChoice(options.load_rules_for(num_ranks))
-        loads = LoadPlanner(index, options.rules, choice, num_ranks, rows)
-        saves = SavePlanner(index, num_ranks, rows)
-        saves.strays = list(set.union(*held) - complete)
+        loads = LoadPlanner(index, options.rules, choice, num_ranks, rows, plans=steps)
+        saves = SavePlanner(index, num_ranks, rows, steps)
+        steps.next.removals += set.union(*held) - complete
         matching = Matching(options, index, remote, loads, choice, handovers, canary)
-        pins = Pins(index, steps, options.pin_max_s)
+        pins = PromptPins(index, steps, options.config.pin_max_secs)
         return cls(num_ranks, index, remote, choice, matching, loads, saves, pins, rows)
 
 
@@ -99,7 +99,7 @@ def _row_map(facts: Sequence[WorkerFacts], options: SchedulerOptions) -> RowMap:
     if not ranks[0].needs_checkpoints:
         return RowMap(ranks[0])
     layouts = tuple(rank.layout for rank in facts)
-    return RowMap(ranks[0], Checkpoints(ranks, layouts, options.checkpoint_interval_tokens))
+    return RowMap(ranks[0], Checkpoints(ranks, layouts, options.config.checkpoint_interval))
 
 
 def _one_group(layout: KVLayout) -> Groups:
@@ -114,14 +114,14 @@ def _new_index(
 
     return ChunkIndex(
         min(rank.num_slots for rank in facts),
-        keep_in_memory=options.local_cpu,
+        keep_in_memory=options.config.local_cpu,
         disk_capacity_bytes=min(rank.disk_capacity_bytes for rank in facts),
         stored_bytes=stored_bytes,
-        max_writes=options.max_write_queue,
+        max_writes=options.config.max_write_queue,
         remote=remote.view if options.remote else None,
         max_sends=options.remote.max_queue if options.remote else None,
-        cache_policy=options.cache_policy,
-        disk_policy=options.disk_policy,
+        cache_policy=options.config.cache_policy,
+        disk_policy=options.config.disk_cache_policy,
         tracks_changes=options.announces,
         checkpoints=checkpoints,
         slots_take_turns=any(rank.slots_take_turns for rank in facts),

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from kvstore.adapters.vllm.plan import StepPlan, StepReport
+from kvstore.adapters.vllm.plan import StepReport
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover, Source
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
 from kvstore.adapters.vllm.scheduler.loads import overlapping
-from kvstore.adapters.vllm.scheduler.sendings import NOWHERE, Kept, Sendings, hit_tokens
+from kvstore.adapters.vllm.scheduler.outgoing import NOWHERE, Kept, OutgoingHandovers, hit_tokens
+from kvstore.adapters.vllm.scheduler.steps import StepTracker
 from kvstore.adapters.vllm.scheduler.waits import Waits
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import Place, chunk_refs
@@ -56,25 +57,26 @@ class Handovers:
     """Hand-overs of one engine. For the scheduler's thread.
 
     Attributes:
-        sendings: the requests whose KV is sent to another engine.
+        outgoing: the requests whose KV is sent to another engine.
         waits: the requests that wait for KV of another engine.
 
     Args:
         options: the role of this engine.
         rules: the sizes of blocks and chunks.
+        plans: has the next plan.
     """
 
-    def __init__(self, options: HandoverOptions, rules: SaveRules) -> None:
-        self.sendings = Sendings(rules)
+    def __init__(self, options: HandoverOptions, rules: SaveRules, plans: StepTracker) -> None:
+        self.outgoing = OutgoingHandovers(rules, plans)
         self.waits = Waits()
         self._options = options
         self._rules = rules
         self._refused: set[str] = set()  # hosts, and sources
-        self._used: list[ChunkRef] = []  # for the next plan
+        self._plans = plans
 
     def connect(self, num_ranks: int, *, takes_parts: bool) -> None:
         """Set the number of workers, and if engines of other tensor-parallel sizes send to them."""
-        self.sendings.num_ranks = self.waits.num_ranks = num_ranks
+        self.outgoing.num_ranks = self.waits.num_ranks = num_ranks
         self.waits.takes_parts = takes_parts
 
     def start(self, tracker: RequestTracker, handover: Handover) -> Source | None:
@@ -91,7 +93,7 @@ class Handovers:
             elif spec.kept_url is not None and spec.kept_url == self._options.shared:
                 self.waits.name_source(request.request_id, SOURCE_GRACE_S)  # the shared tier is asked anyway
         elif spec is not None and self._options.sends and self._is_allowed(spec.receiver_host):
-            self.sendings.begin(tracker, spec, wants_first_token=handover.wants_first_token)
+            self.outgoing.begin(tracker, spec, wants_first_token=handover.wants_first_token)
         if source is None or not self._is_allowed_source(source):
             return None
         self._wait_for(tracker, source.num_tokens, SOURCE_GRACE_S)
@@ -99,7 +101,7 @@ class Handovers:
 
     def end(self, request_id: str) -> None:
         """Forget a request that has ended."""
-        self.sendings.end(request_id)
+        self.outgoing.end(request_id)
         self.waits.end(request_id)
 
     def admitted(self, tracker: RequestTracker, index: ChunkIndex, load: LoadSpec | None) -> None:
@@ -110,23 +112,18 @@ class Handovers:
         if load is not None:
             parts = overlapping(load.match, self._rules, load.num_local_tokens, load.num_external_tokens)
             read = {part.ref for part in parts if index.source(part.ref, load.told) is Place.REMOTE}
-        self._used += [ref for ref in chunk_refs(tracker.hasher, with_tail=True) if ref not in read]
-
-    def fill(self, plan: StepPlan) -> None:
-        """Add to a plan the chunks that its step hands over, and those that are no longer needed."""
-        self.sendings.fill(plan)
-        plan.used, self._used = self._used, []
+        self._plans.next.used += [ref for ref in chunk_refs(tracker.hasher, with_tail=True) if ref not in read]
 
     def complete(self, report: StepReport) -> None:
         """Process the workers' reports on KV sent to other engines and on KV that other engines send."""
-        self.sendings.note_settled(report.settled)
+        self.outgoing.note_settled(report.settled)
         self.waits.note_senders(report.senders)
 
     def answer(self, tracker: RequestTracker, *, first_token: int | None) -> dict[str, object] | None:
         """Return ``kv_transfer_params`` for an answer: the hand-over, or the place of the KV for the next turn."""
         request, options = tracker.request, self._options
         kept = Kept(options.own, options.shared) if tracker.saves else NOWHERE
-        sent = self.sendings.answer(tracker, kept, first_token=first_token)
+        sent = self.outgoing.answer(tracker, kept, first_token=first_token)
         if sent is not None or not options.answers or options.own is None:
             return sent
         num_tokens = min(request.num_computed_tokens, request.num_tokens)

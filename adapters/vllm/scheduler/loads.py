@@ -12,12 +12,13 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvstore.adapters.vllm.plan import Fetch, FetchResult, LoadTime, ReqMeta, Sourced, StepPlan, StepResult
+from kvstore.adapters.vllm.plan import Fetch, FetchResult, LoadTime, Sourced, StepResult
 from kvstore.adapters.vllm.requests import blocks
-from kvstore.adapters.vllm.requests.rows import RowMap, Tables
+from kvstore.adapters.vllm.requests.rows import RowMap, Tables, TablesOf
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
-from kvstore.adapters.vllm.scheduler.choice import LoadChoice
-from kvstore.adapters.vllm.telemetry.accounts import HitSplit
+from kvstore.adapters.vllm.scheduler.choice import LoadChoice, slowest
+from kvstore.adapters.vllm.scheduler.steps import StepTracker
+from kvstore.adapters.vllm.telemetry.stats import HitTokens
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import LoadStep, Match, Place
 from kvstore.model.chunks import ChunkRef
@@ -27,9 +28,7 @@ from kvstore.paged.grouped import any_present
 from kvstore.transfer.mover import LoadJob, as_block_ids
 
 _MAX_UNTIMED = 64  # a rank may never report its time
-_SPEEDS = (Place.MEMORY, Place.DISK, Place.REMOTE)  # the fastest first
 _NOT_LOADED = 1  # stands for any block that a request lacks: it starts over
-TablesOf = Callable[[str], Tables]  # a request's current blocks
 
 
 @dataclass
@@ -89,7 +88,6 @@ class _Load(NamedTuple):
 class _StepLoads:
     """Loads of one step."""
 
-    requests: dict[str, ReqMeta] = field(default_factory=dict)
     steps: list[LoadStep] = field(default_factory=list)
     carried: Counter[Place] = field(default_factory=Counter)
     unverified: list[_Unverified] = field(default_factory=list)
@@ -117,18 +115,26 @@ class LoadPlanner:
         choice: learns the times of loads.
         num_ranks: number of ranks that report each load.
         rows: maps block tables to rows.
+        plans: has the next plan.
     """
 
-    def __init__(self, index: ChunkIndex, rules: SaveRules, choice: LoadChoice, num_ranks: int, rows: RowMap) -> None:
+    def __init__(
+        self,
+        index: ChunkIndex,
+        rules: SaveRules,
+        choice: LoadChoice,
+        num_ranks: int,
+        rows: RowMap,
+        *,
+        plans: StepTracker,
+    ) -> None:
         self._index = index
         self._rules = rules
         self._choice = choice
         self._num_ranks = num_ranks
         self._rows = rows
-        self._coming = _StepLoads()  # for the next plan
-        self._coming_fetches: list[Fetch] = []
-        self._coming_sourced: list[Sourced] = []
-        self._in_flight: dict[int, _StepLoads] = {}
+        self._plans = plans
+        self._in_flight: dict[int, _StepLoads] = {}  # by step, the next included
         self._untimed: dict[int, _StepLoads] = {}  # done, but some rank has yet to report its time
         self._fetching: dict[int, _Fetching] = {}
         self._fetched_keys: Counter[PrefixKey] = Counter()  # of chunks that asynchronous loads bring
@@ -156,8 +162,7 @@ class LoadPlanner:
         tokens = self._by_source(spec, lambda part, _: (part.stop - part.start) * self._rules.block_tokens)
         if not self._rows.has_chunks:
             sources = [self._index.source(ref, spec.told) for ref in spec.match.checkpoint]
-            slowest = max((source for source in sources if source is not None), key=_SPEEDS.index, default=Place.MEMORY)
-            tokens[slowest] += spec.num_external_tokens
+            tokens[slowest(source for source in sources if source is not None)] += spec.num_external_tokens
         return tokens
 
     def carried(self, spec: LoadSpec) -> Counter[Place]:
@@ -230,7 +235,7 @@ class LoadPlanner:
 
     # -- planning ----------------------------------------------------------------------------------------------------
 
-    def plan(self, tracker: RequestTracker, spec: LoadSpec, tables: Tables, num_external_tokens: int) -> HitSplit:
+    def plan(self, tracker: RequestTracker, spec: LoadSpec, tables: Tables, num_external_tokens: int) -> HitTokens:
         """Plan to load ``num_external_tokens`` of a promise, and return their split by tier.
 
         Tokens before a sliding window have no blocks, and are not loaded.
@@ -239,7 +244,8 @@ class LoadPlanner:
         tokens = plan(tracker, spec, tables, num_external_tokens)
         disk_tokens = min(num_external_tokens, tokens[Place.DISK])
         remote_tokens = min(num_external_tokens - disk_tokens, tokens[Place.REMOTE])
-        return HitSplit(num_external_tokens - disk_tokens - remote_tokens, disk_tokens, remote_tokens)
+        memory_tokens = num_external_tokens - disk_tokens - remote_tokens
+        return {Place.MEMORY: memory_tokens, Place.DISK: disk_tokens, Place.REMOTE: remote_tokens}
 
     def _plan_blocks(
         self, tracker: RequestTracker, spec: LoadSpec, tables: Tables, num_external_tokens: int
@@ -263,7 +269,7 @@ class LoadPlanner:
             has_gaps = blocks.NULL_BLOCK in table[:end_block]
             self._plan_fetch(Fetch(0, request_id, jobs, lost_block_ids, has_gaps), carried)
         else:
-            self._plan_within(tracker, first_block, ReqMeta(request_id, jobs, lost_block_ids=lost_block_ids), carried)
+            self._plan_within(tracker, first_block, jobs, lost_block_ids, carried)
         return tokens
 
     def _plan_groups(
@@ -307,24 +313,32 @@ class LoadPlanner:
         tracker.noted.update(step.ref.prefix_key for step in steps)
         remote_refs = [step.read for step in steps if step.source is Place.REMOTE]
         if spec.told.source and remote_refs:
-            self._coming_sourced.append(Sourced(spec.told.source, remote_refs))
+            self._plans.next.sourced.append(Sourced(spec.told.source, remote_refs))
         return steps
 
     def _plan_fetch(self, fetch: Fetch, carried: Counter[Place], *, is_whole: bool = True) -> None:
         self._number += 1
         fetch.number = self._number
         steps = [job.step for job in fetch.loads]
-        self._coming_fetches.append(fetch)
+        self._plans.next.fetches.append(fetch)
         self._fetching[fetch.number] = _Fetching(fetch.req_id, steps, carried, is_whole)
         self._fetched_keys.update(step.ref.prefix_key for step in steps if step.source is not Place.MEMORY)
 
-    def _plan_within(self, tracker: RequestTracker, first_block: int, meta: ReqMeta, carried: Counter[Place]) -> None:
-        loads = self._coming
-        loads.requests[meta.req_id] = meta
-        loads.steps += (job.step for job in meta.loads)
+    def _plan_within(
+        self,
+        tracker: RequestTracker,
+        first_block: int,
+        jobs: list[LoadJob],
+        lost_block_ids: list[int],
+        carried: Counter[Place],
+    ) -> None:
+        meta = self._plans.meta(tracker.request.request_id)
+        meta.loads, meta.lost_block_ids = jobs, lost_block_ids
+        loads = self._in_flight.setdefault(self._plans.next.number, _StepLoads())
+        loads.steps += (job.step for job in jobs)
         loads.carried.update(carried)
         # A slot that another load is filling counts, too: a failure of that load is one of this load.
-        if meta.lost_block_ids or not all(self._index.in_memory(job.step.ref.prefix_key) for job in meta.loads):
+        if lost_block_ids or not all(self._index.in_memory(job.step.ref.prefix_key) for job in jobs):
             key = self._block_key(tracker.local_hasher(), first_block)
             loads.unverified.append(_Unverified(meta.req_id, first_block, key))
 
@@ -333,15 +347,6 @@ class LoadPlanner:
         for load in self._unverified():
             if load.req_id in num_scheduled_tokens:
                 load.block_ids.update(tables_of(load.req_id)[0][load.block :])
-
-    def fill(self, plan: StepPlan) -> None:
-        """Add to a plan the loads of its step, and the asynchronous loads that start with it."""
-        loads, self._coming = self._coming, _StepLoads()
-        if loads.requests:
-            self._in_flight[plan.number] = loads
-        plan.requests += loads.requests.values()
-        plan.fetches, self._coming_fetches = self._coming_fetches, []
-        plan.sourced, self._coming_sourced = self._coming_sourced, []
 
     # -- results -----------------------------------------------------------------------------------------------------
 
@@ -405,7 +410,7 @@ class LoadPlanner:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _unverified(self) -> Iterator[_Unverified]:
-        for loads in (self._coming, *self._in_flight.values()):
+        for loads in self._in_flight.values():
             yield from loads.unverified
 
     def _block_key(self, hasher: PrefixHasher, block: int) -> PrefixKey:

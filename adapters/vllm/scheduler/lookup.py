@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Final
 
+from kvstore.adapters.vllm.scheduler.choice import slowest
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import Place, chunk_refs, ends, tail_refs
 from kvstore.index.remote_view import NO_ANSWERS, RemoteAnswers, RemoteView
@@ -19,7 +20,6 @@ from kvstore.model.keys import Namespace, PrefixHasher
 from kvstore.tiers.directory import RemoteDirectory
 from kvstore.tiers.questions import Question
 
-_SPEEDS: Final = (Place.MEMORY, Place.DISK, Place.REMOTE)  # the fastest first
 PASS_BUDGET_S: Final = 0.004
 """Time that one pass of the scheduler may wait for answers, for all its requests together: an answer within this time
 is sooner than the next step."""
@@ -286,7 +286,7 @@ def _last_checkpoint(
     for (num_tokens, _), refs in parts.items():
         places = [place for ref in refs if (place := known[ref]) is not None]
         if len(places) == len(refs):
-            return num_tokens, max(places, key=_SPEEDS.index, default=Place.MEMORY)
+            return num_tokens, slowest(places)
     return 0, Place.MEMORY
 
 

@@ -62,7 +62,7 @@ class Matching:
         spec = self._usable(tracker, match, num_local_tokens)
         if spec.num_external_tokens and self._is_verified(tracker, match, num_local_tokens):
             spec = replace(spec, num_external_tokens=0)
-        tracker.account.answered(match, spec.num_external_tokens)
+        tracker.stats.answered(match, spec.num_external_tokens)
         return self._promise(tracker, spec) if spec.num_external_tokens else 0
 
     def _waits_still(self, tracker: RequestTracker, num_local_tokens: int) -> bool:
@@ -112,12 +112,15 @@ class Matching:
         """Return the part of a match that is to be loaded."""
         told = self.remote.told(tracker.request.request_id)
         spec = self._spec(tracker, LoadSpec(match, num_local_tokens, 0, told), self._limit_tokens(tracker))
-        if spec.num_external_tokens > 0 and self.options.min_remote_tokens and not tracker.is_handed_over:
+        if spec.num_external_tokens > 0 and self.options.config.min_remote_tokens and not tracker.is_handed_over:
             worth_tokens = self._tokens_worth_fetching(spec)
             if worth_tokens < spec.num_external_tokens:
                 spec = self._spec(tracker, spec, num_local_tokens + worth_tokens)
         spec = self._without_slow_end(tracker, spec)
-        least_tokens, most_tokens = max(1, self.options.min_retrieve_tokens), self.options.max_tokens_per_load
+        least_tokens, most_tokens = (
+            max(1, self.options.config.min_retrieve_tokens),
+            self.options.config.max_tokens_per_load,
+        )
         if most_tokens and spec.num_external_tokens > max(most_tokens, least_tokens - 1):
             most_tokens -= most_tokens % self.options.rules.block_tokens
             spec = self._spec(tracker, spec, num_local_tokens + most_tokens)
@@ -149,14 +152,14 @@ class Matching:
         carried = {source: self.loads.carried_of(last, source)}
         if source is Place.MEMORY or not self.choice.is_slower(carried, (last.stop - last.start) * block_tokens):
             return spec
-        tracker.account.declined()
+        tracker.stats.declined()
         match = self.index.lookup(tracker.hasher, spec.num_local_tokens, spec.told, reads_parts=False)
         return self._spec(tracker, replace(spec, match=match), spec.num_local_tokens + spec.num_external_tokens)
 
     def _tokens_worth_fetching(self, spec: LoadSpec) -> int:
         """Return the tokens of a hit, or those before the first chunk of the remote tier if too few are there."""
         num_remote_tokens = self.loads.sources(spec)[Place.REMOTE]
-        if num_remote_tokens >= self.options.min_remote_tokens or not num_remote_tokens:
+        if num_remote_tokens >= self.options.config.min_remote_tokens or not num_remote_tokens:
             return spec.num_external_tokens
         return self.loads.first_remote_token(spec) - spec.num_local_tokens
 
@@ -165,7 +168,7 @@ class Matching:
         parts = overlapping(match, self.options.rules, 0, match.num_tokens)
         chunks = ((part.ref, part.begin) for part in parts if part.is_own)
         takes = self.canary.takes(tracker.request.request_id, chunks, num_local_tokens)
-        tracker.account.is_verified |= takes
+        tracker.stats.is_verified |= takes
         return takes
 
     def _promise(self, tracker: RequestTracker, spec: LoadSpec) -> int | None:
@@ -177,7 +180,7 @@ class Matching:
             tracker.waits_for = WaitsFor(key, tracker.request.num_tokens, spec.num_local_tokens)
             return None
         if self.choice.declines(carried, spec.num_external_tokens):
-            tracker.account.declined()
+            tracker.stats.declined()
             return 0
         tracker.load = replace(spec, async_load=async_load)
         return spec.num_external_tokens

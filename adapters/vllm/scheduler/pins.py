@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from kvstore.adapters.vllm.scheduler.steps import Steps
+from kvstore.adapters.vllm.scheduler.steps import StepTracker
 from kvstore.index.index import ChunkIndex
 from kvstore.model.keys import PrefixHasher
 
 
-class Pins:
-    """Pins of one engine. For the scheduler's thread.
+class PromptPins:
+    """Pinned prompts of one engine. For the scheduler's thread.
 
     A pin begins when the steps that store its chunks have ended, of its request and of others with the same prompt.
 
@@ -18,7 +18,7 @@ class Pins:
         max_s: the duration of a pin.
     """
 
-    def __init__(self, index: ChunkIndex, steps: Steps, max_s: float) -> None:
+    def __init__(self, index: ChunkIndex, steps: StepTracker, max_s: float) -> None:
         self._index = index
         self._steps = steps
         self._max_s = max_s

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final
 
-from kvstore.adapters.vllm.plan import ReqMeta, StepPlan, Written
+from kvstore.adapters.vllm.plan import Written
 from kvstore.adapters.vllm.requests.pieces import Piece, pieces_of
 from kvstore.adapters.vllm.requests.rows import NO_STATES, RowMap, States, Tables
 from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveSpec
+from kvstore.adapters.vllm.scheduler.steps import StepTracker
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import Place, StoreStep
-from kvstore.model.chunks import ChunkRef
 from kvstore.model.keys import PrefixKey
 from kvstore.transfer.mover import StoreJob, as_block_ids
 
@@ -39,28 +39,28 @@ class SavePlanner:
         index: of all chunks.
         num_ranks: number of ranks that report each store and each write.
         rows: maps block tables to rows.
+        plans: has the next plan.
     """
 
-    def __init__(self, index: ChunkIndex, num_ranks: int, rows: RowMap) -> None:
-        self.strays: list[ChunkRef] = []  # chunks on the disks of some ranks only: to be removed there
+    def __init__(self, index: ChunkIndex, num_ranks: int, rows: RowMap, plans: StepTracker) -> None:
         self._index = index
         self._num_ranks = num_ranks
         self._rows = rows
-        self._metas: dict[str, ReqMeta] = {}  # for the next plan
-        self._in_flight: dict[int, dict[str, list[StoreStep]]] = {}  # by step and request
+        self._plans = plans
+        self._in_flight: dict[int, dict[str, list[StoreStep]]] = {}  # by step, the next included, and request
         self._writes: dict[tuple[Place, PrefixKey], _Write] = {}
 
     @property
     def has_coming(self) -> bool:
         """True if the next plan will store something."""
-        return any(meta.stores for meta in self._metas.values())
+        return self._plans.next.number in self._in_flight
 
     def is_coming(self, req_id: str) -> bool:
-        """Tell if the next plan has something of a request."""
-        return req_id in self._metas
+        """Tell if the next plan stores something of a request."""
+        return req_id in self._in_flight.get(self._plans.next.number, ())
 
     def is_storing(self, req_id: str) -> bool:
-        """Tell if a step in flight stores something of a request."""
+        """Tell if the next step, or one in flight, stores something of a request."""
         return any(req_id in stores for stores in self._in_flight.values())
 
     def plan(self, tracker: RequestTracker, save: SaveSpec, tables: Tables, states: States = NO_STATES) -> int:
@@ -87,7 +87,8 @@ class SavePlanner:
         tracker.noted.update(piece.ref.prefix_key for piece in pieces)
         if not steps:
             return 0
-        meta = self._metas.setdefault(req_id, ReqMeta(req_id))
+        meta = self._plans.meta(req_id)
+        self._in_flight.setdefault(self._plans.next.number, {}).setdefault(req_id, []).extend(steps)
         for step in steps:
             # A chunk that is written in place of a tail is read from memory, and not from this request's blocks.
             meta.stores.append(StoreJob(step, sources.get(step.ref, _NO_BLOCKS)))
@@ -108,16 +109,7 @@ class SavePlanner:
 
     def end_with(self, req_id: str) -> None:
         """Make the workers report the end of the last store of a request that has ended."""
-        self._metas.setdefault(req_id, ReqMeta(req_id)).finished = True
-
-    def fill(self, plan: StepPlan) -> None:
-        """Add to a plan the stores of its step, and the removal of chunks of which some ranks lack their parts."""
-        metas, self._metas = list(self._metas.values()), {}
-        if stores := {meta.req_id: [job.step for job in meta.stores] for meta in metas if meta.stores}:
-            self._in_flight[plan.number] = stores
-        plan.requests += metas
-        plan.removals += self.strays
-        self.strays = []
+        self._plans.meta(req_id).finished = True
 
     def complete_step(self, number: int, failed_keys: AbstractSet[PrefixKey], *, distrusted: bool) -> None:
         """Complete the stores of a step, which every rank has ended; if it is ``distrusted``, all of them failed."""
@@ -140,14 +132,14 @@ class SavePlanner:
         del self._writes[target, ref.prefix_key]
         self._index.complete_write(ref.prefix_key, target, stored=write.stored, size_bytes=write.size_bytes or None)
         if target is Place.DISK and write.left_behind and not write.stored:
-            self.strays.append(ref)
+            self._plans.next.removals.append(ref)  # some ranks only have their part
         return write.in_vain
 
     def cancel_coming(self) -> None:
         """Fail the coming stores of ended requests, which the workers would carry out after they have cleared."""
-        for meta in self._metas.values():
-            jobs, meta.stores = meta.stores, []
-            for step, _ in jobs:
+        for req_id, steps in self._in_flight.pop(self._plans.next.number, {}).items():
+            self._plans.meta(req_id).stores = []
+            for step in steps:
                 self._index.complete_store([step], {step.ref.prefix_key})
                 for target in step.targets:
                     del self._writes[target, step.ref.prefix_key]

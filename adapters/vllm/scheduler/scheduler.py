@@ -7,22 +7,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from pathlib import Path
 from queue import SimpleQueue
 
-from kvstore.adapters.vllm.plan import FetchResult, ReqMeta, StepPlan, StepReport, WorkerFacts
+from kvstore.adapters.vllm.plan import FetchResult, StepPlan, StepReport, WorkerFacts
 from kvstore.adapters.vllm.requests.params import NO_PARAMS, Handover, RequestParams
-from kvstore.adapters.vllm.requests.rows import NO_STATES, States, StatesOf, Tables
+from kvstore.adapters.vllm.requests.rows import NO_STATES, States, StatesOf, Tables, TablesOf
 from kvstore.adapters.vllm.requests.tracker import RequestTracker, RequestView, SaveSpec
-from kvstore.adapters.vllm.scheduler.canary import Canary
+from kvstore.adapters.vllm.scheduler.canary import Canary, complete_verifies
 from kvstore.adapters.vllm.scheduler.choice import StepClock, prefilled
 from kvstore.adapters.vllm.scheduler.connected import Connected
 from kvstore.adapters.vllm.scheduler.handovers import Handovers
-from kvstore.adapters.vllm.scheduler.loads import TablesOf
 from kvstore.adapters.vllm.scheduler.lookup import find_tokens
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
-from kvstore.adapters.vllm.scheduler.steps import Step, Steps
-from kvstore.adapters.vllm.telemetry.accounts import NO_HIT, Accounts, HitSplit
+from kvstore.adapters.vllm.scheduler.steps import InFlightStep, StepTracker
 from kvstore.adapters.vllm.telemetry.announcer import Announcer, Removed, Stored
+from kvstore.adapters.vllm.telemetry.stats import NO_HIT, HitTokens, SchedulerStats
 from kvstore.index.index import ChunkIndex
 from kvstore.index.leases import LeaseView
 from kvstore.index.plans import Place, chunk_refs, pin_name
@@ -32,7 +32,6 @@ from kvstore.model.keys import NO_EXTRAS, KeyExtras, PrefixHasher, new_epoch
 from kvstore.ops import metrics
 from kvstore.ops.metrics import Tally
 from kvstore.policies.traces import TraceRecorder
-from kvstore.transfer.mover import LoadJob
 
 logger = logging.getLogger(__name__)
 
@@ -52,25 +51,25 @@ class StoreScheduler:
     """
 
     def __init__(self, options: SchedulerOptions) -> None:
-        rules = options.rules
+        rules, config = options.rules, options.config
         self._options = options
         self._rules = rules
         self._connected: Connected | None = None  # until the workers have sent their facts
         self._trackers: dict[str, RequestTracker] = {}
-        self._steps = Steps()
+        self._steps = StepTracker()
         self._clock = StepClock()
         self._last_hit = ("", NO_HIT)  # of the request last allocated
-        trace = options.record_trace
+        trace = Path(config.record_trace).expanduser() if config.record_trace else None
         self._recorder = TraceRecorder.open_next(trace, rules.chunk_tokens) if trace else None
         self._epoch = ""  # to be entered with the next plan
-        self._canary = Canary(options.verify_fraction, rules.block_tokens)
+        self._canary = Canary(config.verify_fraction, rules.block_tokens, self._steps)
         end_tokens = rules.block_tokens if rules.save_tails else rules.chunk_tokens
-        self._accounts = Accounts(rules.block_tokens, end_tokens, options.log_request_sample)
-        self.count_wrong_field = self._accounts.wrong_field
-        self._handovers = Handovers(options.handover, rules)
+        self._stats = SchedulerStats(rules.block_tokens, end_tokens, config.log_request_sample)
+        self.count_wrong_field = self._stats.wrong_field
+        self._handovers = Handovers(options.handover, rules, self._steps)
         self._announcer = Announcer(rules.block_tokens) if options.announces else None
         self.enabled = True
-        self.totals = self._accounts.totals
+        self.totals = self._stats.totals
         self._actions: SimpleQueue[Callable[[], object]] = SimpleQueue()
 
     @property
@@ -125,8 +124,8 @@ class StoreScheduler:
             metrics.LOOKUP_TIMEOUTS.key(): self._connected.remote.timeouts if self._connected is not None else 0,
             metrics.HANDOVER_TIMEOUTS.key(): self._handovers.waits.timeouts,
         }
-        tally = self._accounts.take(self.index, enabled=self.enabled, totals=timeouts)
-        self._accounts.summarize(time.monotonic())
+        tally = self._stats.take(self.index, enabled=self.enabled, totals=timeouts)
+        self._stats.summarize(time.monotonic())
         return tally
 
     def take_events(self) -> list[Stored | Removed]:
@@ -146,7 +145,7 @@ class StoreScheduler:
     ) -> None:
         """Track a request whose KV may be shared. Requests never added are not cached."""
         self._carry_out_actions()
-        limit = self._options.priority_limit
+        limit = self._options.config.priority_limit
         is_wanted = not params.skip_save and (limit is None or request.priority <= limit)
         tracker = RequestTracker(request, extras, self._rules, params, saves=self._options.saves and is_wanted)
         try:
@@ -178,7 +177,7 @@ class StoreScheduler:
         if tracker is None or connected is None:
             return 0
         tracker.load = None
-        tracker.account.asked(request.num_tokens, num_local_tokens)
+        tracker.stats.asked(request.num_tokens, num_local_tokens)
         if not self._options.loads:
             return 0
         return connected.matching.offer(tracker, num_local_tokens, enabled=self.enabled)
@@ -207,18 +206,18 @@ class StoreScheduler:
         if tracker is None or connected is None:
             return
         spec, tracker.load, tracker.load_failed = tracker.load, None, False
-        if tracker.account.waits:  # vLLM calls again when such a load has ended
-            tracker.account.has_waited()
-        tracker.account.waits = spec is not None and spec.async_load and num_external_tokens > 0
+        if tracker.stats.waits:  # vLLM calls again when such a load has ended
+            tracker.stats.has_waited()
+        tracker.stats.waits = spec is not None and spec.async_load and num_external_tokens > 0
         self._handovers.admitted(tracker, connected.index, spec if num_external_tokens else None)
         if spec is not None and num_external_tokens:
             self._last_hit = (request_id, connected.loads.plan(tracker, spec, tables, num_external_tokens))
             self._describe(connected.index, tracker, connected.loads.blocks_of(tracker, spec, num_external_tokens))
         connected.remote.end(request_id)
-        self._accounts.admitted(tracker.account, self._last_hit[1], connected.index, tracker.hasher)
+        self._stats.admitted(tracker.stats, self._last_hit[1], connected.index, tracker.hasher)
 
-    def hit_split(self, request_id: str) -> HitSplit:
-        """Return the split by tier of the load just planned for a request."""
+    def hit_tokens(self, request_id: str) -> HitTokens:
+        """Return the tokens by tier of the load just planned for a request."""
         last_id, hit = self._last_hit
         return hit if request_id == last_id else NO_HIT
 
@@ -253,7 +252,7 @@ class StoreScheduler:
         if tracker.params.pin and connected is not None:
             last_step = self._steps.number + connected.saves.has_coming
             connected.pins.add(tracker.pin_name, tracker.hasher, last_step)
-        self._accounts.close(request_id, tracker.account)
+        self._stats.log_request(request_id, tracker.stats)
         return keeps_blocks
 
     def _save_rest(self, connected: Connected, tracker: RequestTracker, tables: Tables) -> bool:
@@ -283,35 +282,31 @@ class StoreScheduler:
         ``states_of`` returns the states that a request has after the step, according to vLLM.
         """
         self._carry_out_actions()
-        plan = self._steps.next_plan(preempts=preempts)
-        plan.epoch, self._epoch = self._epoch, ""
         if self._connected is not None:
-            plan.recalls = self._connected.index.take_recalls()
-            self._fill(plan, self._connected, num_scheduled_tokens, tables_of, states_of)
+            self._plan_moves(self._connected, num_scheduled_tokens, tables_of, states_of)
+        plan = self._steps.take_plan(preempts=preempts)
+        plan.epoch, self._epoch = self._epoch, ""
         plan.computes = any(num_scheduled_tokens.values())
         loads_within = any(meta.loads for meta in plan.requests)
         num_tokens = 0 if loads_within else prefilled(num_scheduled_tokens.values())
         self._clock.planned(plan.number, time.monotonic(), num_tokens)
         return plan
 
-    def _fill(
-        self,
-        plan: StepPlan,
-        connected: Connected,
-        num_scheduled_tokens: Mapping[str, int],
-        tables_of: TablesOf,
-        states_of: StatesOf,
+    def _plan_moves(
+        self, connected: Connected, num_scheduled_tokens: Mapping[str, int], tables_of: TablesOf, states_of: StatesOf
     ) -> None:
-        """Add to a plan all that its step moves."""
-        verifies: list[ReqMeta] = []
+        """Add to the next plan what its step moves, besides the loads, which vLLM has decided on before."""
+        self._steps.next.recalls = connected.index.take_recalls()  # first: what it stores is recalled with a later one
         if self.enabled:
             for req_id in self._canary.waiting:
-                if num_tokens := num_scheduled_tokens.get(req_id, 0):
-                    verifies += self._plan_verify(connected, req_id, num_tokens, tables_of)
-            for req_id in self._handovers.sendings:
                 tracker = self._trackers.get(req_id)
                 if tracker is not None and (num_tokens := num_scheduled_tokens.get(req_id, 0)):
-                    self._handovers.sendings.plan(tracker, num_tokens, tables_of, connected.rows, states_of)
+                    chunks = self._canary.plan(tracker, num_tokens, tables_of, connected.index, connected.rows)
+                    self._describe(connected.index, tracker, chunks)
+            for req_id in self._handovers.outgoing:
+                tracker = self._trackers.get(req_id)
+                if tracker is not None and (num_tokens := num_scheduled_tokens.get(req_id, 0)):
+                    self._handovers.outgoing.plan(tracker, num_tokens, tables_of, connected.rows, states_of)
             for req_id, num_tokens in num_scheduled_tokens.items():
                 tracker = self._trackers.get(req_id)
                 if tracker is None or tracker.is_saved:
@@ -324,42 +319,20 @@ class StoreScheduler:
         connected.loads.note_blocks(num_scheduled_tokens, tables_of)
         connected.remote.end_pass()
         connected.matching.running = set(num_scheduled_tokens)
-        connected.loads.fill(plan)
-        plan.requests += verifies
-        self._handovers.fill(plan)
-        connected.saves.fill(plan)
-        plan.removals += connected.index.take_removals()
-        self._steps.follow(plan, [job.step for meta in verifies for job in meta.verifies])
-
-    def _plan_verify(
-        self, connected: Connected, req_id: str, num_scheduled_tokens: int, tables_of: TablesOf
-    ) -> Iterable[ReqMeta]:
-        """Yield the chunks to be compared that the step completes, if they are still there."""
-        tracker = self._trackers.get(req_id)
-        if tracker is None:
-            return
-        request = tracker.request
-        written_tokens = min(request.num_computed_tokens + num_scheduled_tokens, request.num_tokens)
-        for ref, begin in self._canary.take_due(req_id, written_tokens):
-            rows = connected.rows.of_chunk(tables_of(req_id), begin, ref.num_blocks)
-            if rows is None or connected.index.is_loading(ref.prefix_key):
-                continue
-            for step in connected.index.prepare_load([ref]):
-                yield ReqMeta(req_id, verifies=[LoadJob(step, rows, 0)])
-            self._describe(connected.index, tracker, [(ref, ref.blocks_from(begin))])
+        self._steps.next.removals += connected.index.take_removals()
 
     def _plan_save(
         self, connected: Connected, tracker: RequestTracker, save: SaveSpec, tables: Tables, states: States
     ) -> None:
         """Add a request's new chunks to the next plan."""
         connected.index.advance(time.monotonic())  # a time to live begins here
-        tracker.account.stored_chunks += connected.saves.plan(tracker, save, tables, states)
+        tracker.stats.stored_chunks += connected.saves.plan(tracker, save, tables, states)
         blocks = ((ref, ref.blocks_from(begin)) for ref, begin in save.first_blocks().items())
         self._describe(connected.index, tracker, blocks)
 
     def complete(self, report: StepReport) -> None:
         """Process the workers' report, merged over all ranks."""
-        self._accounts.add(report.tally)
+        self._stats.add(report.tally)
         self._handovers.complete(report)
         connected = self._connected
         if connected is None:
@@ -389,22 +362,13 @@ class StoreScheduler:
         if failed_id in self._trackers:
             self._trackers[failed_id].load_failed = True
 
-    def _complete_saves(self, connected: Connected, number: int, step: Step) -> None:
-        wrong = self._complete_verifies(connected.index, step)
+    def _complete_saves(self, connected: Connected, number: int, step: InFlightStep) -> None:
+        wrong = complete_verifies(connected.index, step)
         connected.saves.complete_step(number, step.result.failed_stores, distrusted=step.distrusted)
         if step.result.failed_stores or step.distrusted or wrong:
             self._restart_saving()
         if step.distrusted:
-            self._handovers.sendings.restart()
-
-    def _complete_verifies(self, index: ChunkIndex, step: Step) -> list[ChunkRef]:
-        """Release the compared chunks, and have those with wrong bytes removed everywhere."""
-        result = step.result
-        index.complete_load(step.verifies, result.unread, result.lost_chunks)
-        mismatches = set() if step.distrusted else result.mismatches
-        wrong = [verify.ref for verify in step.verifies if verify.ref.prefix_key in mismatches]
-        index.condemn(wrong)
-        return wrong
+            self._handovers.outgoing.restart()
 
     def _restart_saving(self) -> None:
         for tracker in self._trackers.values():
@@ -426,7 +390,7 @@ class StoreScheduler:
         for req_id, tracker in list(self._trackers.items()):
             if tracker.request.num_computed_tokens:
                 del self._trackers[req_id]
-                self._accounts.close(req_id, tracker.account)
+                self._stats.log_request(req_id, tracker.stats)
                 self._handovers.end(req_id)
         self._restart_saving()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -12,9 +13,12 @@ if TYPE_CHECKING:
     from kvstore.adapters.vllm.plan import WorkerFacts
     from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
     from kvstore.config.loader import LoadedConfig
+    from kvstore.index.index import ChunkIndex
+
+logger = logging.getLogger(__name__)
 
 _GIB: Final = 2**30
-_WHEN: Final = {None: "beside the steps where that pays", True: "beside the steps", False: "within a step"}
+_WHEN: Final = {None: "in the background if that is faster", True: "in the background", False: "within a step"}
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,20 @@ class Surroundings:
     failure_policy: str
 
 
-def problems_of(facts: Sequence[WorkerFacts]) -> list[str]:
+def log_start(
+    loaded: LoadedConfig,
+    options: SchedulerOptions,
+    around: Surroundings,
+    index: ChunkIndex | None,
+    facts: Sequence[WorkerFacts],
+) -> None:
+    """Log one block once the workers' facts are known, as a warning if a tier cannot be used."""
+    found = len(index) if index is not None else 0
+    level = logging.WARNING if _problems_of(facts) else logging.INFO
+    logger.log(level, "%s", "\n".join(startup_lines(loaded, options, around, facts, found)))
+
+
+def _problems_of(facts: Sequence[WorkerFacts]) -> list[str]:
     """Return the reasons why remote tiers cannot be used now, each once."""
     return list(dict.fromkeys(rank.remote_problem for rank in facts if rank.remote_problem))
 
@@ -54,7 +71,7 @@ def startup_lines(
         num_chunks: number of chunks found on disk.
     """
     yield f"version {__version__} in vLLM {around.vllm_version}"
-    yield f"configuration: {', '.join(_sources(loaded.origins)) or 'nothing is set'}"
+    yield f"configuration: {', '.join(_sources(loaded.origins)) or 'defaults only'}"
     rules = options.load_rules_for(len(facts))
     layerwise = ", layer by layer" if rules.layerwise else ""
     yield (
@@ -75,15 +92,15 @@ def _sources(origins: Mapping[str, str]) -> list[str]:
 
 def _places(loaded: LoadedConfig, facts: Sequence[WorkerFacts], num_chunks: int) -> Iterator[str]:
     config, shown = loaded.config, loaded.config.shown()
-    passage = "" if config.local_cpu else ", as a passage only: local_cpu is false"
+    passage = "" if config.local_cpu else ", for staging only: local_cpu is false"
     yield f"memory: {_bound(facts[0].num_slots * facts[0].slot_bytes, len(facts))}{passage}"
     if facts[0].gpu_bytes:
         yield f"GPU: {_bound(facts[0].gpu_bytes, len(facts))}"
     if config.local_disk_folders:
         bound = _bound(facts[0].disk_capacity_bytes, len(facts))
         yield f"disk {', '.join(config.local_disk_folders)}: {bound}, {num_chunks:,} chunks found"
-    problems = problems_of(facts)
-    state = f"NOT USED: {'; '.join(problems)}; tried again by itself" if problems else "answers"
+    problems = _problems_of(facts)
+    state = f"NOT USED: {'; '.join(problems)}; it is tried again" if problems else "answers"
     if config.listens:
         yield f"remote tier: the server that each worker opens for other engines{', ' + state if problems else ''}"
     if config.shared_url is not None:
@@ -93,7 +110,7 @@ def _places(loaded: LoadedConfig, facts: Sequence[WorkerFacts], num_chunks: int)
         yield f"peers, which are only read: {', '.join(str(url) for url in _listed(shown['peers']))}"
     if facts[0].divisions:
         sizes = " and ".join(str(division.size) for division in facts[0].divisions)
-        yield f"also read: what engines of tensor-parallel size {sizes} have stored"
+        yield f"also read: chunks that engines of tensor-parallel size {sizes} have stored"
 
 
 def _listed(value: object) -> Sequence[object]:

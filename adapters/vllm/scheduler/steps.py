@@ -1,15 +1,15 @@
-"""Numbers the steps, and follows those that move something until every rank has reported them."""
+"""The plan of the next step, and the steps that every rank has yet to report."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvstore.adapters.vllm.plan import StepPlan, StepResult
+from kvstore.adapters.vllm.plan import ReqMeta, StepPlan, StepResult
 from kvstore.index.plans import LoadStep
 
 
 @dataclass
-class Step:
+class InFlightStep:
     """A step in flight.
 
     Attributes:
@@ -27,26 +27,40 @@ class Step:
     distrusted: bool = False
 
 
-class Steps:
-    """Steps of one engine. For the scheduler's thread."""
+class StepTracker:
+    """Tracker of the steps of one engine. For the scheduler's thread.
+
+    Attributes:
+        next: the plan of the next step, to which the planners add what it moves.
+        number: number of the last plan that was taken.
+        in_flight: steps that some rank has yet to report, by number.
+    """
 
     def __init__(self) -> None:
-        self.number = 0  # of the last plan
-        self.in_flight: dict[int, Step] = {}
+        self.next = StepPlan(1, 0)
+        self.number = 0
+        self.in_flight: dict[int, InFlightStep] = {}
+        self._metas: dict[str, ReqMeta] = {}  # of the next plan
         self._acked = 0
         self._last_poisoned = 0
 
-    def next_plan(self, *, preempts: bool) -> StepPlan:
-        """Return the plan of the next step, still empty."""
-        self.number += 1
-        return StepPlan(self.number, self._acked, preempts=preempts)
+    def meta(self, req_id: str) -> ReqMeta:
+        """Return a request's part in the next plan."""
+        if req_id not in self._metas:
+            self._metas[req_id] = ReqMeta(req_id)
+            self.next.requests.append(self._metas[req_id])
+        return self._metas[req_id]
 
-    def follow(self, plan: StepPlan, verifies: list[LoadStep]) -> None:
-        """Follow a step, if there is anything for the ranks to report."""
+    def take_plan(self, *, preempts: bool) -> StepPlan:
+        """Return the plan of the next step, and follow it if there is anything for the ranks to report."""
+        plan, self.next, self._metas = self.next, StepPlan(self.next.number + 1, 0), {}
+        plan.acked, plan.preempts, self.number = self._acked, preempts, plan.number
         if plan.requests:
-            self.in_flight[plan.number] = Step(plan.acked, verifies)
+            verifies = [job.step for meta in plan.requests for job in meta.verifies]
+            self.in_flight[plan.number] = InFlightStep(plan.acked, verifies)
+        return plan
 
-    def merge(self, number: int, result: StepResult) -> Step:
+    def merge(self, number: int, result: StepResult) -> InFlightStep:
         """Add the result that one or more ranks have reported for a step."""
         step = self.in_flight[number]
         step.result.merge(result)

@@ -162,13 +162,13 @@ class Waits:
 
     def _end_in_vain(self, wait: _Wait, missing_tokens: int, *, is_over: bool) -> None:
         if is_over:
-            said = "%d tokens of a request, handed over by another engine, do not come and are computed"
+            said = "%d tokens of a request are computed: the other engine did not hand them over"
             self._throttle.log("over", said, missing_tokens)
             return
         self.timeouts += 1
         self._throttle.log(
             "late",
-            "%d tokens of a request, handed over by another engine, have not come within %s s and are computed",
+            "%d tokens of a request are computed: the other engine did not hand them over within %s s",
             missing_tokens,
             wait.wait_s,
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from queue import SimpleQueue
@@ -26,7 +26,7 @@ from kvstore.adapters.vllm.plan import Fetch
 from kvstore.index.plans import Place
 from kvstore.model.keys import PrefixKey
 from kvstore.paged.streams import DeviceEvent
-from kvstore.transfer.mover import LoadResult, Mover, MoverCounters, StartedStores, StoreJob
+from kvstore.transfer.mover import LoadJob, LoadResult, Mover, MoverCounters, StartedStores, StoreJob
 from kvstore.transfer.stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,15 @@ class Saved(NamedTuple):
     seconds: float
 
 
+class _Saving(NamedTuple):
+    """Stores of a step that are under way, and the requests whose last stores these are."""
+
+    step: int
+    jobs: Sequence[StoreJob]
+    ended: Collection[str]
+    saved: Future[tuple[set[PrefixKey], float]]
+
+
 class Background:
     """Background loads and stores, for which no step waits.
 
@@ -76,7 +85,7 @@ class Background:
         self._slow_loads = ThreadPoolExecutor(SLOW_LOADS, "kvstore-fetch-slow")
         self._stores = ThreadPoolExecutor(1, "kvstore-save")
         self._fetching: dict[int, tuple[Fetch, Future[LoadResult], Stopwatch]] = {}
-        self._saving: deque[tuple[int, Collection[str], Future[tuple[set[PrefixKey], float]]]] = deque()
+        self._saving: deque[_Saving] = deque()
         self._following: deque[Future[None]] = deque()  # actions that have to follow stores
         self._revoked: set[int] = set()
         self._arrived: deque[Arrived] = deque()
@@ -100,7 +109,7 @@ class Background:
         self._storer.paged.streams.hold(self._model.streams.now())
         with record_function("kvstore::gather"):
             stores = self._storer.start_store(jobs)
-        self._saving.append((step, ended, self._stores.submit(self._store, stores, jobs)))
+        self._saving.append(_Saving(step, jobs, ended, self._stores.submit(self._store, stores)))
 
     def fence(self) -> None:
         """Allow later work of the model's thread to overwrite blocks that are being stored."""
@@ -111,7 +120,7 @@ class Background:
 
     def follow_saves(self, action: Callable[[], None]) -> None:
         """Run an action once all stores so far have been handed to the slower tiers."""
-        if all(saved.done() for _, _, saved in self._saving):
+        if all(saving.saved.done() for saving in self._saving):
             action()
         else:
             self._following.append(self._stores.submit(action))
@@ -131,7 +140,7 @@ class Background:
 
     def finish_saves(self) -> None:
         """Wait until stores are in memory. Only the host copies at once; a device has other work to do first."""
-        wait_for([saved for _, _, saved in self._saving])
+        wait_for([saving.saved for saving in self._saving])
 
     def take_arrived(self) -> list[Arrived]:
         """Return the chunks that loads in flight have brought since the last call. Call it before ``take_fetched``."""
@@ -155,23 +164,30 @@ class Background:
         error = loaded.exception()
         if error is None:
             return loaded.result()
-        logger.error("a defect: an asynchronous load has failed, and is computed instead", exc_info=error)
-        return LoadResult(_keys_of(fetch), set())
+        logger.error("a defect: an asynchronous load has failed; its tokens are computed instead", exc_info=error)
+        return LoadResult(_keys_of(fetch.loads), set())
 
     def _unless_revoked(self, fetch: Fetch, result: LoadResult) -> LoadResult:
         if fetch.number not in self._revoked:
             return result
-        return LoadResult(_keys_of(fetch), result.lost)
+        return LoadResult(_keys_of(fetch.loads), result.lost)
 
     def take_saved(self) -> list[Saved]:
         """Return the stores that have ended since the last call, in their order."""
         while self._following and self._following[0].done():
             self._following.popleft().result()
         ended = []
-        while self._saving and self._saving[0][2].done():
-            step, requests, saved = self._saving.popleft()
-            ended.append(Saved(step, saved.result()[0], requests, saved.result()[1]))
+        while self._saving and self._saving[0].saved.done():
+            ended.append(self._result_of_save(self._saving.popleft()))
         return ended
+
+    def _result_of_save(self, saving: _Saving) -> Saved:
+        error = saving.saved.exception()
+        if error is None:
+            failed, seconds = saving.saved.result()
+            return Saved(saving.step, failed, saving.ended, seconds)
+        logger.error("a defect: an asynchronous store has failed, and nothing of it is kept", exc_info=error)
+        return Saved(saving.step, _keys_of(saving.jobs), saving.ended, 0.0)
 
     def ends(self) -> list[DeviceEvent]:
         """Return the ends of the work that was launched on the device here so far."""
@@ -183,7 +199,7 @@ class Background:
         A read may take until its tier's deadline.
         """
         under_way: list[Future[Any]] = [*(loaded for _, loaded, _ in self._fetching.values()), *self._following]
-        under_way += [saved for _, _, saved in self._saving]
+        under_way += [saving.saved for saving in self._saving]
         return not wait_for([move for move in under_way if not move.cancelled()], timeout_s).not_done
 
     def stop(self) -> None:
@@ -205,16 +221,12 @@ class Background:
         with record_function("kvstore::load"), watch:
             return loader.load(fetch.loads)
 
-    def _store(self, stores: StartedStores, jobs: Sequence[StoreJob]) -> tuple[set[PrefixKey], float]:
+    def _store(self, stores: StartedStores) -> tuple[set[PrefixKey], float]:
         begin_s = time.perf_counter()
         with record_function("kvstore::store"):
-            try:
-                failed = self._storer.finish_store(stores)
-            except Exception:
-                logger.exception("a defect: an asynchronous store has failed")
-                failed = {job.step.ref.prefix_key for job in jobs}
+            failed = self._storer.finish_store(stores)
         return failed, time.perf_counter() - begin_s
 
 
-def _keys_of(fetch: Fetch) -> set[PrefixKey]:
-    return {job.step.ref.prefix_key for job in fetch.loads}
+def _keys_of(jobs: Iterable[LoadJob | StoreJob]) -> set[PrefixKey]:
+    return {job.step.ref.prefix_key for job in jobs}

@@ -11,10 +11,10 @@ from torch.profiler import record_function
 from kvstore.adapters.vllm.plan import ReqMeta, StepPlan
 from kvstore.adapters.vllm.requests.params import server_url
 from kvstore.channels import open_channel
-from kvstore.handover.ledger import PushJob, Settled
 from kvstore.handover.offering import Exposed, open_offering
 from kvstore.handover.pusher import PushCounters, Pusher, StepPush
 from kvstore.handover.tcp import open_transport
+from kvstore.handover.tracker import PushJob, Settled
 from kvstore.handover.transport import Receiver, Transport
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
@@ -74,7 +74,7 @@ class Pushes:
             return
         pushes = self._pushes(self._options, requests)
         if pushes:
-            self._pusher.ledger.sender = next((meta.receiver.sender or "" for meta in requests if meta.receiver), "")
+            self._pusher.tracker.sender = next((meta.receiver.sender or "" for meta in requests if meta.receiver), "")
             self._step = self._pusher.begin(pushes)
 
     def reach(self, layer: int) -> None:
@@ -115,7 +115,7 @@ class Pushes:
 
     def take_settled(self) -> Settled:
         """Return the outcomes of chunks since the last call."""
-        return self._pusher.ledger.take_settled() if self._pusher is not None else Settled()
+        return self._pusher.tracker.take_settled() if self._pusher is not None else Settled()
 
     def close(self, timeout_s: float) -> None:
         """Let transfers end, within the bound, and close the connections."""

@@ -52,7 +52,7 @@ class Verifier:
         result.mismatches.add(job.step.ref.prefix_key)
         self._throttle.log(
             "mismatch",
-            "a stored chunk deviates by %.3g from the same computed again, and %.3g is tolerated: it is removed",
+            "a stored chunk is removed: it deviates from the recomputed KV by %.3g, and at most %.3g is tolerated",
             found,
             tolerance(self._layout),
             level=logging.ERROR,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,29 +14,24 @@ from torch.profiler import record_function
 
 from kvstore.adapters.vllm.plan import (
     FetchResult,
-    LoadTime,
     StepPlan,
     StepReport,
-    StepResult,
     WorkerFacts,
-    Written,
 )
 from kvstore.adapters.vllm.worker.background import Background, Fetched
 from kvstore.adapters.vllm.worker.layered import LayeredLoad, LayerOrder
 from kvstore.adapters.vllm.worker.pushes import Pushes, PushOptions
+from kvstore.adapters.vllm.worker.reporter import Reporter
 from kvstore.adapters.vllm.worker.verifier import Verifier
 from kvstore.engine.opening import log_device_bytes, open_tiers
 from kvstore.engine.options import EngineOptions
 from kvstore.index.plans import Place
-from kvstore.model.chunks import ChunkRef
 from kvstore.model.groups import Groups
 from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.ops import metrics
 from kvstore.ops.meters import WorkerMeter
-from kvstore.paged.base import PagedKV
-from kvstore.paged.copiers import copy_threads
+from kvstore.paged.base import PagedKV, copy_threads
 from kvstore.paged.footprint import WORKER_THREADS
-from kvstore.protocol.progress import Progress
 from kvstore.transfer.layerwise import LayerStore
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, MoverCounters, StoreJob
 from kvstore.transfer.stopwatch import Stopwatch
@@ -96,22 +90,18 @@ class StoreWorker:
         self._namespace = namespace
         self._engine = engine
         self._server = server
-        options = options or WorkerOptions()
-        self._async_save = options.async_save
-        self._overwrites_early = options.overwrites_early
-        self._groups = options.groups
-        self._layerwise = options.layerwise
-        self._names_layers_early = options.names_layers_early
+        options = self._options = options or WorkerOptions()
         self._layer_numbers = {name: number for number, name in enumerate(options.layer_names)}
         self._paged = paged
         self._layout = paged.layout
         problems: list[str] = []  # logged by the scheduler side, once for all ranks
         self._tiers = open_tiers(paged, namespace, engine, problems)
         self._remote_problem = next(iter(problems), None)
-        self._written: deque[Written] = deque()
+        rank = engine.remote.rank if engine.remote is not None else 0
+        self._reporter = Reporter(self._tiers, server, rank)
         with ExitStack() as opened:
             opened.callback(self._tiers.close)
-            lanes = self._tiers.open_lanes(engine, self._on_written)
+            lanes = self._tiers.open_lanes(engine, self._reporter.note_written)
             self._mover = Mover(
                 paged,
                 self._tiers.cpu,
@@ -128,9 +118,6 @@ class StoreWorker:
         log_device_bytes(paged, self._tiers, threads=WORKER_THREADS)
         self._counters = partial(_moved, self._mover, self._background)
         self._meter = WorkerMeter(self._tiers, self._counters)
-        self._report = StepReport()
-        self._said_answers = (True, True, False)
-        self._said_senders: Mapping[str, Progress] = {}
         self._failed_block_ids: set[int] = set()
         self._fetched_requests: set[str] = set()
         self._failed_requests: set[str] = set()  # of these, those that must start over
@@ -138,7 +125,6 @@ class StoreWorker:
         self._poisoned_step = 0  # the last step that computed on blocks that were never loaded
         self._plan: StepPlan | None = None
         self._loads_began = self._loads_ended = False  # those of the plan
-        self._watches: deque[tuple[int, Stopwatch]] = deque()  # of loads that the device may not have ended, by step
         self._layered_load: LayeredLoad | None = None
         self._layer_store: LayerStore | None = None
         self._computed = LayerOrder()
@@ -160,7 +146,7 @@ class StoreWorker:
             namespace=self._namespace,
             layout=self._layout,
             server_url=self._server.url if self._server else None,
-            groups=self._groups,
+            groups=self._options.groups,
             remote_problem=self._remote_problem,
             slots_take_turns=self._tiers.slots_take_turns,
             reads_fronts=self._tiers.reads_fronts,
@@ -177,7 +163,7 @@ class StoreWorker:
         """Start a step's plan: carry out its removals, and start its fetches."""
         self._plan, self._loads_began, self._loads_ended = plan, False, False
         self._computed = LayerOrder()
-        self._report.computed = plan.number if plan.computes else None
+        self._reporter.report.computed = plan.number if plan.computes else None
         if plan.epoch:
             self._background.revoke_fetches()
             self._background.forget_saves()
@@ -206,7 +192,7 @@ class StoreWorker:
         jobs = [job for meta in plan.requests for job in meta.loads]
         if not jobs:
             return
-        if self._layerwise:
+        if self._options.layerwise:
             self._layered_load = LayeredLoad(self._mover, jobs)
             return
         watch = Stopwatch(self._paged)
@@ -224,10 +210,10 @@ class StoreWorker:
         """Store and hand over a layer that the model has computed, if layers are moved one by one."""
         layer = self._layer_numbers.get(layer_name)
         plan = self._plan
-        if layer is None or plan is None or self._names_layers_early or plan.acked < self._poisoned_step:
+        if layer is None or plan is None or self._options.names_layers_early or plan.acked < self._poisoned_step:
             return
         self._pushes.begin(plan.requests)
-        if self._layer_store is None and self._layerwise and not self._async_save:
+        if self._layer_store is None and self._options.layerwise and not self._options.async_save:
             jobs = [job for meta in plan.requests for job in meta.stores]
             self._layer_store = LayerStore(self._mover, jobs) if jobs else None
         for number in self._computed.reach(layer):
@@ -242,11 +228,11 @@ class StoreWorker:
             self._loads_ended = True
             self._settle_loads(plan)
         for number, key in self._background.take_arrived():
-            self._report.fetches.setdefault(number, FetchResult()).arrived[key] += 1
+            self._reporter.report.fetches.setdefault(number, FetchResult()).arrived[key] += 1
         for fetched in self._background.take_fetched():
             self._note_fetched(fetched)
         for saved in self._background.take_saved():
-            self._report.tally.observe(metrics.STORE_SECONDS.key(), [saved.seconds])
+            self._reporter.report.tally.observe(metrics.STORE_SECONDS.key(), [saved.seconds])
             self._note_stores(saved.step, saved.failed, saved.ended)
 
     def end_empty_step(self) -> None:
@@ -263,14 +249,14 @@ class StoreWorker:
         lost_block_ids = [block for meta in plan.requests for block in meta.lost_block_ids]
         if lost_block_ids:
             self._failed_block_ids.update(lost_block_ids)
-            self._result_of(plan.number).lost_blocks = True
+            self._reporter.result_of(plan.number).lost_blocks = True
             self._poisoned_step = plan.number
         if plan.requests:
-            self._result_of(plan.number).ranks_loaded = 1
+            self._reporter.result_of(plan.number).ranks_loaded = 1
 
     def _note_loads(self, plan: StepPlan, jobs: list[LoadJob], loaded: LoadResult, watch: Stopwatch) -> None:
-        self._watches.append((plan.number, watch))
-        result = self._result_of(plan.number)
+        self._reporter.note_load(plan.number, watch)
+        result = self._reporter.result_of(plan.number)
         result.failed_loads |= loaded.failed
         result.lost_chunks |= loaded.lost
         self._failed_block_ids.update(_blocks_of(jobs, loaded.failed))
@@ -279,30 +265,15 @@ class StoreWorker:
 
     def _note_fetched(self, fetched: Fetched) -> None:
         fetch, loaded, seconds = fetched
-        self._report.tally.observe(metrics.LOAD_SECONDS.key(), [seconds])
+        self._reporter.report.tally.observe(metrics.LOAD_SECONDS.key(), [seconds])
         ended = FetchResult(loaded.failed, loaded.lost, ranks_ended=1, load_s=seconds)
-        self._report.fetches.setdefault(fetch.number, FetchResult()).merge(ended)
+        self._reporter.report.fetches.setdefault(fetch.number, FetchResult()).merge(ended)
         self._fetched_requests.add(fetch.req_id)
         failed_block_ids = _blocks_of(fetch.loads, loaded.failed).union(fetch.lost_block_ids)
         if fetch.has_gaps and failed_block_ids:
             self._failed_requests.add(fetch.req_id)
         else:
             self._failed_block_ids |= failed_block_ids
-
-    def _read_watches(self) -> None:
-        """Report the times of loads that the device has ended."""
-        while self._watches and self._watches[0][1].has_stopped:
-            number, watch = self._watches.popleft()
-            self._report.tally.observe(metrics.LOAD_SECONDS.key(), [watch.seconds])
-            self._report.load_times[number] = LoadTime(watch.seconds, ranks=1)
-
-    def _read_senders(self) -> None:
-        """Report the progress of other engines' transfers to this worker, if it has changed."""
-        if self._server is not None and (senders := self._server.senders) is not self._said_senders:
-            said, self._said_senders = self._said_senders, senders
-            rank = self._engine.remote.rank if self._engine.remote is not None else 0
-            changed = {name: progress for name, progress in senders.items() if progress is not said.get(name)}
-            self._report.senders[rank] = {**changed, **dict.fromkeys(said.keys() - senders.keys())}
 
     def store(self) -> None:
         """Carry out the stores of the step, or start them, and end the step."""
@@ -321,13 +292,13 @@ class StoreWorker:
         trusted = plan.acked >= self._poisoned_step
         for meta in plan.requests:
             if meta.verifies:
-                result = self._result_of(plan.number)
-                self._verifier.verify(meta.verifies, result, self._report.tally, trusted=trusted)
+                result = self._reporter.result_of(plan.number)
+                self._verifier.verify(meta.verifies, result, self._reporter.report.tally, trusted=trusted)
         self._pushes.end_step(plan, trusted=trusted)
-        if self._async_save:
-            self._result_of(plan.number).failed_stores |= set() if trusted else self._mover.refuse(jobs)
+        if self._options.async_save:
+            self._reporter.result_of(plan.number).failed_stores |= set() if trusted else self._mover.refuse(jobs)
             self._background.save(plan.number, jobs if trusted else [], ended)
-            if self._overwrites_early:
+            if self._options.overwrites_early:
                 self._background.fence()
         else:
             self._note_stores(plan.number, self._store(jobs, trusted=trusted), ended)
@@ -344,21 +315,14 @@ class StoreWorker:
                 failed = layer_store.finish(trusted=trusted)
             else:
                 failed = self._mover.store(jobs) if trusted else self._mover.refuse(jobs)
-        self._report.tally.observe(metrics.STORE_SECONDS.key(), [time.perf_counter() - begin_s])
+        self._reporter.report.tally.observe(metrics.STORE_SECONDS.key(), [time.perf_counter() - begin_s])
         return failed
 
     def _note_stores(self, step: int, failed: set[PrefixKey], ended: Collection[str]) -> None:
-        result = self._result_of(step)
+        result = self._reporter.result_of(step)
         result.failed_stores |= failed
         result.ranks_ended = 1
         self._ended_requests.update(ended)
-
-    def _on_written(self, target: Place, ref: ChunkRef, stored: bool) -> None:
-        size_bytes = self._tiers.size_on_disk(ref) if stored and target is Place.DISK else None
-        self._written.append(Written(target, ref, stored, size_bytes))
-
-    def _result_of(self, step: int) -> StepResult:
-        return self._report.steps.setdefault(step, StepResult())
 
     def take_fetched_requests(self) -> set[str]:
         """Return requests whose fetch has ended; ``take_failed_block_ids`` returns blocks that it failed to load."""
@@ -382,17 +346,9 @@ class StoreWorker:
 
     def take_report(self) -> StepReport | None:
         """Return everything since the last report; None if nothing happened and nothing was computed."""
-        self._read_watches()
-        self._read_senders()
-        report, self._report = self._report, StepReport()
-        while self._written:
-            report.writes.append(self._written.popleft())
-        report.disk_answers, report.remote_answers = self._tiers.disk_answers, self._tiers.remote_answers
-        report.remote_keeps_trails = self._tiers.remote_keeps_trails
-        answers = report.disk_answers, report.remote_answers, report.remote_keeps_trails
-        changed, self._said_answers = answers != self._said_answers, answers
+        report, has_news = self._reporter.take()
         report.settled = self._pushes.take_settled()
-        if not (report.has_news or changed):
+        if not (has_news or report.settled):
             return None if report.computed is None else report
         self._meter.read(report.tally)
         self._pushes.read(report.tally)
@@ -430,12 +386,14 @@ class StoreWorker:
             closing.callback(self._close_mover)
             closing.callback(self._pushes.close, timeout_s)
             if not self.drain(timeout_s):
-                logger.warning("a load or store is left behind: it has not ended within %s s", timeout_s)
+                logger.warning("a load or store is abandoned: it has not ended within %s s", timeout_s)
 
     def _close_mover(self) -> None:
         timeout_s = self._engine.io_timeout_s
         if not self._mover.close(timeout_s):
-            logger.warning("chunks lost at shutdown: the slower tiers did not take all of them within %s s", timeout_s)
+            logger.warning(
+                "chunks are lost at shutdown: they were not written to the slower tiers within %s s", timeout_s
+            )
 
 
 def _moved(mover: Mover, background: Background) -> MoverCounters:

@@ -58,7 +58,7 @@ class Calls:
             except TierError:
                 self.nodes.forget(node)
                 raise
-        raise TierError(f"the Redis cluster at {self._target} sends a chunk from node to node")
+        raise TierError(f"the Redis cluster at {self._target} redirects a chunk from node to node")
 
     def ask_all(self, questions: Sequence[Question]) -> list[Reply | TierError]:
         """Send commands to the servers that have their tags, in one round trip to each server.
@@ -159,7 +159,7 @@ def _epoch(connection: RedisConnection, home: Home) -> bytes:
         connection.call("SET", home.epoch_key, _new_epoch())
         found = connection.call("GET", home.epoch_key)
     if not _is_epoch(found):  # or every look would find another one
-        raise ResponseError("the server does not keep the epoch that it was told")
+        raise ResponseError("the server does not keep the epoch that it was sent")
     return found
 
 

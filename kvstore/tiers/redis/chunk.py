@@ -2,7 +2,7 @@
 
 - The payload is stored in parts of about 1 MiB, whose names are derived from the chunk's. A small commit value next to
   them is the header of a chunk file. A hash tag keeps all of them on one node of a cluster.
-- This module stores raw payloads; ``coded.py`` stores them through a codec, in fewer parts.
+- ``ChunkIO`` stores raw payloads; ``CodedIO`` stores them through a codec, in fewer parts.
 - Parts are written under temporary names, which expire, and renamed together with the commit in one transaction, so
   that a chunk is stored whole or not at all, and is all of the last writer.
 - Commit and parts begin with the id of the write that made them. Readers ask for them one after the other; if the
@@ -21,7 +21,10 @@ from typing import NamedTuple
 from redis.exceptions import ExecAbortError, OutOfMemoryError, ResponseError
 
 from kvstore.format import chunkfile
-from kvstore.format.codecs import CODEC_NAMES
+from kvstore.format.chunkfile import Encoding
+from kvstore.format.codecs import CODEC_NAMES, Codec
+from kvstore.format.coding import ChunkCoder, Image
+from kvstore.memory.scratch import Scratch
 from kvstore.model.chunks import ByteArray, ChunkRef
 from kvstore.model.keys import ChunkKey
 from kvstore.model.layout import KVLayout
@@ -218,23 +221,17 @@ class ChunkIO:
         """
         write_id = secrets.token_bytes(WRITE_ID_BYTES)
         fresh = _fresh_keys(home, chunk, write_id)
-        value = self.upload(connection, home, chunk, write_id, fresh)
-        if isinstance(value, ResponseError):
-            return value
-        failure = self.commit(connection, home, chunk.ref, value, fresh)
-        return len(value) + WRITE_ID_BYTES * len(fresh) + len(chunk.data) if failure is None else failure
-
-    def upload(
-        self, connection: RedisConnection, home: Home, chunk: Outgoing, write_id: bytes, fresh: list[bytes]
-    ) -> bytes | ResponseError:
-        """Write the parts of a chunk under temporary names. Returns the value to ``commit``, or the error."""
         parts = split(chunk.data)
         sums = chunkfile.RunningSums(self._layout, chunk.ref.num_blocks)
         passing = sums.over(parts) if chunk.header is None else parts
         connection.send(_set_commands(fresh, write_id, passing, self._ttl_s or UNCOMMITTED_TTL_S))
         header = chunk.header or self._header(home, chunk.ref, sums.text())
         failure = first_error([connection.reader.reply() for _ in fresh])
-        return write_id + header if failure is None else self._give_up(connection, failure, fresh)
+        if failure is not None:
+            return self._give_up(connection, failure, fresh)
+        value = write_id + header
+        failure = self.commit(connection, home, chunk.ref, value, fresh)
+        return len(value) + WRITE_ID_BYTES * len(fresh) + len(chunk.data) if failure is None else failure
 
     def _header(self, home: Home, ref: ChunkRef, layer_sums: str) -> bytes:
         key = ChunkKey(home.namespace_id, ref.prefix_key)
@@ -339,6 +336,68 @@ class ChunkIO:
     def remove_command(self, home: Home, ref: ChunkRef) -> bytes:
         """Return the command that removes a chunk."""
         return pack("UNLINK", *self.keys(home, ref))
+
+
+class CodedIO(ChunkIO):
+    """Transfer of chunks through a codec, with fewer parts, and the length of each layer in the commit. Thread-safe.
+
+    A chunk is encoded before a connection is taken, and decoded after it was returned. One that the codec cannot make
+    smaller is stored as without a codec, and chunks without a codec are also read. It keeps one buffer for each chunk
+    that moved at the same time, up to ``SCRATCH_BUFFERS``.
+
+    Args:
+        layout: the geometry of the chunks.
+        ttl_s: lifetime of a chunk in seconds, or None.
+        codec: opened for that layout.
+        timeout_s: longest wait for one of those buffers.
+    """
+
+    def __init__(self, layout: KVLayout, ttl_s: int | None, codec: Codec, timeout_s: float) -> None:
+        super().__init__(layout, ttl_s)
+        self.codec_name = codec.name
+        self._coder = ChunkCoder(layout, codec)
+        self._scratch = Scratch(layout.slot_bytes, timeout_s)
+
+    @contextmanager
+    def outgoing(self, home: Home, ref: ChunkRef, payload: ByteArray) -> Iterator[Outgoing]:
+        """See ``ChunkIO``: encodes the chunk."""
+        with self._scratch.borrowed() as scratch:
+            layers, sums = self._coder.encode_layers(ref.num_blocks, payload, scratch)
+            header = self._coded_header(ChunkKey(home.namespace_id, ref.prefix_key), ref.num_blocks, layers, sums)
+            yield Outgoing(ref, scratch[: layers.total_bytes], header)
+
+    def _coded_header(self, key: ChunkKey, num_blocks: int, layers: Encoding, sums: str) -> bytes:
+        is_smaller = layers.total_bytes < self._layout.payload_bytes(num_blocks)
+        encoding = layers if is_smaller else None
+        return chunkfile.build_header(self._layout, key, num_blocks, sums, encoding=encoding).rstrip()
+
+    @contextmanager
+    def incoming(self, ref: ChunkRef, payload: ByteArray) -> Iterator[Incoming]:
+        """See ``ChunkIO``."""
+        with self._scratch.borrowed() as scratch:
+            yield Incoming(ref, payload, scratch[: len(payload)])
+
+    def _views(self, home: Home, chunk: Incoming, commit: bytes | None) -> list[memoryview]:
+        """See ``ChunkIO``: the commit has their length."""
+        image = self._image(home, chunk, commit) if commit is not None else None
+        return split(chunk.data[: image.size_bytes]) if image is not None else []
+
+    def is_sound(self, home: Home, chunk: Incoming, found: Fetched) -> bool:
+        """See ``ChunkIO``: decodes every layer whose checksum agrees."""
+        image = self._image(home, chunk, found.commit) if found.is_whole and found.commit is not None else None
+        if image is None:
+            return False
+        return all(image.decode(layer, chunk.payload) is None for layer in range(self._layout.num_layers))
+
+    def _image(self, home: Home, chunk: Incoming, commit: bytes) -> Image | None:
+        """Return the layers that the commit describes; None if it is not this chunk's, or of another codec."""
+        text = commit[WRITE_ID_BYTES:]
+        header_bytes = chunkfile.header_bytes(self._layout, chunkfile.codec_of(text) or self.codec_name)
+        if len(text) > header_bytes or text != text.rstrip():
+            return None
+        key = ChunkKey(home.namespace_id, chunk.ref.prefix_key)
+        image = self._coder.open_layers(key, chunk.ref.num_blocks, text.ljust(header_bytes), chunk.data)
+        return image if isinstance(image, Image) else None
 
 
 def _fresh_keys(home: Home, chunk: Outgoing, write_id: bytes) -> list[bytes]:

@@ -7,7 +7,6 @@ its servers are down, and finds them again by itself, even in other roles and at
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -45,9 +44,9 @@ def translated(error: Exception, place: str) -> TierError:
     """Translate an exception of redis-py or of the system to a tier's error, which never contains a password."""
     text = str(error) or type(error).__name__
     if isinstance(error, MovedError):
-        return SlotMovedError(f"Redis at {place} is part of a cluster and has given the chunk's slot away")
+        return SlotMovedError(f"Redis at {place} is part of a cluster, and another node now has the chunk's slot")
     if isinstance(error, AskError | TryAgainError):
-        return SlotMovingError(f"Redis at {place} is giving the chunk's slot to another node")
+        return SlotMovingError(f"Redis at {place} is migrating the chunk's slot to another node")
     if isinstance(error, OutOfMemoryError):
         return TierError(f"Redis at {place} has reached its maxmemory and evicts nothing: see docs/redis.md")
     if isinstance(error, AuthenticationError):
@@ -59,14 +58,14 @@ def translated(error: Exception, place: str) -> TierError:
     if "DB index" in text:
         return TierSetupError(f"Redis at {place} has no such database: lower the number in the URL ({text})")
     if _CLUSTER_OFF in text:
-        return TierSetupError(f"Redis at {place} is no cluster: use redis:// in the URL")
+        return TierSetupError(f"Redis at {place} is not a cluster: use redis:// in the URL")
     if isinstance(error, ReadOnlyError):
         return TierError(f"Redis at {place} is a read-only replica: name its master, or use redis-sentinel://")
     if "Timeout connecting" in text:
         return TierError(
             f"Redis at {place} does not answer: is it there, and with or without TLS as the URL says? ({text})"
         )
-    return TierError(f"Redis at {place} does not work: {text}")
+    return TierError(f"Redis at {place} failed: {text}")
 
 
 class Node:
@@ -96,14 +95,13 @@ class Node:
                 f"all {self._connections} connections to Redis at {self.place} are in use: raise their number"
             )
         try:
-            connection = self._take()
+            connection, is_sound = self._take(), False
             try:
                 connection.connect()
                 yield connection
-            except BaseException:
-                self._put_back(connection, is_sound=False)
-                raise
-            self._put_back(connection, is_sound=True)
+                is_sound = True
+            finally:
+                self._put_back(connection, is_sound=is_sound)
         except (RedisError, OSError) as error:
             raise translated(error, self.place) from error
         finally:
@@ -137,8 +135,11 @@ class Node:
             connection.close()
 
 
-class Nodes(ABC):
-    """Map of keys to servers. Thread-safe; every method may ask the servers, and raise ``TierError``."""
+class Nodes:
+    """Map of keys to servers. Thread-safe; every method may ask the servers, and raise ``TierError``.
+
+    This base class is for one server, at a fixed address.
+    """
 
     def __init__(self, target: RedisTarget) -> None:
         self._target = target
@@ -146,15 +147,15 @@ class Nodes(ABC):
         self._known: dict[Address, Node] = {}
         self._is_closed = False
 
-    @abstractmethod
-    def node_of(self, tag: bytes) -> Node:
+    def node_of(self, tag: bytes) -> Node:  # noqa: ARG002 - it has everything
         """Return the server that has the keys with this hash tag."""
+        return self._node(self._target.addresses[0])
 
     def masters(self) -> list[Node]:
-        """Return all servers that have keys; by default, the one that has all of them."""
+        """Return all servers that have keys."""
         return [self.node_of(b"")]
 
-    def forget(self, failed: Node | None = None) -> None:  # noqa: B027 - a single server is always where it is
+    def forget(self, failed: Node | None = None) -> None:
         """Look up the servers again next time, because one failed, or did not have the expected keys."""
 
     def close(self) -> None:
@@ -173,14 +174,6 @@ class Nodes(ABC):
             if node is None:
                 node = self._known[address] = Node(self._target, address)
             return node
-
-
-class SingleNode(Nodes):
-    """One server, at a fixed address."""
-
-    def node_of(self, tag: bytes) -> Node:  # noqa: ARG002 - it has everything
-        """Return the server."""
-        return self._node(self._target.addresses[0])
 
 
 class SentinelNodes(Nodes):
@@ -285,7 +278,7 @@ def _num_slots(first: int, last: int) -> int:
 def open_nodes(target: RedisTarget) -> Nodes:
     """Return the servers of a target. Asks none of them."""
     kinds: dict[Deployment, type[Nodes]] = {
-        Deployment.SINGLE: SingleNode,
+        Deployment.SINGLE: Nodes,
         Deployment.SENTINEL: SentinelNodes,
         Deployment.CLUSTER: ClusterNodes,
     }

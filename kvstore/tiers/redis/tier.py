@@ -32,8 +32,7 @@ from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.tiers.base import Tier, TierCounters, TierSetup, Transfer, payload_view
 from kvstore.tiers.redis.calls import Calls, Question
-from kvstore.tiers.redis.chunk import ChunkIO, Home, exists_command
-from kvstore.tiers.redis.coded import CodedIO
+from kvstore.tiers.redis.chunk import ChunkIO, CodedIO, Home, exists_command
 from kvstore.tiers.redis.connection import Reply, checked, pack
 from kvstore.tiers.redis.nodes import SlotMovingError, open_nodes
 from kvstore.tiers.redis.trails import TrailSets
@@ -134,7 +133,7 @@ class RedisTier(Tier):
                     )
                     return [answer == 1 for answer in answers]
             if refs:
-                raise self._restless()
+                raise self._unstable_epoch()
             return []
 
     @property
@@ -147,12 +146,12 @@ class RedisTier(Tier):
         with self._operation():
             for _ in range(_LOOKS):
                 home = self._known_home()
-                errand, near = self._trails.look(home, trails)
-                answers = self._ask_in(home, errand.questions) if errand.questions else []
+                exchange, near = self._trails.look(home, trails)
+                answers = self._ask_in(home, exchange.questions) if exchange.questions else []
                 if answers is not None:
-                    errand.take(answers)
+                    exchange.take(answers)
                     return self._trails.name(home, trails, near)
-            raise self._restless()
+            raise self._unstable_epoch()
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read chunks into their buffers, one after the other; call from several threads to overlap them.
@@ -251,10 +250,10 @@ class RedisTier(Tier):
             if epoch == known.epoch:
                 return known
             self._enter(Home(known.namespace_id, epoch), instead_of=known)
-        raise self._restless()
+        raise self._unstable_epoch()
 
-    def _restless(self) -> TierError:
-        return TierError(f"Redis at {self._target} names another epoch at each of {_LOOKS} looks")
+    def _unstable_epoch(self) -> TierError:
+        return TierError(f"Redis at {self._target} returned another epoch in each of {_LOOKS} reads")
 
     def _renew(self, home: Home) -> Home:
         """Begin a new epoch of a namespace, and enter it if this tier is in the old one."""
@@ -309,13 +308,13 @@ class RedisTier(Tier):
             stored = self._calls.at(home.tag(ref), lambda connection: self._io.store(connection, home, chunk))
         if not isinstance(stored, int):
             return (Outcome.FULL, 0) if isinstance(stored, OutOfMemoryError) else _FAILED
-        errand = self._trails.tell(home, ref, transfer.trail)
-        answers = self._ask_in(home, errand.questions)
+        exchange = self._trails.tell(home, ref, transfer.trail)
+        answers = self._ask_in(home, exchange.questions)
         if answers is None or self._home != home:
             self._remove(home, [ref])
             self._calls.ask_all(self._trails.taken_back(home, ref, transfer.trail).questions)
             return _FAILED
-        errand.take(answers)
+        exchange.take(answers)
         return Outcome.STORED, stored
 
     def _remove(self, home: Home, refs: Sequence[ChunkRef]) -> None:

@@ -47,7 +47,7 @@ CHECKED: Final = 16  # doubts in one call; a put waits for so many, because in a
 _DOUBTS: Final = SETS  # number of the doubts among the numbers of sets
 _MAX_DOUBTS: Final = 256
 _MAX_NAMED: Final = 4096
-_COMPLAIN_EVERY_S: Final = 3600.0
+_LOG_EVERY_S: Final = 3600.0
 _LAST_KEY: Final = b"\xff" * PREFIX_KEY_BYTES
 
 
@@ -59,7 +59,7 @@ class _Doubt(Enum):
     BACK = "put it back"
 
 
-class Errand:
+class Exchange:
     """Questions that are sent with others, and handlers of the answers."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class TrailSets:
     def __init__(self, layout: KVLayout, ttl_s: int | None) -> None:
         self._blocks_per_chunk = layout.blocks_per_chunk
         self._ttl_s = ttl_s
-        self._throttle = Throttle(logger, _COMPLAIN_EVERY_S)
+        self._throttle = Throttle(logger, _LOG_EVERY_S)
         self._lock = threading.Lock()  # guards the fields below
         self._known = _Known(Home(b""))
         self._rests_until_s: dict[int, float] = {}  # by the number of a set, or _DOUBTS
@@ -110,19 +110,19 @@ class TrailSets:
         """True if no set has failed in the last ``REST_S``."""
         return not any(map(self._rests, range(SETS)))
 
-    def look(self, home: Home, trails: Sequence[bytes]) -> tuple[Errand, list[list[Reply]]]:
-        """Ask for the neighbours of trails. The second value is filled with them when the errand takes the answers."""
-        errand = Errand()
+    def look(self, home: Home, trails: Sequence[bytes]) -> tuple[Exchange, list[list[Reply]]]:
+        """Ask for the neighbours of trails. The second value is filled with them when the answers are taken."""
+        exchange = Exchange()
         near: list[list[Reply]] = [[] for _ in trails]
         numbers = map(_set_of, trails)
         asked = [item for item in zip(numbers, trails, near, strict=True) if self._is_trail(item[1])]
         if asked:
-            self._settle(errand, home)  # first, or evicted chunks hide existing ones
+            self._settle(exchange, home)  # first, or evicted chunks hide existing ones
         for number, trail, found in asked:
             for command in () if self._rests(number) else _neighbours(home.trails_key(number), trail):
                 take = partial(self._of_set, number, partial(_take_near, found))
-                errand.add((home.trails_tag(number), [command]), take)
-        return errand, near
+                exchange.add((home.trails_tag(number), [command]), take)
+        return exchange, near
 
     def name(self, home: Home, trails: Sequence[bytes], near: Sequence[Iterable[Reply]]) -> list[tuple[bytes, ...]]:
         """Return the answers to ``Tier.nearest``, given the neighbours of trails."""
@@ -135,11 +135,11 @@ class TrailSets:
                 remembered.popitem(last=False)
         return named
 
-    def tell(self, home: Home, ref: ChunkRef, trail: bytes) -> Errand:
+    def tell(self, home: Home, ref: ChunkRef, trail: bytes) -> Exchange:
         """Write the trail of a chunk that was stored, and check those of others."""
-        errand, number = Errand(), _set_of(trail)
+        exchange, number = Exchange(), _set_of(trail)
         if not self._is_trail(trail) or not is_trail_of(trail, ref) or self._rests(number):
-            return errand
+            return exchange
         tag, key = home.trails_tag(number), home.trails_key(number)
         with self._lock:
             known = self._at(home)
@@ -149,21 +149,21 @@ class TrailSets:
             size, num_doubts = known.sizes[number], len(known.doubts)
         expiry = [pack("EXPIRE", key, self._ttl_s)] if self._ttl_s else []
         add = [_add(home, trail), *expiry, pack("ZCARD", key)]
-        errand.add((tag, add), partial(self._of_set, number, partial(self._take_size, home, number)))
+        exchange.add((tag, add), partial(self._of_set, number, partial(self._take_size, home, number)))
         if picks:
             first = secrets.randbelow(max(1, size))
             picked = pack("ZRANGE", key, first, first + PICKED - 1)
-            errand.add((tag, [picked]), partial(self._of_set, number, partial(self._take_picked, home)))
+            exchange.add((tag, [picked]), partial(self._of_set, number, partial(self._take_picked, home)))
         if num_doubts >= CHECKED:
-            self._settle(errand, home)
-        return errand
+            self._settle(exchange, home)
+        return exchange
 
-    def taken_back(self, home: Home, ref: ChunkRef, trail: bytes) -> Errand:
+    def taken_back(self, home: Home, ref: ChunkRef, trail: bytes) -> Exchange:
         """Remove the trail of a chunk whose epoch ended before its ``put``."""
-        errand = Errand()
+        exchange = Exchange()
         if self._is_trail(trail) and is_trail_of(trail, ref):
-            self._take_out(errand, home, trail)
-        return errand
+            self._take_out(exchange, home, trail)
+        return exchange
 
     def note_missing(self, home: Home, refs: Iterable[ChunkRef]) -> None:
         """Note missing chunks; the trails of those that were named become doubtful."""
@@ -172,8 +172,8 @@ class TrailSets:
             gone = [known.named.pop(ref) for ref in refs if ref in known.named] if known.named else []
         self._doubt(home, gone, _Doubt.UNSURE)
 
-    def _settle(self, errand: Errand, home: Home) -> None:
-        """Add the next steps of the oldest doubts to an errand."""
+    def _settle(self, exchange: Exchange, home: Home) -> None:
+        """Add the next steps of the oldest doubts to an exchange."""
         if self._rests(_DOUBTS):
             return
         with self._lock:
@@ -182,24 +182,28 @@ class TrailSets:
         for trail, doubt in taken:
             number = _set_of(trail)
             if doubt is _Doubt.BACK:
-                errand.add((home.trails_tag(number), [_add(home, trail)]), partial(self._of_set, number, _take_nothing))
+                exchange.add(
+                    (home.trails_tag(number), [_add(home, trail)]), partial(self._of_set, number, _take_nothing)
+                )
                 continue
             if doubt is _Doubt.GONE:
-                self._take_out(errand, home, trail)
+                self._take_out(exchange, home, trail)
             tag = home.tag(chunk_of(trail))
-            errand.add((tag, [exists_command(tag)]), partial(self._take_doubt, home, trail, doubt))
+            exchange.add((tag, [exists_command(tag)]), partial(self._take_doubt, home, trail, doubt))
 
-    def _take_out(self, errand: Errand, home: Home, trail: bytes) -> None:
+    def _take_out(self, exchange: Exchange, home: Home, trail: bytes) -> None:
         number = _set_of(trail)
         command = pack("ZREM", home.trails_key(number), trail)
-        errand.add((home.trails_tag(number), [command]), partial(self._of_set, number, _take_nothing))
+        exchange.add((home.trails_tag(number), [command]), partial(self._of_set, number, _take_nothing))
 
     def _of_set(self, number: int, take: Callable[[Reply], None], answer: Reply | TierError) -> None:
         """Handle the answer of a set, which rests for a while after an error."""
         if not isinstance(answer, TierError):
             take(answer)
         elif self._rest(number, answer):
-            self._throttle.log("trails", "Redis tells nothing about parts of chunks, which costs hits: %s", answer)
+            self._throttle.log(
+                "trails", "Redis does not answer queries for parts of chunks, which costs hits: %s", answer
+            )
 
     def _rest(self, number: int, error: TierError) -> bool:
         """Let a set, or the doubts, rest for ``REST_S`` after an error, unless it is short; True if they rest."""

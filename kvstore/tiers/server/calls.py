@@ -12,7 +12,7 @@ from kvstore.model.chunks import ChunkRef, Outcome, is_trail_of
 from kvstore.model.errors import TierError
 from kvstore.model.keys import PREFIX_KEY_BYTES
 from kvstore.protocol import messages
-from kvstore.protocol.outcomes import outcome_of
+from kvstore.protocol.messages import outcome_of
 from kvstore.tiers.base import MAX_NEAREST
 from kvstore.tiers.server.connection import ServerConnection
 

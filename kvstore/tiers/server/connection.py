@@ -20,10 +20,9 @@ from kvstore.model.chunks import ByteArray
 from kvstore.model.errors import ProtocolError, TierError, TierSetupError
 from kvstore.model.keys import Namespace
 from kvstore.protocol import messages
-from kvstore.protocol.geometry import Geometry
 from kvstore.protocol.loopback import buffer_bytes
 from kvstore.protocol.messages import Refusal
-from kvstore.protocol.pieces import Placing
+from kvstore.protocol.payload import Geometry, Placing
 from kvstore.tiers.server.hold import Hold
 from kvstore.tiers.server.url import ServerTarget
 
@@ -178,7 +177,7 @@ class ServerConnection:
         """
         if self._socket.poll(0, zmq.POLLIN):
             answer = self.receive()
-            raise TierError(f"the cache server answered {answer.serial}, which was not asked")
+            raise TierError(f"the cache server answered {answer.serial}, which is the serial of no request")
 
     def receive(self) -> messages.Answer:
         """Wait for the next answer.
@@ -234,7 +233,7 @@ class ServerConnection:
     def _wait_until_writable(self) -> None:
         self._poller.modify(self._socket, zmq.POLLOUT)
         try:
-            self._wait(f"the cache server at {self._target.address} does not take a request")
+            self._wait(f"the cache server at {self._target.address} does not accept a request")
         finally:
             self._poller.modify(self._socket, zmq.POLLIN)
 
@@ -245,7 +244,7 @@ class ServerConnection:
             if any(source is self._socket for source, _ in ready):
                 return
             if ready:
-                raise TierError(f"the cache server at {self._target.address} has gone")
+                raise TierError(f"the cache server at {self._target.address} has ended")
             if time.monotonic() >= deadline_s:
                 raise TierError(failure)
 

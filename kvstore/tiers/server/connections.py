@@ -15,10 +15,10 @@ from kvstore.model.errors import ClosedError, TierError
 from kvstore.model.keys import Namespace
 from kvstore.protocol import messages
 from kvstore.protocol.contexts import close_context, open_context
-from kvstore.protocol.geometry import Geometry
+from kvstore.protocol.payload import Geometry
 from kvstore.tiers.server.connection import NoSessionError, ServerConnection, is_known
+from kvstore.tiers.server.hold import Hold, Watcher
 from kvstore.tiers.server.url import ServerTarget
-from kvstore.tiers.server.watcher import Watcher
 
 _CLOSE_WAIT_S = 2.0
 Result = TypeVar("Result")
@@ -93,12 +93,12 @@ class ServerConnections:
         if self._is_closed:
             raise ClosedError("the server tier was closed")
 
-    def move(self, namespace: Namespace, farewell: Callable[[ServerConnection], object]) -> None:
-        """Use another namespace for new connections, then call ``farewell`` with one for the former namespace.
+    def move(self, namespace: Namespace, last_action: Callable[[ServerConnection], object]) -> None:
+        """Use another namespace for new connections, then call ``last_action`` with one for the former namespace.
 
         Raises:
             ClosedError: after ``close``.
-            TierError: the server cannot be reached, all connections are in use for too long, or ``farewell`` failed.
+            TierError: the server cannot be reached, all connections are in use for too long, or ``last_action`` failed.
         """
         self.require_open()
         with self._changed:
@@ -109,7 +109,7 @@ class ServerConnections:
         with self._turn():
             connection = self._connect(former)
             try:
-                farewell(connection)
+                last_action(connection)
             finally:
                 connection.close()
 
@@ -141,12 +141,12 @@ class ServerConnections:
 
     def _act_once(self, action: Callable[[ServerConnection], Result]) -> tuple[ServerConnection, Result]:
         connection = self._take()
-        try:
-            return connection, action(connection)
-        except BaseException:
-            connection.close()
-            self._hang_up_idle()  # the others have probably also failed
-            raise
+        with ExitStack() as failed:
+            failed.callback(self._hang_up_idle)  # the others have probably also failed
+            failed.callback(connection.close)
+            result = action(connection)
+            failed.pop_all()
+        return connection, result
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -190,18 +190,20 @@ class ServerConnections:
 
     def _connect(self, namespace: Namespace) -> ServerConnection:
         connection = ServerConnection(self._context, self._target)
-        try:
+        with ExitStack() as failed:
+            failed.callback(connection.close)
             connection.hello(namespace, self._geometry)
             if connection.hold is not None:
-                self._watcher.watch(connection.hold)
-        except OSError as error:
-            connection.close()
-            raise TierError(f"the cache server at {self._target.address} cannot be watched: {error}") from error
-        except BaseException:
-            connection.close()
-            raise
+                self._watch(connection.hold)
+            failed.pop_all()
         self._version = connection.version
         return connection
+
+    def _watch(self, hold: Hold) -> None:
+        try:
+            self._watcher.watch(hold)
+        except OSError as error:
+            raise TierError(f"the cache server at {self._target.address} cannot be watched: {error}") from error
 
     def _give(self, connection: ServerConnection) -> None:
         with self._changed:

@@ -18,9 +18,8 @@ from kvstore.memory.mapped import map_bytes, populate_read
 from kvstore.model.chunks import ByteArray, Outcome
 from kvstore.model.errors import ClosedError, ProtocolError, TierError
 from kvstore.protocol import messages
-from kvstore.protocol.outcomes import number_of
-from kvstore.protocol.pieces import checksum, scatter
-from kvstore.protocol.runs import extents
+from kvstore.protocol.messages import number_of
+from kvstore.protocol.payload import checksum, extents, scatter
 from kvstore.tiers.server.connection import ServerConnection
 
 Ranges: TypeAlias = Sequence[tuple[int, int]]
@@ -204,7 +203,7 @@ def _receive(
             request = next(requests, None)
         answer, is_sound = connection.receive_into(lambda data: under_way.get(data.serial))
         if under_way.pop(answer.serial, None) is None:
-            raise TierError(f"the cache server answered {answer.serial}, which was not asked")
+            raise TierError(f"the cache server answered {answer.serial}, which is the serial of no request")
         is_whole = is_whole and is_sound
     return is_whole
 
@@ -251,6 +250,6 @@ class PieceSender:
         answer = self._connection.receive()
         number = self._under_way.pop(answer.serial, None)
         if number is None or not isinstance(answer, messages.Done):
-            raise TierError(f"the cache server answered {answer.serial}, which was not asked")
+            raise TierError(f"the cache server answered {answer.serial}, which is the serial of no request")
         if answer.outcomes != bytes([number_of(Outcome.STORED)]):
             self._failed.add(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,25 +58,22 @@ class Operator:
 
     def __init__(self, target: ServerTarget) -> None:
         self._context = open_context()
-        try:
+        with ExitStack() as failed:
+            failed.callback(close_context, self._context)
             self._connection = ServerConnection(self._context, target)
-        except BaseException:
-            close_context(self._context)
-            raise
+            failed.pop_all()
 
     def ping(self) -> str:
         """Return ``ok``, or ``closing``."""
-        return str(self._ask(messages.Ping(self._connection.new_serial()))["status"])
+        return str(self._ask(messages.Ping)["status"])
 
     def stats(self) -> dict[str, Any]:
         """Return all counters; ``docs/server.md`` has their names."""
-        return self._ask(messages.Stats(self._connection.new_serial()))
+        return self._ask(messages.Stats)
 
     def clear(self, namespace_id: str = "") -> int:
         """Remove the chunks of one namespace or all; returns their number."""
-        return int(
-            self._ask(messages.ClearSpaces(self._connection.new_serial(), bytes.fromhex(namespace_id)))["chunks"]
-        )
+        return int(self._ask(messages.ClearSpaces, bytes.fromhex(namespace_id))["chunks"])
 
     def pin(self, found: Found, *, is_wanted: bool, seconds: int = 0) -> int:
         """Pin the chunks found of a prompt, or unpin them; returns their number.
@@ -83,18 +81,15 @@ class Operator:
         A pin ends after ``seconds``, at most the server's longest time, which is also the meaning of 0.
         """
         packed = messages.pack_refs(found.refs[: messages.MAX_REFS])
-        request = messages.Pin(self._connection.new_serial(), bytes.fromhex(found.space_id), packed, is_wanted, seconds)
-        return int(self._ask(request)["chunks"])
+        return int(self._ask(messages.Pin, bytes.fromhex(found.space_id), packed, is_wanted, seconds)["chunks"])
 
     def pins(self) -> dict[str, Any]:
         """Return the pinned chunks: ``pins``, a list by end of the pin, and the number that are ``left_out``."""
-        return self._ask(messages.Pins(self._connection.new_serial()))
+        return self._ask(messages.Pins)
 
     def unpin(self, namespace_id: str = "") -> int:
         """Unpin all chunks of one namespace or all; returns the number that were pinned."""
-        return int(
-            self._ask(messages.UnpinSpaces(self._connection.new_serial(), bytes.fromhex(namespace_id)))["chunks"]
-        )
+        return int(self._ask(messages.UnpinSpaces, bytes.fromhex(namespace_id))["chunks"])
 
     def find(self, tokens: Sequence[int], extras: KeyExtras, model: str = "") -> list[Found]:
         """Return the chunks of a prompt found in each namespace, or only in those of a model."""
@@ -144,10 +139,10 @@ class Operator:
         return ends, max(reversed(there), key=lambda near: near.num_blocks, default=None)
 
     def _report(self, space_id: str, refs: Sequence[ChunkRef]) -> dict[str, Any]:
-        packed = messages.pack_refs(refs)
-        return self._ask(messages.Explain(self._connection.new_serial(), bytes.fromhex(space_id), packed))
+        return self._ask(messages.Explain, bytes.fromhex(space_id), messages.pack_refs(refs))
 
-    def _ask(self, request: messages.Request) -> dict[str, Any]:
+    def _ask(self, kind: type[messages.Request], *fields: object) -> dict[str, Any]:
+        request = kind(self._connection.new_serial(), *fields)
         try:
             tree = json.loads(self._connection.ask(request, messages.Report).body)
         except ValueError as error:

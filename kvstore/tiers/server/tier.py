@@ -27,8 +27,8 @@ from kvstore.model.keys import PREFIX_KEY_BYTES, Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.model.throttle import Throttle
 from kvstore.protocol import messages
-from kvstore.protocol.geometry import Geometry
-from kvstore.protocol.outcomes import outcome_of
+from kvstore.protocol.messages import outcome_of
+from kvstore.protocol.payload import Geometry
 from kvstore.tiers.base import (
     MAX_LENT,
     Loan,

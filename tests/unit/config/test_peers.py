@@ -79,7 +79,7 @@ class TestLMCachesFiles:
         assert loaded.config.max_local_cpu_size == 5.0
         assert loaded.origins["max_local_cpu_size"] == "default"
         assert loaded.warnings == (
-            f"file {file}, line 1: max_local_cpu_size: 5.0 GiB instead of 0: KV that is handed over passes through it",
+            f"file {file}, line 1: max_local_cpu_size: 5.0 GiB instead of 0: hand-overs need it",
         )
         with pytest.raises(ConfigError, match="must be greater than 0"):
             load(max_local_cpu_size=0)

@@ -17,8 +17,8 @@ from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES, Rig
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover
 from kvstore.handover import sender as sender_module
 from kvstore.handover import tcp
-from kvstore.handover.ledger import PushJob
 from kvstore.handover.pusher import PushCounters, Pusher
+from kvstore.handover.tracker import PushJob
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import TierError
@@ -97,7 +97,7 @@ def test_a_chunk_that_is_wanted_no_longer(pusher: Pusher, listener: Listener) ->
     pusher.begin([(HERE, [job()])]).finish(trusted=True)
     assert pusher.flush(10)
     step = pusher.begin([(HERE, [job(16), job(32)])])
-    pusher.ledger.settle(job(8), has_arrived=False)
+    pusher.tracker.settle(job(8), has_arrived=False)
     assert listener.is_heard()
     step.finish(trusted=True)
     assert pusher.flush(10)

@@ -11,8 +11,8 @@ from support.late_bench import FULL, LAYERS, Bench, blocks_of, ref_of
 from support.late_device import Failure
 from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES
 
-from kvstore.handover.ledger import PushJob
 from kvstore.handover.pusher import PushCounters, Pusher
+from kvstore.handover.tracker import PushJob
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.model.chunks import Outcome
 from kvstore.paged.streams import Direction
@@ -129,7 +129,7 @@ def test_a_buffer_is_not_let_go_while_a_copy_that_nobody_waits_for_is_under_way(
     assert pusher.flush(HANG_GUARD_S)
     copies = bench.paged.streams.copying[Direction.OUT]  # type: ignore[attr-defined]
     under_way = [copies.launched - copies.done]
-    monkeypatch.setattr(pusher._pool, "close", lambda: under_way.append(copies.launched - copies.done))
+    monkeypatch.setattr(pusher.pool, "close", lambda: under_way.append(copies.launched - copies.done))
     pusher.close(HANG_GUARD_S)
     assert under_way[0] > 0
     assert under_way[1] == 0

@@ -13,12 +13,11 @@ import pytest
 import torch
 from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES, Rig
 
-from kvstore.handover.ledger import PushJob
 from kvstore.handover.pusher import STALL_S, PushCounters, Pusher, StepPush, _Room
 from kvstore.handover.sender import Delivery, Sender
+from kvstore.handover.tracker import PushJob
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.memory import slabs
-from kvstore.memory.slabs import SlabPool
 from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.model.errors import TierError
 from kvstore.paged.streams import Streams
@@ -209,17 +208,16 @@ def test_a_step_waits_once_for_room_however_many_chunks_lack_it(
 
 
 def test_a_step_whose_room_comes_slowly_does_not_wait_as_long_for_each_chunk(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    open_pusher: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits = Waits(monkeypatch, STALL_S / 2, STALL_S / 4, STALL_S / 2, STALL_S / 2)
+    waits, pusher = Waits(monkeypatch, STALL_S / 2, STALL_S / 4, STALL_S / 2, STALL_S / 2), open_pusher(slots=1)
     monkeypatch.setattr(StepPush, "_start", lambda *_: None)  # the slots are not returned
     refused: list[PushJob] = []
-    room, pool = _Room(1), SlabPool(1, SLOT_BYTES)
-    assert room.take(1) == [0]
-    step = StepPush(rig.paged, room, pool, refused.append, refused.append, forgo=refused.extend)
+    monkeypatch.setattr(pusher, "refuse", refused.append)
+    assert pusher.room.take(1) == [0]
+    step = StepPush(pusher)
     step.add([job(number) for number in range(5)], cast("Sender", None))
     step.finish(trusted=True)
-    pool.close()
     assert waits.seconds == [STALL_S / 2, STALL_S / 4, STALL_S / 4]
     assert [one.ref for one in refused] == [job(number).ref for number in (2, 3, 4)]
 
@@ -276,14 +274,14 @@ def test_a_defect_of_a_transport_costs_its_own_deliveries_only(
         inboxes[HERE].error, inboxes[HERE].has_lost_count = error, has_lost_count
         pusher.begin([(HERE, [job(0)]), (THERE, [job(1)])]).finish(trusted=True)
         assert pusher.flush(10)
-        assert len(pusher._room._free) == 2
+        assert len(pusher.room._free) == 2
         assert (pusher.counters.failed, pusher.counters.sent) == (min(number + 1, 2), number + 1 + number // 2)
         pusher._senders[HERE]._broken_until_s = 0.0
     assert [record.message for record in caplog.records if record.exc_info] == [
-        "handing KV over to here:1 failed unexpectedly",
-        "disconnecting from here:1 failed unexpectedly",
+        "a defect: handing KV over to here:1 has failed",
+        "a defect: disconnecting from here:1 has failed",
     ]
-    assert "0 outcomes of 1 chunks" in caplog.text
+    assert "0 outcomes for 1 chunks" in caplog.text
 
 
 def test_close_is_bounded_and_leaves_no_thread(inboxes: dict[Receiver, Inbox], open_pusher: Open) -> None:

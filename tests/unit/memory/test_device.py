@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from kvstore.memory.device import DeviceSlots
+from kvstore.memory.slabs import DeviceSlots
 from kvstore.model.errors import ConfigError
 from kvstore.paged.streams import Streams
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.late_device import LateDevice, LateStreams
 
-from kvstore.memory.labelled import LabelledPool
-from kvstore.memory.slabs import SlabPool
+from kvstore.memory.slabs import LabelledPool, SlabPool
 from kvstore.model.chunks import ChunkRef
 
 if TYPE_CHECKING:

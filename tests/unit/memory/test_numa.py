@@ -11,9 +11,8 @@ import pytest
 import torch
 from support.fake_cuda import FakeCuda
 
-from kvstore.memory import numa, slabs
-from kvstore.memory.mapped import map_bytes
-from kvstore.memory.numa import node_near, node_of, prefer_node
+from kvstore.memory import mapped, slabs
+from kvstore.memory.mapped import map_bytes, node_near, node_of, prefer_node
 from kvstore.memory.slabs import SlabPool
 
 ADDRESS = "0000:3b:00.0"  # of the second device of the fake CUDA
@@ -40,12 +39,12 @@ def test_the_node_of_a_device(tmp_path: Path, nodes: int, said: str, node: int |
 
 def test_the_node_near_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = sysfs(tmp_path, 2, "1")
-    monkeypatch.setattr(numa, "find_runtime", FakeCuda().runtime)
+    monkeypatch.setattr(mapped, "find_runtime", FakeCuda().runtime)
     assert node_near(torch.device("cuda", 1), root) == 1
     assert node_near(torch.device("cuda", 0), root) is None
     assert node_near(torch.device("cuda", 2), root) is None  # there is no such device
     assert node_near(torch.device("cpu"), root) is None
-    monkeypatch.setattr(numa, "find_runtime", lambda: None)
+    monkeypatch.setattr(mapped, "find_runtime", lambda: None)
     assert node_near(torch.device("cuda", 1), root) is None
 
 
@@ -97,7 +96,7 @@ def test_a_pool_is_near_its_device_before_its_pages_are_touched(monkeypatch: pyt
     order: list[object] = []
 
     class Pinner:
-        goes_beside_captures = True
+        is_safe_during_captures = True
 
         def pin(self, address: int, num_bytes: int) -> None:
             order.append("pin")

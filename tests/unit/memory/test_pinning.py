@@ -9,8 +9,7 @@ import pytest
 import torch
 from support.fake_cuda import GLOBAL, OUT_OF_MEMORY, UNSUPPORTED, FakeCuda
 
-from kvstore.memory.cudart import find_runtime
-from kvstore.memory.pinning import CudaPinner, Refusal, find_pinner
+from kvstore.memory.pinning import CudaPinner, Refusal, find_pinner, find_runtime
 
 GPU = torch.device("cuda", 0)
 
@@ -29,7 +28,7 @@ def test_a_cpu_needs_no_pinned_memory() -> None:
 @pytest.mark.parametrize("hangs", [False, True])
 def test_memory_is_pinned_beside_a_capture_and_leaves_it_whole(cuda: FakeCuda, hangs: bool) -> None:
     pinner = CudaPinner(GPU, cuda.runtime())
-    assert pinner.goes_beside_captures
+    assert pinner.is_safe_during_captures
     cuda.capturing, cuda.hangs = True, hangs
     assert pinner.pin(4096, 8192) is None
     assert cuda.registered == {4096: 8192}
@@ -40,7 +39,7 @@ def test_memory_is_pinned_beside_a_capture_and_leaves_it_whole(cuda: FakeCuda, h
 
 def test_without_the_runtime_a_capture_is_in_the_way(cuda: FakeCuda) -> None:
     pinner = CudaPinner(GPU, None)
-    assert not pinner.goes_beside_captures
+    assert not pinner.is_safe_during_captures
     cuda.capturing = True
     assert pinner.pin(4096, 8192) == Refusal("cudaHostRegister returned error 900", may_pass=True)
     cuda.end_capture()

@@ -31,7 +31,7 @@ BEHIND = replace(IN_BACKGROUND, piece_bytes=4096, pause_s=0.0, retry_s=0.001)
 class FakePinner:
     """Pinner that records calls, refuses from a given call on, and waits before each piece until it is released."""
 
-    goes_beside_captures = True
+    is_safe_during_captures = True
 
     def __init__(self, refuse_from: int = 100_000, refusal: Refusal = FULL) -> None:
         self.pinned: dict[int, int] = {}
@@ -152,7 +152,7 @@ def test_a_worker_pins_its_pool_before_it_registers(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_start_tells_once_how_far_it_is(lines: list[str]) -> None:
-    pool = SlabPool(6, 4096, pinner=FakePinner(), pace=replace(START, threads=1, told_after_s=0.0))
+    pool = SlabPool(6, 4096, pinner=FakePinner(), pace=replace(START, threads=1, logged_after_s=0.0))
     assert [line.split(" GiB")[0] for line in lines] == ["pinning 0.00", "pinned 0.00"]
     pool.close()
 

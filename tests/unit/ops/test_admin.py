@@ -84,7 +84,7 @@ def test_the_configuration_without_secrets(client: httpx.Client) -> None:
 def test_health(vllm: FakeVllm, client: httpx.Client) -> None:
     health = client.get("/health").raise_for_status().json()
     assert health == {"status": "ok", "enabled": True, "connected": True, "tiers": {"memory": "ok", "remote": "ok"}}
-    vllm.scheduler._accounts._tally.show("breaker_state|remote", 2)
+    vllm.scheduler._stats._tally.show("breaker_state|remote", 2)
     vllm.scheduler.take_tally()
     health = client.get("/health").raise_for_status().json()
     assert health["status"] == "degraded"
@@ -94,7 +94,7 @@ def test_health(vllm: FakeVllm, client: httpx.Client) -> None:
 def test_a_probe_gets_another_status_while_it_is_degraded(vllm: FakeVllm, client: httpx.Client) -> None:
     """A person reads the answer, but a load balancer only its status."""
     assert client.get("/healthz").status_code == 200
-    vllm.scheduler._accounts._tally.show("breaker_state|remote", 2)
+    vllm.scheduler._stats._tally.show("breaker_state|remote", 2)
     vllm.scheduler.take_tally()
     probed = client.get("/healthz")
     assert probed.status_code == 503
@@ -262,7 +262,7 @@ class TestPins:
         assert code == 0
         assert re.fullmatch(rf"pin [0-9a-f]{{32}}: 3 chunks, ends in 86,\d+ s\n1 pins\n{ignored}\n", text)
         assert json.loads(run("pins", "--json")[1])["pins"][0]["chunks"] == 3
-        assert run("unpin") == (0, "accepted: it is done when the next request comes\n")
+        assert run("unpin") == (0, "accepted: it is done when the next request arrives\n")
         vllm.ask("other", PROMPT[:BLOCK])
         assert json.loads(run("pins", "--json")[1])["pins"] == []
         monkeypatch.setattr("kvstore.adapters.vllm.scheduler.operator._WAIT_S", 30.0)

@@ -10,7 +10,7 @@ import pytest
 from support.gate import HANG_GUARD_S, Gate
 from support.rig import Rig, tokens_of
 
-from kvstore.paged.copiers import Copiers, copy_threads
+from kvstore.paged.base import Copiers, copy_threads
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from kvstore.model.errors import ConfigError, DeviceFullError
 from kvstore.model.layout import KVLayout
 from kvstore.paged import device as device_module
 from kvstore.paged import places as places_module
-from kvstore.paged.base import find_planes
 from kvstore.paged.device import DevicePagedKV
+from kvstore.paged.planes import find_planes
 from kvstore.paged.streams import DeviceEvent, Direction, Streams
 from kvstore.transfer.mover import as_block_ids
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kvstore.model.layout import KVLayout
-from kvstore.paged.base import find_planes
 from kvstore.paged.binding import bind_groups
 from kvstore.paged.device import DevicePagedKV
 from kvstore.paged.footprint import STAGING_BYTES, WORKER_THREADS, device_bytes, table_bytes
+from kvstore.paged.planes import find_planes
 from kvstore.paged.streams import Streams
 from kvstore.transfer.hot import HotChunks
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.late_device import LateDevice, late_paged
 
-from kvstore.memory.device import DeviceSlots
+from kvstore.memory.slabs import DeviceSlots
 from kvstore.paged import device as device_module
 from kvstore.transfer.mover import as_block_ids
 

@@ -11,10 +11,11 @@ from support.late_device import LateDevice, LateStreams
 
 from kvstore.model.chunks import ByteArray
 from kvstore.model.errors import InvalidCallError, LayoutError
-from kvstore.paged.base import BlockIds, ChunkBlocks, find_planes
+from kvstore.paged.base import BlockIds, ChunkBlocks
 from kvstore.paged.binding import bind_groups, bind_paged_kv
 from kvstore.paged.device import DevicePagedKV
 from kvstore.paged.grouped import GroupedPagedKV, row_of, rows_of
+from kvstore.paged.planes import find_planes
 
 NUM_BLOCKS = 10
 CHUNK_TOKENS = 64

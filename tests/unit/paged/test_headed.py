@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from kvstore.model.chunks import ByteArray
 from kvstore.model.errors import LayoutError
 from kvstore.model.heads import Division, Part, heads_of, shards_with
-from kvstore.paged.base import LayerCache, PagedKV
+from kvstore.paged.base import PagedKV
 from kvstore.paged.binding import bind_paged_kv
-from kvstore.paged.headed import HeadedPages, find_heads
+from kvstore.paged.planes import HeadedPages, LayerCache, find_heads
 
 B, N, D, LAYERS, CHUNK_BLOCKS = 6, 5, 3, 2, 4
 SHARDS = (1, 2, 3, 4, 6, 8, 12, 16)

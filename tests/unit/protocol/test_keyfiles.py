@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.model.errors import ConfigError
-from kvstore.protocol.keyfiles import ListedKey, make_keys, read_list, read_public
-from kvstore.protocol.rights import EVERY_RIGHT, USUAL_RIGHTS, Right
+from kvstore.protocol.keyfiles import EVERY_RIGHT, USUAL_RIGHTS, ListedKey, Right, make_keys, read_list, read_public
 
 
 @pytest.fixture
@@ -36,13 +35,13 @@ def test_rights_and_tenant(file: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("rights: read, wirte", r":2: 'wirte' is no right: name some of read, write, clear, operate"),
-        ("rights:", r":2: '' is no right"),
+        ("rights: read, wirte", r":2: 'wirte' is not a right: choose from read, write, clear, operate"),
+        ("rights:", r":2: '' is not a right"),
         ("\nright: read", r":3: 'right: read' is neither"),
         ("rights: read\nrights: write", r":3: rights: is there twice"),
-        ("tenant: a b", r":2: 'a b' is no tenant"),
-        ("tenant: *", r":2: '\*' is no tenant"),
-        ("tenant:", r":2: '' is no tenant"),
+        ("tenant: a b", r":2: 'a b' is not a tenant's name"),
+        ("tenant: *", r":2: '\*' is not a tenant's name"),
+        ("tenant:", r":2: '' is not a tenant's name"),
         ("x" * 5000, "more than 4096 bytes"),
     ],
 )

@@ -10,10 +10,8 @@ from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import ProtocolError
 from kvstore.model.layout import KVLayout
 from kvstore.protocol import messages
-from kvstore.protocol.geometry import Geometry
-from kvstore.protocol.outcomes import number_of, outcome_of
-from kvstore.protocol.pieces import checksum
-from kvstore.protocol.runs import PAGE_BYTES, extents
+from kvstore.protocol.messages import number_of, outcome_of
+from kvstore.protocol.payload import PAGE_BYTES, Geometry, checksum, extents
 from kvstore.server.pool import FreePages
 
 REF = ChunkRef(bytes.fromhex("d0549f4f41c632608cec3efe897712b0"), 2)

@@ -15,10 +15,10 @@ from kvstore.model.errors import ProtocolError
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.protocol import messages
-from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.protocol.payload import PAGE_BYTES
+from kvstore.server.core import SLICE_S
 from kvstore.server.disk_tiers import DiskOptions
 from kvstore.server.pool import FreePages
-from kvstore.server.slices import SLICE_S
 from kvstore.server.spaces import Chunk, Space
 from kvstore.server.stock import Stock
 from kvstore.testing.harness import make_ref
@@ -321,7 +321,7 @@ def test_requests_that_take_long_are_bounded(desk: Desk) -> None:
     stocked(desk)
     for _ in range(16):
         desk.ask(messages.Remove(7, refs_of(*range(6))))
-    with pytest.raises(ProtocolError, match="16 requests at once"):
+    with pytest.raises(ProtocolError, match="16 slow requests"):
         desk.ask(messages.Remove(7, refs_of(*range(6))))
 
 

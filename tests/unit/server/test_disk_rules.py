@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import TierTimeoutError
 from kvstore.model.keys import EPOCH_FIELD, Namespace
 from kvstore.model.layout import KVLayout
-from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.protocol.payload import PAGE_BYTES
 from kvstore.server.disk import Disk
 from kvstore.server.disk_tiers import DiskOptions, OpenTier
 from kvstore.server.spaces import Chunk, Space
@@ -136,6 +137,18 @@ def test_a_buffer_that_a_hung_read_may_write_to_is_not_used_again(disk: Disk, mo
     assert not freed, "nor are the pages given away"
     pending.set_result(None)
     assert len(freed) == 2
+
+
+def test_an_error_that_nobody_foresaw_leaves_the_file_to_the_next(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    chunk = chunk_of(ONE)
+    assert written(disk, chunk, payload(1)) is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(tier_of(disk, chunk).tier, "put", Mock(side_effect=RuntimeError("a bug")))
+        assert written(disk, chunk, payload(1)) is None
+    assert "RuntimeError: a bug" in caplog.text
+    assert written(disk, chunk, payload(1)) is not None
 
 
 def test_chunks_of_past_epochs_are_not_found_at_start(tmp_path: Path) -> None:

@@ -95,13 +95,15 @@ def test_a_stranger_is_told_which_fields_differ_and_no_values(
 ) -> None:
     stranger = Namespace({**MINE.fields, **changed})
     with embedded() as server, client(server.url) as own, client(at_tcp(server), stranger) as other:
-        with pytest.raises(TierSetupError, match=rf"belongs to an engine with other KV: they differ in {named}$"):
+        with pytest.raises(
+            TierSetupError, match=rf"belongs to an engine with incompatible KV: they differ in {named}$"
+        ):
             other.check()
         with pytest.raises(TierSetupError):
             other.put([make_transfer(EVEN, make_ref(1))])
         assert not holds(own, 1)
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    refused = f"refused an engine whose KV cannot be used here: it differs in {named}"
+    refused = f"refused an engine with incompatible KV: it differs in {named}"
     assert warnings == [f"{refused}; further messages suppressed for 60 s"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.model.keys import Namespace
-from kvstore.server.holds import Holds
+from kvstore.server.pins import Holds
 from kvstore.server.spaces import Chunk, Space
 from kvstore.testing.harness import EVEN, make_ref
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from kvstore.server import intake
-from kvstore.server.intake import Intake
+from kvstore.server import connections
+from kvstore.server.connections import Intake
 
 
 class Router:
@@ -64,7 +64,7 @@ def test_a_message_of_few_frames_is_whole(count: int) -> None:
 
 
 def test_others_have_their_turn_while_frames_are_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "_SKIPPED_AT_ONCE", 100)
+    monkeypatch.setattr(connections, "_SKIPPED_AT_ONCE", 100)
     taking, router = intake_of(1_000, 2)
     taking.take()
     turns = []

@@ -24,10 +24,9 @@ from kvstore.model.errors import TierError
 from kvstore.model.layout import KVLayout
 from kvstore.model.throttle import Throttle
 from kvstore.protocol import messages
-from kvstore.protocol.geometry import Geometry
-from kvstore.protocol.outcomes import outcome_of
-from kvstore.protocol.pieces import checksum
-from kvstore.server import offers, payload, pulling
+from kvstore.protocol.messages import outcome_of
+from kvstore.protocol.payload import Geometry, checksum
+from kvstore.server import offers, payload
 from kvstore.testing.harness import MINE
 from kvstore.tiers.server import calls
 from kvstore.tiers.server.connection import ServerConnection
@@ -125,7 +124,7 @@ def test_what_was_damaged_on_its_way_is_not_found(
     assert (used_bytes(server), sending.exposed.read_bytes) == (0, 0)
     assert sending.deliver(1) == [STORED]  # in messages: a broken channel is not tried twice over one connection
     assert sending.exposed.read_bytes == 0
-    assert "failed to read, or what it read was damaged" in caplog.text
+    assert "a read has failed, or returned damaged bytes" in caplog.text
 
 
 def test_what_was_overwritten_before_it_was_read_is_not_found(server: ServerThread, sending: Sending) -> None:
@@ -162,7 +161,7 @@ class TestPagesOfAReadThatHangs:
 
     def test_it_is_given_up(self, server: ServerThread, sending: Sending, monkeypatch: pytest.MonkeyPatch) -> None:
         """The sender learns it in time to continue with messages; the pages stay."""
-        monkeypatch.setattr(pulling, "READ_S", 0.05)
+        monkeypatch.setattr(offers, "READ_S", 0.05)
         assert sending.deliver(1) == [FAILED]
         assert used_bytes(server) == LAYOUT.slot_bytes
         assert sending.deliver(2) == [STORED]
@@ -174,7 +173,7 @@ class TestPagesOfAReadThatHangs:
         self, server: ServerThread, sending: Sending, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Another connection may not read either, or each would keep more pages."""
-        monkeypatch.setattr(pulling, "READ_S", 0.05)
+        monkeypatch.setattr(offers, "READ_S", 0.05)
         assert sending.deliver(1) == [FAILED]
         num_held = len(reading_end().held)
         for number in (2, 3):
@@ -187,7 +186,7 @@ class TestPagesOfAReadThatHangs:
         self, server: ServerThread, sending: Sending, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """No more memory is attached until the hung read has ended."""
-        monkeypatch.setattr(pulling, "READ_S", 0.05)
+        monkeypatch.setattr(offers, "READ_S", 0.05)
         for number in (1, 2):
             with closing(Sending(server)) as hanging:
                 assert hanging.deliver(number) == [FAILED]
@@ -213,7 +212,7 @@ class TestPagesOfAReadThatHangs:
         self, server: ServerThread, sending: Sending, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Otherwise it would be disconnected for too many, and not continue with messages."""
-        monkeypatch.setattr(pulling, "READ_S", 0.05)
+        monkeypatch.setattr(offers, "READ_S", 0.05)
         monkeypatch.setattr(payload, "MAX_PIECES", 5)
         assert sending.deliver(1) == [FAILED]
         assert sending.deliver(2) == [STORED]
@@ -228,7 +227,7 @@ def test_a_channel_with_a_bug_does_not_stop_the_others(
     server: ServerThread, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     """Pages of a read that may have begun are kept."""
-    monkeypatch.setattr(pulling, "READ_S", 0.05)
+    monkeypatch.setattr(offers, "READ_S", 0.05)
     with monkeypatch.context() as patch:
         patch.setattr(HeldChannel, broken, Mock(side_effect=RuntimeError("a bug")))
         with closing(Sending(server)) as sending:
@@ -309,7 +308,7 @@ def test_a_server_without_a_channel_gets_messages(caplog: pytest.LogCaptureFixtu
         assert sending.deliver(1) == [STORED]
         assert sending.deliver(2) == [STORED]
         assert sending.exposed.read_bytes == 0
-    assert len([record for record in caplog.records if "KV goes over TCP" in record.message]) == 1
+    assert len([record for record in caplog.records if "KV is sent to a receiver over TCP" in record.message]) == 1
 
 
 def test_an_older_server_is_told_of_no_channel(server: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from support.divided import Worker
 from kvstore.model.heads import Part
 from kvstore.model.keys import Namespace
 from kvstore.protocol import messages
-from kvstore.protocol.geometry import Geometry
+from kvstore.protocol.payload import Geometry
 from kvstore.server.owner import Owner
 
 

@@ -9,7 +9,7 @@ from support.shop import whole
 
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
-from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.protocol.payload import PAGE_BYTES
 from kvstore.server.pool import FreePages
 from kvstore.server.spaces import Space
 from kvstore.server.stock import Stock

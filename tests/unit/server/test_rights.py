@@ -13,11 +13,11 @@ import pytest
 from support.shop import CHUNK_BYTES, LAYOUT, ONE, TWO, Desk, checksum_of
 
 from kvstore.protocol import messages
-from kvstore.protocol.geometry import Geometry
+from kvstore.protocol.keyfiles import EVERY_RIGHT, NEEDED, NO_RIGHT, Right
 from kvstore.protocol.messages import Refusal, Request
-from kvstore.protocol.rights import EVERY_RIGHT, NEEDED, NO_RIGHT, Right
+from kvstore.protocol.payload import Geometry
 from kvstore.server.clients import OURSELVES, TCP, Client
-from kvstore.server.reports import exposition, stats
+from kvstore.server.operators import exposition, stats
 from kvstore.server.sessions import Peer
 
 FORMAT = Path(__file__).parents[3] / "docs/FORMAT.md"

@@ -14,11 +14,9 @@ from kvstore.model.keys import Namespace
 from kvstore.protocol import messages
 from kvstore.protocol.contexts import close_context, open_context
 from kvstore.protocol.keyfiles import ListedKey
-from kvstore.protocol.messages import Refusal
-from kvstore.protocol.outcomes import outcome_of
-from kvstore.protocol.runs import PAGE_BYTES
-from kvstore.server.client_keys import ClientKeys
-from kvstore.server.clients import OURSELVES
+from kvstore.protocol.messages import Refusal, outcome_of
+from kvstore.protocol.payload import PAGE_BYTES
+from kvstore.server.clients import OURSELVES, ClientKeys
 from kvstore.server.owner import Owner
 from kvstore.server.pool import FreePages, Pool
 from kvstore.server.sessions import FORGET_S, MAX_PIECES, SILENCE_S, Peer
@@ -254,13 +252,13 @@ def test_nothing_behind_the_end_of_a_chunk_is_read_or_written(desk: Desk) -> Non
     """The bytes there belong to other chunks, or did before."""
     short = make_ref(7, 1)  # a quarter of a chunk: half a page
     lease = desk.lease(messages.Reserve, short)
-    with pytest.raises(ProtocolError, match="behind its end"):
+    with pytest.raises(ProtocolError, match="exceeds the chunk"):
         desk.send(lease, bytes(PAGE_BYTES))
     desk.send(lease, bytes(PAGE_BYTES // 2))
     desk.settle(1)
     assert desk.commit(lease) is Outcome.STORED
     reading = desk.lease(messages.Acquire, short)
-    with pytest.raises(ProtocolError, match="behind its end"):
+    with pytest.raises(ProtocolError, match="exceeds the chunk"):
         desk.ask(messages.Fetch(6, reading, 0, PAGE_BYTES))
 
 
@@ -274,7 +272,7 @@ def test_nothing_behind_the_leading_blocks_of_a_chunk_is_read(
     """Not all of its blocks are its leading ones, so a request for all of them is a mistake."""
     desk.store(ONE)
     reading = desk.lease(messages.Acquire, ONE)
-    with pytest.raises(ProtocolError, match="behind their end"):
+    with pytest.raises(ProtocolError, match="leading blocks"):
         desk.ask(messages.Front(6, reading, front_blocks, offset, num_bytes))
 
 

@@ -10,9 +10,8 @@ from support.shop import LAYOUT, Desk
 from kvstore.model.keys import Namespace
 from kvstore.protocol import messages
 from kvstore.protocol.progress import ALL_TOKENS, BEAT_S, SILENT_BEATS, Progress
-from kvstore.server import senders as senders_module
-from kvstore.server.owner import Owner
-from kvstore.server.senders import Senders
+from kvstore.server import owner as owner_module
+from kvstore.server.owner import Owner, Senders
 
 
 def test_what_one_connection_of_a_sender_has_not_said_is_not_over() -> None:
@@ -38,8 +37,8 @@ def test_what_one_rank_has_lost_does_not_come_from_the_others() -> None:
 
 
 def test_what_clients_say_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(senders_module, "_MAX_SENDERS", 3)
-    monkeypatch.setattr(senders_module, "_MAX_OPEN", 10)
+    monkeypatch.setattr(owner_module, "_MAX_SENDERS", 3)
+    monkeypatch.setattr(owner_module, "_MAX_OPEN", 10)
     senders = Senders()
     for number in range(100):
         senders.note(number, None, Progress(str(number), 1, {}))

@@ -10,7 +10,7 @@ from support.shop import ONE, THREE, Desk, Shop
 
 from kvstore.model.chunks import ChunkRef, chunk_of
 from kvstore.protocol import messages
-from kvstore.server.orders import holder_of
+from kvstore.server.operators import holder_of
 from kvstore.server.spaces import Chunk
 from kvstore.testing.harness import make_ref
 

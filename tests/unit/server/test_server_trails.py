@@ -9,7 +9,7 @@ from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.protocol import messages
-from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.protocol.payload import PAGE_BYTES
 from kvstore.server.pool import FreePages
 from kvstore.server.stock import Stock
 from kvstore.testing.harness import make_ref

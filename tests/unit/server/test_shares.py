@@ -12,13 +12,11 @@ from support.shop import CHUNK_BYTES, ONE, Shop
 
 from kvstore.model.errors import ConfigError
 from kvstore.protocol.contexts import close_context, open_context
-from kvstore.protocol.rights import USUAL_RIGHTS
-from kvstore.server import door, files
-from kvstore.server.clients import IPC, OURSELVES, TCP, Client
-from kvstore.server.door import Door
-from kvstore.server.files import allowed_clients
+from kvstore.protocol.keyfiles import USUAL_RIGHTS
+from kvstore.server import connections
+from kvstore.server.clients import IPC, OURSELVES, TCP, Client, Shares
+from kvstore.server.connections import Listener, allowed_clients
 from kvstore.server.sessions import Peer, Session, Sessions
-from kvstore.server.shares import Shares
 
 A, B = (Client(name, TCP, USUAL_RIGHTS) for name in "ab")
 ANYBODY = Client("", TCP, USUAL_RIGHTS)
@@ -105,10 +103,10 @@ def test_the_door_is_shut_while_few_files_are_left(monkeypatch: pytest.MonkeyPat
     context = open_context()
     router = context.socket(zmq.ROUTER)
     router.bind("tcp://127.0.0.1:0")
-    made = Door(router, router.FD)
+    made = Listener(router, router.FD)
     port, used = made.port, 10
     monkeypatch.setattr(made, "_used", lambda: used)
-    room = files.room_for_clients(files.limit_of_files())
+    room = connections.room_for_clients(connections.limit_of_files())
 
     def is_open_at(share: float) -> bool:
         nonlocal used
@@ -119,8 +117,8 @@ def test_the_door_is_shut_while_few_files_are_left(monkeypatch: pytest.MonkeyPat
 
     assert is_open_at(0.99)
     assert not is_open_at(1.01)
-    assert not is_open_at(door._OPEN_BELOW + 0.01)
-    while not is_open_at(door._OPEN_BELOW - 0.01):
+    assert not is_open_at(connections._OPEN_BELOW + 0.01)
+    while not is_open_at(connections._OPEN_BELOW - 0.01):
         pass
     assert made.port == port
     router.close(linger=0)

@@ -17,7 +17,7 @@ from support.shop import whole
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
-from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.protocol.payload import PAGE_BYTES
 from kvstore.server.clients import OURSELVES, TCP
 from kvstore.server.pool import FreePages
 from kvstore.server.sessions import Lease, Peer, Session, Sessions

@@ -8,7 +8,7 @@ import socket
 import psutil
 import pytest
 
-from kvstore.server.watch import Watch
+from kvstore.server.connections import Watch
 
 
 @pytest.fixture
@@ -26,14 +26,14 @@ def test_a_number_that_stands_for_something_else_leaves_nothing_open(pair: tuple
     ours, theirs = socket.socketpair()
     before = psutil.Process().num_fds()
     for fd in (reader, ours.fileno(), client.fileno(), 1 << 20):
-        watch.come(fd)
+        watch.add(fd)
     assert len(watch) == 0
     assert psutil.Process().num_fds() == before
-    watch.come(server.fileno())
-    watch.come(server.fileno())
+    watch.add(server.fileno())
+    watch.add(server.fileno())
     assert len(watch) == 1
     assert psutil.Process().num_fds() == before + 1
-    watch.go(server.fileno())
+    watch.remove(server.fileno())
     assert psutil.Process().num_fds() == before
     for each in (client, server, ours, theirs):
         each.close()
@@ -45,19 +45,19 @@ def test_what_is_heard_does_not_count(pair: tuple[socket.socket, socket.socket])
     client, server = pair
     watch = Watch(server.getsockname()[1], 9)
     fd = server.fileno()
-    watch.come(fd)
+    watch.add(fd)
     for heard in (True, True, False):
         client.sendall(bytes(800 << 10))
         assert len(server.recv(800 << 10, socket.MSG_WAITALL)) == 800 << 10
         if heard:
-            watch.hear(fd)
-        assert watch.look() == 0
+            watch.note_message(fd)
+        assert watch.cut_endless() == 0
     client.sendall(bytes(800 << 10))
     assert len(server.recv(800 << 10, socket.MSG_WAITALL)) == 800 << 10
-    watch.meet(fd)
-    assert watch.look() == 0  # a client may have so much under way
-    watch.come(fd)  # another one, without a hello
-    assert watch.look() == 1
+    watch.note_hello(fd)
+    assert watch.cut_endless() == 0  # a client may have so much under way
+    watch.add(fd)  # another one, without a hello
+    assert watch.cut_endless() == 1
     assert client.recv(1) == b""
     watch.close()
     client.close()
@@ -70,9 +70,9 @@ def test_beyond_the_bound_the_oldest_goes_that_said_no_hello() -> None:
         far = [listener.accept()[0] for _ in near]
         watch = Watch(listener.getsockname()[1], 3)
         for each in far[:3]:
-            watch.come(each.fileno())
-        watch.meet(far[0].fileno())
-        watch.come(far[3].fileno())
+            watch.add(each.fileno())
+        watch.note_hello(far[0].fileno())
+        watch.add(far[3].fileno())
         assert near[1].recv(1) == b"", "the oldest stranger"
         for each in (near[0], near[2], near[3]):
             each.setblocking(False)

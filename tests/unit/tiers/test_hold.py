@@ -19,10 +19,9 @@ from support.served import A, open_tier
 from kvstore.model.chunks import Outcome
 from kvstore.model.errors import TierError, TierSetupError
 from kvstore.protocol.messages import TOKEN_BYTES
-from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.protocol.payload import PAGE_BYTES
 from kvstore.testing.harness import EVEN, make_transfer
-from kvstore.tiers.server.hold import Hold
-from kvstore.tiers.server.watcher import Watcher
+from kvstore.tiers.server.hold import Hold, Watcher
 
 _F_ADD_SEALS = 1033
 _F_SEAL_SHRINK, _F_SEAL_GROW = 0x0002, 0x0004

@@ -15,7 +15,7 @@ from support.served import A, open_tier
 
 from kvstore.model.chunks import Outcome
 from kvstore.model.errors import TierError
-from kvstore.protocol.geometry import Geometry
+from kvstore.protocol.payload import Geometry
 from kvstore.testing.harness import EVEN, MINE, make_transfer
 from kvstore.tiers.server import connections
 from kvstore.tiers.server.connections import ServerConnections

@@ -11,8 +11,7 @@ from support.diskwork import flip_header
 from support.rig import SLOT_BYTES, Rig, tokens_of
 
 from kvstore.index.plans import LoadStep, Place, StoreStep
-from kvstore.memory.labelled import LabelledPool
-from kvstore.memory.slabs import SlabPool
+from kvstore.memory.slabs import LabelledPool, SlabPool
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import ConfigError
 from kvstore.model.keys import NO_EXTRAS

@@ -8,12 +8,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvstore.memory.labelled import Filling
+from kvstore.memory.slabs import Filling
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import ConfigError, InvalidCallError
-from kvstore.paged.base import BlockIds, HostPagedKV, PagedKV, find_planes
+from kvstore.paged.base import BlockIds, PagedKV
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.paged.device import DevicePagedKV
+from kvstore.paged.host import HostPagedKV
+from kvstore.paged.planes import find_planes
 from kvstore.transfer.hot import PROMOTE_AT, HotChunks
 from kvstore.transfer.mover import as_block_ids
 

@@ -12,8 +12,7 @@ from support.gate import HANG_GUARD_S, Gate
 from support.lane_bench import NEW, NEWER, Bench, ref_of
 from support.rig import BLOCKS_PER_CHUNK, FILE_BYTES, SLOT_BYTES, FakeTier, Rig, install, tokens_of
 
-from kvstore.memory.labelled import LabelledPool
-from kvstore.memory.slabs import SlabPool
+from kvstore.memory.slabs import LabelledPool, SlabPool
 from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.model.errors import TierError
 from kvstore.tiers.base import Transfer

@@ -12,8 +12,7 @@ from support.gate import Gate
 from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES, FakeTier, Rig
 
 from kvstore.index.plans import LoadStep, Place, StoreStep
-from kvstore.memory.labelled import LabelledPool
-from kvstore.memory.slabs import SlabPool
+from kvstore.memory.slabs import LabelledPool, SlabPool
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import TierError
 from kvstore.model.keys import Namespace

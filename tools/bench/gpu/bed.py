@@ -11,8 +11,7 @@ from time import perf_counter
 import torch
 
 from kvstore.index.plans import LoadStep, Place, StoreStep
-from kvstore.memory.labelled import LabelledPool
-from kvstore.memory.slabs import SlabPool
+from kvstore.memory.slabs import LabelledPool, SlabPool
 from kvstore.model.chunks import ByteArray, ChunkRef
 from kvstore.paged.base import BlockIds
 from kvstore.tools.bench.geometry import Geometry

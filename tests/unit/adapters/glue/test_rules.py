@@ -19,6 +19,7 @@ from kvstore.adapters.vllm.scheduler.choice import LoadChoice, LoadRules
 from kvstore.adapters.vllm.scheduler.loads import LoadPlanner
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
+from kvstore.adapters.vllm.scheduler.steps import StepTracker
 from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
 from kvstore.engine.options import EngineOptions
 from kvstore.index.index import ChunkIndex
@@ -217,7 +218,7 @@ class TestWaiting:
 
     @pytest.fixture
     def planner(self, index: ChunkIndex) -> LoadPlanner:
-        return LoadPlanner(index, RULES, LoadChoice(WITHIN), 1, ONE_GROUP)
+        return LoadPlanner(index, RULES, LoadChoice(WITHIN), 1, ONE_GROUP, plans=StepTracker())
 
     @pytest.mark.parametrize("async_load", [False, True])
     def test_one_that_comes_beside_the_steps(
@@ -229,8 +230,7 @@ class TestWaiting:
         planner.plan(tracker, spec, [TABLE], CHUNK)
         assert planner.awaited(spec, async_load=async_load) is not None
         assert planner.awaited(other, async_load=async_load) is None
-        planner.fill(plan := StepPlan(1, 0))
-        (fetch,) = plan.fetches
+        (fetch,) = planner._plans.next.fetches
         planner.complete_fetch(fetch.number, FetchResult(ranks_ended=1))
         assert planner.awaited(spec, async_load=async_load) is None
 
@@ -239,13 +239,12 @@ class TestWaiting:
         self, index: ChunkIndex, refs: list[ChunkRef], ranks: int
     ) -> None:
         """The load may continue with other chunks, which can take long or fail."""
-        planner = LoadPlanner(index, RULES, LoadChoice(WITHIN), ranks, ONE_GROUP)
+        planner = LoadPlanner(index, RULES, LoadChoice(WITHIN), ranks, ONE_GROUP, plans=StepTracker())
         both = LoadSpec(Match(tuple(refs), 2 * CHUNK), 0, 2 * CHUNK, async_load=True)
         first = LoadSpec(Match((refs[0],), CHUNK), 0, CHUNK)
         tracker = RequestTracker(FakeRequest("one", list(PROMPT)), NO_EXTRAS, RULES)
         planner.plan(tracker, both, [TABLE], 2 * CHUNK)
-        planner.fill(plan := StepPlan(1, 0))
-        (fetch,) = plan.fetches
+        (fetch,) = planner._plans.next.fetches
         for _ in range(ranks):
             assert planner.awaited(first, async_load=True) == refs[0].prefix_key
             assert not index.in_memory(refs[0].prefix_key)

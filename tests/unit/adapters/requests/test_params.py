@@ -137,7 +137,7 @@ def test_the_limits_are_allowed() -> None:
 
 
 def test_a_typing_error_is_no_consent() -> None:
-    with pytest.raises(InvalidCallError, match=r"valid is kvstore\.skip_save"):
+    with pytest.raises(InvalidCallError, match=r"did you mean kvstore\.skip_save"):
         parse_params({"kvstore.skip_saves": True})
 
 

@@ -12,6 +12,7 @@ from support.fake_vllm import FakeVllm, one_after_the_other
 from support.remote import FakeServer
 
 from kvstore.adapters.vllm.scheduler.canary import Canary
+from kvstore.adapters.vllm.scheduler.steps import StepTracker
 from kvstore.index.entries import NO_SLOT
 from kvstore.index.plans import Place
 from kvstore.model.chunks import ChunkRef
@@ -163,7 +164,7 @@ def test_only_what_vllm_does_not_have_is_compared(build: Build) -> None:
 
 
 def test_the_answer_stays_the_same_when_vllm_asks_again() -> None:
-    canary = Canary(0.5, BLOCK)
+    canary = Canary(0.5, BLOCK, StepTracker())
     chunks = [(ChunkRef(bytes([number]) * 16, 4), number * 4) for number in range(3)]
     answers = [canary.takes(request, chunks, 0) for request in ("one", "one", "two", "two", "one", "three", "four")]
     assert answers == [False, False, True, True, False, False, True]

@@ -9,8 +9,8 @@ from support.index import BLOCK, CHUNK, hasher_of, stored_bytes
 from support.uses import uses_of
 
 from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup, find_tokens
-from kvstore.adapters.vllm.scheduler.pins import Pins
-from kvstore.adapters.vllm.scheduler.steps import Steps
+from kvstore.adapters.vllm.scheduler.pins import PromptPins
+from kvstore.adapters.vllm.scheduler.steps import StepTracker
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import Place, chunk_refs
 from kvstore.index.remote_view import RemoteView
@@ -25,7 +25,7 @@ FULL = Group(GroupKind.FULL, BLOCK, 10)
 WINDOW = Group(GroupKind.WINDOW, BLOCK, 40, span_tokens=2 * BLOCK)  # two blocks, each a part
 
 
-class OtherEngines(RemoteLookup):
+class RemoteHolding(RemoteLookup):
     """A remote tier that answers at once."""
 
     def __init__(self, held: Sequence[ChunkRef] = ()) -> None:
@@ -64,7 +64,7 @@ def store(index: ChunkIndex, num_tokens: int, ends: Sequence[int]) -> None:
 
 
 def pinned(index: ChunkIndex, num_tokens: int) -> set[bytes]:
-    pins = Pins(index, Steps(), 100.0)
+    pins = PromptPins(index, StepTracker(), 100.0)
     pins.add("pin", hasher_of(num_tokens), 0)
     held = set(index._leases._holders)
     pins.end("pin")
@@ -105,7 +105,7 @@ def test_what_is_known_of_a_prompt_ends_at_a_checkpoint(end_tokens: int) -> None
     index = make(FULL, WINDOW)
     store(index, 2 * CHUNK + 3 * BLOCK, [])
     store(index, 2 * CHUNK + BLOCK, [end_tokens] if end_tokens else [])
-    found = find_tokens(hasher_of(3 * CHUNK), index, OtherEngines())
+    found = find_tokens(hasher_of(3 * CHUNK), index, RemoteHolding())
     assert found == ({Place.MEMORY: end_tokens} if end_tokens else {})
     assert found.total() == index.lookup(hasher_of(3 * CHUNK)).num_tokens
 
@@ -114,7 +114,7 @@ def test_a_remote_tier_is_asked_a_few_times_only() -> None:
     index = make(FULL, WINDOW)
     store(index, CHUNK, [])
     there = [*chunk_refs(hasher_of(20 * CHUNK), with_tail=False), *parts_at(index, 9 * CHUNK)]
-    remote = OtherEngines([*there, parts_at(index, 12 * CHUNK)[0]])
+    remote = RemoteHolding([*there, parts_at(index, 12 * CHUNK)[0]])
     found = find_tokens(hasher_of(30 * CHUNK), index, remote)
     assert found == {Place.MEMORY: CHUNK, Place.REMOTE: 8 * CHUNK}
     assert remote.num_questions <= 4
@@ -122,9 +122,9 @@ def test_a_remote_tier_is_asked_a_few_times_only() -> None:
 
 def test_windows_alone_are_known_up_to_their_checkpoint_by_its_slowest_part() -> None:
     index = make(WINDOW)
-    assert find_tokens(hasher_of(3 * CHUNK), index, OtherEngines()) == {}
+    assert find_tokens(hasher_of(3 * CHUNK), index, RemoteHolding()) == {}
     store(index, 2 * CHUNK, [2 * CHUNK])
-    assert find_tokens(hasher_of(3 * CHUNK), index, OtherEngines()) == {Place.MEMORY: 2 * CHUNK}
-    remote = OtherEngines(parts_at(index, 2 * CHUNK)[1:])
+    assert find_tokens(hasher_of(3 * CHUNK), index, RemoteHolding()) == {Place.MEMORY: 2 * CHUNK}
+    remote = RemoteHolding(parts_at(index, 2 * CHUNK)[1:])
     index.remove([parts_at(index, 2 * CHUNK)[1].prefix_key])
     assert find_tokens(hasher_of(3 * CHUNK), index, remote) == {Place.REMOTE: 2 * CHUNK}

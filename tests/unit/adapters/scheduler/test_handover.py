@@ -138,13 +138,13 @@ class TestProducer:
             request = vllm.add("one", PROMPT, handover=Handover(SPEC))
             vllm.step()
             flushed(vllm)
-            vllm.scheduler._handovers.sendings.restart()
+            vllm.scheduler._handovers.outgoing.restart()
             vllm.run()
             flushed(vllm)
             assert sent_of(request)["handover"] == 1
             assert sent_of(request)["num_coming_tokens"] == 2 * CHUNK + 2 * BLOCK
-            ledger = vllm.workers[0]._pushes._pusher.ledger  # type: ignore[union-attr]
-            assert ledger._entries == {}
+            tracker = vllm.workers[0]._pushes._pusher.tracker  # type: ignore[union-attr]
+            assert tracker._entries == {}
 
     @pytest.mark.parametrize(
         ("setup", "params", "priority"),
@@ -212,7 +212,7 @@ class TestProducer:
             vllm.settle()
             flushed(vllm)
             vllm.assert_nothing_leaked()
-            assert not list(vllm.scheduler._handovers.sendings)
+            assert not list(vllm.scheduler._handovers.outgoing)
             assert [ref for ref, _ in refs_of(PROMPT)[:1]] == list(outbox.all_chunks())
 
     def test_new_weights_hand_over_nothing_of_the_old(self) -> None:
@@ -274,7 +274,7 @@ class TestConsumer:
             assert vllm.loaded_tokens["one"] == 0
             vllm.scheduler.take_tally()
             assert vllm.scheduler.totals[metrics.HANDOVER_TIMEOUTS.key()] == 1
-            assert any("have not come within 0.1 s" in record.message for record in caplog.records)
+            assert any("did not hand them over within 0.1 s" in record.message for record in caplog.records)
             assert not len(vllm.scheduler._handovers.waits)
 
     def test_a_part_of_it_is_used(self) -> None:

@@ -30,7 +30,7 @@ def test_a_tail_has_the_trail_of_its_own_blocks() -> None:
             first.step()
         flush(first)
         throw_away(second)
-        first.scheduler._handovers.sendings.restart()
+        first.scheduler._handovers.outgoing.restart()
         first.run()
         flush(first)
         (space,) = second.workers[0]._server._hub.stock.spaces.values()  # type: ignore[union-attr]

@@ -18,6 +18,7 @@ from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.worker.worker import StoreWorker
+from kvstore.config import StoreConfig
 from kvstore.engine.options import EngineOptions
 from kvstore.index.plans import LoadStep, Place, StoreStep
 from kvstore.model.chunks import ChunkRef
@@ -138,7 +139,7 @@ def test_a_chunk_with_a_gap_in_its_middle_is_not_loaded_nor_what_follows() -> No
 
 
 def test_what_has_left_the_window_is_not_compared() -> None:
-    scheduler = make(verify_fraction=1.0)
+    scheduler = make(config=StoreConfig(verify_fraction=1.0))
     fill(scheduler)
     again = begin(scheduler, "again")
     assert scheduler.num_new_matched_tokens(again, 0) == 0, "it is computed, to compare"

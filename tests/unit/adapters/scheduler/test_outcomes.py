@@ -21,7 +21,7 @@ from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import TierError
 from kvstore.protocol import messages
-from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.protocol.payload import PAGE_BYTES
 from kvstore.server.service import Service
 from kvstore.server.spaces import Chunk, Space
 from kvstore.server.stock import Stock
@@ -169,7 +169,7 @@ def test_what_the_step_got_wrong_is_not_waited_for() -> None:
             "client",
             spec.receiver_host,
             spec.receiver_init_port,
-            sender=first.scheduler._handovers.sendings._name,
+            sender=first.scheduler._handovers.outgoing._name,
             handover=0,
             num_coming_tokens=WHOLE,
         )

@@ -10,7 +10,7 @@ from support.fake_parts import CHUNK
 from support.situations import PROMPT, Build, again
 
 from kvstore.adapters.vllm.requests.params import WITHOUT_CACHE, RequestParams
-from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+from kvstore.config import StoreConfig
 from kvstore.model.keys import NO_EXTRAS
 
 
@@ -126,7 +126,7 @@ def test_a_pin_ends_with_its_time_unless_it_is_renewed(build: Build, monkeypatch
     now_s = 1000.0
     monkeypatch.setattr("kvstore.adapters.vllm.scheduler.scheduler.time.monotonic", lambda: now_s)
     vllm = build(slots=8, gpu_blocks=200)
-    longest_s = SchedulerOptions(vllm.scheduler._rules).pin_max_s
+    longest_s = StoreConfig().pin_max_secs
     vllm.ask("first", PROMPT, params=RequestParams(pin=True))
     now_s += longest_s - 1
     vllm.ask("renewed", PROMPT, params=RequestParams(pin=True))

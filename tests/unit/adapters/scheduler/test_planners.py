@@ -13,7 +13,7 @@ from support.fake_parts import BLOCK, CHUNK, ONE_GROUP, FakeRequest
 from support.gate import HANG_GUARD_S, Gate
 from support.uses import are_loads_idle
 
-from kvstore.adapters.vllm.plan import Fetch, FetchResult, StepPlan, StepReport, StepResult, WorkerFacts
+from kvstore.adapters.vllm.plan import Fetch, FetchResult, StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover
 from kvstore.adapters.vllm.requests.rows import NO_STATES, RowMap
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
@@ -22,8 +22,9 @@ from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions, Handovers
 from kvstore.adapters.vllm.scheduler.loads import LoadPlanner
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
-from kvstore.adapters.vllm.scheduler.steps import Step
+from kvstore.adapters.vllm.scheduler.steps import InFlightStep, StepTracker
 from kvstore.adapters.vllm.worker.background import SLOW_LOADS, Background
+from kvstore.config import StoreConfig
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import LoadStep, Match, Place
 from kvstore.model.checkpoints import Checkpoints
@@ -123,7 +124,7 @@ def test_nobody_relies_on_a_load_that_another_request_waits_for() -> None:
     tracker = RequestTracker(FakeRequest("one", PROMPT), NO_EXTRAS, RULES)
     tracker.hasher.update(PROMPT)
     index.adopt([(make_ref(0)._replace(prefix_key=key), 1) for key in tracker.hasher.chunk_keys()])
-    planner = LoadPlanner(index, RULES, LoadChoice(LoadRules()), 1, ONE_GROUP)
+    planner = LoadPlanner(index, RULES, LoadChoice(LoadRules()), 1, ONE_GROUP, plans=StepTracker())
     match = index.lookup(tracker.hasher)
     assert len(match.refs) == 2
     spec = LoadSpec(match, 0, 2 * CHUNK, async_load=True)
@@ -131,8 +132,7 @@ def test_nobody_relies_on_a_load_that_another_request_waits_for() -> None:
     planner.plan(tracker, spec, [list(range(8))], 2 * CHUNK)
     assert planner.awaited(spec, async_load=False) is not None
     assert planner.awaited(replace(spec, num_external_tokens=0), async_load=False) is None, "it loads none of them"
-    planner.fill(plan := StepPlan(1, 0))
-    (fetch,) = plan.fetches
+    (fetch,) = planner._plans.next.fetches
     planner.complete_fetch(fetch.number, FetchResult(ranks_ended=1))
     assert planner.awaited(spec, async_load=False) is None
     assert are_loads_idle(planner)
@@ -163,7 +163,7 @@ def test_a_checkpoint_counts_where_it_lies_and_by_its_bytes() -> None:
     parts, chunk = tuple(checkpoints.refs(make_ref(1).prefix_key, CHUNK)), make_ref(1, CHUNK // BLOCK)
     where = {chunk: Place.MEMORY, **dict.fromkeys(parts, Place.REMOTE)}
     index: Any = SimpleNamespace(source=lambda ref, _told: where[ref])
-    planner = LoadPlanner(index, RULES, LoadChoice(LoadRules()), 1, RowMap(groups, checkpoints))
+    planner = LoadPlanner(index, RULES, LoadChoice(LoadRules()), 1, RowMap(groups, checkpoints), plans=StepTracker())
     spec = LoadSpec(Match((chunk,), CHUNK, 0, parts, CHUNK), 0, CHUNK)
     part_blocks = sum(part.num_blocks for part in parts)
     assert part_blocks > 0
@@ -178,7 +178,7 @@ def acked(scheduler: StoreScheduler) -> int:
 def test_a_step_is_known_when_its_last_rank_has_reported_its_loads() -> None:
     """A failed load of one rank spoils, on every rank, the steps planned before the failure was known."""
     scheduler = scheduler_of(2)
-    scheduler._steps.in_flight[1] = Step(acked=0)
+    scheduler._steps.in_flight[1] = InFlightStep(acked=0)
     scheduler.complete(StepReport({1: StepResult(ranks_loaded=1)}))
     assert acked(scheduler) == 0
     scheduler.complete(StepReport({1: StepResult(ranks_loaded=1)}))
@@ -194,8 +194,8 @@ def test_what_seems_wrong_is_removed_only_if_it_was_compared_with_what_is_right(
     index.complete_store([store], set())
     key = store.ref.prefix_key
     scheduler._steps.in_flight = {
-        1: Step(acked=0),
-        2: Step(acked=0, verifies=index.prepare_load([store.ref])),
+        1: InFlightStep(acked=0),
+        2: InFlightStep(acked=0, verifies=index.prepare_load([store.ref])),
     }
     scheduler.complete(StepReport({1: StepResult(lost_blocks=is_poisoned, ranks_loaded=1, ranks_ended=1)}))
     scheduler.complete(StepReport({2: StepResult(mismatches={key}, ranks_loaded=1, ranks_ended=1)}))
@@ -205,11 +205,13 @@ def test_what_seems_wrong_is_removed_only_if_it_was_compared_with_what_is_right(
 @pytest.mark.parametrize(("computed_tokens", "sent_tokens"), [(CHUNK, 0), (len(PROMPT), 2 * CHUNK)])
 def test_an_answer_says_how_much_was_handed_over_only_of_a_whole_prompt(computed_tokens: int, sent_tokens: int) -> None:
     """It may have been ended early, and the receiver must not wait for chunks that are never sent."""
-    handovers = Handovers(HandoverOptions(sends=True, receives=False, allows_host=lambda *_: True), RULES)
+    handovers = Handovers(
+        HandoverOptions(sends=True, receives=False, allows_host=lambda *_: True), RULES, StepTracker()
+    )
     request = FakeRequest("one", PROMPT)
     tracker = RequestTracker(request, NO_EXTRAS, RULES)
     handovers.start(tracker, Handover(DisaggSpec("one", "there", (5000,))))
-    handovers.sendings.plan(tracker, computed_tokens, lambda _: [list(range(1, 10))], ONE_GROUP, lambda _: NO_STATES)
+    handovers.outgoing.plan(tracker, computed_tokens, lambda _: [list(range(1, 10))], ONE_GROUP, lambda _: NO_STATES)
     request.num_computed_tokens = computed_tokens
     answer = handovers.answer(tracker, first_token=None)
     assert answer is not None
@@ -220,7 +222,7 @@ def test_an_answer_says_how_much_was_handed_over_only_of_a_whole_prompt(computed
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_slots_take_turns_if_a_worker_is_on_a_device(*, on_device: bool) -> None:
-    scheduler = StoreScheduler(SchedulerOptions(RULES, local_cpu=False))
+    scheduler = StoreScheduler(SchedulerOptions(RULES, StoreConfig(local_cpu=False)))
     scheduler.connect([replace(FACTS, slots_take_turns=on_device), FACTS])
     assert scheduler.index is not None
     assert scheduler.index._slots._take_turns is on_device

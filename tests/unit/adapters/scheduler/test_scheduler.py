@@ -18,6 +18,8 @@ from kvstore.adapters.vllm.scheduler import choice
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
+from kvstore.config import StoreConfig
+from kvstore.index.plans import Place
 from kvstore.model.keys import NO_EXTRAS, Namespace, PrefixKey
 from kvstore.model.layout import KVLayout
 from kvstore.policies import Adaptive
@@ -206,7 +208,7 @@ def test_restart_serves_from_disk(build: Build, tmp_path: Path, ranks: int) -> N
     vllm = build(setup)
     vllm.add("again", PROMPT)
     vllm.step()
-    assert vllm.scheduler.hit_split("again") == (0, len(PROMPT) - 1, 0)
+    assert +Counter(vllm.scheduler.hit_tokens("again")) == {Place.DISK: len(PROMPT) - 1}
     vllm.run()
     assert vllm.loaded_tokens["again"] == len(PROMPT) - 1
 
@@ -268,7 +270,7 @@ def test_a_step_is_over_when_every_rank_says_so(build: Build) -> None:
 def test_a_trace_of_what_requests_used(tmp_path: Path) -> None:
     rules = SaveRules(BLOCK, CHUNK, save_decode=False, save_tails=True)
     for start in range(2):
-        scheduler = StoreScheduler(SchedulerOptions(rules, record_trace=tmp_path / "trace"))
+        scheduler = StoreScheduler(SchedulerOptions(rules, StoreConfig(record_trace=str(tmp_path / "trace"))))
         for name in ("one", "two"):
             scheduler.add_request(FakeRequest(name, PROMPT), NO_EXTRAS)
             scheduler.finish_request(name, [[]])

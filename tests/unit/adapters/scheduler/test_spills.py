@@ -19,7 +19,7 @@ from support.handed_over import Wire, answered, consumer, flush, producer, to
 from kvstore.adapters.vllm.requests.params import Handover
 from kvstore.adapters.vllm.scheduler import handovers
 from kvstore.model.chunks import Outcome
-from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.protocol.payload import PAGE_BYTES
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.server.tier import ServerTier
 

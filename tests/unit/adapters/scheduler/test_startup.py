@@ -42,8 +42,8 @@ def test_memory_and_disk(tmp_path: Path) -> None:
             "kvstore.save_decode_cache"
         ),
         (
-            "vLLM asks for: kv_role kv_both, kv_load_failure_policy recompute; loads beside the steps where that pays, "
-            "stores within a step"
+            "vLLM asks for: kv_role kv_both, kv_load_failure_policy recompute; loads in the background if that is "
+            "faster, stores within a step"
         ),
         "memory: at most 1.00 GiB",
         "disk /mnt/kv: at most 1.00 GiB, 7 chunks found",
@@ -68,7 +68,7 @@ def test_a_remote_tier_with_its_state_and_without_its_password(tmp_path: Path, p
     facts = [replace(FACTS, remote_problem=problem)] * 2
     lines = block(text, tmp_path, *facts)
     (line,) = [line for line in lines if line.startswith("remote tier")]
-    state = f"NOT USED: {problem}; tried again by itself" if problem else "answers"
+    state = f"NOT USED: {problem}; it is tried again" if problem else "answers"
     assert line == f"remote tier redis://***@cache:6379: {state}"
     assert "secret" not in "".join(lines)
 
@@ -84,7 +84,7 @@ def test_other_engines(tmp_path: Path) -> None:
     text = "enable_pd: true\npd_role: receiver\npd_peer_init_port: 7000\npeers: [kvs://me:secret@other:7000]"
     lines = block(text, tmp_path)
     assert "remote tier: the server that each worker opens for other engines" in lines
-    assert f"{lines[-3]}, NOT USED: a wrong key; tried again by itself" in block(
+    assert f"{lines[-3]}, NOT USED: a wrong key; it is tried again" in block(
         text, tmp_path, replace(FACTS, remote_problem="a wrong key")
     )
     assert any(line.startswith("peers") and "other:7000" in line for line in lines)
@@ -94,6 +94,6 @@ def test_other_engines(tmp_path: Path) -> None:
 def test_other_sizes_are_named_if_they_are_read(tmp_path: Path) -> None:
     worker = Worker(0, 2)
     ranks = [replace(FACTS, divisions=(worker.division(1), worker.division(4)))]
-    assert "also read: what engines of tensor-parallel size 1 and 4 have stored" in block("", tmp_path, *ranks)
+    assert "also read: chunks that engines of tensor-parallel size 1 and 4 have stored" in block("", tmp_path, *ranks)
     refused = block("reshard_from: [1]\nlocal_disk: /d\nmax_local_disk_size: 1", tmp_path)
     assert not any(line.startswith("also read") for line in refused)

@@ -17,7 +17,7 @@ from kvstore.index.plans import MissReason, Place
 from kvstore.model.chunks import Outcome
 from kvstore.model.keys import NO_EXTRAS, PrefixHasher
 from kvstore.ops import metrics
-from kvstore.paged.base import HostPagedKV
+from kvstore.paged.host import HostPagedKV
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.transfer.mover import Mover
 
@@ -206,7 +206,7 @@ def test_blocks_of_a_preempted_request_are_read_before_they_are_given_away(
     vllm = build(local_cpu=True)
     slow = vllm.add("slow", PROMPT, max_tokens=8)
     with monkeypatch.context() as patch:
-        patch.setattr(HostPagedKV, "gather", gate.before(HostPagedKV.gather))
+        patch.setattr(HostPagedKV, "gather_chunks", gate.before(HostPagedKV.gather_chunks))
         vllm.step()
         assert gate.reached.wait(HANG_GUARD_S)
         assert vllm.index.counters.stored == 0, "the step did not wait for it"
@@ -234,7 +234,7 @@ def test_an_ended_request_keeps_its_blocks_until_they_are_read(
     build: Build, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm = build()
-    monkeypatch.setattr(HostPagedKV, "gather", gate.before(HostPagedKV.gather))
+    monkeypatch.setattr(HostPagedKV, "gather_chunks", gate.before(HostPagedKV.gather_chunks))
     vllm.add("quick", PROMPT)
     for _ in range(3):
         vllm.step()

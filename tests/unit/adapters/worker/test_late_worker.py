@@ -16,8 +16,8 @@ from kvstore.adapters.vllm.plan import Fetch, ReqMeta, StepPlan
 from kvstore.adapters.vllm.worker.background import Background
 from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
 from kvstore.engine.options import EngineOptions
-from kvstore.handover.ledger import PushJob
 from kvstore.handover.pusher import PushCounters, Pusher
+from kvstore.handover.tracker import PushJob
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.index.plans import Place
 from kvstore.model.chunks import Outcome

@@ -21,7 +21,7 @@ from kvstore.adapters.vllm.requests.params import DisaggSpec
 from kvstore.adapters.vllm.worker.pushes import PushOptions
 from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
 from kvstore.engine.options import EngineOptions
-from kvstore.handover.ledger import PushJob
+from kvstore.handover.tracker import PushJob
 from kvstore.handover.transport import Transport
 from kvstore.index.plans import LoadStep, Place, StoreStep
 from kvstore.model.chunks import ChunkRef
@@ -289,7 +289,7 @@ def test_what_is_handed_over_stays_in_its_epoch(cache: torch.Tensor) -> None:
 def buffer_of(worker: StoreWorker) -> int:
     """Return the address of the buffer of hand-overs."""
     assert worker._pushes._pusher is not None
-    return int(worker._pushes._pusher._pool.slot(0).ctypes.data)
+    return int(worker._pushes._pusher.pool.slot(0).ctypes.data)
 
 
 def test_reports_merge_rank_by_rank_and_part_by_part() -> None:

@@ -11,7 +11,7 @@ from kvstore.tiers.redis import trails
 from kvstore.tiers.redis.chunk import Home
 from kvstore.tiers.redis.connection import Reply, pack
 from kvstore.tiers.redis.nodes import SlotMovingError
-from kvstore.tiers.redis.trails import CALM, CALM_PUTS, CHECKED, REST_S, SETS, Errand, TrailSets, _Doubt
+from kvstore.tiers.redis.trails import CALM, CALM_PUTS, CHECKED, REST_S, SETS, Exchange, TrailSets, _Doubt
 
 HOME = Home(bytes(8), b"00112233445566ff")
 PATHS = [(number, number) for number in range(200)]
@@ -22,13 +22,13 @@ def sets() -> TrailSets:
     return TrailSets(EVEN, None)
 
 
-def commands(errand: Errand) -> list[bytes]:
-    return [command for _, asked in errand.questions for command in asked]
+def commands(exchange: Exchange) -> list[bytes]:
+    return [command for _, asked in exchange.questions for command in asked]
 
 
-def names(errand: Errand) -> set[bytes]:
+def names(exchange: Exchange) -> set[bytes]:
     """Return the names of the commands."""
-    return {command.split(b"\r\n")[2] for command in commands(errand)}
+    return {command.split(b"\r\n")[2] for command in commands(exchange)}
 
 
 def pick(sets: TrailSets, home: Home, *paths: tuple[int, ...]) -> None:
@@ -38,19 +38,19 @@ def pick(sets: TrailSets, home: Home, *paths: tuple[int, ...]) -> None:
     picked.take([len(paths), [trail_of(path) for path in paths], *[1] * (len(picked.questions) - 2)])
 
 
-def settle(sets: TrailSets, home: Home, reply: Reply | TierError) -> Errand:
+def settle(sets: TrailSets, home: Home, reply: Reply | TierError) -> Exchange:
     """Return the next look, all of whose questions get the same answer."""
-    errand, _ = sets.look(home, [trail_of((7,))])
-    errand.take([reply] * len(errand.questions))
-    return errand
+    exchange, _ = sets.look(home, [trail_of((7,))])
+    exchange.take([reply] * len(exchange.questions))
+    return exchange
 
 
 def test_a_chunk_that_is_gone_is_taken_out_and_put_back_if_it_is_there_again(sets: TrailSets) -> None:
     pick(sets, HOME, (1, 2))
     assert names(settle(sets, HOME, 0)) >= {b"EXISTS"}
-    errand = settle(sets, HOME, 1)
-    assert names(errand) >= {b"ZREM", b"EXISTS"}
-    assert pack("ZREM", HOME.trails_key(trail_of((1, 2))[0] % SETS), trail_of((1, 2))) in commands(errand)
+    exchange = settle(sets, HOME, 1)
+    assert names(exchange) >= {b"ZREM", b"EXISTS"}
+    assert pack("ZREM", HOME.trails_key(trail_of((1, 2))[0] % SETS), trail_of((1, 2))) in commands(exchange)
     assert names(settle(sets, HOME, 1)) >= {b"ZADD"}
     assert not names(settle(sets, HOME, 1)) & {b"ZADD", b"ZREM", b"EXISTS"}
 
@@ -76,8 +76,8 @@ def test_a_put_goes_on_with_many_doubts_together(sets: TrailSets) -> None:
     pick(sets, HOME, *PATHS[1:CHECKED])
     assert b"EXISTS" not in names(sets.tell(HOME, ref_of((1,)), trail_of((1,))))
     pick(sets, HOME, *PATHS[CHECKED : CHECKED + 2])
-    errand = sets.tell(HOME, ref_of((1,)), trail_of((1,)))
-    assert sum(b"EXISTS" in command for command in commands(errand)) == CHECKED
+    exchange = sets.tell(HOME, ref_of((1,)), trail_of((1,)))
+    assert sum(b"EXISTS" in command for command in commands(exchange)) == CHECKED
 
 
 def test_where_nothing_is_evicted_few_puts_look(sets: TrailSets) -> None:
@@ -127,8 +127,8 @@ def test_a_set_that_fails_rests(
 def test_doubts_rest_while_chunks_cannot_be_looked_for(sets: TrailSets) -> None:
     """In a cluster every put would otherwise wait for a node that is down."""
     pick(sets, HOME, (1, 2))
-    errand, _ = sets.look(HOME, [trail_of((7,))])
-    errand.take([TierError("down"), [], []])
+    exchange, _ = sets.look(HOME, [trail_of((7,))])
+    exchange.take([TierError("down"), [], []])
     pick(sets, HOME, (1, 2))
     assert b"EXISTS" not in names(settle(sets, HOME, 0))
 

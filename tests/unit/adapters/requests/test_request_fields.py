@@ -13,20 +13,19 @@ from kvstore.adapters.vllm.requests.params import (
     PROBE,
     WITHOUT_CACHE,
     FieldError,
-    Handover,
     RequestParams,
-    parse_handover,
     parse_params,
 )
-from kvstore.adapters.vllm.requests.wishes import PROBLEM, Wishes
+from kvstore.adapters.vllm.requests.request_fields import PROBLEM, RequestFields
+from kvstore.config import StoreConfig
 from kvstore.config.schema import REQUEST_FIELDS
 from kvstore.ops import metrics
 
 SECRET = "what-a-client-wrote"
 
 
-def read(wishes: Wishes, name: str, fields: object) -> tuple[RequestParams, Handover | None]:
-    return wishes.read(name, lambda: parse_params(fields), lambda: parse_handover(fields, name))
+def reader(found: list[str]) -> RequestFields:
+    return RequestFields(StoreConfig(request_fields=REQUEST_FIELDS, enable_pd=True), found.append)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +37,7 @@ def read(wishes: Wishes, name: str, fields: object) -> tuple[RequestParams, Hand
         ({"lmcache.pin": SECRET}, "pin", "kvstore.pin must be"),
         ({"kvstore.tag.team": 7}, "tag", "kvstore.tag.<name> must be"),
         ({"kvstore.probe": ""}, PROBE, "kvstore.probe must be"),
-        ({f"kvstore.{SECRET}": 1}, OTHER_FIELD, "valid is"),
+        ({f"kvstore.{SECRET}": 1}, OTHER_FIELD, "known fields are"),
         ([SECRET], OTHER_FIELD, "mapping"),
         ({"disagg_spec": SECRET}, HANDOVER_FIELD, "disagg_spec must be"),
         ({"disagg_spec": {"receiver_host": SECRET}}, HANDOVER_FIELD, "receiver_init_port"),
@@ -47,29 +46,29 @@ def read(wishes: Wishes, name: str, fields: object) -> tuple[RequestParams, Hand
 )
 def test_a_wrong_field(fields: object, counted: str, words: str, caplog: pytest.LogCaptureFixture) -> None:
     found: list[str] = []
-    wishes = Wishes(found.append)
-    assert read(wishes, "a", fields) == (WITHOUT_CACHE, None)
-    assert read(wishes, "b", fields) == (WITHOUT_CACHE, None)
+    fields_of = reader(found)
+    assert fields_of.read("a", None, fields) == (WITHOUT_CACHE, None)
+    assert fields_of.read("b", None, fields) == (WITHOUT_CACHE, None)
     assert found == [counted, counted]
     assert (counted,) in metrics.REQUEST_FIELD_ERRORS.values
     (record,) = caplog.records
     assert words in record.getMessage()
-    answer = wishes.answer("a", {"remote_port": 1})
+    answer = fields_of.answer("a", {"remote_port": 1})
     assert answer is not None
     assert answer["remote_port"] == 1
     assert words in str(answer[PROBLEM])
     assert SECRET not in f"{answer}{caplog.text}"
-    assert wishes.answer("a", None) is None, "the request has ended"
-    assert wishes.answer("b", None) is not None
+    assert fields_of.answer("a", None) is None, "the request has ended"
+    assert fields_of.answer("b", None) is not None
 
 
 def test_what_is_right_is_answered_as_before(caplog: pytest.LogCaptureFixture) -> None:
     found: list[str] = []
-    wishes = Wishes(found.append)
+    fields_of = reader(found)
     caplog.set_level(logging.DEBUG)
-    assert read(wishes, "a", {"kvstore.ttl": 3}) == (RequestParams(ttl_s=3), None)
-    assert wishes.answer("a", None) is None
-    assert wishes.answer("a", {"x": 1}) == {"x": 1}
+    assert fields_of.read("a", None, {"kvstore.ttl": 3}) == (RequestParams(ttl_s=3), None)
+    assert fields_of.answer("a", None) is None
+    assert fields_of.answer("a", {"x": 1}) == {"x": 1}
     assert not found
     assert not caplog.records
 

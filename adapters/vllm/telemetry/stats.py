@@ -1,4 +1,4 @@
-"""Accounts of the tokens that each request asked for, got and stored, and the sums of all counts.
+"""Statistics of the tokens that each request asked for, got and stored, and the sums of all counts.
 
 Kept by the scheduler's thread; other threads may read ``totals``.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
 
-from kvstore.index.plans import Match, MissReason
+from kvstore.index.plans import Match, MissReason, Place
 from kvstore.ops import metrics
 from kvstore.ops.meters import IndexMeter
 from kvstore.ops.metrics import Meter, Tally, Totals
@@ -25,20 +26,15 @@ logger = logging.getLogger(__name__)
 SUMMARY_INTERVAL_S: Final = 60.0
 
 
-class HitSplit(NamedTuple):
-    """Tokens of a request's external hit, by tier."""
+HitTokens = Mapping[Place, int]
+"""Tokens of a request's external hit, by tier."""
 
-    memory_tokens: int
-    disk_tokens: int
-    remote_tokens: int
-
-
-NO_HIT: Final = HitSplit(0, 0, 0)
+NO_HIT: Final[HitTokens] = MappingProxyType(dict.fromkeys(Place, 0))
 
 
 @dataclass
-class Account:
-    """Account of one request's lookup and its result.
+class RequestStats:
+    """Statistics of one request's lookup and its result.
 
     Attributes:
         num_tokens: tokens of the request, when it asked last.
@@ -64,7 +60,7 @@ class Account:
     asks: bool = False
     is_declined: bool = False
     is_admitted: bool = False
-    hit: HitSplit = NO_HIT
+    hit: HitTokens = field(default_factory=lambda: NO_HIT)
     reason: MissReason | None = None
     stored_chunks: int = 0
     is_verified: bool = False
@@ -99,7 +95,7 @@ class Account:
             self.wait_s = time.monotonic() - self.begin_s
 
 
-class Accounts:
+class SchedulerStats:
     """Counts of requests, and of everything else.
 
     Args:
@@ -123,41 +119,41 @@ class Accounts:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def admitted(self, account: Account, hit: HitSplit, index: ChunkIndex, hasher: PrefixHasher) -> None:
+    def admitted(self, stats: RequestStats, hit: HitTokens, index: ChunkIndex, hasher: PrefixHasher) -> None:
         """Count the hit of a request when it is scheduled for the first time. Call it after its load is planned."""
-        if account.is_admitted:
+        if stats.is_admitted:
             return
-        account.has_waited()
-        account.is_admitted, account.hit = True, hit
-        account.reason = self._reason(account, index, hasher)
+        stats.has_waited()
+        stats.is_admitted, stats.hit = True, hit
+        stats.reason = self._reason(stats, index, hasher)
         self._tally.count(metrics.LOOKUPS.key())
-        self._tally.count(metrics.ASKED_TOKENS.key(), account.num_tokens - account.num_local_tokens)
-        for tier, tokens in zip(("memory", "disk", "remote"), hit, strict=True):
-            self._tally.count(metrics.HIT_TOKENS.key(tier), tokens)
-        if account.reason is not None:
-            self._tally.count(metrics.MISSES.key(account.reason.value))
+        self._tally.count(metrics.ASKED_TOKENS.key(), stats.num_tokens - stats.num_local_tokens)
+        for place, num_tokens in hit.items():
+            self._tally.count(metrics.HIT_TOKENS.key(place.value), num_tokens)
+        if stats.reason is not None:
+            self._tally.count(metrics.MISSES.key(stats.reason.value))
 
-    def _reason(self, account: Account, index: ChunkIndex, hasher: PrefixHasher) -> MissReason | None:
+    def _reason(self, stats: RequestStats, index: ChunkIndex, hasher: PrefixHasher) -> MissReason | None:
         """Return the reason why a request did not get everything; None if it did."""
-        got_tokens = sum(account.hit)
-        end_tokens = account.num_tokens - account.num_tokens % self._end_tokens
-        if end_tokens - account.num_local_tokens < self._block_tokens:
+        got_tokens = sum(stats.hit.values())
+        end_tokens = stats.num_tokens - stats.num_tokens % self._end_tokens
+        if end_tokens - stats.num_local_tokens < self._block_tokens:
             return None  # nothing of it could have been stored
-        if not account.asks:
+        if not stats.asks:
             return MissReason.SWITCHED_OFF
-        if account.is_declined:
+        if stats.is_declined:
             return MissReason.RECOMPUTE_FASTER
-        if account.is_verified:
+        if stats.is_verified:
             return MissReason.VERIFIED
-        if got_tokens < account.offered_tokens:
+        if got_tokens < stats.offered_tokens:
             return MissReason.NOT_TAKEN
-        if not got_tokens and account.found_tokens - account.num_local_tokens >= self._block_tokens:
+        if not got_tokens and stats.found_tokens - stats.num_local_tokens >= self._block_tokens:
             return MissReason.TOO_SHORT
-        return index.why_missing(hasher, account.found_tokens, end_tokens)
+        return index.why_missing(hasher, stats.found_tokens, end_tokens)
 
-    def close(self, request_id: str, account: Account) -> None:
+    def log_request(self, request_id: str, stats: RequestStats) -> None:
         """Log one line about a request that has ended, at INFO if it is sampled."""
-        if not account.is_admitted:
+        if not stats.is_admitted:
             return
         self._num_closed += 1
         is_sampled = self._sample_every > 0 and self._num_closed % self._sample_every == 0
@@ -166,13 +162,13 @@ class Accounts:
             "request %s: %d tokens, %d of them in vLLM's own cache; hit %d (memory %d, disk %d, remote %d) in %.1f ms; "
             "%d chunks stored; miss: %s",
             request_id,
-            account.num_tokens,
-            account.num_local_tokens,
-            sum(account.hit),
-            *account.hit,
-            account.wait_s * 1e3,
-            account.stored_chunks,
-            account.reason.value if account.reason else "none",
+            stats.num_tokens,
+            stats.num_local_tokens,
+            sum(stats.hit.values()),
+            *(stats.hit[place] for place in Place),
+            stats.wait_s * 1e3,
+            stats.stored_chunks,
+            stats.reason.value if stats.reason else "none",
         )
 
     def wrong_field(self, field: str) -> None:

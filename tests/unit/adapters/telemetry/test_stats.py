@@ -14,8 +14,8 @@ from support.fake_vllm import FakeVllm
 from support.remote import FakeServer
 from support.situations import PROMPT, Build
 
-from kvstore.adapters.vllm.telemetry import accounts
-from kvstore.adapters.vllm.telemetry.accounts import Account, Accounts
+from kvstore.adapters.vllm.telemetry import stats
+from kvstore.adapters.vllm.telemetry.stats import RequestStats, SchedulerStats
 from kvstore.index.plans import MissReason
 from kvstore.model.errors import TierError
 from kvstore.ops import metrics
@@ -262,10 +262,10 @@ class TestLog:
         self, caplog: pytest.LogCaptureFixture, every: int, said: list[str]
     ) -> None:
         caplog.set_level(logging.INFO, "kvstore")
-        books = Accounts(BLOCK, BLOCK, sample_every=every)
-        books.close("never scheduled", Account())
+        engine_stats = SchedulerStats(BLOCK, BLOCK, sample_every=every)
+        engine_stats.log_request("never scheduled", RequestStats())
         for number in range(4):
-            books.close(str(number), Account(is_admitted=True))
+            engine_stats.log_request(str(number), RequestStats(is_admitted=True))
         assert [record.getMessage().partition(":")[0] for record in caplog.records] == [f"request {n}" for n in said]
 
     @pytest.mark.parametrize("async_load", [True, False])
@@ -279,7 +279,7 @@ class TestLog:
         vllm.settle()
         vllm.forget_local()
         now_s = [0.0]
-        monkeypatch.setattr(accounts, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+        monkeypatch.setattr(stats, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
         request = vllm.add("again", PROMPT, max_tokens=3)
         while request.state != "finished":
             now_s[0] += 1.0
@@ -292,7 +292,7 @@ class TestLog:
 
     def test_a_summary_once_a_minute_and_only_if_something_happened(self, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO, "kvstore")
-        books, tally = Accounts(BLOCK, BLOCK), Tally()
+        engine_stats, tally = SchedulerStats(BLOCK, BLOCK), Tally()
         tally.count(metrics.LOOKUPS.key(), 2)
         tally.count(metrics.ASKED_TOKENS.key(), 100)
         tally.count(metrics.HIT_TOKENS.key("disk"), 64)
@@ -300,11 +300,11 @@ class TestLog:
         tally.count(metrics.WRITES.key("disk", "failed"), 1)
         tally.count(metrics.WRITES.key("disk", "dropped"), 2)
         tally.count(metrics.REFUSED_CHUNKS.key(), 3)
-        books.summarize(0.0)
-        books.add(tally)
-        books.take(None, enabled=True)
+        engine_stats.summarize(0.0)
+        engine_stats.add(tally)
+        engine_stats.take(None, enabled=True)
         for now_s in (59.0, 61.0, 200.0):
-            books.summarize(now_s)
+            engine_stats.summarize(now_s)
         (record,) = caplog.records
         assert record.getMessage() == (
             "last 61 s: 2 requests asked for 100 tokens, hit 64 (memory 0, disk 64, remote 0); "

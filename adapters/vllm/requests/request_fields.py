@@ -1,4 +1,4 @@
-"""Clients' wishes in the fields of their requests, and the handling of wrong fields. No vLLM types."""
+"""Reads the fields of requests, and reports wrong ones. No vLLM types."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from kvstore.adapters.vllm.requests.params import WITHOUT_CACHE, FieldError, Handover, RequestParams
+from kvstore.adapters.vllm.requests.params import (
+    WITHOUT_CACHE,
+    FieldError,
+    Handover,
+    RequestParams,
+    parse_handover,
+    parse_params,
+)
+from kvstore.config import StoreConfig
 from kvstore.model.throttle import Throttle
 
 logger = logging.getLogger(__name__)
@@ -15,31 +23,34 @@ PROBLEM: Final = "kvstore_problem"
 """Names the problem in the answer's ``kv_transfer_params``. It is no request field, as clients may send it back."""
 
 
-class Wishes:
+class RequestFields:
     """Reader of requests that reports wrong fields to the log, a counter and the client. For the scheduler's thread.
 
     Args:
+        config: says which fields count.
         count: counts a wrong field.
     """
 
-    def __init__(self, count: Callable[[str], None]) -> None:
+    def __init__(self, config: StoreConfig, count: Callable[[str], None]) -> None:
+        self._config = config
         self._count = count
         self._throttle = Throttle(logger)
         self._problems: dict[str, str] = {}  # by request, until it ends
 
     def read(
-        self, request_id: str, params: Callable[[], RequestParams], handover: Callable[[], Handover | None]
+        self, request_id: str, extra_args: object, transfer_params: object
     ) -> tuple[RequestParams, Handover | None]:
-        """Return the wishes of a request that count. With a wrong field it is served without the cache.
+        """Return the fields of a request that count. With a wrong field it is served without the cache.
 
+        Those in ``transfer_params`` override those in ``extra_args``.
         Such a request is still tracked, because it may share blocks whose load fails.
         """
         try:
-            asked = params()
+            asked = parse_params(extra_args, transfer_params, counted=self._config.request_fields)
             for name in asked.ignored:
-                said = "kvstore.%s of a request is ignored: request_fields lacks it"
+                said = "kvstore.%s of a request is ignored: request_fields does not list it"
                 self._throttle.log(f"ignored {name}", said, name)
-            return asked, handover()
+            return asked, parse_handover(transfer_params, request_id) if self._config.enable_pd else None
         except FieldError as error:
             self._count(error.field)
             self._problems[request_id] = str(error)

@@ -8,19 +8,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
-from kvstore.adapters.vllm.plan import ReqMeta, StepPlan
 from kvstore.adapters.vllm.requests.params import DisaggSpec
 from kvstore.adapters.vllm.requests.pieces import Piece, pieces_of
-from kvstore.adapters.vllm.requests.rows import RowMap, StatesOf
+from kvstore.adapters.vllm.requests.rows import RowMap, StatesOf, TablesOf
 from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveRules, chunks_of
-from kvstore.adapters.vllm.scheduler.loads import TablesOf
-from kvstore.handover.ledger import PushJob, Settled
+from kvstore.adapters.vllm.scheduler.steps import StepTracker
+from kvstore.handover.tracker import PushJob, Settled
 from kvstore.model.keys import PrefixHasher
 from kvstore.protocol.progress import ALL_TOKENS
 
 
 @dataclass
-class _Sending:
+class _Outgoing:
     """Hand-over of one request.
 
     Attributes:
@@ -62,7 +61,7 @@ class Kept(NamedTuple):
 NOWHERE: Final = Kept()
 
 
-class Sendings:
+class OutgoingHandovers:
     """Hand-overs from one engine. For the scheduler's thread.
 
     Attributes:
@@ -70,32 +69,32 @@ class Sendings:
 
     Args:
         rules: the sizes of blocks and chunks.
+        plans: has the next plan.
     """
 
-    def __init__(self, rules: SaveRules) -> None:
+    def __init__(self, rules: SaveRules, plans: StepTracker) -> None:
         self.num_ranks = 1
         self._rules = rules
-        self._sendings: dict[str, _Sending] = {}
-        self._metas: dict[str, ReqMeta] = {}  # for the next plan
-        self._ended: list[int] = []  # for the next plan
+        self._handovers: dict[str, _Outgoing] = {}
+        self._plans = plans
         self._name = secrets.token_hex(8)
         self._following = 0
-        self._by_number: dict[int, _Sending] = {}
+        self._by_number: dict[int, _Outgoing] = {}
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the ids of the requests."""
-        return iter(self._sendings)
+        return iter(self._handovers)
 
     def begin(self, tracker: RequestTracker, spec: DisaggSpec, *, wants_first_token: bool) -> None:
         """Start to hand a request's prompt over."""
         request = tracker.request
-        self._sendings[request.request_id] = _Sending(spec, wants_first_token, request.num_prompt_tokens)
+        self._handovers[request.request_id] = _Outgoing(spec, wants_first_token, request.num_prompt_tokens)
 
     def end(self, request_id: str) -> None:
         """Forget a request that has ended."""
-        sending = self._sendings.pop(request_id, None)
-        if sending is not None:
-            self._end_number(sending)
+        handover = self._handovers.pop(request_id, None)
+        if handover is not None:
+            self._end_number(handover)
 
     def plan(
         self,
@@ -107,8 +106,8 @@ class Sendings:
     ) -> None:
         """Add to the next plan the pieces of a prompt that the coming step of ``num_scheduled_tokens`` completes."""
         request = tracker.request
-        sending = self._sendings.get(request.request_id)
-        if sending is None or sending.is_complete:
+        handover = self._handovers.get(request.request_id)
+        if handover is None or handover.is_complete:
             return
         # Up to its last whole block: a state that a step leaves there is gone with the next.
         prompt_tokens = hit_tokens(tracker, self._rules, request.num_prompt_tokens)
@@ -117,73 +116,67 @@ class Sendings:
         limit_tokens = min(written_tokens, prompt_tokens)
         tracker.hasher.update(request.all_token_ids)
         tail_tokens = prompt_tokens if is_complete else 0
-        chunks = chunks_of(tracker.hasher, self._rules, sending.num_chunks, limit_tokens, tail_tokens)
-        sending.num_chunks = max(sending.num_chunks, limit_tokens // self._rules.chunk_tokens)
-        sending.is_complete = is_complete
-        if rows.checkpoints is not None and sending.checkpoints is None:
-            sending.checkpoints = []
+        chunks = chunks_of(tracker.hasher, self._rules, handover.num_chunks, limit_tokens, tail_tokens)
+        handover.num_chunks = max(handover.num_chunks, limit_tokens // self._rules.chunk_tokens)
+        handover.is_complete = is_complete
+        if rows.checkpoints is not None and handover.checkpoints is None:
+            handover.checkpoints = []
         if chunks is not None:
             tables = tables_of(request.request_id)
             steps_tokens = (request.num_computed_tokens, written_tokens)
             states = rows.states_at(tables, steps_tokens, states_of(request.request_id))
             chunks = replace(chunks, marks=(prompt_tokens,))
-            self._push(tracker, sending, rows, pieces_of(rows, chunks, tables, states))
-        if is_complete and sending.number is not None:
-            self._ended.append(sending.number)
+            self._push(tracker, handover, rows, pieces_of(rows, chunks, tables, states))
+        if is_complete and handover.number is not None:
+            self._plans.next.ended_handovers.append(handover.number)
 
-    def _push(self, tracker: RequestTracker, sending: _Sending, rows: RowMap, pieces: Iterable[Piece]) -> None:
+    def _push(self, tracker: RequestTracker, handover: _Outgoing, rows: RowMap, pieces: Iterable[Piece]) -> None:
         """Add pieces to the next plan."""
-        number, request_id = self._number(sending), tracker.request.request_id
-        meta = self._metas.setdefault(request_id, ReqMeta(request_id))
-        meta.receiver = sending.spec
+        number, request_id = self._number(handover), tracker.request.request_id
+        meta = self._plans.meta(request_id)
+        meta.receiver = handover.spec
         for piece in pieces:
             begin_tokens = piece.begin * self._rules.block_tokens
             if piece.rows is None:  # it has left a sliding window
-                sending.useful_tokens = min(sending.useful_tokens, begin_tokens)
+                handover.useful_tokens = min(handover.useful_tokens, begin_tokens)
                 continue
             # Where hits end at checkpoints, parts of chunks are never requested.
             trail = _trail_of(tracker.hasher, piece) if rows.checkpoints is None else b""
             meta.pushes.append(PushJob(piece.ref, piece.rows, number, begin_tokens, not piece.checkpoint, trail))
-            sending.awaited[begin_tokens] += self.num_ranks
+            handover.awaited[begin_tokens] += self.num_ranks
             needs_nothing = rows.checkpoints is not None and not rows.checkpoints.rows(piece.end_tokens)
-            if sending.checkpoints is not None and (piece.checkpoint or needs_nothing):
-                sending.checkpoints.append(piece.end_tokens)
+            if handover.checkpoints is not None and (piece.checkpoint or needs_nothing):
+                handover.checkpoints.append(piece.end_tokens)
 
-    def _number(self, sending: _Sending) -> int:
+    def _number(self, handover: _Outgoing) -> int:
         """Return the number of a hand-over, which begins now if it has none."""
-        if sending.number is None:
-            sending.number, self._following = self._following, self._following + 1
-            self._by_number[sending.number] = sending
-            sending.spec = replace(sending.spec, sender=self._name, handover=sending.number)
-        return sending.number
-
-    def fill(self, plan: StepPlan) -> None:
-        """Add to a plan the chunks that its step hands over, and the hand-overs that end with it."""
-        plan.requests += self._metas.values()
-        plan.ended_handovers += self._ended
-        self._metas, self._ended = {}, []
+        if handover.number is None:
+            handover.number, self._following = self._following, self._following + 1
+            self._by_number[handover.number] = handover
+            handover.spec = replace(handover.spec, sender=self._name, handover=handover.number)
+        return handover.number
 
     def restart(self) -> None:
         """Send all chunks again, as some were computed on garbage; those that have arrived are left out then."""
-        for request_id, sending in self._sendings.items():
-            self._end_number(sending)
-            self._sendings[request_id] = _Sending(sending.spec, sending.wants_first_token, sending.useful_tokens)
+        for request_id, handover in self._handovers.items():
+            self._end_number(handover)
+            self._handovers[request_id] = _Outgoing(handover.spec, handover.wants_first_token, handover.useful_tokens)
 
     def note_settled(self, settled: Settled) -> None:
         """Process the outcomes of chunks that were handed over."""
         for (number, begin_tokens), count in settled.arrived.items():
-            if (sending := self._by_number.get(number)) is not None:
-                sending.awaited[begin_tokens] -= count
+            if (handover := self._by_number.get(number)) is not None:
+                handover.awaited[begin_tokens] -= count
         for number, begin_tokens in settled.lost.items():
-            if (sending := self._by_number.get(number)) is not None:
-                sending.lost_tokens = min(sending.lost_tokens, begin_tokens)
+            if (handover := self._by_number.get(number)) is not None:
+                handover.lost_tokens = min(handover.lost_tokens, begin_tokens)
 
-    def _end_number(self, sending: _Sending) -> None:
+    def _end_number(self, handover: _Outgoing) -> None:
         """Send nothing more of a hand-over."""
-        if sending.number is not None:
-            del self._by_number[sending.number]
-            if not sending.is_complete:
-                self._ended.append(sending.number)
+        if handover.number is not None:
+            del self._by_number[handover.number]
+            if not handover.is_complete:
+                self._plans.next.ended_handovers.append(handover.number)
 
     def answer(self, tracker: RequestTracker, kept: Kept, *, first_token: int | None) -> dict[str, object] | None:
         """Return ``kv_transfer_params`` for a request's answer; None if it is not handed over.
@@ -191,26 +184,26 @@ class Sendings:
         Chunks that do not arrive can be read where they are ``kept``.
         """
         request = tracker.request
-        sending = self._sendings.get(request.request_id)
-        if sending is None:
+        handover = self._handovers.get(request.request_id)
+        if handover is None:
             return None
-        computed_tokens = min(request.num_computed_tokens, request.num_prompt_tokens) if sending.is_complete else 0
-        useful_tokens = min(computed_tokens, sending.useful_tokens)
-        arriving_tokens = min(useful_tokens, sending.lost_tokens)
+        computed_tokens = min(request.num_computed_tokens, request.num_prompt_tokens) if handover.is_complete else 0
+        useful_tokens = min(computed_tokens, handover.useful_tokens)
+        arriving_tokens = min(useful_tokens, handover.lost_tokens)
         coming_tokens = useful_tokens if any(kept) else arriving_tokens
-        coming_tokens = sending.usable(coming_tokens - coming_tokens % self._rules.block_tokens)
-        awaited_tokens = min((begin for begin, ranks in sending.awaited.items() if ranks > 0), default=ALL_TOKENS)
+        coming_tokens = handover.usable(coming_tokens - coming_tokens % self._rules.block_tokens)
+        awaited_tokens = min((begin for begin, ranks in handover.awaited.items() if ranks > 0), default=ALL_TOKENS)
         spec = replace(
-            sending.spec,
-            num_transferred_tokens=sending.usable(min(coming_tokens, arriving_tokens, awaited_tokens)),
+            handover.spec,
+            num_transferred_tokens=handover.usable(min(coming_tokens, arriving_tokens, awaited_tokens)),
             num_coming_tokens=coming_tokens,
             kept_host=kept.own[0] if kept.own is not None else None,
             kept_port=kept.own[1] if kept.own is not None else None,
             kept_url=kept.shared if kept.own is None else None,
-            is_last_prefill=sending.is_complete,
+            is_last_prefill=handover.is_complete,
         )
         answer: dict[str, object] = {"disagg_spec": spec.as_params()} if coming_tokens else {}
-        if sending.wants_first_token and first_token is not None:
+        if handover.wants_first_token and first_token is not None:
             answer["first_tok"] = first_token
         return answer
 

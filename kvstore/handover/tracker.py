@@ -80,7 +80,7 @@ class _Entry:
         return self.is_complete and not self.num_left
 
 
-class Ledger:
+class HandoverTracker:
     """Record of the hand-overs of one worker. Thread-safe.
 
     Attributes:
