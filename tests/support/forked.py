@@ -1,7 +1,7 @@
 """Programs in forks of a process that has imported what they need: importing takes longer than all else at a start.
 
-As a program it answers tasks, one message each, with the process id of a fork; an answer and the ends of forks travel
-by the same connection's descriptors.
+As a program it takes tasks from its standard input, a connection: one message each, with the descriptors of the fork's
+streams and of a pipe for its exit code. It answers each with the fork's process id.
 """
 
 from __future__ import annotations
@@ -269,6 +269,8 @@ def _become(task: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
         os.environ.clear()
         os.environ.update(task["environment"])
         os.sched_setaffinity(0, task["cores"] or os.sched_getaffinity(0))
+        found = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[:0] = [path for path in found if path and path not in sys.path]
         sys.argv = list(task["words"])
         if task["words"][0].startswith("vllm."):
             sys.argv[0] = "vllm"
