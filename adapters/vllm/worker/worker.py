@@ -391,9 +391,7 @@ class StoreWorker:
     def _close_mover(self) -> None:
         timeout_s = self._engine.io_timeout_s
         if not self._mover.close(timeout_s):
-            logger.warning(
-                "chunks are lost at shutdown: they were not written to the slower tiers within %s s", timeout_s
-            )
+            logger.warning("chunks lost at shutdown: they were not written to the slower tiers within %s s", timeout_s)
 
 
 def _moved(mover: Mover, background: Background) -> MoverCounters:
