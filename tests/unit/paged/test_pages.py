@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from kvstore.model.errors import InvalidCallError, LayoutError
-from kvstore.paged.base import BlockIds, PagedKV
+from kvstore.paged.base import BlockIds, HostPagedKV, PagedKV
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.paged.device import DevicePagedKV
-from kvstore.paged.host import HostPagedKV
 from kvstore.paged.planes import LayerCache, find_planes
 from kvstore.transfer.mover import as_block_ids
 
