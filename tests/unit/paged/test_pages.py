@@ -336,7 +336,7 @@ def test_the_message_names_layer_shape_and_strides() -> None:
 
 
 def test_ambiguous_with_two_blocks() -> None:
-    with pytest.raises(LayoutError, match="two ways"):
+    with pytest.raises(LayoutError, match="is ambiguous"):
         bind_paged_kv({"l": torch.zeros(2, 2, N, H, D)}, num_blocks=2, block_tokens=N, chunk_tokens=N)
 
 
