@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from kvstore.model.errors import LayoutError
 from kvstore.model.layout import KVLayout
-from kvstore.paged.base import PagedKV
+from kvstore.paged.base import HostPagedKV, PagedKV
 from kvstore.paged.device import DevicePagedKV
 from kvstore.paged.grouped import GroupedPagedKV
-from kvstore.paged.host import HostPagedKV
 from kvstore.paged.planes import LayerCache, find_planes, layout_of
 
 

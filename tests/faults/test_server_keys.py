@@ -100,7 +100,7 @@ class TestKeys:
         path.chmod(0o644)
         with pytest.raises(ConfigError, match="chmod 600"):
             read_pair(path)
-        with pytest.raises(ConfigError, match="is there already"):
+        with pytest.raises(ConfigError, match="already exists"):
             make_keys(keys / "server", "server")
 
     def test_an_open_folder_is_refused(self) -> None:

@@ -38,11 +38,11 @@ def test_rights_and_tenant(file: Path) -> None:
         ("rights: read, wirte", r":2: 'wirte' is not a right: choose from read, write, clear, operate"),
         ("rights:", r":2: '' is not a right"),
         ("\nright: read", r":3: 'right: read' is neither"),
-        ("rights: read\nrights: write", r":3: rights: is there twice"),
+        ("rights: read\nrights: write", r":3: rights appears twice"),
         ("tenant: a b", r":2: 'a b' is not a tenant's name"),
         ("tenant: *", r":2: '\*' is not a tenant's name"),
         ("tenant:", r":2: '' is not a tenant's name"),
-        ("x" * 5000, "more than 4096 bytes"),
+        ("x" * 5000, "longer than 4096 bytes"),
     ],
 )
 def test_errors_name_the_file_and_the_line(file: Path, lines: str, message: str) -> None:

@@ -11,10 +11,9 @@ import torch
 from kvstore.memory.slabs import Filling
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import ConfigError, InvalidCallError
-from kvstore.paged.base import BlockIds, PagedKV
+from kvstore.paged.base import BlockIds, HostPagedKV, PagedKV
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.paged.device import DevicePagedKV
-from kvstore.paged.host import HostPagedKV
 from kvstore.paged.planes import find_planes
 from kvstore.transfer.hot import PROMOTE_AT, HotChunks
 from kvstore.transfer.mover import as_block_ids

@@ -21,10 +21,9 @@ from kvstore.transfer.lane import WRITE_THREADS, Flushed, Lane
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, StoreJob, as_block_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-    from kvstore.model.chunks import ByteArray
-    from kvstore.paged.base import BlockIds
+    from kvstore.paged.base import ChunkBlocks
 
 HANG_GUARD_S = 30.0
 
@@ -147,14 +146,14 @@ def test_a_slot_whose_gather_fails_midway_holds_nothing(bench: Bench, monkeypatc
     """It does not hold the former content either, as some of that has been overwritten."""
     bench.store(1, write=False)
 
-    def broken(_block_ids: BlockIds, payload: ByteArray) -> None:
-        payload[:100] = 0xEE
+    def broken(chunks: Sequence[ChunkBlocks]) -> None:
+        chunks[0].payload[:100] = 0xEE
         raise ZeroDivisionError
 
     job = StoreJob(StoreStep(ref_of(2), 1, ()), as_block_ids(range(8, 12)))
     assert bench.load(1) == set()
     with monkeypatch.context() as patch:
-        patch.setattr(bench.mover.paged, "gather", broken)
+        patch.setattr(bench.mover.paged, "gather_chunks", broken)
         with pytest.raises(ZeroDivisionError):
             bench.mover.store([job])
     assert bench.load(1) == {key_of(1)}
@@ -166,23 +165,24 @@ def test_a_chunk_is_named_only_when_its_copy_is_there(
     bench: Bench, tier: FakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device a gather is only launched, and its bytes are there once it was waited for."""
-    gather, paged = bench.mover.paged.gather, bench.mover.paged
-    launched: list[tuple[BlockIds, ByteArray]] = []
+    gather_chunks, paged = bench.mover.paged.gather_chunks, bench.mover.paged
+    launched: list[ChunkBlocks] = []
 
-    def launch(block_ids: BlockIds, payload: ByteArray) -> tuple[BlockIds, ByteArray]:
-        payload[:] = 0xEE
-        launched.append((block_ids, payload))
-        return launched[-1]
+    def launch(chunks: Sequence[ChunkBlocks]) -> list[ChunkBlocks]:
+        for chunk in chunks:
+            chunk.payload[:] = 0xEE
+        launched.extend(chunks)
+        return list(chunks)
 
-    def reach(event: tuple[BlockIds, ByteArray]) -> None:
-        number = int(event[0][0]) // BLOCKS_PER_CHUNK
+    def reach(event: ChunkBlocks) -> None:
+        number = int(event.block_ids[0]) // BLOCKS_PER_CHUNK
         assert bench.cpu.read(number, ref_of(number)) is None, "may be read before it is there"
         assert ref_of(number) not in tier.chunks
         assert number not in {write.slot for write in bench.mover._lanes[Place.DISK]._writing}
-        gather(*event)
+        gather_chunks([event])
 
     with monkeypatch.context() as patch:
-        patch.setattr(paged, "gather", launch)
+        patch.setattr(paged, "gather_chunks", launch)
         patch.setattr(paged.streams, "reach", reach)
         assert bench.store(1, 2, 3) == set()
     assert len(launched) == 3

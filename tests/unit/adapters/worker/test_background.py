@@ -17,7 +17,7 @@ from kvstore.index.plans import MissReason, Place
 from kvstore.model.chunks import Outcome
 from kvstore.model.keys import NO_EXTRAS, PrefixHasher
 from kvstore.ops import metrics
-from kvstore.paged.host import HostPagedKV
+from kvstore.paged.base import HostPagedKV
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.transfer.mover import Mover
 

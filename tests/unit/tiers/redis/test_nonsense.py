@@ -115,7 +115,7 @@ def test_an_epoch_that_is_another_one_at_every_look() -> None:
     numbers = iter(range(1 << 20))
     with tier_before(lambda: b"$16\r\n%016d\r\n" % next(numbers)) as tier:
         for call in (CALLS["contains"], CALLS["get"], lambda tier: tier.nearest([b"x" * 16])):
-            with pytest.raises(TierError, match="another epoch at each of 8 looks"):
+            with pytest.raises(TierError, match="another epoch in each of 8 reads"):
                 call(tier)
 
 
