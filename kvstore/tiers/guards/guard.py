@@ -53,7 +53,12 @@ class TierWrapper(BoundedTier):
         self.capacity_bytes = inner.capacity_bytes if isinstance(inner, BoundedTier) else UNBOUNDED_BYTES
         self.counters = inner.counters
 
-    def _call(self, operation: str, action: Callable[[], Result], num_asked: int | None = None) -> Result:  # noqa: ARG002 - for wrappers
+    def _call(
+        self,
+        operation: str,  # noqa: ARG002 - for wrappers
+        action: Callable[[], Result],
+        num_asked: int | None = None,  # noqa: ARG002 - for wrappers
+    ) -> Result:
         """Carry out a call.
 
         Args:
@@ -216,9 +221,9 @@ class Statistics(TierWrapper):
             self._times_s[operation].clear()
         return taken
 
-    def _call(self, operation: str, action: Callable[[], Result], num_asked: int | None = None) -> Result:  # noqa: ARG002 - see Guard
+    def _call(self, operation: str, action: Callable[[], Result], num_asked: int | None = None) -> Result:
         with self._observed(operation):
-            return action()
+            return super()._call(operation, action, num_asked)
 
     @contextmanager
     def _observed(self, operation: str) -> Iterator[None]:
