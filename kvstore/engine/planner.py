@@ -88,7 +88,7 @@ class Planner:
             ClosedError: it was closed.
         """
         if self.is_closed:
-            raise ClosedError("this engine was closed: make a new one")
+            raise ClosedError("this engine is closed: open a new one")
 
     def close(self) -> None:
         """Refuse further calls, and close the directory."""
