@@ -436,7 +436,7 @@ class CacheEngine:
         self, tokens: Tokens, mask: Tokens | None, slot_mapping: Slots, extras: KeyExtras, ttl_s: float | None
     ) -> Request:
         if ttl_s is not None and not ttl_s > 0:
-            raise InvalidCallError(f"a chunk cannot be kept for {ttl_s} s")
+            raise InvalidCallError(f"ttl_s must be positive, not {ttl_s}")
         return check_request(
             self.layout, self._num_blocks, tokens, mask, slot_mapping, extras=extras, whole_chunks=True
         )

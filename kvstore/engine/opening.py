@@ -153,8 +153,8 @@ def open_tiers(
             hot = HotChunks(paged, options.max_local_gpu_bytes)
         elif options.max_local_gpu_bytes:  # several groups of layers are loaded while steps run
             logger.warning(
-                "max_local_gpu_size is left out, and takes no memory of the GPU: the chunks of a model with windows or "
-                "states are never loaded from there; set it to 0"
+                "max_local_gpu_size is ignored: chunks of a model with windows or states are never loaded from the "
+                "device; set it to 0"
             )
         opened.pop_all()
     is_on_device = paged.device.type != "cpu"
@@ -171,7 +171,7 @@ def log_device_bytes(paged: PagedKV, tiers: OpenTiers, *, threads: int) -> None:
     """
     if paged.device.type != "cpu":
         taken = device_bytes(paged.layout, threads=threads, tier_bytes=tiers.hot.size_bytes if tiers.hot else 0)
-        logger.info("%.1f MiB of %s are taken: %s", taken.total / 2**20, paged.device, taken)
+        logger.info("using %.1f MiB of %s: %s", taken.total / 2**20, paged.device, taken)
 
 
 def _log_foreign(folders: Sequence[Path], namespace: Namespace) -> None:
@@ -220,7 +220,7 @@ def open_remote(
             opened.callback(own.close)
         if options.peers is None and not options.divisions:
             if own is None:
-                raise ConfigError("a remote tier needs an address, or peers")
+                raise ConfigError("a remote tier needs an address or peers")
             tier: Tier = own
         else:
             others = OtherEngines(options, layout, replace(guard, failures=1))

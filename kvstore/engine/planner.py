@@ -16,7 +16,7 @@ from kvstore.engine.options import EngineOptions, Shard
 from kvstore.engine.requests import Request
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import NO_MATCH, LoadStep, Match, Place, TierState, all_refs, chunk_refs
-from kvstore.index.remote_view import RemoteAnswers, RemoteView
+from kvstore.index.remote_view import NO_ANSWERS, RemoteAnswers, RemoteView
 from kvstore.model.chunks import ChunkRef, chunk_of
 from kvstore.model.errors import ClosedError
 from kvstore.model.keys import Namespace, PrefixHasher, PrefixKey
@@ -88,7 +88,7 @@ class Planner:
             ClosedError: it was closed.
         """
         if self.is_closed:
-            raise ClosedError("this engine was closed: make a new one")
+            raise ClosedError("this engine is closed: open a new one")
 
     def close(self) -> None:
         """Refuse further calls, and close the directory."""
@@ -115,7 +115,7 @@ class Planner:
         The remote tier is asked about chunks unknown to the index. Its answers count for all calls for a while, and for
         the call that is ``told`` them in any case.
         """
-        told = told or RemoteAnswers()
+        told = told or self._new_answers()
         for _ in range(self.index.question_rounds):
             with self.lock:
                 self._begin()
@@ -135,10 +135,13 @@ class Planner:
 
     def ask_remote(self, hasher: PrefixHasher, skip_tokens: int = 0) -> RemoteAnswers:
         """Ask the remote tier, if there is one, which chunks of a sequence it holds, and return its answers."""
-        told = RemoteAnswers()
+        told = self._new_answers()
         if self.directory is not None:
             self.match(hasher, lambda _: None, skip_tokens, told)
         return told
+
+    def _new_answers(self) -> RemoteAnswers:
+        return RemoteAnswers() if self.directory is not None else NO_ANSWERS
 
     def plan_prefetch(self, hasher: PrefixHasher, told: RemoteAnswers) -> tuple[list[LoadStep], int]:
         """Plan to load the known prefix of a sequence into memory, and return its tokens too.

@@ -206,7 +206,8 @@ class Entries(dict[PrefixKey, Entry]):
         if hasher is None:
             return {}
         keys = [ref.prefix_key for ref in refs]
-        return hasher.trails([key for key in keys if not (chunk := self.get(key)) or not chunk.trail])
+        unknown = [key for key in keys if not (chunk := self.get(key)) or not chunk.trail]
+        return hasher.trails(unknown) if unknown else {}
 
     def closest(
         self, trail: bytes, fits: Callable[[Entry], bool], *, has_slot: bool = False

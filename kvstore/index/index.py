@@ -17,6 +17,7 @@ The caller serialises all calls. Under vLLM this object lives in the scheduler a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 
 from kvstore.index.entries import Entries
 from kvstore.index.leases import Leases
@@ -82,6 +83,8 @@ class ChunkIndex:
         """
         if stored_bytes is None or not disk_capacity_bytes:  # no disk
             stored_bytes, disk_capacity_bytes = None, 0
+        else:
+            stored_bytes = cache(stored_bytes)  # asked for each chunk, through the guards of the tier
         if remote is None:
             max_sends = 0
         max_writes = max(1, num_slots // 2) if max_writes is None else max_writes

@@ -75,7 +75,7 @@ class Loads:
                 self.slots.fill(chunk, slot, LOADING)
             steps.append(LoadStep(chunk.ref, chunk.slot, source, holder))
         self.uses.touch([step.ref.prefix_key for step in steps], leaves={ref.prefix_key for ref in checkpoint})
-        if steps and len(steps) == len(refs):
+        if checkpoint and steps and len(steps) == len(refs):
             self.chunks.note_checkpoint(checkpoint)
         return steps
 

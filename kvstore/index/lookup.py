@@ -98,6 +98,8 @@ class Lookup:
     ) -> tuple[ChunkRef | None, int]:
         """Return the chunk with most blocks of chunk number ``chunk``, and how many; one in memory is preferred."""
         keys = hasher.block_keys(chunk)
+        if not keys:
+            return None, 0
         trail = b"".join(keys)
         holder, most_blocks = self._holder_of_most(trail, room, reads_parts=reads_parts)
         nearest = holder.ref if holder is not None else None

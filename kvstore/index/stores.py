@@ -114,7 +114,7 @@ class StorePlanner:
             self.remote.complete(chunk, stored=stored)
         else:
             self.disk.complete(chunk, stored=stored, size_bytes=size_bytes)
-            if stored and chunk.in_memory:
+            if stored and chunk.memory is READY:
                 self.uses.supersede(chunk)
         self.uses.end(chunk)
 
@@ -249,7 +249,7 @@ class StorePlanner:
 
     def _plan_known(self, chunk: Entry) -> StoreStep | None:
         """Write a chunk from memory to the tiers that lack it, if they have room for it now."""
-        if not chunk.in_memory or not (targets := self._reserve_targets(chunk, chunk.trail)):
+        if chunk.memory is not READY or not (targets := self._reserve_targets(chunk, chunk.trail)):
             return None
         self.chunks.counters.writes_retried += 1
         self.uses.begin(chunk, 1 + len(targets))  # until complete_store, and until complete_write for each target

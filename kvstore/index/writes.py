@@ -102,6 +102,8 @@ class DiskWrites:
     def _make_room(self, newcomer: Entry, need_bytes: int) -> bool:
         """Evict until the bytes fit, if the newcomer is worth more than the victims. Evicts enough or nothing."""
         missing_bytes = self.order.used_bytes + need_bytes - self.order.capacity_bytes
+        if missing_bytes <= 0:
+            return True
         victims = self.order.make_room(missing_bytes, self.chunks.is_unused, newcomer.ref.prefix_key)
         for key in victims or ():
             self.chunks.counters.evicted_disk += 1

@@ -232,8 +232,6 @@ class PrefixHasher:
         They are whole chunks, or tails in the place of the last chunk.
         """
         wanted = set(keys)
-        if not wanted:
-            return {}
         found = {key: self.trail(number) for number, key in enumerate(self._chunk_keys) if key in wanted}
         if len(found) < len(wanted):
             tails = self.block_keys(len(self._chunk_keys))

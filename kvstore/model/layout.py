@@ -52,9 +52,9 @@ class KVLayout:
     def __post_init__(self) -> None:
         numbers = (*self.page_bytes, self.planes, self.block_tokens, self.chunk_tokens, *(self.page_axes or ()))
         if not all(type(number) is int for number in numbers):
-            raise LayoutError(f"the numbers of a layout are whole ones, not {numbers}")
+            raise LayoutError(f"the numbers of a layout must be integers, not {numbers}")
         if type(self.physical) is not str or type(self.element) is not str:
-            raise LayoutError(f"a layout's words are text, not {self.physical!r} and {self.element!r}")
+            raise LayoutError(f"physical and element must be strings, not {self.physical!r} and {self.element!r}")
         if not self.page_bytes or min(self.page_bytes) <= 0:
             raise LayoutError(f"a layout needs at least one layer and positive page sizes, not {self.page_bytes}")
         if self.block_tokens <= 0 or self.chunk_tokens <= 0 or self.chunk_tokens % self.block_tokens:
@@ -66,7 +66,7 @@ class KVLayout:
         if self.planes <= 0:
             raise LayoutError(f"a block occupies 1 or 2 regions in each layer, not {self.planes}")
         if self.page_axes is not None and min(self.page_axes) <= 0:  # codecs divide by them
-            raise LayoutError(f"the axes of a page are positive, not {self.page_axes}")
+            raise LayoutError(f"the axes of a page must be positive, not {self.page_axes}")
 
     def to_json(self) -> str:
         """Return all fields as JSON, for tools that read chunks without the engine that stored them."""
@@ -84,7 +84,7 @@ class KVLayout:
             fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in read}
             return cls(**fields)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise LayoutError(f"these are not the fields of a layout: {error}") from error
+            raise LayoutError(f"not the JSON of a layout: {error}") from error
 
     @cached_property
     def num_layers(self) -> int:

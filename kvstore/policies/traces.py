@@ -79,9 +79,9 @@ def read_trace(path: Path, key_tokens: int | None = None) -> Iterator[Request]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
-        raise ConfigError(f"{path}, line {number} is no request of a trace ({_reason(error)})") from error
+        raise ConfigError(f"{path}, line {number} is not a request of a trace ({_reason(error)})") from error
     if not number:
-        raise ConfigError(f"{path} is empty: it is no trace")
+        raise ConfigError(f"{path} is empty: it is not a trace")
 
 
 def _reason(error: Exception) -> str:
@@ -113,7 +113,7 @@ def _request(time_s: float, keys: tuple[PrefixKey, ...], chunk_tokens: int, num_
 
 def _check_keys(request: Request, key_tokens: int) -> None:
     if request.chunk_tokens != key_tokens:
-        raise ValueError(f"a key of it stands for {request.chunk_tokens} tokens, not for {key_tokens}")
+        raise ValueError(f"its keys stand for {request.chunk_tokens} tokens, not for {key_tokens}")
     if len(request.keys) != -(-request.num_tokens // key_tokens):
         raise ValueError(
             f"{request.num_tokens:,} tokens have {len(request.keys)} keys: a key does not stand for {key_tokens} tokens"
@@ -149,7 +149,7 @@ class TraceRecorder:
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ConfigError(f"no trace can be recorded in {path}: {error.strerror}") from error
+            raise ConfigError(f"cannot record a trace in {path}: {error.strerror}") from error
         self._file = os.fdopen(descriptor, "w", encoding="ascii", buffering=1 << 16)
         self._write({"format": FORMAT_NAME, "version": FORMAT_VERSION, "chunk_tokens": chunk_tokens})
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from support.rig import CHUNK, Rig
 
-from kvstore.policies import base as policies
+from kvstore.policies import adaptive, base
 
 _WARM = 2_000
 _KEPT_NAMES = 1_000  # of evicted chunks, instead of as many as in a day of a large pool
@@ -34,7 +34,8 @@ class Taken(NamedTuple):
 @pytest.mark.parametrize("num_stores", [3_000, pytest.param(100_000, marks=pytest.mark.soak)])
 def test_stores_with_a_time_to_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_stores: int) -> None:
     """Each time to live ends long after its chunk was evicted."""
-    monkeypatch.setattr(policies, "MIN_GHOSTS", _KEPT_NAMES)
+    for module in (base, adaptive):
+        monkeypatch.setattr(module, "MIN_GHOSTS", _KEPT_NAMES)
     rig = Rig()
     mapping = rig.slot_mapping(rig.blocks(CHUNK), CHUNK)
     with rig.open(slots=16, local_disk=tmp_path) as engine:

@@ -152,7 +152,7 @@ def test_a_trace_of_our_own_says_what_its_keys_stand_for(tmp_path: Path) -> None
         "--json",
     ]
     result = RUNNER.invoke(app, [*command, "--block-tokens", "128"])
-    assert (result.exit_code, "stands for 256 tokens, not for 128" in result.stderr) == (2, True)
+    assert (result.exit_code, "stand for 256 tokens, not for 128" in result.stderr) == (2, True)
     result = RUNNER.invoke(app, [*command, "--block-tokens", "256"])
     assert [cell["hit_tokens"] for cell in json.loads(result.stdout)["cells"]] == [0, 768]
 
@@ -188,7 +188,7 @@ def test_a_policy_of_lmcache_is_named_with_what_is_used(trace: Path) -> None:
         (["--block-tokens", "512"], "a chunk of 256 tokens is not two or more such blocks: use --chunk-tokens 4096"),
         (["--block-tokens", "512", "--chunk-tokens", "512"], "a chunk of 512 tokens is not two or more"),
         (["--block-tokens", "500", "--chunk-tokens", "1024"], "a chunk of 1024 tokens is not two or more"),
-        (["--block-tokens", "16"], "line 1 is no request of a trace (1,792 tokens have 4 keys"),
+        (["--block-tokens", "16"], "line 1 is not a request of a trace (1,792 tokens have 4 keys"),
         (
             ["--block-tokens", "512", "--chunk-tokens", "1024", "--size", "0.001", "--bytes-per-token", "131072"],
             "--size 0.001 does not hold a chunk of 134,217,728 bytes",
@@ -205,7 +205,7 @@ def test_what_is_no_trace(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello\n", encoding="utf-8")
     result = RUNNER.invoke(app, ["simulate", str(tmp_path / "notes.txt")])
     assert result.exit_code == 2
-    assert "notes.txt, line 1 is no request of a trace" in result.stderr
+    assert "notes.txt, line 1 is not a request of a trace" in result.stderr
 
 
 def test_without_matplotlib_the_extra_is_named(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

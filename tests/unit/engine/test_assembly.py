@@ -23,7 +23,7 @@ LAYOUT = KVLayout((65_536,) * 32, 1, 16, 256)
 @pytest.mark.parametrize(
     ("device", "said"),
     [
-        (torch.device("cuda", 1), ["355.0 MiB of cuda:1 are taken: staging 288.0 MiB", "GPU tier 64.0 MiB"]),
+        (torch.device("cuda", 1), ["using 355.0 MiB of cuda:1: staging 288.0 MiB", "GPU tier 64.0 MiB"]),
         (torch.device("cpu"), []),
     ],
 )
