@@ -22,7 +22,7 @@ from rich.console import Console
 from kvstore.tools.dev.arguments import parser_of
 from kvstore.tools.dev.mutate.made import MADE_TIMEOUT_S, make_mutations
 from kvstore.tools.dev.mutate.mutations import ListError, read_mutations
-from kvstore.tools.dev.mutate.report import as_json, diffs, explained, faults, summary, table
+from kvstore.tools.dev.mutate.report import as_json, diffs, explained, faults, rooms, summary, table
 from kvstore.tools.dev.mutate.running import Options, Result, run_mutations
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(as_json(results, given.seed), indent=2))
     else:
         console.print(table(results))
-        for line in diffs(results):
+        for line in (*diffs(results), *rooms(results)):
             console.print(line, markup=False, highlight=False)
         console.print(f"{summary(results)} in {time.monotonic() - begin_s:.0f} s; --seed {given.seed}", highlight=False)
         for line in explained(results):

@@ -45,6 +45,15 @@ def diffs(results: Sequence[Result]) -> Iterator[str]:
             yield f"{result.mutation.name} in {result.mutation.file} survived:\n{result.mutation.diff()}"
 
 
+def rooms(results: Sequence[Result]) -> Iterator[str]:
+    """Yield the share of each room in what was made: a line with the room, and how many are caught."""
+    found: dict[str, list[Result]] = {}
+    for result in _by_origin(results)["made"]:
+        found.setdefault(result.mutation.name.partition("/")[0], []).append(result)
+    for room, some in sorted(found.items()):
+        yield f"{room}: {_num_caught(some)} of {len(some)} made mutations are caught"
+
+
 def summary(results: Sequence[Result]) -> str:
     """Return a sentence with the number of caught mutations."""
     told = [
