@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import ProtocolError
 from kvstore.model.layout import KVLayout
 from kvstore.protocol import messages
-from kvstore.protocol.geometry import Geometry
+from kvstore.protocol.geometry import MAX_CHUNK_PARTS, Geometry
 from kvstore.protocol.outcomes import number_of, outcome_of
 from kvstore.protocol.pieces import checksum
 from kvstore.protocol.runs import PAGE_BYTES, extents
@@ -70,6 +72,14 @@ def test_a_geometry_that_cannot_be() -> None:
         messages.unpack_refs(bytes(19))
     with pytest.raises(ProtocolError):
         outcome_of(6)
+
+
+@pytest.mark.parametrize(("more", "may"), [(0, True), (1, False)])
+def test_a_chunk_of_too_many_parts_cannot_be(more: int, *, may: bool) -> None:
+    """A server keeps something for each."""
+    geometry = Geometry((4, 4), 1, 1, MAX_CHUNK_PARTS // 2 + more, "opaque", "opaque", None)
+    with nullcontext() if may else pytest.raises(ProtocolError):
+        geometry.layout()
 
 
 def test_parts_of_what_lies_in_runs() -> None:
