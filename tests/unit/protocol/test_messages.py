@@ -37,6 +37,11 @@ def test_golden_bytes() -> None:
     assert checksum([b"ab", b"c"]).hex() == "78af5f94892f3950"
 
 
+def test_the_numbers_of_refusals_are_those_of_older_servers() -> None:
+    names = "NO_SESSION VERSION TOKEN LIMIT CLOSING UNKNOWN MALFORMED FOREIGN DISK NO_RIGHT"
+    assert {reason.name: reason for reason in messages.Refusal} == dict(zip(names.split(), range(1, 11), strict=True))
+
+
 def test_a_geometry_is_a_layout() -> None:
     layout = KVLayout((4, 8), 2, 2, 4, "order", "bf16", (1, 2, 3))
     assert Geometry.of(layout).layout() == layout
