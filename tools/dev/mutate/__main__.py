@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--only", metavar="GLOB", default="*", help="those whose name (area/name) or file matches")
     parser.add_argument(
-        "--sample", type=int, metavar="N", default=300, help="how many are made, in all rooms (0: none)"
+        "--sample", type=int, metavar="N", default=400, help="how many are made, in all rooms (0: none)"
     )
     parser.add_argument("--every", action="store_true", help="make all that can be made, instead of a sample")
     seed = random.randrange(10_000)  # noqa: S311 - a sample
