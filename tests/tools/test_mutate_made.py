@@ -11,7 +11,7 @@ import pytest
 from kvstore.tools.dev.mutate import made
 from kvstore.tools.dev.mutate.__main__ import ROOT, main
 from kvstore.tools.dev.mutate.made import MadeMutation, make_mutations
-from kvstore.tools.dev.mutate.report import diffs, faults, summary
+from kvstore.tools.dev.mutate.report import diffs, faults, rooms, summary
 from kvstore.tools.dev.mutate.running import Result, Verdict
 
 SOURCE = '''"""Toy."""
@@ -134,9 +134,10 @@ def results(caught: int, survived: int) -> list[Result]:
 
 
 def test_survivors_need_no_reason_but_few_may_survive() -> None:
-    assert not faults(results(8, 2))
-    assert faults(results(7, 3)) == ["7 of 10 made are caught: fewer than 80%"]
+    assert not faults(results(7, 3))
+    assert faults(results(6, 4)) == ["6 of 10 made are caught: fewer than 70%"]
     assert list(diffs(results(1, 1))) == ["a/m.py:1.0 in a/m.py survived:\n-x < 1\n+x <= 1"]
+    assert list(rooms(results(1, 1))) == ["a: 1 of 2 made mutations are caught"]
     assert summary(results(8, 2)) == "8 of 10 made mutations are caught (80%)"
 
 

@@ -248,3 +248,17 @@ class TestLMCache:
         loaded = load_config({"lmcache.local_disk_path_sharding": "by_gpu"}, environ={}, log_warnings=False)
         assert len(loaded.warnings) == 1
         assert caplog.messages == []
+
+
+@pytest.mark.parametrize(("value", "meaning"), [(True, True), (False, False), ("auto", None), (None, None)])
+def test_a_switch_may_be_left_to_us(value: object, meaning: bool | None) -> None:
+    assert load_config({"kvstore.enable_async_loading": value}, environ={}).config.enable_async_loading is meaning
+
+
+def test_who_listens_reserves_a_buffer_beside_the_pool() -> None:
+    sizes = {"max_local_cpu_size": 1, "pd_buffer_size": 2 << 30, "enable_pd": True}
+    receiver = {"pd_role": "receiver", "pd_peer_host": "127.0.0.1", "pd_peer_init_port": 7300}
+    sender = {"pd_role": "sender"}
+    for role, size_gib in ((receiver, 3), (sender, 1)):
+        given = {f"kvstore.{key}": value for key, value in (sizes | role).items()}
+        assert load_config(given, environ={}).config.host_memory_bytes == size_gib << 30

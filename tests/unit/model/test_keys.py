@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.model import keys as keys_module
+from kvstore.model.chunks import ChunkRef, chunk_of, is_trail_of
 from kvstore.model.errors import InvalidCallError
 from kvstore.model.keys import NO_EXTRAS, Feature, KeyExtras, Namespace, PrefixHasher
 
@@ -404,3 +405,11 @@ def test_a_block_does_not_look_at_every_feature(monkeypatch: pytest.MonkeyPatch)
         hasher.block_keys(200)
     assert 0 < CountedSpan.looks <= 20 * num_features
     assert hasher.chunk_keys() == plain_keys([1] * 3_299, KeyExtras(features=features), 16, 4)[0]
+
+
+def test_a_trail_belongs_to_a_chunk_of_its_length_that_ends_with_its_key() -> None:
+    trail = bytes(range(32))
+    assert is_trail_of(trail, chunk_of(trail))
+    assert chunk_of(trail) == ChunkRef(trail[16:], 2)
+    for other in (ChunkRef(trail[16:], 1), ChunkRef(trail[16:], 3), ChunkRef(trail[:16], 2)):
+        assert not is_trail_of(trail, other)

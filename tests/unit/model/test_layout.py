@@ -31,6 +31,16 @@ def test_layers_follow_each_other_without_gaps(pages: list[int], planes: int, bl
     assert layout.slot_bytes - layout.payload_bytes(8) < 4096
 
 
+@pytest.mark.parametrize(
+    ("least_bytes", "sizes"), [(1, [1, 1, 1]), (120, [1, 1, 1]), (121, [2, 1]), (312, [2, 1]), (10**6, [3])]
+)
+def test_layers_go_together_until_they_have_enough_bytes(least_bytes: int, sizes: list[int]) -> None:
+    layout = KVLayout(page_bytes=(30, 48, 30), planes=1, block_tokens=16, chunk_tokens=64)
+    groups = layout.layer_groups(least_bytes)
+    assert [layer for group in groups for layer in group] == [0, 1, 2]
+    assert [len(group) for group in groups] == sizes
+
+
 @given(st.integers(0, 10**12), st.integers(1, 10**6))
 def test_round_up(value: int, multiple: int) -> None:
     rounded = round_up(value, multiple)

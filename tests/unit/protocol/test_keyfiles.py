@@ -51,6 +51,13 @@ def test_errors_name_the_file_and_the_line(file: Path, lines: str, message: str)
         read_list(file.parent)
 
 
+@pytest.mark.parametrize("text", ["short", "x" * 41, "rights: read"], ids=["short", "long", "no key"])
+def test_a_file_without_a_key_lets_nobody_in(file: Path, text: str) -> None:
+    file.write_text(f"{text}\n")
+    with pytest.raises(ConfigError, match="holds no key of 40 characters"):
+        read_list(file.parent)
+
+
 def test_a_key_is_listed_once(file: Path) -> None:
     file.with_name("other.pub").write_text(file.read_text() + "rights: read\n")
     with pytest.raises(ConfigError, match=r"other.pub holds the same key as engine.pub"):

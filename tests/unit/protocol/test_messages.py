@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from kvstore.model.errors import ProtocolError
 from kvstore.model.layout import KVLayout
 from kvstore.protocol import messages
 from kvstore.protocol.messages import number_of, outcome_of
-from kvstore.protocol.payload import PAGE_BYTES, Geometry, checksum, extents
+from kvstore.protocol.payload import MAX_CHUNK_PARTS, PAGE_BYTES, Geometry, checksum, extents
 from kvstore.server.pool import FreePages
 
 REF = ChunkRef(bytes.fromhex("d0549f4f41c632608cec3efe897712b0"), 2)
@@ -31,6 +33,11 @@ def test_golden_bytes() -> None:
     assert messages.encode(hello).hex() == "97010101" "81a16da178" "97" "920408" "01" "02" "04" "a66f7061717565" "a66f7061717565" "c0" "00" "c400"  # fmt: skip # noqa: E501
     assert [number_of(outcome) for outcome in Outcome] == list(range(6))
     assert checksum([b"ab", b"c"]).hex() == "78af5f94892f3950"
+
+
+def test_the_numbers_of_refusals_are_those_of_older_servers() -> None:
+    names = "NO_SESSION VERSION TOKEN LIMIT CLOSING UNKNOWN MALFORMED FOREIGN DISK NO_RIGHT"
+    assert {reason.name: reason for reason in messages.Refusal} == dict(zip(names.split(), range(1, 11), strict=True))
 
 
 def test_a_geometry_is_a_layout() -> None:
@@ -68,6 +75,14 @@ def test_a_geometry_that_cannot_be() -> None:
         messages.unpack_refs(bytes(19))
     with pytest.raises(ProtocolError):
         outcome_of(6)
+
+
+@pytest.mark.parametrize(("more", "may"), [(0, True), (1, False)])
+def test_a_chunk_of_too_many_parts_cannot_be(more: int, *, may: bool) -> None:
+    """A server keeps something for each."""
+    geometry = Geometry((4, 4), 1, 1, MAX_CHUNK_PARTS // 2 + more, "opaque", "opaque", None)
+    with nullcontext() if may else pytest.raises(ProtocolError):
+        geometry.layout()
 
 
 def test_parts_of_what_lies_in_runs() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.shop import CHUNK_BYTES, LATER_S, LAYOUT, ONE, TWO, Desk, Shop
+from support.shop import CHUNK_BYTES, LATER_S, LAYOUT, ONE, THREE, TWO, Desk, Shop
 from zmq.utils import z85
 
 from kvstore.model.chunks import ChunkRef, Outcome
@@ -51,6 +51,16 @@ def test_what_stays_while_others_want_its_pages(how: str) -> None:
     else:
         shop.stock.remove(shop.space, [ONE])
     assert shop.reserve(TWO) is not None
+
+
+@pytest.mark.parametrize("kept", [ONE, TWO])
+def test_what_was_looked_up_last_goes_last(kept: ChunkRef) -> None:
+    shop = Shop(disk_chunks=0)
+    shop.store(ONE)
+    shop.store(TWO)
+    shop.stock.touch(shop.space, [kept])
+    shop.store(THREE)
+    assert [ref in shop.space.chunks for ref in (ONE, TWO)] == [kept == ONE, kept == TWO]
 
 
 def test_pages_for_a_read_that_failed_are_given_back() -> None:

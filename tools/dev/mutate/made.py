@@ -23,7 +23,7 @@ _TOOLS = "calc configs flags modelgroups replay vllmflags"
 ROOMS = {
     "adapters/vllm/glue/*.py": ("tests/unit/adapters/glue",),
     "adapters/vllm/requests/*.py": ("tests/unit/adapters/requests", "tests/unit/adapters/scheduler"),
-    "adapters/vllm/scheduler/*.py": ("tests/unit/adapters/scheduler",),
+    "adapters/vllm/scheduler/*.py": ("tests/unit/adapters/scheduler", "tests/unit/ops/test_admin.py"),
     "adapters/vllm/telemetry/*.py": ("tests/unit/adapters/telemetry",),
     "config/**/*.py": ("tests/unit/config",),
     "kvstore/format/*.py": ("tests/unit/format", "tests/tools/test_pack.py", "tests/conformance/test_pack.py"),
@@ -33,7 +33,7 @@ ROOMS = {
     "kvstore/memory/*.py": ("tests/unit/memory",),
     "kvstore/model/*.py": ("tests/unit/model", "tests/unit/paged/test_headed.py"),
     "kvstore/paged/[bghp]*.py": ("tests/unit/paged",),
-    "kvstore/policies/*.py": ("tests/unit/policies",),
+    "kvstore/policies/*.py": ("tests/unit/policies", "tests/conformance/test_policies.py"),
     "kvstore/protocol/*.py": ("tests/unit/protocol", "tests/unit/server"),
     **{f"kvstore/server/{name}.py": ("tests/unit/server",) for name in _SERVER.split()},
     "kvstore/tiers/disk/*.py": ("tests/unit/tiers/disk",),

@@ -25,7 +25,6 @@ class Mutation(BaseModel):
         before: text that the file contains exactly once.
         after: replacement of the text.
         tests: files or node ids of pytest, the smallest selection that should fail; they run one by one until one does.
-        survives: reason why no test can notice the defect, if there is one.
         may_break: True if a module that can no longer be imported counts as noticed; nobody would write such a defect.
     """
 
@@ -38,7 +37,6 @@ class Mutation(BaseModel):
     before: Text
     after: str
     tests: Annotated[tuple[Text, ...], Field(min_length=1)]
-    survives: Text | None = None
 
     def line_in(self, text: str) -> int | None:
         """Return the line of a file's text where ``before`` begins; None unless the text contains it exactly once."""

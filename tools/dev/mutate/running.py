@@ -16,7 +16,6 @@ from kvstore.tools.dev.mutate.tree import PytestRun, Tree, copies
 
 _SOME_FAILED = 1  # exit status of pytest
 _NONE_FAILED = 0
-_NOT_COLLECTED = 2
 _NOT_FOUND = 4
 
 
@@ -148,8 +147,9 @@ def _judge(run: PytestRun, *, may_break: bool) -> tuple[Verdict, str]:
         return Verdict.HUNG, ""
     if run.status == _NONE_FAILED:
         return Verdict.SURVIVED, ""
-    if run.failed and (run.status == _SOME_FAILED or (run.status == _NOT_COLLECTED and may_break)):
+    if run.status == _SOME_FAILED and run.failed:
         return Verdict.CAUGHT, run.failed[0]
     if run.status < 0:  # a signal: it crashed the process
         return Verdict.CAUGHT, f"signal {-run.status}"
-    return Verdict.BROKEN, next(iter(run.output.strip().splitlines()[-1:]), f"exit status {run.status}")
+    verdict = Verdict.CAUGHT if may_break else Verdict.BROKEN
+    return verdict, next(iter(run.output.strip().splitlines()[-1:]), f"exit status {run.status}")
