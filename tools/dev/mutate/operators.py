@@ -21,6 +21,7 @@ _LEFT_OUT = {
 _SAYS_ONLY = re.compile(r"(.*[._])?(log|logger|logging|complain|say|warn)(\.\w+)?")
 _TEXTS = {"__repr__", "__str__"}
 _PRECAUTIONS = {"frozen", "slots", "strict"}
+_NO_CODE = (cst.Annotation, cst.Assert, cst.Decorator, cst.FormattedString, cst.Param)
 _TRUE, _FALSE = cst.Name("True"), cst.Name("False")
 
 
@@ -32,14 +33,14 @@ def mutants(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 
 def is_left_out(node: cst.CSTNode) -> bool:
-    """True for code in which a mutation would be no defect: types, texts, what is logged, constants of a module."""
+    """True for code in which a mutation would be no defect: types, defaults, texts, constants of a module."""
     if isinstance(node, cst.FunctionDef):
         return node.name.value in _TEXTS
     if isinstance(node, cst.If):
         return isinstance(node.test, cst.Name) and node.test.value == "TYPE_CHECKING"
     if isinstance(node, cst.Arg):
         return _name_of(node) in _PRECAUTIONS
-    return isinstance(node, cst.Annotation | cst.Assert | cst.Decorator | cst.FormattedString) or _says_only(node)
+    return isinstance(node, _NO_CODE) or _says_only(node)
 
 
 def _says_only(node: cst.CSTNode) -> bool:
