@@ -81,7 +81,7 @@ class TestDiskThreads:
             tier.remove(refs)  # and no turn is left behind
             settle(server)
             tier.close()
-        assert [record.levelno for record in caplog.records if "disk failed" in record.message] == [logging.ERROR]
+        assert [record.levelno for record in caplog.records if "disk thread" in record.message] == [logging.ERROR]
 
     @pytest.mark.parametrize("broken", ["get", "remove", "clear"])
     def test_nobody_waits_for_what_failed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
