@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from kvstore.model.errors import ConfigError
-from kvstore.tools.commands.simulating import Simulation
 from kvstore.tools.console import bar, errors, parse_numbers
 from kvstore.tools.figures import require_plotting
 from kvstore.tools.simulate import report as simulate_report
@@ -28,6 +27,7 @@ from kvstore.tools.simulate.cells import (
     parse_policies,
     replay,
 )
+from kvstore.tools.simulate.options import Simulation
 
 _SIZES = "numbers separated by commas, such as 1000,5000"
 

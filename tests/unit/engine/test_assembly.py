@@ -66,4 +66,4 @@ def test_copies_on_a_gpu_of_several_groups_are_left_out(caplog: pytest.LogCaptur
     tiers = open_tiers(paged, Namespace({"model": "one"}), EngineOptions(1 << 20, max_local_gpu_bytes=1 << 20))
     tiers.close()
     assert tiers.hot is None
-    assert "max_local_gpu_size is left out" in caplog.text
+    assert "max_local_gpu_size is ignored" in caplog.text

@@ -99,5 +99,5 @@ def test_leading_blocks_are_ranges_of_each_plane(planes: int) -> None:
 
 @pytest.mark.parametrize("planes", [1.5, True, "2", None])
 def test_numbers_are_whole(planes: object) -> None:
-    with pytest.raises(LayoutError, match="whole"):
+    with pytest.raises(LayoutError, match="integers"):
         KVLayout((1000,), planes, block_tokens=16, chunk_tokens=64)  # type: ignore[arg-type]

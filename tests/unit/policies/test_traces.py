@@ -104,13 +104,13 @@ HEADER = {"format": "kvstore-trace", "version": 1, "chunk_tokens": 256}
     ("lines", "message"),
     [
         ([], "is empty"),
-        (["text"], "line 1 is no request"),
+        (["text"], "line 1 is not a request"),
         ([{"timestamp": 1, "input_length": 5}], "line 1 .*'hash_ids' is missing"),
         ([{**HEADER, "version": 2}], "line 1 .*version is 2: this release reads 1"),
         ([{**HEADER, "chunk_tokens": 0}], "line 1 .*chunk_tokens is 0"),
-        ([HEADER, {"time_s": 0, "num_tokens": 1, "keys": ["xy"]}], "line 2 is no request"),
-        ([HEADER, [1, 2]], "line 2 is no request"),
-        ([{"timestamp": 1, "input_length": 5, "hash_ids": [-1]}], "line 1 is no request"),
+        ([HEADER, {"time_s": 0, "num_tokens": 1, "keys": ["xy"]}], "line 2 is not a request"),
+        ([HEADER, [1, 2]], "line 2 is not a request"),
+        ([{"timestamp": 1, "input_length": 5, "hash_ids": [-1]}], "line 1 is not a request"),
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, lines: list[object], message: str) -> None:

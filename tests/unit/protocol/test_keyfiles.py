@@ -54,7 +54,7 @@ def test_errors_name_the_file_and_the_line(file: Path, lines: str, message: str)
 @pytest.mark.parametrize("text", ["short", "x" * 41, "rights: read"], ids=["short", "long", "no key"])
 def test_a_file_without_a_key_lets_nobody_in(file: Path, text: str) -> None:
     file.write_text(f"{text}\n")
-    with pytest.raises(ConfigError, match="holds no key of 40 characters"):
+    with pytest.raises(ConfigError, match="does not begin with a key of 40 characters"):
         read_list(file.parent)
 
 

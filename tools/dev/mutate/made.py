@@ -16,7 +16,7 @@ from mutmut.mutation.file_mutation import deep_replace
 from kvstore.tools.dev.mutate.mutations import Mutation
 from kvstore.tools.dev.mutate.operators import is_left_out, mutants
 
-_SERVER = "file_order grants holds orders pins pool quotas sessions shares slices spaces stock"  # modules that decide
+_SERVER = "clients file_order grants operators pins pool sessions spaces stock"  # modules that decide
 _TOOLS = "calc configs flags modelgroups replay vllmflags"
 
 # Files by pattern, and the tests that should notice. What is named like the module runs first.
@@ -28,7 +28,7 @@ ROOMS = {
     "config/**/*.py": ("tests/unit/config",),
     "kvstore/format/*.py": ("tests/unit/format", "tests/tools/test_pack.py", "tests/conformance/test_pack.py"),
     "kvstore/format/codecs/*.py": ("tests/unit/format",),
-    "kvstore/handover/ledger.py": ("tests/unit/handover",),
+    "kvstore/handover/tracker.py": ("tests/unit/handover",),
     "kvstore/index/*.py": ("tests/unit/index",),
     "kvstore/model/*.py": ("tests/unit/model", "tests/unit/paged/test_headed.py"),
     "kvstore/paged/[bghp]*.py": ("tests/unit/paged",),
