@@ -173,7 +173,7 @@ class TierSetup:
         """
         if self.capacity_bytes != UNBOUNDED_BYTES:
             raise ConfigError(
-                f"the storage of this tier has its own bound, so it cannot keep to {self.capacity_bytes} bytes: {advice}"
+                f"the storage of this tier has its own bound, and cannot keep to {self.capacity_bytes} bytes: {advice}"
             )
 
 
