@@ -173,7 +173,7 @@ class TierSetup:
         """
         if self.capacity_bytes != UNBOUNDED_BYTES:
             raise ConfigError(
-                f"this tier cannot keep to {self.capacity_bytes} bytes, as its storage has its own bound: {advice}"
+                f"the storage of this tier has its own bound, and cannot keep to {self.capacity_bytes} bytes: {advice}"
             )
 
 

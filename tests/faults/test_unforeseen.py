@@ -85,7 +85,7 @@ def test_an_answer_about_too_few_chunks_is_an_error_of_the_tier(
     guard: Guard, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeTier, name, lambda *_: [])
-    with pytest.raises(TierError, match="about 0 chunks instead of 1"):
+    with pytest.raises(TierError, match="answered for 0 chunks, not for 1"):
         CALLS[name](guard)
 
 
