@@ -138,7 +138,7 @@ class Mover:
         self._hot = hot
         self._layers = ThreadPoolExecutor(1, "kvstore-layers")  # has no thread before it is used
         self._stuck = {} if stuck is None else stuck
-        self._is_passage = staging_only
+        self._staging_only = staging_only
         self.launcher = Launcher(cpu, paged.streams, self._note_failure)
         self.launches = paged.streams.now() is not None  # copies run asynchronously, on a device
         may_borrow = staging_only and Place.DISK not in self._lanes and not self.launches
@@ -151,7 +151,7 @@ class Mover:
         mover whose streams and buffers it shares for loads; None for separate ones.
         """
         paged = self.paged.for_thread() if paged is None else paged
-        return Mover(paged, self.cpu, self._lanes, stuck=self._stuck, staging_only=self._is_passage)
+        return Mover(paged, self.cpu, self._lanes, stuck=self._stuck, staging_only=self._staging_only)
 
     def load(self, jobs: Sequence[LoadJob]) -> LoadResult:
         """Load chunks into the paged cache; the blocks of failed ones hold garbage.

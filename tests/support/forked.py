@@ -78,7 +78,7 @@ class ForkedProcess:
                 if input is not None:
                     self.stdin.write(input)
                 self.stdin.close()
-        said = [pipe and pipe.read() for pipe in (self.stdout, self.stderr)]
+        said = [None if pipe is None or pipe.closed else pipe.read() for pipe in (self.stdout, self.stderr)]
         self.wait(timeout)
         self._close_pipes()
         return said[0], said[1]
