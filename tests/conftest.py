@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
 from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
@@ -98,6 +98,16 @@ def _log_of_one_test(request: pytest.FixtureRequest) -> None:
         ours.handlers.clear()
         ours.propagate = True
         ours.setLevel(logging.NOTSET)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the end of a server's log with an error that names it."""
+    report = yield
+    log = getattr(call.excinfo.value, "log", None) if call.excinfo is not None else None
+    if isinstance(log, Path) and log.is_file():
+        report.sections.append((f"End of {log.name}", log.read_text(encoding="utf-8", errors="replace")[-4000:]))
+    return report
 
 
 def pytest_collection_finish() -> None:
