@@ -256,7 +256,7 @@ class Puller:
                 )
                 return False
             try:
-                peer = self._call(self._channel.attach, description)
+                peer = self._call(self._channel.attach, description, may_refuse=True)
             except ChannelError:
                 return False
             if peer is not None:
@@ -276,7 +276,7 @@ class Puller:
             pull.ended(False)
             return
         try:
-            reading = self._call(self._channel.read, source.peer, pull.offset_bytes, pull.parts)
+            reading = self._call(self._channel.read, source.peer, pull.offset_bytes, pull.parts, may_refuse=True)
         except ChannelError:
             pull.ended(False)
             return
@@ -298,17 +298,17 @@ class Puller:
                 pull.is_late = True
                 pull.given_up()
 
-    def _call(self, call: Callable[..., Result], *args: object) -> Result | None:
+    def _call(self, call: Callable[..., Result], *args: object, may_refuse: bool = False) -> Result | None:
         """Call the channel; log an error that it does not promise, and return None, so that other clients are served.
 
         Raises:
-            ChannelError: as promised by the call.
+            ChannelError: the call ``may_refuse``, and does.
         """
         try:
             return call(*args)
-        except ChannelError:
-            raise
-        except Exception:  # a bug in the channel, perhaps in reach of any client's description
+        except Exception as error:  # a bug in the channel, perhaps in reach of any client's description
+            if may_refuse and isinstance(error, ChannelError):
+                raise
             if self._throttle.is_due("bug"):
                 logger.exception("unexpected error of the channel %s", self._channel.name)
             return None

@@ -20,7 +20,7 @@ from kvstore.handover import offering
 from kvstore.handover.offering import Exposed, OfferingTransport, open_offering
 from kvstore.handover.transport import Parcel
 from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.model.errors import TierError
+from kvstore.model.errors import ChannelError, TierError
 from kvstore.model.layout import KVLayout
 from kvstore.model.throttle import Throttle
 from kvstore.protocol import messages
@@ -235,6 +235,24 @@ def test_a_channel_with_a_bug_does_not_stop_the_others(
             assert sending.deliver(2) == [STORED]
     with closing(Sending(server)) as another:
         assert another.deliver(3) == [STORED]
+        assert another.exposed.read_bytes == LAYOUT.payload_bytes(4)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), ChannelError("not promised here")])
+@pytest.mark.parametrize("broken", ["look", "detach"])
+def test_an_error_that_a_call_does_not_promise_ends_no_thread(
+    server: ServerThread, monkeypatch: pytest.MonkeyPatch, broken: str, error: Exception
+) -> None:
+    """Only attaching and reading may be refused; the thread serves all clients."""
+    monkeypatch.setattr(offers, "READ_S", 0.05)
+    with monkeypatch.context() as patch:
+        failing = Mock(side_effect=error)
+        patch.setattr(HeldChannel, broken, failing)
+        with closing(Sending(server)) as sending:
+            assert sending.deliver(1) == [FAILED if broken == "look" else STORED]
+        wait_for("the call was made", lambda: failing.called)
+    with closing(Sending(server)) as another:
+        assert another.deliver(2) == [STORED]
         assert another.exposed.read_bytes == LAYOUT.payload_bytes(4)
 
 
