@@ -6,7 +6,7 @@ in any block, once used, is an error that names the request.
 
 from __future__ import annotations
 
-import pickle
+import copy
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -61,9 +61,8 @@ def scheduler_options(
 
 
 def over_a_wire(message: Message) -> Message:
-    """Return a copy as the other process has it, to which vLLM pickles plans and reports."""
-    copied: Message = pickle.loads(pickle.dumps(message))
-    return copied
+    """Return a copy, as the other process has it."""
+    return copy.deepcopy(message)
 
 
 class FakeHost(FakeTables):
