@@ -46,9 +46,8 @@ _MOST_FRAMES: Final = 2  # a request and its payload, after the name of the send
 _SKIPPED_AT_ONCE: Final = 4096  # frames; a few milliseconds
 _STRANGER_BYTES: Final = 1 << 20  # before a hello
 _ALL_STRANGERS_BYTES: Final = 64 << 20
-_CLIENT_BYTES: Final = (MAX_PIECES + 4) * (
-    messages.PIECE_BYTES + messages.MAX_MESSAGE_BYTES
-)  # more than may be under way
+# More than a client may have under way.
+_CLIENT_BYTES: Final = (MAX_PIECES + 4) * (messages.PIECE_BYTES + messages.MAX_MESSAGE_BYTES)
 _RECEIVED = struct.Struct("<Q")
 _RECEIVED_OFFSET: Final = 128  # of tcpi_bytes_received in struct tcp_info
 _MONITOR: Final = "inproc://connections"
