@@ -66,9 +66,8 @@ class OfferingTransport(TcpTransport):
     def __init__(self, target: ServerTarget, namespace: Namespace, layout: KVLayout, exposed: Exposed) -> None:
         super().__init__(target, namespace, layout)
         self._exposed = exposed
-        self._attached: tuple[ServerConnection, bool] | None = (
-            None  # True if that connection's server reads through the channel
-        )
+        # True if that connection's server reads through the channel.
+        self._attached: tuple[ServerConnection, bool] | None = None
 
     def _send(self, connection: ServerConnection, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
         with self._exposed.channel.serving():

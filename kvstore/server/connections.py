@@ -133,7 +133,7 @@ class Listener:
                 self._router.bind(self._endpoint)
                 self.is_open = True
         except zmq.ZMQError as error:  # the address is not released yet, and the next call tries again
-            self._throttle.log("door", "%s: %s", self._endpoint, error.strerror)
+            self._throttle.log("listener", "%s: %s", self._endpoint, error.strerror)
 
     def _used(self) -> int:
         """Count the open files, as reported by Linux 6.2 and later, or at least those below the lowest free number."""

@@ -91,7 +91,7 @@ def test_options_of_the_tier() -> None:
         open_tier("redis", TierSetup(MINE, EVEN, UNBOUNDED_BYTES, {"url": "redis://here", "folder": "/tmp"}))
     with pytest.raises(ConfigError, match="needs the option 'url'"):
         open_tier("redis", TierSetup(MINE, EVEN, UNBOUNDED_BYTES))
-    with pytest.raises(ConfigError, match="1000 bytes, as its storage has its own bound: set maxmemory"):
+    with pytest.raises(ConfigError, match="1000 bytes: set maxmemory"):
         open_tier("redis", TierSetup(MINE, EVEN, 1000, {"url": "redis://here"}))
 
 
