@@ -143,7 +143,7 @@ class HandoverKeys(Keys):
     gives each worker its port. Needs `enable_pd`. A `remote_url` is then only read. If null, the engine does not
     listen."""
     transfer_channel: Annotated[str | None, AfterValidator(_check_channel)] = None
-    """Over what KV is handed over: `nixl`, if both engines say so and have it; else TCP
+    """Transport of hand-overs: `nixl`, if both engines set and have it, else TCP
     ([disaggregation.md](disaggregation.md#nixl))."""
     pd_allowed_hosts: _Hosts = None
     """Hosts to which requests may have KV sent: a list, or text with commas. If null, loopback, `pd_peer_host` and the

@@ -71,7 +71,7 @@ class StorageKeys(Keys):
     """Policy of eviction and admission, in memory and on disk: `ADAPTIVE`, `LRU`, `LFU`, `ARC` or `S3FIFO`
     ([policies.md](policies.md))."""
     disk_cache_policy: Annotated[str | None, AfterValidator(_check_if_given)] = None
-    """The same, for the disk only. If null, `cache_policy`."""
+    """Policy on disk, if it differs. If null, `cache_policy`."""
     record_trace: Text = None
     """File that records, as hashes, which chunks each request used, for `kvstore simulate`. If it exists, `.1`, `.2`,
     ... is appended."""
