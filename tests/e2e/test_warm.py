@@ -26,6 +26,7 @@ from support.vllm_engine import (
     forget_failed_start,
     whole_blocks,
 )
+from support.warm_engine import refs_of
 
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.keys import KeyExtras
@@ -35,7 +36,7 @@ from kvstore.tools.models import TINY, as_text, random_tokens
 from kvstore.tools.verify import verify
 from kvstore.tools.vllmclient import TOKENS_LOADED, complete, read_counter
 from kvstore.tools.warm.prompts import load_tokenizer
-from kvstore.tools.warm.wanted import Lora, Sharing, refs_of
+from kvstore.tools.warm.wanted import Lora, Sharing
 from kvstore.tools.warm.warming import warm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]

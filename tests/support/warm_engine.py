@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvstore.engine.requests import hash_tokens
+from kvstore.index.plans import chunk_refs
 from kvstore.model.chunks import ChunkRef
+from kvstore.model.keys import KeyExtras
 from kvstore.model.layout import KVLayout
-from kvstore.tools.warm.prompts import Prompt
-from kvstore.tools.warm.wanted import Sharing, refs_of
-from kvstore.tools.warm.warming import Work
 from support.diskwork import EVEN
 
-NO_PROMPT = Prompt("", ())
+
+def refs_of(layout: KVLayout, tokens: list[int], extras: KeyExtras) -> list[ChunkRef]:
+    """Return the chunks of a sequence, in order."""
+    return chunk_refs(hash_tokens(layout, tokens, extras), with_tail=True)
 
 
 class WarmEngine:
@@ -35,7 +39,7 @@ class WarmEngine:
         self.within: set[ChunkRef] = set()  # tails that whole chunks hold
 
     def refs(self, tokens: Sequence[int]) -> list[ChunkRef]:
-        return refs_of(self.layout, list(tokens), Sharing().extras(NO_PROMPT))
+        return refs_of(self.layout, list(tokens), KeyExtras())
 
     def chunk_bytes(self, ref: ChunkRef) -> int:
         return self.layout.payload_bytes(ref.num_blocks)
@@ -45,11 +49,11 @@ class WarmEngine:
         within = {ref for ref in self.within if trails.get(ref, b"").endswith(ref.prefix_key)}
         return [ref in self.held or ref in within for ref in refs]
 
-    def compute(self, work: Sequence[Work]) -> int:
+    def compute(self, work: Sequence[tuple[array[int], str | None]]) -> int:
         self.batches.append(len(work))
         for tokens, salt in work:
             self.computed.append(len(tokens))
-            extras = Sharing(salt=salt).extras(NO_PROMPT)
+            extras = KeyExtras(cache_salt=salt)
             refs = refs_of(self.layout, tokens.tolist(), extras)
             self.held.update(ref for ref in refs if ref not in self.lost or not self.losses)
             if self.supersedes:

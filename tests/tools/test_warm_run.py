@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from support.diskwork import EVEN
-from support.warm_engine import WarmEngine
+from support.warm_engine import WarmEngine, refs_of
 
 from kvstore.model.chunks import ChunkRef
-from kvstore.tools.warm.prompts import Prompt
-from kvstore.tools.warm.wanted import Sharing, refs_of
+from kvstore.model.keys import KeyExtras
+from kvstore.tools.warm.wanted import Sharing
 from kvstore.tools.warm.warming import WarmReport, warm_with
 
 
@@ -87,7 +87,7 @@ def test_salts_of_prompts_and_of_the_run() -> None:
     values: list[object] = [{"prompt_token_ids": prompt(1, 256), "cache_salt": "own"}, prompt(1, 256)]
     warm_with(engine, values, Sharing(salt="common"))
     for salt in ("own", "common"):
-        assert engine.stored(refs_of(EVEN, prompt(1, 256), Sharing(salt=salt).extras(Prompt("", ()))), {}) == [True]
+        assert engine.stored(refs_of(EVEN, prompt(1, 256), KeyExtras(cache_salt=salt)), {}) == [True]
 
 
 def test_paths_among_prompts(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,28 +66,19 @@ class Sharing:
 
 
 class Wanted(NamedTuple):
-    """Prompt with its tokens and chunks: the whole chunks, and the tail.
+    """Prompt in the form that vLLM takes, with its chunks: the whole chunks, and the tail.
 
     Attributes:
-        prompt: the prompt.
         tokens: its token ids.
+        salt: its ``cache_salt``; None for none.
         refs: its chunks, in order.
         trail: trail of the last chunk, because a longer chunk may hold it.
     """
 
-    prompt: Prompt
-    tokens: list[int]
+    tokens: array[int]
+    salt: str | None
     refs: list[ChunkRef]
     trail: bytes
-
-
-def refs_of(layout: KVLayout, tokens: list[int], extras: KeyExtras, *, with_tail: bool = True) -> list[ChunkRef]:
-    """Return the chunks of a sequence, in order.
-
-    Raises:
-        InvalidCallError: a token id is out of range.
-    """
-    return chunk_refs(hash_tokens(layout, tokens, extras), with_tail=with_tail)
 
 
 def wanted(
@@ -117,9 +109,11 @@ def wanted(
         try:
             tokens = tokens_of(prompt, tokenizer)
             _check(tokens, max_tokens, vocab_size)
-            hasher = hash_tokens(layout, tokens, sharing.extras(prompt))
+            extras = sharing.extras(prompt)
+            hasher = hash_tokens(layout, tokens, extras)
             refs = chunk_refs(hasher, with_tail=with_tail)
-            yield Wanted(prompt, tokens, refs, b"".join(hasher.trails(ref.prefix_key for ref in refs[-1:]).values()))
+            trail = b"".join(hasher.trails(ref.prefix_key for ref in refs[-1:]).values())
+            yield Wanted(array("I", tokens), extras.cache_salt, refs, trail)
         except (PromptError, InvalidCallError) as error:
             yield Rejected(prompt.where, str(error))
 

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import operator
 import time
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvstore.model.chunks import ChunkRef
 from kvstore.tools import console
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 
 MAX_BATCH_PROMPTS = 32  # vLLM computes them together; after each batch the run waits for the tiers
 _ROUNDS = 3  # attempts to store chunks that were refused because a queue was full
-
-Work = tuple["array[int]", str | None]
 
 
 @dataclass
@@ -141,22 +138,9 @@ def warm_with(
         if should_stop():
             run.report.interrupted = True
             break
-        run.warm([_Item.of(item, sharing) for item in batch])
+        run.warm(batch)
     run.note()
     return run.report
-
-
-class _Item(NamedTuple):
-    """Prompt in the form that vLLM takes, with its chunks."""
-
-    tokens: array[int]
-    salt: str | None
-    refs: list[ChunkRef]
-    trail: bytes
-
-    @classmethod
-    def of(cls, found: Wanted, sharing: Sharing) -> _Item:
-        return cls(array("I", found.tokens), found.prompt.salt or sharing.salt, found.refs, found.trail)
 
 
 class _Run:
@@ -170,7 +154,7 @@ class _Run:
         self._counted: set[ChunkRef] = set()
         self._failed: set[ChunkRef] = set()
 
-    def warm(self, batch: Sequence[_Item]) -> None:
+    def warm(self, batch: Sequence[Wanted]) -> None:
         """Compute the missing chunks of a batch, and wait until the tiers hold them."""
         report = self.report
         refs = list(dict.fromkeys(ref for item in batch for ref in item.refs))
@@ -197,7 +181,7 @@ class _Run:
         self.note()
 
     def _compute(
-        self, batch: Sequence[_Item], wanted_refs: list[ChunkRef], trails: Mapping[ChunkRef, bytes]
+        self, batch: Sequence[Wanted], wanted_refs: list[ChunkRef], trails: Mapping[ChunkRef, bytes]
     ) -> set[ChunkRef]:
         """Have vLLM compute the prompts with missing chunks, and return the chunks that are still missing."""
         missing = set(wanted_refs)
