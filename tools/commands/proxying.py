@@ -10,7 +10,7 @@ import typer
 
 from kvstore.tools.console import FAILED, AsJson, errors, log_to_stderr, print_report
 from kvstore.tools.proxy.listing import Receiver
-from kvstore.tools.proxy.options import Choice, Limits, ProxyOptions, read_key, read_keys
+from kvstore.tools.proxy.options import Choice, Limits, ProxyOptions, Tls, read_key, read_keys
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,6 @@ class Entrance:
     ] = None
 
 
-@dataclass(frozen=True)
-class Tls:
-    """Options of certificates."""
-
-    tls_cert: Annotated[Path | None, typer.Option(help="PEM file with the certificate that clients see.")] = None
-    tls_key: Annotated[Path | None, typer.Option(help="PEM file with its key.")] = None
-    engine_ca: Annotated[
-        Path | None, typer.Option(help="PEM file with the authority of engines with https://; else the system's.")
-    ] = None
-
-
 def proxy(
     *,
     engines: Engines,
@@ -96,7 +85,7 @@ def proxy(
         host=entrance.host,
         port=entrance.port,
         api_keys=() if entrance.api_key_file is None else read_keys(entrance.api_key_file),
-        engine_api_key=_key(entrance.engine_api_key_file),
+        engine_api_key=None if entrance.engine_api_key_file is None else read_key(entrance.engine_api_key_file),
         **asdict(tls),
         **asdict(limits),
     )
@@ -109,10 +98,6 @@ def proxy(
     if not run_proxy(options, lambda bound: _report(options, bound, "ready", as_json=as_json)):
         errors().print("running answers were cut off")
         raise typer.Exit(FAILED)
-
-
-def _key(file: Path | None) -> str | None:
-    return None if file is None else read_key(file)
 
 
 def _report(options: ProxyOptions, port: int, status: str, *, as_json: bool) -> None:

@@ -104,21 +104,18 @@ def first_of(answer: bytes, body: Mapping[str, Raw]) -> First | None:
     return First(event_of({**names, "choices": [shown]}), prompt, int(bytes(body["max_tokens"])) - 1)
 
 
-class Recount:
-    """Filter of the usage at the end of a stream, which moves the first token from the prompt to the completion."""
-
-    def pass_on(self, event: bytes) -> bytes:
-        """Return the bytes to send to the client for this event."""
-        if b'"usage"' not in event or not event.startswith(b"data:"):
-            return event
-        try:
-            tree: dict[str, Any] = msgspec.json.decode(event.removeprefix(b"data:"), type=dict[str, Any])
-            usage = tree["usage"]
-            usage["prompt_tokens"] -= 1
-            usage["completion_tokens"] += 1
-        except (msgspec.DecodeError, RecursionError, KeyError, TypeError):
-            return event
-        return event_of(tree)
+def recounted(event: bytes) -> bytes:
+    """Return a stream's event; in its usage, the first token is moved from the prompt to the completion."""
+    if b'"usage"' not in event or not event.startswith(b"data:"):
+        return event
+    try:
+        tree: dict[str, Any] = msgspec.json.decode(event.removeprefix(b"data:"), type=dict[str, Any])
+        usage = tree["usage"]
+        usage["prompt_tokens"] -= 1
+        usage["completion_tokens"] += 1
+    except (msgspec.DecodeError, RecursionError, KeyError, TypeError):
+        return event
+    return event_of(tree)
 
 
 def _counts_at_the_end(body: Mapping[str, Raw]) -> bool:

@@ -49,8 +49,19 @@ class Limits:
     drain_s: Annotated[float, typer.Option(min=0, help="Seconds that running answers get at the end.")] = 30.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tls:
+    """Certificates, each an option of the command."""
+
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM file with the certificate that clients see.")] = None
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file with its key.")] = None
+    engine_ca: Annotated[
+        Path | None, typer.Option(help="PEM file with the authority of engines with https://; else the system's.")
+    ] = None
+
+
 @dataclass(frozen=True)
-class ProxyOptions(Limits):
+class ProxyOptions(Limits, Tls):
     """Options of a proxy.
 
     Attributes:
@@ -65,9 +76,6 @@ class ProxyOptions(Limits):
         port: port to listen on; 0 for any free one.
         api_keys: keys of which clients must present one; with several, none may take more than ``key_share``.
         engine_api_key: key that the proxy presents to engines; None forwards the client's.
-        tls_cert: file of the certificates for clients; None for plain HTTP.
-        tls_key: file of the certificate's key.
-        engine_ca: file of the authorities that sign the engines' certificates; None for the system's.
     """
 
     prefill: tuple[str, ...] = ()
@@ -81,9 +89,6 @@ class ProxyOptions(Limits):
     port: int = 0
     api_keys: tuple[str, ...] = ()
     engine_api_key: str | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    engine_ca: Path | None = None
 
     def check(self) -> None:
         """Check each option, and their combinations.

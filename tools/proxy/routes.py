@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from msgspec import Raw
 
@@ -22,7 +22,7 @@ from kvstore.tools.proxy.engines import (
     EngineUnreachableError,
 )
 from kvstore.tools.proxy.events import EventCutter, Handover, is_last
-from kvstore.tools.proxy.first_token import First, Recount, first_of
+from kvstore.tools.proxy.first_token import First, first_of, recounted
 from kvstore.tools.proxy.fleet import Fleet
 from kvstore.tools.proxy.listing import Receiver
 from kvstore.tools.proxy.meters import ProxyMeters
@@ -35,11 +35,8 @@ from kvstore.tools.proxy.upstream import UpstreamAnswer, UpstreamError
 _EVENTS: Final = "text/event-stream"
 
 
-class Filter(Protocol):
-    """Filter of a stream's events."""
-
-    def pass_on(self, event: bytes) -> bytes:
-        """Return the bytes to send to the client for this event."""
+Filter = Callable[[bytes], bytes]
+"""Filter of a stream's events: it returns the bytes to send to the client for an event."""
 
 
 class Whole(NamedTuple):
@@ -158,10 +155,10 @@ class Router:
             await reply.begin(HTTPStatus.OK, {"content-type": f"{_EVENTS}; charset=utf-8"})
             await reply.piece(first.event)
         for engine in engines:
-            filters: list[Filter] = [] if first is None else [Recount()]
+            filters: list[Filter] = [] if first is None else [recounted]
             tells = self._bidirectional and engine.receiver is not None and ask.is_one_stream
             if tells and engine.receiver is not None:
-                filters.append(Handover(engine.receiver, shows_usage=ask.shows_usage))
+                filters.append(Handover(engine.receiver, shows_usage=ask.shows_usage).pass_on)
             content = ask.for_decode(spec, counted=tells, first=first)
             try:
                 with engine.taken():
@@ -215,7 +212,7 @@ async def _relay(engine: Engine, answer: UpstreamAnswer, filters: Sequence[Filte
 
 def _filtered(event: bytes, filters: Sequence[Filter]) -> bytes:
     for one in filters:
-        event = one.pass_on(event)
+        event = one(event)
     return event
 
 
