@@ -28,10 +28,9 @@ def probe(
     vLLM's own prefix cache is kept out of the way, and nobody's is emptied. Exits with 1 if nothing was found, and says
     why; with 2 if no vLLM answers, or it refuses.
     """
-    from kvstore.tools.probe.run import Probe  # noqa: PLC0415 - an extra
-    from kvstore.tools.probe.run import probe as run  # noqa: PLC0415
+    from kvstore.tools.probe.run import probe as run  # noqa: PLC0415 - an extra
 
-    report = run(Probe(url, tokens=tokens, model=model, api_key=api_key, timeout_s=timeout_s))
+    report = run(url, tokens=tokens, model=model, api_key=api_key, timeout_s=timeout_s)
     return Answer(asdict(report), _lines(report), 0 if report.found_tokens else FAILED, report.notes)
 
 

@@ -35,25 +35,6 @@ _MAX_SETTLE_S: Final = 10.0
 _RESERVED_TOKENS: Final = 8  # of the model's length, for the answer and for tokens that a server adds
 
 
-@dataclass(frozen=True)
-class Probe:
-    """Options of a probe.
-
-    Attributes:
-        url: the server's address, such as ``http://127.0.0.1:8000``.
-        tokens: length of the prompt, which is reduced to the model's limit.
-        model: the server's name of the model; None for the first one.
-        api_key: the server's API key; None if it needs none.
-        timeout_s: timeout of each answer.
-    """
-
-    url: str
-    tokens: int = 2000
-    model: str | None = None
-    api_key: str | None = None
-    timeout_s: float = 60.0
-
-
 @dataclass
 class ProbeReport:
     """Result of a probe.
@@ -81,17 +62,24 @@ class ProbeReport:
     notes: list[str] = field(default_factory=list)
 
 
-def probe(wanted: Probe) -> ProbeReport:
+def probe(url: str, *, tokens: int, model: str | None, api_key: str | None, timeout_s: float) -> ProbeReport:
     """Send a random prompt twice, and report the tokens that the store supplied to the second request.
+
+    Args:
+        url: the server's address, such as ``http://127.0.0.1:8000``.
+        tokens: length of the prompt, which is reduced to the model's limit.
+        model: the server's name of the model; None for the first one.
+        api_key: the server's API key; None if it needs none.
+        timeout_s: timeout of each answer.
 
     Raises:
         ConfigError: the URL is wrong, or the server refuses the key, the model or the prompt.
         TierError: no vLLM answers at the URL.
     """
-    if wanted.tokens < 1:
-        raise ConfigError(f"--tokens is {wanted.tokens}: it must be at least 1")
-    with _said_plainly(wanted), client_of(wanted.url, wanted.timeout_s, api_key=wanted.api_key) as client:
-        report = _begin(client, wanted)
+    if tokens < 1:
+        raise ConfigError(f"--tokens is {tokens}: it must be at least 1")
+    with _said_plainly(url, timeout_s), client_of(url, timeout_s, api_key=api_key) as client:
+        report = _begin(client, url, model, tokens)
         before = read_counters(client)
         if before is not None and before.has_any and (never := why_never(before)):
             report.reason, report.remedy = never
@@ -100,7 +88,7 @@ def probe(wanted: Probe) -> ProbeReport:
         return report
 
 
-def _begin(client: httpx.Client, wanted: Probe) -> ProbeReport:
+def _begin(client: httpx.Client, url: str, model: str | None, tokens: int) -> ProbeReport:
     """Choose the model and the length of the prompt, and return a new report.
 
     Raises:
@@ -108,13 +96,13 @@ def _begin(client: httpx.Client, wanted: Probe) -> ProbeReport:
     """
     models = {entry["id"]: entry for entry in client.get("/v1/models").raise_for_status().json()["data"]}
     if not models:
-        raise ConfigError(f"the server at {wanted.url} serves no model")
-    model = wanted.model or next(iter(models))
+        raise ConfigError(f"the server at {url} serves no model")
+    model = model or next(iter(models))
     if model not in models:
-        raise ConfigError(f"--model is {model!r}: the server at {wanted.url} serves {', '.join(models)}")
+        raise ConfigError(f"--model is {model!r}: the server at {url} serves {', '.join(models)}")
     most = models[model].get("max_model_len")
-    report = ProbeReport(model, wanted.tokens)
-    if isinstance(most, int) and wanted.tokens > most - _RESERVED_TOKENS:
+    report = ProbeReport(model, tokens)
+    if isinstance(most, int) and tokens > most - _RESERVED_TOKENS:
         report.prompt_tokens = max(1, most - _RESERVED_TOKENS)
         report.notes.append(f"the prompt has {report.prompt_tokens:,} tokens: the model takes {most:,}")
     return report
@@ -205,7 +193,7 @@ def _let_it_store(client: httpx.Client, model: str, engine: Mapping[str, str]) -
 
 
 @contextmanager
-def _said_plainly(wanted: Probe) -> Iterator[None]:
+def _said_plainly(url: str, timeout_s: float) -> Iterator[None]:
     """Convert errors of requests to errors with a remedy.
 
     Raises:
@@ -218,20 +206,20 @@ def _said_plainly(wanted: Probe) -> Iterator[None]:
         answer = error.response
         if answer.status_code in (401, 403):
             raise ConfigError(
-                f"the server at {wanted.url} refuses ({answer.status_code}): give its key with --api-key"
+                f"the server at {url} refuses ({answer.status_code}): give its key with --api-key"
             ) from error
         answer.read()
-        raise ConfigError(f"the server at {wanted.url} answers {answer.status_code}: {answer.text[:300]}") from error
+        raise ConfigError(f"the server at {url} answers {answer.status_code}: {answer.text[:300]}") from error
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise ConfigError(f"--url is {wanted.url!r}: it must be http://HOST:PORT") from error
+        raise ConfigError(f"--url is {url!r}: it must be http://HOST:PORT") from error
     except httpx.TimeoutException as error:
         raise TierError(
-            f"no answer from {wanted.url} within {wanted.timeout_s:.0f} s: is it busy? Allow more with --timeout-s"
+            f"no answer from {url} within {timeout_s:.0f} s: is it busy? Allow more with --timeout-s"
         ) from error
     except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise TierError(f"no vLLM answers at {wanted.url} ({error!r}): is it running, and is this its port?") from error
+        raise TierError(f"no vLLM answers at {url} ({error!r}): is it running, and is this its port?") from error
 
 
 def _text_of(event: Mapping[str, Any]) -> str:
