@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,6 +35,12 @@ def running(command: Sequence[str | Path], **options: Any) -> Iterator[subproces
             yield process
         finally:
             process.kill()
+
+
+def kill_group(leader: int) -> None:
+    """Kill all processes of the group that a process leads, if any is left."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 @contextmanager

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
+
+from kvstore.tools.processes import kill_group
 
 MODULES = ("torch", "hypothesis.stateful", "hypothesis.extra.numpy", "pydantic", "yaml", "rich.table")  # slow ones
 _FORKSERVER = Path(__file__).with_name("forkserver.py")
@@ -96,7 +97,7 @@ class Tree:
 
         def run_out() -> None:
             ran_out.set()
-            _kill(pid)
+            kill_group(pid)
 
         timer = threading.Timer(timeout_s, run_out)
         timer.start()
@@ -104,13 +105,12 @@ class Tree:
             ended = server.stdout.readline()
         finally:
             timer.cancel()
-            _kill(pid)  # and all processes that the tests have left
+            kill_group(pid)  # and all processes that the tests have left
         return None if ran_out.is_set() or not ended else int(json.loads(ended)["status"])
 
     def close(self) -> None:
         """End running tests, from any thread."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._server.pid, signal.SIGKILL)
+        kill_group(self._server.pid)
         with self._server:  # closes its pipes, and waits for its end
             pass
 
@@ -160,8 +160,3 @@ def _read(status: int | None, output: str) -> PytestRun:
         tuple(name for word, name in said if word in {"FAILED", "ERROR"}),
         output,
     )
-
-
-def _kill(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)

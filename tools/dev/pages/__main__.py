@@ -6,7 +6,6 @@ with its reason. Exits with 1 if anything failed.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections import Counter
@@ -14,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from kvstore.tools.dev.arguments import parser_of
 from kvstore.tools.dev.pages.blocks import blocks, pages
 from kvstore.tools.dev.pages.running import PageRun, Result
 from kvstore.tools.dev.pages.stand_ins import STAND_INS
@@ -27,9 +27,7 @@ _SAID_LINES: Final = 30
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the pages, and print the result of each block."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("pages", __doc__, EXAMPLE)
     parser.add_argument("page", nargs="*", help="names of pages; all if there are none")
     parser.add_argument("--fast", action="store_true", help="leave out what needs vLLM")
     parser.add_argument("--log", type=Path, help="file for all that was run, and what it printed")

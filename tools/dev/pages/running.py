@@ -34,7 +34,7 @@ from kvstore.tools.dev.pages.stand_ins import (
     substitute,
 )
 from kvstore.tools.models import TINY, build_llama
-from kvstore.tools.processes import free_port, wait_until
+from kvstore.tools.processes import free_port, kill_group, wait_until
 
 NO_VLLM: Final = "needs vLLM, which a fast run leaves out"
 _COMMAND_TIMEOUT_S: Final = 600.0
@@ -243,8 +243,7 @@ class PageRun:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_STOP_TIMEOUT_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process.pid)
         process.wait()
 
 
