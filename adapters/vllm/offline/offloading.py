@@ -30,28 +30,22 @@ class OffloadingCopies:
 
     def store(self, block_ids: Sequence[int]) -> None:
         """Copy blocks to the host, as many as all chunks hold, and wait."""
-        self._wait({self._start_store(block_ids)})
+        job = next(self._jobs)
+        self._worker.submit_store(job, _on_device(block_ids), self._chunks)
+        self._wait(job)
 
     def load(self, block_ids: Sequence[int]) -> None:
         """Copy all chunks back into these blocks, and wait."""
-        self._wait({self._start_load(block_ids)})
+        job = next(self._jobs)
+        self._worker.submit_load(job, self._chunks, _on_device(block_ids))
+        self._wait(job)
 
     def close(self) -> None:
         """Release the resources of the transfers."""
         self._worker.shutdown()
 
-    def _start_store(self, block_ids: Sequence[int]) -> int:
-        job = next(self._jobs)
-        self._worker.submit_store(job, _on_device(block_ids), self._chunks)
-        return job
-
-    def _start_load(self, block_ids: Sequence[int]) -> int:
-        job = next(self._jobs)
-        self._worker.submit_load(job, self._chunks, _on_device(block_ids))
-        return job
-
-    def _wait(self, jobs: set[int]) -> None:
-        self._worker.wait(jobs)
+    def _wait(self, job: int) -> None:
+        self._worker.wait({job})
         self._worker.get_finished()  # returns its streams and events
 
 
