@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore.adapters.vllm.plugin import CONNECTOR_NAME
+from kvstore.adapters.vllm.plugin import CONNECTOR_NAME, TRANSFER_FLAG
 from kvstore.config import LoadedConfig, StoreConfig, load_config
 from kvstore.config.reference import KEYS
 from kvstore.config.schema import PD_ROLES
@@ -18,7 +18,6 @@ from kvstore.config.yamltext import YamlTextError, parse_yaml
 from kvstore.model.errors import ConfigError
 from kvstore.tools.configs import own_values
 
-FLAG: Final = "--kv-transfer-config"
 SHUTDOWN_FLAG: Final = "--shutdown-timeout 30"
 ROLES: Final = {"both": "kv_both", "producer": "kv_producer", "consumer": "kv_consumer"}
 _PD_PORT: Final = 7300
@@ -140,7 +139,7 @@ def _advice(config: StoreConfig) -> list[str]:
 def as_shell(transfer: Mapping[str, object]) -> str:
     """Return the flag and its value, quoted for a shell."""
     value = json.dumps(transfer, separators=(",", ":"))
-    return f"{FLAG} {_quoted(value)}"
+    return f"{TRANSFER_FLAG} {_quoted(value)}"
 
 
 def _quoted(text: str) -> str:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from kvstore.adapters.vllm.plugin import TRANSFER_FLAG
 from kvstore.config.yamltext import YamlTextError, parse_yaml
 from kvstore.model.errors import ConfigError
 from kvstore.tools.workers import Workers
 
-TRANSFER_FLAG: Final = "--kv-transfer-config"
 _CONFIG_FLAG: Final = "--config"
 _SHORT: Final = {
     "-tp": "--tensor-parallel-size",

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 CONNECTOR_NAME = "KVStoreConnector"
 CONNECTOR_MODULE = "kvstore.adapters.vllm.connector"
-_FLAG: Final = "--kv-transfer-config"
+TRANSFER_FLAG: Final = "--kv-transfer-config"
+_SETTING: Final = f'{{"kv_connector":"{CONNECTOR_NAME}","kv_role":"kv_both","kv_load_failure_policy":"recompute"}}'
+CONNECTOR_FLAG: Final = f"{TRANSFER_FLAG} '{_SETTING}'"
+"""The flag with which vLLM uses kvstore, as a shell reads it."""
 
 
 def register() -> None:
@@ -39,8 +42,8 @@ def _check(vllm_config: VllmConfig) -> None:
     transfer = vllm_config.kv_transfer_config
     if transfer is None and refusals.is_command() and _is_flag_empty(sys.argv):
         raise ConfigError(
-            f"{_FLAG} is empty, so vLLM would start without kvstore: run the command that should print its value, "
-            "such as kvstore flags, alone to see its error"
+            f"{TRANSFER_FLAG} is empty, so vLLM would start without kvstore: run the command that should print its "
+            "value, such as kvstore flags, alone to see its error"
         )
     if transfer is None or transfer.kv_connector != CONNECTOR_NAME:
         return  # also if it is one of several, to which vLLM gives their configurations later
@@ -52,4 +55,4 @@ def _check(vllm_config: VllmConfig) -> None:
 
 def _is_flag_empty(words: Sequence[str]) -> bool:
     """Tell if a shell left the flag's value empty, which vLLM treats as no flag."""
-    return f"{_FLAG}=" in words or (_FLAG, "") in pairwise(words) or words[-1:] == [_FLAG]
+    return f"{TRANSFER_FLAG}=" in words or (TRANSFER_FLAG, "") in pairwise(words) or words[-1:] == [TRANSFER_FLAG]

@@ -17,10 +17,11 @@ from typing import IO, Self
 import httpx
 import psutil
 
+from kvstore.adapters.vllm.plugin import CONNECTOR_NAME, TRANSFER_FLAG
 from kvstore.tools.processes import free_port, wait_until
 from kvstore.tools.vllmclient import client_of
 
-KV_TRANSFER_CONFIG = {"kv_connector": "KVStoreConnector", "kv_load_failure_policy": "recompute"}
+KV_TRANSFER_CONFIG = {"kv_connector": CONNECTOR_NAME, "kv_load_failure_policy": "recompute"}
 BLOCK_TOKENS = 32
 MAX_MODEL_TOKENS = 4096
 DRAIN_TIMEOUT_S = 30  # with vLLM's default of 0, SIGTERM kills the workers in the middle of a write
@@ -94,7 +95,7 @@ class VllmServer:
             *("--dtype", "float32", "--block-size", str(BLOCK_TOKENS), "--max-model-len", str(MAX_MODEL_TOKENS)),
             *("--shutdown-timeout", str(DRAIN_TIMEOUT_S)),
             "--enforce-eager",  # compilation would take longer than the demonstration's requests
-            *("--kv-transfer-config", json.dumps({**KV_TRANSFER_CONFIG, "kv_role": self.role})),
+            *(TRANSFER_FLAG, json.dumps({**KV_TRANSFER_CONFIG, "kv_role": self.role})),
         ]
 
     def __enter__(self) -> Self:

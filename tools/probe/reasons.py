@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+from kvstore.adapters.vllm.plugin import CONNECTOR_FLAG
 from kvstore.index.plans import MissReason
 from kvstore.tools.probe.counters import Counters, Seen
 
@@ -15,12 +16,8 @@ class Reason(NamedTuple):
     remedy: str
 
 
-_CONFIG_FLAG: Final = (
-    '--kv-transfer-config \'{"kv_connector":"KVStoreConnector","kv_role":"kv_both",'
-    '"kv_load_failure_policy":"recompute"}\''
-)
 NO_STORE: Final = Reason(
-    "kvstore is not part of this vLLM: /metrics has none of its metrics", f"start vLLM with {_CONFIG_FLAG}"
+    "kvstore is not part of this vLLM: /metrics has none of its metrics", f"start vLLM with {CONNECTOR_FLAG}"
 )
 NO_METRICS: Final = Reason(
     "this vLLM shows no metrics, and does not say how much of a prompt was cached",

@@ -11,6 +11,7 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheConfig,
 from kvstore.adapters.vllm.glue.capabilities import FOUND, SLEEPS
 from kvstore.adapters.vllm.glue.groups import block_tokens_of, has_states, is_grouped, kind_of, stored_groups
 from kvstore.adapters.vllm.glue.interface import TESTED, is_tested
+from kvstore.adapters.vllm.plugin import CONNECTOR_FLAG
 from kvstore.model.errors import ConfigError, LayoutError
 
 if TYPE_CHECKING:
@@ -19,11 +20,6 @@ if TYPE_CHECKING:
     from kvstore.config import StoreConfig
 
 logger = logging.getLogger(__name__)
-
-CONNECTOR_FLAG = (
-    "--kv-transfer-config "
-    '\'{"kv_connector":"KVStoreConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute"}\''
-)
 
 
 def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> None:
