@@ -52,8 +52,8 @@ class RequestKeys(Keys):
     vLLM's `--no-async-scheduling`. Always yes where several workers send what they compute to a remote tier or another
     engine."""
     enable_async_saving: Switch = None
-    """Copy a step's KV to memory while the next step runs; vLLM keeps the blocks until then. If null or `auto`: yes on a
-    GPU, no on a CPU."""
+    """Copy a step's KV to memory while the next step runs; vLLM keeps the blocks until then. If null or `auto`: yes on
+    a GPU, no on a CPU."""
     use_layerwise: bool = False
     """Load and store layer by layer while the model runs, for what a step waits for. vLLM then captures only piecewise
     CUDA graphs. Not used with speculative decoding."""
