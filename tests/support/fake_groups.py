@@ -186,6 +186,10 @@ class FakeGroups(FakeScheduler):
             self.failures += 1
         return []
 
+    def _allocated(self, request: FakeRequest, external: int) -> None:
+        super()._allocated(request, external)
+        request.failed = False  # it computes now; preempted, it may be offered a hit again
+
     # -- checks -----------------------------------------------------------------------------------------------------
 
     def _check_offer(self, request: FakeRequest, num_local: int, external: int) -> None:
