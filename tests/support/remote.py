@@ -47,7 +47,8 @@ class FakeServer:
 
     def all_chunks(self) -> dict[ChunkRef, bytes]:
         """Return the chunks of all namespaces together."""
-        return {ref: payload for chunks in self.chunks.values() for ref, payload in chunks.items()}
+        copies = [dict(chunks) for chunks in list(self.chunks.values())]  # at once each: lanes may be writing
+        return {ref: payload for chunks in copies for ref, payload in chunks.items()}
 
     def lose(self, refs: Iterable[ChunkRef]) -> None:
         """Evict chunks, as a server does when it likes."""
