@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore.adapters.vllm.plugin import CONNECTOR_NAME, TRANSFER_FLAG
+from kvstore.adapters.vllm.flag import CONNECTOR_NAME, TRANSFER_FLAG
 from kvstore.config import LoadedConfig, StoreConfig, load_config
 from kvstore.config.reference import KEYS
 from kvstore.config.schema import PD_ROLES

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore.adapters.vllm.plugin import TRANSFER_FLAG
+from kvstore.adapters.vllm.flag import TRANSFER_FLAG
 from kvstore.config.yamltext import YamlTextError, parse_yaml
 from kvstore.model.errors import ConfigError
 from kvstore.tools.workers import Workers

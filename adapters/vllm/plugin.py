@@ -5,20 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from kvstore.adapters.vllm import refusals
+from kvstore.adapters.vllm.flag import CONNECTOR_MODULE, CONNECTOR_NAME, TRANSFER_FLAG
 from kvstore.model.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-CONNECTOR_NAME = "KVStoreConnector"
-CONNECTOR_MODULE = "kvstore.adapters.vllm.connector"
-TRANSFER_FLAG: Final = "--kv-transfer-config"
-_SETTING: Final = f'{{"kv_connector":"{CONNECTOR_NAME}","kv_role":"kv_both","kv_load_failure_policy":"recompute"}}'
-CONNECTOR_FLAG: Final = f"{TRANSFER_FLAG} '{_SETTING}'"
-"""The flag with which vLLM uses kvstore, as a shell reads it."""
 
 
 def register() -> None:

@@ -31,6 +31,7 @@ from vllm.v1.request import Request
 
 from kvstore.adapters.vllm import connector, plugin, refusals
 from kvstore.adapters.vllm.connector import KVStoreConnector
+from kvstore.adapters.vllm.flag import CONNECTOR_NAME
 from kvstore.adapters.vllm.glue.metadata import FactsMetadata, ReportMetadata
 from kvstore.adapters.vllm.identity import fingerprint_adapter
 from kvstore.adapters.vllm.plan import StepReport, StepResult, WorkerFacts
@@ -81,7 +82,7 @@ class _NothingConnected(KVStoreConnector):
 def test_registering_twice_is_fine() -> None:
     plugin.register()
     plugin.register()
-    assert KVConnectorFactory.get_connector_class_by_name(plugin.CONNECTOR_NAME) is KVStoreConnector
+    assert KVConnectorFactory.get_connector_class_by_name(CONNECTOR_NAME) is KVStoreConnector
 
 
 def test_nothing_abstract_is_left() -> None:
@@ -120,7 +121,7 @@ class _Flags:
 
     def __init__(self, **changed: object) -> None:
         self.kv_transfer_config = KVTransferConfig(
-            kv_connector=plugin.CONNECTOR_NAME,
+            kv_connector=CONNECTOR_NAME,
             **{"kv_role": "kv_both", "kv_load_failure_policy": "recompute", **changed},
         )
         self.model_config = SimpleNamespace(enable_sleep_mode=False)

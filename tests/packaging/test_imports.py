@@ -24,7 +24,7 @@ ROOMS = (
     ("config", "handover", "server", "transfer"),
     ("engine", "testing"),
     ("ops",),
-    ("adapters.vllm.telemetry", "adapters.vllm.identity", "adapters.vllm.refusals"),
+    ("adapters.vllm.telemetry", "adapters.vllm.identity", "adapters.vllm.refusals", "adapters.vllm.flag"),
     ("adapters.vllm.requests",),
     ("adapters.vllm.plan",),
     ("adapters.vllm.scheduler", "adapters.vllm.worker"),

@@ -17,7 +17,7 @@ from typing import IO, Self
 import httpx
 import psutil
 
-from kvstore.adapters.vllm.plugin import CONNECTOR_NAME, TRANSFER_FLAG
+from kvstore.adapters.vllm.flag import CONNECTOR_NAME, TRANSFER_FLAG
 from kvstore.tools.processes import free_port, wait_until
 from kvstore.tools.vllmclient import client_of
 

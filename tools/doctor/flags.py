@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from kvstore.adapters.vllm.plugin import CONNECTOR_MODULE, CONNECTOR_NAME, TRANSFER_FLAG
+from kvstore.adapters.vllm.flag import CONNECTOR_MODULE, CONNECTOR_NAME, TRANSFER_FLAG
 from kvstore.config.schema import PD_ROLES
 from kvstore.tools.doctor.findings import Finding
 from kvstore.tools.vllmflags import ServeFlags

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from kvstore.adapters.vllm.plugin import CONNECTOR_FLAG
+from kvstore.adapters.vllm.flag import CONNECTOR_FLAG
 from kvstore.index.plans import MissReason
 from kvstore.tools.probe.counters import Counters, Seen
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import vllm
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheConfig, SlidingWindowSpec, iter_layer_specs
 
+from kvstore.adapters.vllm.flag import CONNECTOR_FLAG
 from kvstore.adapters.vllm.glue.capabilities import FOUND, SLEEPS
 from kvstore.adapters.vllm.glue.groups import block_tokens_of, has_states, is_grouped, kind_of, stored_groups
 from kvstore.adapters.vllm.glue.interface import TESTED, is_tested
-from kvstore.adapters.vllm.plugin import CONNECTOR_FLAG
 from kvstore.model.errors import ConfigError, LayoutError
 
 if TYPE_CHECKING:

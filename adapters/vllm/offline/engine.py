@@ -25,9 +25,9 @@ from vllm.lora.request import LoRARequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvstore.adapters.vllm.connector import KVStoreConnector
+from kvstore.adapters.vllm.flag import CONNECTOR_NAME
 from kvstore.adapters.vllm.glue.options import remote_options
 from kvstore.adapters.vllm.plan import shards_of
-from kvstore.adapters.vllm.plugin import CONNECTOR_NAME
 from kvstore.config import load_config
 from kvstore.config.sources import FILE_VARIABLES
 from kvstore.engine.opening import open_directory
