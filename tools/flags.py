@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore.adapters.vllm.flag import CONNECTOR_NAME, TRANSFER_FLAG
+from kvstore.adapters.vllm.flag import TRANSFER_FLAG, connector_config
 from kvstore.config import LoadedConfig, StoreConfig, load_config
 from kvstore.config.reference import KEYS
 from kvstore.config.schema import PD_ROLES
@@ -58,11 +58,7 @@ def make_flags(
     if role is not None:
         loaded = _load(path, {**_of_role(loaded, kv_role), **settings})
     values = own_values(loaded)
-    transfer: dict[str, Any] = {
-        "kv_connector": CONNECTOR_NAME,
-        "kv_role": kv_role,
-        "kv_load_failure_policy": "recompute",
-    }
+    transfer = connector_config(kv_role)
     if values:
         transfer["kv_connector_extra_config"] = {f"kvstore.{key}": value for key, value in values.items()}
     return Flags(transfer, (*_notes(loaded, environ), *_advice(loaded.config)))

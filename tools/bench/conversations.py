@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from rich.table import Table
 
+from kvstore.adapters.vllm.flag import connector_config
 from kvstore.model.errors import ConfigError
 from kvstore.tools.bench.samples import BenchError
 from kvstore.tools.bench.servers import Child, child, private_redis, private_server
@@ -185,9 +186,7 @@ def _transfer(connector: str, folder: Path, redis_server: Path | None) -> Iterat
             short = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvs-")))
             settings["remote_url"] = stack.enter_context(private_server(short, 2 << 30))[0]
         yield {
-            "kv_connector": "KVStoreConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
+            **connector_config(),
             "kv_connector_extra_config": {f"kvstore.{key}": value for key, value in settings.items()},
         }
 

@@ -25,7 +25,7 @@ from vllm.lora.request import LoRARequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvstore.adapters.vllm.connector import KVStoreConnector
-from kvstore.adapters.vllm.flag import CONNECTOR_NAME
+from kvstore.adapters.vllm.flag import CONNECTOR_MODULE, connector_config
 from kvstore.adapters.vllm.glue.options import remote_options
 from kvstore.adapters.vllm.plan import shards_of
 from kvstore.config import load_config
@@ -272,10 +272,8 @@ def _refusals(model: str) -> Iterator[None]:
 def transfer_config(settings: Mapping[str, object]) -> dict[str, Any]:
     """Return vLLM's KV transfer configuration for the connector with these settings."""
     return {
-        "kv_connector": CONNECTOR_NAME,
-        "kv_connector_module_path": KVStoreConnector.__module__,
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
+        **connector_config(),
+        "kv_connector_module_path": CONNECTOR_MODULE,
         "kv_connector_extra_config": dict(settings),
     }
 
