@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT
 from tempfile import TemporaryFile
 from typing import IO, Any
 
 from kvstore.tools.dev.mamba2 import end_steps_at_states
+from kvstore.tools.processes import kill_group
 from support.forked import VLLM, ForkedProcess, forker
 from support.vllm_engine import Completion, Engine, Prompt, StoreSetup, prepare_environment
 
@@ -76,8 +76,7 @@ def started(job: dict[str, Any], output: IO[str] | int) -> Iterator[ForkedProces
         process.stdin.flush()
         yield process
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process.pid)
         process.wait()
 
 

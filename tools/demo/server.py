@@ -17,11 +17,10 @@ from typing import IO, Self
 import httpx
 import psutil
 
-from kvstore.adapters.vllm.flag import CONNECTOR_NAME, TRANSFER_FLAG
-from kvstore.tools.processes import free_port, wait_until
+from kvstore.adapters.vllm.flag import TRANSFER_FLAG, connector_config
+from kvstore.tools.processes import free_port, kill_group, wait_until
 from kvstore.tools.vllmclient import client_of
 
-KV_TRANSFER_CONFIG = {"kv_connector": CONNECTOR_NAME, "kv_load_failure_policy": "recompute"}
 BLOCK_TOKENS = 32
 MAX_MODEL_TOKENS = 4096
 DRAIN_TIMEOUT_S = 30  # with vLLM's default of 0, SIGTERM kills the workers in the middle of a write
@@ -95,7 +94,7 @@ class VllmServer:
             *("--dtype", "float32", "--block-size", str(BLOCK_TOKENS), "--max-model-len", str(MAX_MODEL_TOKENS)),
             *("--shutdown-timeout", str(DRAIN_TIMEOUT_S)),
             "--enforce-eager",  # compilation would take longer than the demonstration's requests
-            *(TRANSFER_FLAG, json.dumps({**KV_TRANSFER_CONFIG, "kv_role": self.role})),
+            *(TRANSFER_FLAG, json.dumps(connector_config(self.role))),
         ]
 
     def __enter__(self) -> Self:
@@ -140,7 +139,7 @@ class VllmServer:
         except subprocess.TimeoutExpired as error:
             self._kill_group(process)
             raise DemoError(f"vLLM did not stop within {STOP_TIMEOUT_S:.0f} s of SIGTERM", self.log) from error
-        wait_until(lambda: not _group_alive(process.pid), STRAGGLERS_TIMEOUT_S, every_s=0.1)
+        self._wait_for_stragglers(process)
 
     def _wait_until_healthy(self, process: subprocess.Popen[bytes]) -> None:
         def is_healthy() -> bool:
@@ -156,9 +155,14 @@ class VllmServer:
                 raise DemoError(f"vLLM did not answer within {START_TIMEOUT_S:.0f} s", self.log)
 
     def _kill_group(self, process: subprocess.Popen[bytes]) -> None:
-        if _group_alive(process.pid):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process.pid)
         process.wait()
+        self._wait_for_stragglers(process)
+
+    @staticmethod
+    def _wait_for_stragglers(process: subprocess.Popen[bytes]) -> None:
+        """Wait until the other processes of the group have ended, which may still hold the port and memory."""
+        wait_until(lambda: not _group_alive(process.pid), STRAGGLERS_TIMEOUT_S, every_s=0.1)
 
 
 def _group_alive(group: int) -> bool:

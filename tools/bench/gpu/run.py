@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -22,6 +21,7 @@ from kvstore.tools.bench.gpu.bed import Scale
 from kvstore.tools.bench.gpu.figures import Ended, Figure, append_line, figure_table
 from kvstore.tools.bench.gpu.steps import MODULE, PLANS, STEPS, Step
 from kvstore.tools.bench.workbench import one_torch_thread
+from kvstore.tools.processes import kill_group
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS, LOG = "gpu.jsonl", "gpu.log"
@@ -127,8 +127,7 @@ def _one(name: str, scale: Scale) -> list[str]:
 
 def _end(process: subprocess.Popen[bytes]) -> bool:
     """Kill a step's process group, and return False if the step's process does not end."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    kill_group(process.pid)
     with suppress(subprocess.TimeoutExpired):
         process.wait(END_WAIT_S)
     return process.returncode is not None
