@@ -297,6 +297,7 @@ def test_leading_blocks_that_are_asked_for_many_times_are_bounded(desk: Desk) ->
         desk.ask(messages.Front(6, reading, 1, 0, 8))
     while sum(isinstance(answer, messages.Data) for answer in desk.sent) < MAX_PIECES:
         desk.settle(1)  # a copy that was sent is reported too, in between
+    assert sum(isinstance(answer, messages.Data) for answer in desk.sent) == MAX_PIECES
     assert next(iter(desk.stock.spaces.values())).chunks[ONE].sums == sums
 
 
