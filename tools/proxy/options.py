@@ -51,7 +51,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Tls:
-    """Certificates, each an option of the command."""
+    """Files of certificates, each an option of the command. Clients use plain HTTP without ``tls_cert``."""
 
     tls_cert: Annotated[Path | None, typer.Option(help="PEM file with the certificate that clients see.")] = None
     tls_key: Annotated[Path | None, typer.Option(help="PEM file with its key.")] = None
