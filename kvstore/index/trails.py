@@ -93,9 +93,13 @@ class RemoteTrails:
 
     A trail stays true, since keys name all tokens before them. It does not say if its chunk is still stored. The oldest
     are forgotten first. For one thread at a time.
+
+    Args:
+        max_trails: number of trails that are kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_trails: int = MAX_HEARD) -> None:
+        self._max_trails = max_trails
         self._trails = Trails()
         self._by_key: OrderedDict[PrefixKey, bytes] = OrderedDict()
 
@@ -111,7 +115,7 @@ class RemoteTrails:
             elif known is None:
                 self._by_key[key] = trail
                 self._trails.add(trail)
-        while len(self._by_key) > MAX_HEARD:
+        while len(self._by_key) > self._max_trails:
             self._trails.discard(self._by_key.popitem(last=False)[1])
 
     def forget(self, ref: ChunkRef) -> None:
@@ -122,6 +126,14 @@ class RemoteTrails:
     def nearest(self, trail: bytes) -> Iterator[tuple[ChunkRef, int]]:
         """Return chunks that share blocks with a trail and the numbers of shared blocks, most shared first."""
         return ((chunk_of(other), shared) for other, shared in islice(self._trails.neighbours(trail), _MAX_NEAR))
+
+    def closest(self, trail: bytes, at_most: int) -> tuple[bytes, ...]:
+        """See ``Trails.closest``."""
+        return self._trails.closest(trail, at_most)
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Yield all trails, those added first in front."""
+        return iter(self._by_key.values())
 
     def trail_of(self, ref: ChunkRef) -> bytes:
         """Return the trail of a chunk; empty if unknown."""

@@ -65,6 +65,7 @@ SCHEME_GROUP = "kvstore.schemes"
 # Names, not imports: opening a tier imports it.
 BUILT_IN = (
     EntryPoint("disk", "kvstore.tiers.disk.tier:DiskTier.open", GROUP),
+    EntryPoint("object", "kvstore.tiers.object.tier:ObjectTier.open", GROUP),
     EntryPoint("pack", "kvstore.tiers.pack:PackTier.open", GROUP),
     EntryPoint("redis", "kvstore.tiers.redis.tier:RedisTier.open", GROUP),
     EntryPoint("server", "kvstore.tiers.server.tier:ServerTier.open", GROUP),
@@ -74,6 +75,7 @@ BUILT_IN_SCHEMES = tuple(
     EntryPoint(scheme, next(entry.value for entry in BUILT_IN if entry.name == name), SCHEME_GROUP)
     for name, schemes in {
         "redis": ("redis", "rediss", "unix", "redis-sentinel", "redis-cluster"),
+        "object": ("s3", "az", "gs", "file"),
         "pack": ("pack",),
         "server": ("kvs", "kvs+ipc"),
     }.items()

@@ -119,9 +119,8 @@ def test_answers_to_one_request_are_heard_without_a_view_that_holds_any() -> Non
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.index.trails.MAX_HEARD", 3)
     monkeypatch.setattr(remote_view, "MAX_TRAILS", 3)
-    heard, view = RemoteTrails(), RemoteView(10.0)
+    heard, view = RemoteTrails(3), RemoteView(10.0)
     trails = [trail_of(parted(BLOCK, seed=seed)) for seed in range(9)]
     for trail in trails:
         heard.add(ASKED, [trail, trail])

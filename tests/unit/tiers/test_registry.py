@@ -41,6 +41,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_our_tiers_can_be_opened(tmp_path: Path) -> None:
     options: dict[str, dict[str, object]] = {
         "disk": {"folder": tmp_path},
+        "object": {"url": f"file://{tmp_path}/shared"},
         "pack": {"url": f"pack://{tmp_path}/empty.kvpack"},
         "redis": {"url": "redis://localhost"},
         "server": {"url": "kvs+ipc:///nowhere"},
@@ -57,7 +58,7 @@ def test_our_tiers_can_be_opened(tmp_path: Path) -> None:
 
 def test_a_tier_of_another_package(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_example(site)
-    assert list(known_tiers()) == ["disk", "pack", "redis", "server", "sqlite"]
+    assert list(known_tiers()) == ["disk", "object", "pack", "redis", "server", "sqlite"]
     assert tier_behind("sqlite:///x") == "sqlite"
     tier = open_tier("sqlite", make_setup(url=f"sqlite://{tmp_path}"))
     monkeypatch.delitem(sys.modules, example_tier.MODULE)
@@ -127,20 +128,21 @@ def test_a_scheme_means_what_the_registry_says(site: Path) -> None:
     names = {entry.name: tier_behind(f"{entry.name}://x") for entry in BUILT_IN_SCHEMES}
     assert names == {
         **dict.fromkeys(("redis", "rediss", "unix", "redis-sentinel", "redis-cluster"), "redis"),
+        **dict.fromkeys(("s3", "az", "gs", "file"), "object"),
         "pack": "pack",
         **dict.fromkeys(("kvs", "kvs+ipc"), "server"),
     }
-    ignored = StoreConfig(remote_url="s3://bucket")
+    ignored = StoreConfig(remote_url="fs://bucket")
     assert ignored.shared_url is None
     install(
-        site, "bucket", "[kvstore.tiers]\nbucket = bucket:Tier\n[kvstore.schemes]\ns3 = bucket:Tier\ngs = bucket:Tier\n"
+        site, "bucket", "[kvstore.tiers]\nbucket = bucket:Tier\n[kvstore.schemes]\nfs = bucket:Tier\neic = bucket:Tier\n"
     )
-    assert [tier_behind(f"{scheme}://b") for scheme in ("s3", "gs")] == ["bucket", "bucket"]
-    assert StoreConfig(remote_url="s3://bucket").shared_url == "s3://bucket"
-    assert list(known_schemes())[-2:] == ["s3", "gs"]
-    assert leads_to("gs://b", "bucket")
-    assert not any(leads_to(url, "bucket") for url in (None, "", "/a/path", "gs", "kvs://b", "ftp://b"))
-    with pytest.raises(ConfigError, match=r"begins with one of redis://.*gs://, not with 'ftp'"):
+    assert [tier_behind(f"{scheme}://b") for scheme in ("fs", "eic")] == ["bucket", "bucket"]
+    assert StoreConfig(remote_url="fs://bucket").shared_url == "fs://bucket"
+    assert list(known_schemes())[-2:] == ["fs", "eic"]
+    assert leads_to("eic://b", "bucket")
+    assert not any(leads_to(url, "bucket") for url in (None, "", "/a/path", "eic", "kvs://b", "ftp://b"))
+    with pytest.raises(ConfigError, match=r"begins with one of redis://.*eic://, not with 'ftp'"):
         tier_behind("ftp://b")
 
 
@@ -164,7 +166,7 @@ def test_a_scheme_that_cannot_be_used(site: Path, sections: str, problem: str) -
     assert StoreConfig(remote_url="redis://h").shared_url == "redis://h"  # others are not harmed
 
 
-@pytest.mark.parametrize(("name", "hint"), [("dsik", "did you mean 'disk'?"), ("tape", "known are disk, pack")])
+@pytest.mark.parametrize(("name", "hint"), [("dsik", "did you mean 'disk'?"), ("tape", "known are disk, object")])
 def test_unknown_tiers(name: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=f"no tier '{name}'") as caught:
         open_tier(name, make_setup())

@@ -1,0 +1,241 @@
+"""A chunk as an object, which is a chunk file: its way between a slot and a store.
+
+``ChunkIO`` moves payloads as they are, ``CodedIO`` through a codec. Checksums are computed piece by piece while a chunk
+arrives, when its bytes are in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Final, NamedTuple
+
+from kvstore.format import chunkfile
+from kvstore.format.chunkfile import Damage
+from kvstore.format.codecs import CODEC_NAMES, Codec
+from kvstore.format.coding import ChunkCoder
+from kvstore.memory.scratch import Scratch
+from kvstore.model.chunks import ByteArray
+from kvstore.model.keys import ChunkKey
+from kvstore.model.layout import KVLayout
+from kvstore.tiers.object.names import Place
+from kvstore.tiers.object.store import Reading, Store
+
+_PIECE_BYTES: Final = 256 << 10
+_MAX_HEADS: Final = 256  # of chunks that are read layer by layer
+
+
+class Fetched(NamedTuple):
+    """Result of reading a chunk.
+
+    Attributes:
+        size_bytes: that were read.
+        damage: of the chunk; None if it is sound.
+        is_foreign: it was encoded with a codec that the reader does not have.
+        is_absent: there is no such chunk.
+    """
+
+    size_bytes: int
+    damage: Damage | None = None
+    is_foreign: bool = False
+    is_absent: bool = False
+
+
+ABSENT: Final = Fetched(0, is_absent=True)
+
+
+class _Head(NamedTuple):
+    """Header of a chunk, and the version of its object."""
+
+    header: bytes
+    version: str
+
+
+class ChunkIO:
+    """Reader and writer of the chunks of one layout, without a codec. Thread-safe.
+
+    Args:
+        layout: of the chunks.
+        store: of the objects.
+    """
+
+    reads_layers = True
+    codec_name = "none"
+
+    def __init__(self, layout: KVLayout, store: Store) -> None:
+        self._layout = layout
+        self._store = store
+        self._header_bytes = chunkfile.header_bytes(layout)
+        self._lock = threading.Lock()
+        self._heads: OrderedDict[Place, _Head] = OrderedDict()
+
+    def write(self, place: Place, payload: ByteArray) -> int:
+        """Write a chunk, in the place of an older one. Returns the object's size.
+
+        Raises:
+            FullError: there is no room.
+            TierError: the storage failed.
+        """
+        header = chunkfile.encode_header(self._layout, _key(place), place.ref.num_blocks, payload)
+        parts = [memoryview(header), payload.data]
+        if num_zeros := chunkfile.body_bytes(self._layout, place.ref.num_blocks) - len(payload):
+            parts.append(memoryview(bytes(num_zeros)))
+        self._store.put(place.name, parts)
+        return sum(map(len, parts))
+
+    def read(self, place: Place, payload: ByteArray) -> Fetched:
+        """Read a chunk; only if it is sound, the payload is its KV.
+
+        Raises:
+            TierError: the storage failed, or all buffers of a codec were in use for too long.
+        """
+        with self._store.open(place.name) as reading:
+            return ABSENT if reading is None else self._read(reading, place, payload)
+
+    def _read(self, reading: Reading, place: Place, payload: ByteArray) -> Fetched:
+        size_bytes = reading.found.size_bytes
+        header = bytearray(self._header_bytes)
+        if not reading.fill(memoryview(header)):
+            return Fetched(size_bytes, Damage.SIZE)
+        if size_bytes != chunkfile.file_bytes(self._layout, place.ref.num_blocks):
+            return Fetched(size_bytes, Damage.SIZE, self._is_foreign(header))
+        sums = chunkfile.RunningSums(self._layout, place.ref.num_blocks)
+        if not _fill(reading, payload, sums):
+            return Fetched(size_bytes, Damage.SIZE)
+        damage = chunkfile.compare(self._layout, _key(place), place.ref.num_blocks, bytes(header), sums.text())
+        return Fetched(size_bytes, damage, damage is not None and self._is_foreign(header))
+
+    def read_layers(self, place: Place, payload: ByteArray, layers: range) -> Fetched:
+        """Read some layers of a chunk; no other byte of the payload is written.
+
+        The header is kept for the following layers. If the chunk was replaced since, it counts as absent: its layers
+        are those of another write.
+
+        Raises:
+            TierError: the storage failed.
+        """
+        head = self._head_of(place)
+        if head is not None:
+            found = self._read_part(place, payload, layers, head)
+            if not found.is_absent or layers.start:
+                return found
+        head, found = self._read_front(place, payload, layers)
+        if head is None or not layers.start:
+            return found
+        return self._read_part(place, payload, layers, head)
+
+    def _read_front(self, place: Place, payload: ByteArray, layers: range) -> tuple[_Head | None, Fetched]:
+        """Read the header, and in the same request the layers if they follow it."""
+        end = 0 if layers.start else self._layout.layer_ranges(place.ref.num_blocks, layers)[-1][1]
+        with self._store.open(place.name, 0, self._header_bytes + end) as reading:
+            if reading is None:
+                return None, ABSENT
+            header = bytearray(self._header_bytes)
+            size_bytes = reading.found.size_bytes
+            is_whole = reading.fill(memoryview(header))
+            if not is_whole or size_bytes != chunkfile.file_bytes(self._layout, place.ref.num_blocks):
+                return None, Fetched(size_bytes, Damage.SIZE, is_whole and self._is_foreign(header))
+            head = _Head(bytes(header), reading.found.version)
+            self._keep(place, head, layers)
+            return head, self._take(reading, place, payload, layers, head) if end else ABSENT
+
+    def _read_part(self, place: Place, payload: ByteArray, layers: range, head: _Head) -> Fetched:
+        begin, end = _extent(self._layout, place.ref.num_blocks, layers)
+        offset = self._header_bytes + begin
+        with self._store.open(place.name, offset, end - begin, head.version) as reading:
+            if reading is None:
+                self._keep(place, None, layers)
+                return ABSENT
+            self._keep(place, head, layers)
+            return self._take(reading, place, payload, layers, head)
+
+    def _take(self, reading: Reading, place: Place, payload: ByteArray, layers: range, head: _Head) -> Fetched:
+        begin, end = _extent(self._layout, place.ref.num_blocks, layers)
+        if not reading.fill(payload.data[begin:end]):
+            return Fetched(end - begin, Damage.SIZE)
+        sums = chunkfile.checksums(self._layout, place.ref.num_blocks, payload, layers)
+        key = _key(place)
+        damage = chunkfile.compare(self._layout, key, place.ref.num_blocks, head.header, sums, layers=layers)
+        return Fetched(end - begin, damage, damage is not None and self._is_foreign(head.header))
+
+    def _head_of(self, place: Place) -> _Head | None:
+        with self._lock:
+            return self._heads.get(place)
+
+    def _keep(self, place: Place, head: _Head | None, layers: range) -> None:
+        """Keep a header until the last layer was read."""
+        with self._lock:
+            self._heads.pop(place, None)
+            if head is not None and layers.stop < self._layout.num_layers:
+                self._heads[place] = head
+            if len(self._heads) > _MAX_HEADS:
+                self._heads.popitem(last=False)
+
+    def _is_foreign(self, header: bytes | bytearray) -> bool:
+        """Tell if a chunk was encoded with a codec that this reader does not have."""
+        codec = chunkfile.codec_of(bytes(header))
+        return codec in CODEC_NAMES and codec not in {"none", self.codec_name}
+
+
+class CodedIO(ChunkIO):
+    """Reader and writer of chunks whose layers are encoded; also reads those that are not. Thread-safe.
+
+    Args:
+        layout: of the chunks.
+        store: of the objects.
+        codec: opened for that layout.
+        timeout_s: longest wait for one of the buffers.
+    """
+
+    reads_layers = False
+
+    def __init__(self, layout: KVLayout, store: Store, codec: Codec, timeout_s: float) -> None:
+        super().__init__(layout, store)
+        self.codec_name = codec.name
+        self._coder = ChunkCoder(layout, codec)
+        self._scratch = Scratch(self._coder.image_bytes(layout.blocks_per_chunk), timeout_s)
+
+    def write(self, place: Place, payload: ByteArray) -> int:
+        """See ``ChunkIO``: encodes the chunk."""
+        with self._scratch.borrowed() as scratch:
+            size_bytes = self._coder.encode(_key(place), place.ref.num_blocks, payload, scratch)
+            self._store.put(place.name, [scratch.data[:size_bytes]])
+        return size_bytes
+
+    def read(self, place: Place, payload: ByteArray) -> Fetched:
+        """See ``ChunkIO``. It takes a buffer before a connection, so that a wait for one holds no other."""
+        with self._scratch.borrowed() as scratch, self._store.open(place.name) as reading:
+            if reading is None:
+                return ABSENT
+            size_bytes = reading.found.size_bytes
+            if not self._coder.may_be(place.ref.num_blocks, size_bytes):
+                return Fetched(size_bytes, Damage.SIZE)
+            image = scratch[:size_bytes]
+            if not reading.fill(image.data):
+                return Fetched(size_bytes, Damage.SIZE)
+            damage = self._coder.decode(_key(place), place.ref.num_blocks, image, payload)
+            return Fetched(size_bytes, damage, damage is not None and self._is_foreign(image[: self._header_bytes]))
+
+    def _is_foreign(self, header: bytes | bytearray | ByteArray) -> bool:
+        return super()._is_foreign(bytes(header))
+
+
+def _key(place: Place) -> ChunkKey:
+    return ChunkKey(place.home.namespace_id, place.ref.prefix_key)
+
+
+def _fill(reading: Reading, payload: ByteArray, sums: chunkfile.RunningSums) -> bool:
+    """Fill a payload in pieces, and add each to the checksums. False if the object ends too early."""
+    view = payload.data
+    for begin in range(0, len(view), _PIECE_BYTES):
+        piece = view[begin : begin + _PIECE_BYTES]
+        if not reading.fill(piece):
+            return False
+        sums.add(piece)
+    return True
+
+
+def _extent(layout: KVLayout, num_blocks: int, layers: range) -> tuple[int, int]:
+    """Return begin and end of adjacent layers in a payload."""
+    ranges = layout.layer_ranges(num_blocks, layers)
+    return ranges[0][0], ranges[-1][1]

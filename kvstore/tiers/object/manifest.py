@@ -1,0 +1,123 @@
+"""Manifests: what an engine has stored, used and removed since its last one. ``docs/FORMAT.md`` describes the bytes.
+
+A manifest is a hint. What it says of a chunk that has been removed meanwhile ends in a miss; a chunk that no manifest
+names is stored again. So a damaged one is skipped, and their order matters little.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.index.trails import is_trail
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.keys import PREFIX_KEY_BYTES
+
+NAME_BYTES: Final = PREFIX_KEY_BYTES + 2
+NAME_TYPE: Final = np.dtype(f"S{NAME_BYTES}")
+MAX_MANIFEST_BYTES: Final = 1 << 31
+_MAGIC: Final = b"KVSLOG1\0"
+_COUNTS: Final = struct.Struct("<8sIIII")  # magic, stored, used, removed, trails
+_LENGTH: Final = struct.Struct("<H")
+_SUM_BYTES: Final = 8
+Names = npt.NDArray[np.bytes_]
+Times = npt.NDArray[np.uint32]
+NO_NAMES: Final[Names] = np.empty(0, NAME_TYPE)
+NO_TIMES: Final[Times] = np.empty(0, np.uint32)
+
+
+def name_of(ref: ChunkRef) -> bytes:
+    """Return a chunk's key and length in 18 bytes, in the order of keys."""
+    return ref.prefix_key + ref.num_blocks.to_bytes(2, "big")
+
+
+def ref_of(name: bytes) -> ChunkRef:
+    """Return the chunk with a name, which may have lost zeros at its end, as numpy removes them."""
+    name = name.ljust(NAME_BYTES, b"\0")
+    return ChunkRef(name[:PREFIX_KEY_BYTES], int.from_bytes(name[PREFIX_KEY_BYTES:], "big"))
+
+
+def names_of(refs: Iterable[ChunkRef]) -> Names:
+    """Return the names of chunks."""
+    return np.array([name_of(ref) for ref in refs], NAME_TYPE)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Content of a manifest.
+
+    Attributes:
+        stored: names of the chunks that are there.
+        used_s: when each was used last, in seconds since 1970.
+        touched: names of chunks that were used since they were stored.
+        removed: names of chunks that are gone.
+        trails: keys at the ends of the blocks of stored chunks, as far as they are known.
+    """
+
+    stored: Names = field(default_factory=lambda: NO_NAMES)
+    used_s: Times = field(default_factory=lambda: NO_TIMES)
+    touched: Names = field(default_factory=lambda: NO_NAMES)
+    removed: Names = field(default_factory=lambda: NO_NAMES)
+    trails: tuple[bytes, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(len(self.stored) or len(self.touched) or len(self.removed))
+
+    def encode(self) -> bytes:
+        """Return the bytes of the object."""
+        counts = len(self.stored), len(self.touched), len(self.removed), len(self.trails)
+        trails = (_LENGTH.pack(len(trail) // PREFIX_KEY_BYTES) + trail for trail in self.trails)
+        body = b"".join(
+            (
+                _COUNTS.pack(_MAGIC, *counts),
+                self.stored.tobytes(),
+                self.used_s.astype("<u4").tobytes(),
+                self.touched.tobytes(),
+                self.removed.tobytes(),
+                *trails,
+            )
+        )
+        return body + xxhash.xxh3_64_digest(body)
+
+
+def decode(data: bytes) -> Manifest | None:
+    """Return the manifest in an object; None if it is damaged or something else. Never raises, for any bytes."""
+    body = memoryview(data)[:-_SUM_BYTES]
+    if len(body) < _COUNTS.size or xxhash.xxh3_64_digest(body) != data[-_SUM_BYTES:]:
+        return None
+    magic, stored, touched, removed, num_trails = _COUNTS.unpack_from(body)
+    sizes = (NAME_BYTES * stored, 4 * stored, NAME_BYTES * touched, NAME_BYTES * removed)
+    begin = _COUNTS.size
+    if magic != _MAGIC or begin + sum(sizes) > len(body):
+        return None
+    parts = []
+    for size in sizes:
+        parts.append(body[begin : begin + size])
+        begin += size
+    trails = _trails(body[begin:], num_trails)
+    if trails is None:
+        return None
+    named = [np.frombuffer(parts[index], NAME_TYPE) for index in (0, 2, 3)]
+    return Manifest(named[0], np.frombuffer(parts[1], "<u4").astype(np.uint32), named[1], named[2], trails)
+
+
+def _trails(data: memoryview, num_trails: int) -> tuple[bytes, ...] | None:
+    """Return the trails that fill ``data``; None if it holds anything else."""
+    found, begin = [], 0
+    for _ in range(num_trails):
+        if begin + _LENGTH.size > len(data):
+            return None
+        (num_blocks,) = _LENGTH.unpack_from(data, begin)
+        begin += _LENGTH.size
+        trail = bytes(data[begin : begin + num_blocks * PREFIX_KEY_BYTES])
+        if not is_trail(trail, num_blocks) or len(trail) != num_blocks * PREFIX_KEY_BYTES:
+            return None
+        found.append(trail)
+        begin += len(trail)
+    return tuple(found) if begin == len(data) else None

@@ -1,0 +1,343 @@
+"""The object tier: chunks in an object store or a shared folder, for all engines of a namespace.
+
+It is kept correct as follows:
+
+- A chunk is one object, which its store replaces as a whole, and every byte is checked when it is read (``chunk.py``).
+- The names of all objects contain the namespace's *epoch*. ``clear`` begins a new one: earlier chunks are unreachable
+  at once for this engine, for others as soon as they look at the log, and are deleted afterwards.
+- The *log* says what is there (``log.py``). It only gives hints: a chunk that is gone is a miss, and one that nobody
+  names is stored again.
+- Two calls never write or delete the same chunk at once: of two puts one fails, and a put during a removal stores
+  nothing.
+
+The tier has no bound. ``kvstore sweep`` keeps one, or a lifecycle rule of the bucket.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+from kvstore.format.codecs import open_codec
+from kvstore.index.trails import is_trail
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome, is_trail_of
+from kvstore.model.errors import ClosedError, ConfigError, TierError
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
+from kvstore.tiers.base import Tier, TierCounters, TierSetup, Transfer, check_layers, check_ref, payload_view
+from kvstore.tiers.disk.folder import LAYOUT_FILE, NAMESPACE_FILE
+from kvstore.tiers.object.chunk import ChunkIO, CodedIO
+from kvstore.tiers.object.log import Log, View
+from kvstore.tiers.object.names import Home, Place, note_name
+from kvstore.tiers.object.store import MAX_DELETED, FullError, Store
+from kvstore.tiers.object.url import Kind, ObjectTarget, parse_target
+
+logger = logging.getLogger(__name__)
+
+_CUT_WAIT_S: Final = 2.0
+Moved = tuple[Outcome, int]  # the outcome of a chunk, and the bytes that moved
+
+
+class _Busy(Enum):
+    """State of a chunk that a call is changing."""
+
+    PUT = "being stored"
+    GOING = "being stored, and to be removed afterwards"
+    REMOVED = "being removed"
+
+
+class ObjectTier(Tier):
+    """Tier of chunks in a store of objects, for one namespace. Thread-safe.
+
+    Args:
+        store: of the objects, which the tier closes.
+        namespace: that of the chunks.
+        layout: the geometry of the chunks.
+        timeout_s: longest wait for the log.
+        codec: name of the codec of the chunks, see ``kvstore.format.codecs``. Chunks of another codec are misses, and
+            are removed; chunks without a codec are always readable.
+
+    Raises:
+        ConfigError: the codec cannot be used on this layout.
+    """
+
+    name = "object"
+
+    def __init__(
+        self, store: Store, namespace: Namespace, layout: KVLayout, timeout_s: float, *, codec: str = "none"
+    ) -> None:
+        self.counters = TierCounters()
+        self._store = store
+        self._layout = layout
+        self._timeout_s = timeout_s
+        self._io = ChunkIO(layout, store)
+        if codec != "none":
+            self._io = CodedIO(layout, store, open_codec(codec, layout), timeout_s)
+        self._namespace = namespace
+        self._is_noted = False
+        self._changed = threading.Condition()
+        self._busy: dict[Place, _Busy] = {}
+        self._running = 0
+        self._is_closed = False
+        self._log = Log(store, namespace.id, timeout_s)
+
+    @classmethod
+    def open(cls, setup: TierSetup) -> ObjectTier:
+        """Open the storage that the option ``url`` names, without waiting for it; the registry's factory.
+
+        The option ``codec`` is a name in ``CODEC_NAMES``; ``docs/object.md`` lists the others.
+
+        Raises:
+            ConfigError: see the class; or the URL or another option is wrong, or there is a capacity.
+        """
+        setup.require_unbounded("bound the storage by kvstore sweep, or by a lifecycle rule of the bucket")
+        options = dict(setup.options)
+        url, codec = options.pop("url", None), options.pop("codec", "none")
+        if not isinstance(codec, str):
+            raise ConfigError(f"the option 'codec' of the object tier is a name, not {codec!r}")
+        target = parse_target(url, options)
+        return cls(open_store(target), setup.namespace, setup.layout, target.timeout_s, codec=codec)
+
+    def check(self) -> None:
+        """Check at start that the storage can be used.
+
+        Raises:
+            TierSetupError: it refuses the credentials or the certificate, or there is no such bucket.
+            TierError: it cannot be reached, or the log cannot be read in time.
+        """
+        with self._operation():
+            self._log.view()
+
+    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+        """Tell for each chunk if the log names it; sends no request.
+
+        Raises:
+            TierError: the log was not read yet, or cannot be read now.
+        """
+        with self._operation():
+            return self._log.view().catalog.holds(refs)
+
+    @property
+    def keeps_trails(self) -> bool:
+        """See ``Tier``; always True."""
+        return True
+
+    def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
+        """See ``Tier``; sends no request. Only the trails of the chunks stored last are known."""
+        with self._operation():
+            catalog = self._log.view().catalog
+            return [catalog.nearest(trail) if self._is_trail(trail) else () for trail in trails]
+
+    def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Read chunks into their buffers, one after the other; call from several threads to overlap them."""
+        return self._each(transfers, self._get)
+
+    @property
+    def reads_layers(self) -> bool:
+        """See ``Tier``; False with a codec."""
+        return self._io.reads_layers
+
+    def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
+        """See ``Tier``: one request for the layers, and one for the header if they do not follow it."""
+        check_layers(self._layout, layers)
+        if not self.reads_layers:
+            return self.get(transfers)
+        return self._each(transfers, partial(self._get, layers=layers), is_last=layers.stop == self._layout.num_layers)
+
+    def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Store chunks from their buffers, one after the other; call from several threads to overlap them.
+
+        A chunk that another call is storing or removing is FAILED.
+        """
+        return self._each(transfers, self._put)
+
+    def remove(self, refs: Iterable[ChunkRef]) -> None:
+        """Remove chunks. One that is being stored is removed by that call, which answers FAILED."""
+        wanted = list(dict.fromkeys(refs))
+        for ref in wanted:
+            check_ref(self._layout, ref)
+        with self._operation():
+            if wanted:
+                self._remove(self._log.view(), wanted)
+
+    def clear(self) -> None:
+        """Remove every chunk of the namespace; a ``put`` under way answers ``FAILED``.
+
+        Raises:
+            TierError: the storage failed. The chunks may be unreachable while their bytes still exist: a sweep deletes
+                them.
+        """
+        with self._operation():
+            view = self._log.view()
+            self._log.renew(view)
+            self._delete_all(view.home)
+
+    def reset(self, namespace: Namespace) -> None:
+        """Remove every chunk of the namespace, and keep later ones under another namespace.
+
+        If the storage fails meanwhile, the old chunks stay until a sweep deletes them.
+        """
+        with self._operation():
+            with self._changed:
+                left = self._log.enter(namespace.id)
+                self._namespace, self._is_noted = namespace, False
+            try:
+                if left is not None:
+                    self._log.renew(left)
+                    self._delete_all(left.home)
+            except TierError as error:
+                logger.warning("chunks of the old namespace stay in %s until a sweep: %s", self._store.place, error)
+
+    def close(self) -> None:
+        """Write what other engines should know, wait for calls under way as long as the storage may be silent."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._changed.wait_for(lambda: not self._running, self._timeout_s)
+        self._log.close()
+        self._store.close()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running, _CUT_WAIT_S)
+
+    @contextmanager
+    def _operation(self) -> Iterator[None]:
+        """Count a call under way. If it fails because of ``close``, it raises ``ClosedError``."""
+        with self._changed:
+            if self._is_closed:
+                raise ClosedError("the object tier was closed")
+            self._running += 1
+        try:
+            yield
+        except TierError as error:
+            if self._is_closed:
+                raise ClosedError("the object tier was closed during the call") from error
+            raise
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def _each(
+        self,
+        transfers: Sequence[Transfer],
+        move: Callable[[View, Transfer, ByteArray], Moved],
+        *,
+        is_last: bool = True,
+    ) -> list[Outcome]:
+        payloads = [payload_view(self._layout, transfer) for transfer in transfers]
+        outcomes = []
+        with self._operation():
+            for transfer, payload in zip(transfers, payloads, strict=True):
+                outcome, num_bytes = move(self._log.view(), transfer, payload)
+                outcomes.append(self.counters.count(outcome, num_bytes, is_last=is_last))
+        return outcomes
+
+    def _get(self, view: View, transfer: Transfer, payload: ByteArray, layers: range | None = None) -> Moved:
+        ref = transfer.ref
+        if not view.catalog.holds([ref])[0]:
+            return Outcome.MISS, 0
+        place = Place(view.home, ref)
+        found = self._io.read(place, payload) if layers is None else self._io.read_layers(place, payload, layers)
+        if not self._log.is_current(view):
+            return Outcome.MISS, 0
+        if found.is_absent:
+            self._forget(view, ref)
+            return Outcome.MISS, 0
+        if found.damage is not None:
+            self._remove(view, [ref])
+            return (Outcome.MISS if found.is_foreign else Outcome.CORRUPT), 0
+        view.touch(ref)
+        return Outcome.HIT, found.size_bytes
+
+    def _forget(self, view: View, ref: ChunkRef) -> None:
+        """Note that a chunk is gone, unless a call is storing it again."""
+        with self._changed:
+            if Place(view.home, ref) not in self._busy:
+                view.remove([ref])
+
+    def _put(self, view: View, transfer: Transfer, payload: ByteArray) -> Moved:
+        ref = transfer.ref
+        place = Place(view.home, ref)
+        with self._changed:
+            if not transfer.belongs_to(view.home.namespace_id) or place in self._busy or not self._log.is_current(view):
+                return Outcome.FAILED, 0
+            self._busy[place] = _Busy.PUT
+        is_stored = False
+        try:
+            self._note(view)
+            size_bytes = self._io.write(place, payload)
+            with self._changed:
+                is_stored = self._busy[place] is _Busy.PUT and self._log.is_current(view)
+                if is_stored:
+                    view.store(ref, transfer.trail if self._is_trail_of(transfer.trail, ref) else b"")
+            if not is_stored:
+                self._store.delete([place.name])
+        except FullError:
+            return Outcome.FULL, 0
+        finally:
+            with self._changed:
+                del self._busy[place]
+        return (Outcome.STORED, size_bytes) if is_stored else (Outcome.FAILED, 0)
+
+    def _remove(self, view: View, refs: Sequence[ChunkRef]) -> None:
+        """Delete chunks that no call is changing; those that are being stored are deleted at the end of that call."""
+        with self._changed:
+            view.remove(refs)
+            places = [Place(view.home, ref) for ref in refs]
+            mine = [place for place in places if place not in self._busy]
+            for place in places:
+                is_put = self._busy.get(place) in (_Busy.PUT, _Busy.GOING)
+                self._busy[place] = _Busy.GOING if is_put else _Busy.REMOVED
+        try:
+            self._store.delete([place.name for place in mine])
+        finally:
+            with self._changed:
+                for place in mine:
+                    del self._busy[place]
+
+    def _delete_all(self, home: Home) -> None:
+        names = (listed.name for listed in self._store.list(home.folder))
+        while batch := list(islice(names, MAX_DELETED)):
+            self._store.delete(batch)
+
+    def _note(self, view: View) -> None:
+        """Store the notes for tools, once in a namespace."""
+        with self._changed:
+            namespace = self._namespace
+            if self._is_noted or view.home.namespace_id != namespace.id:
+                return
+        for note, text in ((NAMESPACE_FILE, namespace.to_json()), (LAYOUT_FILE, self._layout.to_json())):
+            self._store.create(note_name(namespace.id, note), text.encode())
+        with self._changed:
+            self._is_noted = namespace is self._namespace
+
+    def _is_trail(self, trail: bytes) -> bool:
+        return is_trail(trail, self._layout.blocks_per_chunk)
+
+    def _is_trail_of(self, trail: bytes, ref: ChunkRef) -> bool:
+        return self._is_trail(trail) and is_trail_of(trail, ref)
+
+
+def open_store(target: ObjectTarget) -> Store:
+    """Return the store of a target, without connecting.
+
+    Raises:
+        ConfigError: a setting is wrong, or a package is missing.
+    """
+    if target.kind is Kind.FOLDER:
+        from kvstore.tiers.object.folder import FolderStore  # noqa: PLC0415 - only one of the two is needed
+
+        return FolderStore(Path(target.bucket))
+    try:
+        from kvstore.tiers.object.cloud import CloudStore  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise ConfigError(str(error)) from error
+    return CloudStore(target)

@@ -1,0 +1,152 @@
+"""Tests of the object tier's contract in a shared folder and on real object stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any, ClassVar
+
+import obstore
+import pytest
+from support.s3_server import S3Server
+
+from kvstore.model.chunks import ChunkRef
+from kvstore.testing import MINE, TierConformance
+from kvstore.tiers.base import Tier, TierSetup
+from kvstore.tiers.object.names import Place, parse_place
+from kvstore.tiers.object.tier import ObjectTier
+
+BUCKET = "conformance"
+
+
+class Objects(TierConformance):
+    """Base of the tests here: raw access to the storage, of any kind."""
+
+    persistent = True
+    keeps_trails = True
+    checks_bytes = True
+
+    def url(self) -> str:
+        """Return the URL of a storage that is empty at first, for this harness alone."""
+        raise NotImplementedError
+
+    def names(self) -> list[str]:
+        """Return the names of all objects."""
+        raise NotImplementedError
+
+    def load(self, name: str) -> bytes:
+        raise NotImplementedError
+
+    def save(self, name: str, value: bytes) -> None:
+        raise NotImplementedError
+
+    def drop(self, name: str) -> None:
+        raise NotImplementedError
+
+    def open_tier(self, setup: TierSetup) -> Tier:
+        return ObjectTier.open(self.with_options(setup, url=self.url()))
+
+    def chunks(self) -> dict[str, Place]:
+        """Return all chunks of all namespaces by their names."""
+        found = {name: parse_place(name) for name in self.names()}
+        return {name: place for name, place in found.items() if place is not None}
+
+    def _name(self, ref: ChunkRef) -> str | None:
+        for name, place in self.chunks().items():
+            if place.home.namespace_id == MINE.id and place.ref == ref:
+                return name
+        return None
+
+    def raw_read(self, ref: ChunkRef) -> bytes | None:
+        name = self._name(ref)
+        return self.load(name) if name is not None else None
+
+    def raw_write(self, ref: ChunkRef, value: bytes) -> None:
+        name = self._name(ref)
+        assert name is not None
+        self.save(name, value)
+
+    def raw_remove(self, ref: ChunkRef) -> None:
+        name = self._name(ref)
+        assert name is not None
+        self.drop(name)
+
+    def raw_used_bytes(self) -> int:
+        return sum(len(self.load(name)) for name in self.chunks())
+
+
+class TestFolder(Objects):
+    """A folder on this machine."""
+
+    def url(self) -> str:
+        return f"file://{self.folder}/kv"
+
+    def names(self) -> list[str]:
+        root = self.folder / "kv"
+        return [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()]
+
+    def load(self, name: str) -> bytes:
+        return (self.folder / "kv" / name).read_bytes()
+
+    def save(self, name: str, value: bytes) -> None:
+        (self.folder / "kv" / name).write_bytes(value)
+
+    def drop(self, name: str) -> None:
+        (self.folder / "kv" / name).unlink()
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    server = S3Server(tmp_path_factory.mktemp("s3")).start()
+    server.make_bucket(BUCKET)
+    yield server
+    server.kill()
+
+
+class OnS3(Objects):
+    """Base of the tests on a real S3 server."""
+
+    prefixes: ClassVar = count()
+    server: ClassVar[S3Server]
+    client: ClassVar[Any]
+    prefix: str
+    _last_folder: Path | None = None
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _server(cls, s3: S3Server) -> None:
+        cls.server, cls.client = s3, s3.client(BUCKET)
+
+    def url(self) -> str:
+        if self.folder != self._last_folder:  # a new harness begins with an empty storage
+            self._last_folder = self.folder
+            self.prefix = f"{type(self).__name__}/{next(self.prefixes)}"
+        return self.address()
+
+    def address(self) -> str:
+        return self.server.url(BUCKET, prefix=self.prefix)
+
+    def names(self) -> list[str]:
+        pages = obstore.list(self.client, self.prefix + "/")
+        return [found["path"].removeprefix(self.prefix + "/") for page in pages for found in page]
+
+    def load(self, name: str) -> bytes:
+        return bytes(obstore.get(self.client, f"{self.prefix}/{name}").bytes())
+
+    def save(self, name: str, value: bytes) -> None:
+        obstore.put(self.client, f"{self.prefix}/{name}", value)
+
+    def drop(self, name: str) -> None:
+        obstore.delete(self.client, f"{self.prefix}/{name}")
+
+
+class TestS3(OnS3):
+    """An S3 server."""
+
+
+class TestS3OverTls(OnS3):
+    """The same over TLS, with a CA of its own."""
+
+    def address(self) -> str:
+        return self.server.url(BUCKET, tls=True, prefix=self.prefix)
