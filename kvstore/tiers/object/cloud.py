@@ -6,6 +6,7 @@ obstore finds credentials, lists, deletes, moves small objects and signs URLs. C
 from __future__ import annotations
 
 import configparser
+import re
 import ssl
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -31,6 +32,7 @@ from kvstore.tiers.object.wire import FULL_CODES, Request, Wire
 _SIGNED_FOR: Final = timedelta(minutes=15)
 _REREAD_AFTER: Final = timedelta(minutes=5)  # a credentials file, which may have been renewed
 _PAGE: Final = 1000
+_CODE: Final = re.compile("<Code>([A-Za-z]+)</Code>")
 _REGION: Final = "us-east-1"  # what stores with the interface of S3 expect
 
 
@@ -234,6 +236,7 @@ def _section(target: ObjectTarget) -> Mapping[str, Any]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of an error, without addresses, which may be signed."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].partition("?")[0][:300]
+    """Return the store's code in an error, or its first line without addresses, which may be signed."""
+    text = str(error).strip() or type(error).__name__
+    code = _CODE.search(text)
+    return code[1] if code else text.splitlines()[0].partition("?")[0][:300]

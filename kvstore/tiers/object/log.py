@@ -107,14 +107,18 @@ class Log:
             looks = self._looks + self._is_looking
             self._is_wanted = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_closed or (self._looks > looks and self._view), self._timeout_s)
+            self._changed.wait_for(lambda: self._is_closed or self._has_looked(looks), self._timeout_s)
             if self._is_closed:
                 raise ClosedError("the object tier was closed")
             if self._error is not None:
-                raise TierError(str(self._error)) from self._error
+                raise type(self._error)(str(self._error)) from self._error
             if self._view is None:
                 raise TierError(f"the log of {self._store.place} was not read within {self._timeout_s:g} s")
             return self._view
+
+    def _has_looked(self, looks: int) -> bool:
+        """Tell if a look that began after ``looks`` others has ended in a view, or in an error."""
+        return self._looks > looks and (self._view is not None or self._error is not None)
 
     def is_current(self, view: View) -> bool:
         """Tell if neither a clear nor a reset has ended a view."""

@@ -135,7 +135,9 @@ def test_a_scheme_means_what_the_registry_says(site: Path) -> None:
     ignored = StoreConfig(remote_url="fs://bucket")
     assert ignored.shared_url is None
     install(
-        site, "bucket", "[kvstore.tiers]\nbucket = bucket:Tier\n[kvstore.schemes]\nfs = bucket:Tier\neic = bucket:Tier\n"
+        site,
+        "bucket",
+        "[kvstore.tiers]\nbucket = bucket:Tier\n[kvstore.schemes]\nfs = bucket:Tier\neic = bucket:Tier\n",
     )
     assert [tier_behind(f"{scheme}://b") for scheme in ("fs", "eic")] == ["bucket", "bucket"]
     assert StoreConfig(remote_url="fs://bucket").shared_url == "fs://bucket"
