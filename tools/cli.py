@@ -32,6 +32,7 @@ from kvstore.tools.console import Answer, for_typer
 _COMMANDS: Final[dict[str, Callable[..., Answer | None]]] = {
     "kvstore inspect /mnt/nvme/kvstore --json": stored.inspect,
     "kvstore verify /mnt/nvme/kvstore --fix": stored.verify,
+    "kvstore sweep s3://bucket/prefix --max-size 20480 --max-age 30": stored.sweep,
     "kvstore doctor -- MODEL --tensor-parallel-size 4 --kv-transfer-config ...": host.doctor,
     "kvstore calc --model /models/llama-8b --memory 20,200": host.calc,
     "kvstore warm --model llama/ --prompts system.jsonl --config kvstore.yaml -- --dtype bfloat16": warming.warm,

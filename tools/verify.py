@@ -1,4 +1,4 @@
-"""Implementation of ``kvstore verify``, which reads every chunk of a folder, a pack or a Redis, and fixes faults."""
+"""Implementation of ``kvstore verify``, which reads every chunk of a folder, a pack or a store, and fixes faults."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import groupby, takewhile
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -20,6 +21,8 @@ from kvstore.tiers.disk.inventory import Inventory, Place, inventories
 from kvstore.tools.interrupts import ShouldStop, never
 
 if TYPE_CHECKING:
+    from kvstore.tiers.object.inventory import ObjectInventory
+    from kvstore.tiers.object.names import Place as ObjectPlace
     from kvstore.tiers.redis.chunk import Home
     from kvstore.tiers.redis.inventory import RedisInventory, RedisPlace
 
@@ -108,27 +111,34 @@ def verify(
     """Check every chunk of all namespaces.
 
     Args:
-        target: a folder of the disk tier or of a cache server, a pack, or the URL of a Redis.
-        fix: move damaged chunks of a folder to ``.quarantine`` in it; delete those in Redis. Nothing else is touched:
+        target: a folder of the disk tier or of a cache server, a pack, or the URL of a Redis or of an object store.
+        fix: move damaged chunks of a folder to ``.quarantine`` in it; delete those in a store. Nothing else is touched:
             no folder, and no file that is not a chunk's.
         remove: with ``fix``, delete damaged chunks of a folder instead of moving them.
-        options: further options of the Redis tier.
+        options: further options of the tier.
         tick: called after each chunk.
         should_stop: called before each chunk; damaged chunks that were read until then are fixed.
 
     Raises:
         ConfigError: there is no such folder, or the URL is wrong.
         FolderOwnedError: ``fix`` was requested, and an engine is using the folder.
-        TierError: the Redis does not answer.
+        TierError: the store does not answer.
     """
     if leads_to(target, "redis"):
         load_tier("redis")  # its error names the package to install
         from kvstore.tiers.redis.inventory import RedisInventory  # noqa: PLC0415 - redis-py may not be installed
 
-        with closing(RedisInventory(target, options or {})) as inventory:
-            return _verify(_in_redis(inventory), fix=fix, tick=tick, should_stop=should_stop)
+        with closing(RedisInventory(target, options or {})) as redis:
+            return _verify(_in_redis(redis), fix=fix, tick=tick, should_stop=should_stop)
+    if leads_to(target, "object"):
+        from kvstore.tiers.object.inventory import ObjectInventory  # noqa: PLC0415 - as above
+
+        with closing(ObjectInventory(target, options or {})) as objects:
+            return _verify(_in_objects(objects), fix=fix, tick=tick, should_stop=should_stop)
     if "://" in target:
-        raise ConfigError(f"verify reads a folder, a pack or a Redis: {target.partition('://')[0]}:// is none of them")
+        raise ConfigError(
+            f"verify reads a folder, a pack, a Redis or objects: {target.partition('://')[0]}:// is neither"
+        )
     path = Path(target)
     if path.is_file():
         if fix:
@@ -225,6 +235,19 @@ def _in_redis(inventory: RedisInventory) -> Iterator[_Namespace[RedisPlace]]:
     for home, mine in by_home.items():
         inventory.layout(home, places)  # which ``check`` uses
         yield _Namespace(home.namespace_id.hex(), mine, check, fix)
+
+
+def _in_objects(inventory: ObjectInventory) -> Iterator[_Namespace[ObjectPlace]]:
+    def check(place: ObjectPlace) -> tuple[str | None, int]:
+        damage = inventory.check(place)
+        return damage, 0 if damage is not None else inventory.sizes[place]
+
+    def fix(places: list[ObjectPlace]) -> list[bool]:
+        inventory.remove(places)
+        return [True] * len(places)
+
+    for home, found in groupby(inventory.places(), attrgetter("home")):
+        yield _Namespace(home.namespace_id.hex(), [(str(place), place) for place in found], check, fix)
 
 
 def _set_aside(inventory: Inventory, place: Place, *, remove: bool) -> bool:

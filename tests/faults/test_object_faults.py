@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from itertools import count
 from pathlib import Path
 
@@ -216,7 +217,7 @@ def test_credentials_that_are_renewed(s3: S3Server, tmp_path: Path, monkeypatch:
     """The file is read again, so a process need not start again."""
     from kvstore.tiers.object import cloud
 
-    monkeypatch.setattr(cloud, "_REREAD_AFTER", cloud.timedelta(seconds=0))
+    monkeypatch.setattr(cloud, "_REREAD_AFTER", timedelta(seconds=0))
     path = tmp_path / "credentials"
     write_credentials(path, aws_secret_access_key="old")
     tier = open_object(s3.url(BUCKET, prefix=f"p{next(_prefixes)}", credentials_file=path))

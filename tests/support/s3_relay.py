@@ -108,9 +108,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif is_list and mood is Mood.FAST:
             relay.listed[self._list_key()] = content
         if mood is Mood.FLIPPED and self.command == "GET" and ".safetensors" in self.path:
-            content = bytearray(content)
-            content[len(content) // 2] ^= 1
-            content = bytes(content)
+            flipped = bytearray(content)
+            flipped[len(flipped) // 2] ^= 1
+            content = bytes(flipped)
         self._answer(status, headers, content, mood)
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do_any  # noqa: N815 - what the base class calls

@@ -1,4 +1,4 @@
-"""Commands ``kvstore inspect`` and ``kvstore verify``, which show and check stored chunks."""
+"""Commands ``inspect``, ``verify`` and ``sweep``, which show, check and bound stored chunks."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def inspect(
 
 
 def verify(
-    target: Annotated[str, typer.Argument(help="An engine's or a server's folder, a pack, or the URL of a Redis.")],
+    target: Annotated[str, typer.Argument(help="An engine's or a server's folder, a pack, or a URL as in remote_url.")],
     *,
-    fix: Annotated[bool, typer.Option(help="Move damaged files to .quarantine; in Redis, delete them.")] = False,
+    fix: Annotated[bool, typer.Option(help="Move damaged files to .quarantine; in a store, delete them.")] = False,
     remove: Annotated[bool, typer.Option(help="With --fix: delete damaged files instead of moving them.")] = False,
     password: Password = None,
 ) -> Answer:
@@ -64,3 +64,30 @@ def verify(
     if report.unread:
         return Answer(tree, text, INTERRUPTED, [f"interrupted: {report.unread:,} chunks were not read"])
     return Answer(tree, text, FAILED if report.faults else 0)
+
+
+def sweep(
+    url: Annotated[str, typer.Argument(help="A store of objects or a shared folder, as in remote_url.")],
+    *,
+    max_size: Annotated[float | None, typer.Option(help="GiB that all chunks may take.", min=0.0)] = None,
+    max_age: Annotated[float | None, typer.Option(help="Days since a chunk was used last.", min=0.0)] = None,
+    dry_run: Annotated[bool, typer.Option(help="Only tell what would be removed.")] = False,
+) -> Answer:
+    """Remove garbage and what exceeds the limits, the longest unused first, and compact the log.
+
+    Engines may be running. Run it every few minutes to hours, from one place or from several: one sweeps at a time.
+    Exits with 2 if the storage cannot be used, or another sweep is under way.
+    """
+    from kvstore.tools.sweeping import sweep_url  # noqa: PLC0415
+
+    with chunk_progress("sweeping") as tick:
+        report = sweep_url(url, max_size_gib=max_size, max_age_days=max_age, dry_run=dry_run, tick=tick)
+    done = "would be removed" if dry_run else "removed"
+    left = f"{report.removed_chunks:,} {done}, {size(report.removed_bytes)}"
+    odd = f"{report.found_chunks:,} chunks that none named, {report.lost_chunks:,} that are gone"
+    text = [
+        f"{report.chunks:,} chunks, {size(report.size_bytes)}: {left}",
+        f"{report.garbage_objects:,} objects of garbage {done}, {size(report.garbage_bytes)}",
+        f"{report.manifests:,} manifests {'read' if dry_run else 'became one for each namespace'}; {odd}",
+    ]
+    return Answer(asdict(report), text)

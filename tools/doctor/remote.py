@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 import socket
 import time
 from collections.abc import Iterator
@@ -81,6 +82,8 @@ def _shared(config: StoreConfig, url: str) -> Iterator[Finding]:
         yield _cache_server("cache server", url, config, is_required=config.remote_required)
     elif name == "pack":
         yield _pack(url)
+    elif name == "object":
+        yield from _objects(config, url)
     else:
         yield Finding("remote tier", "ok", f"the tier {name!r} is installed; only a start shows whether it works")
 
@@ -144,6 +147,35 @@ def _listens(url: str) -> bool:
             return True
     except OSError:
         return False
+
+
+def _objects(config: StoreConfig, url: str) -> Iterator[Finding]:
+    """Check that a store of objects can be written, read, listed and deleted from, by one small object."""
+    from kvstore.tiers.object.tier import open_store  # noqa: PLC0415 - only if it is configured
+    from kvstore.tiers.object.url import parse_target  # noqa: PLC0415
+
+    down: State = "error" if config.remote_required else "warning"
+    begin_s = time.perf_counter()
+    name = f"probe/{secrets.token_hex(8)}"
+    try:
+        with closing(open_store(parse_target(url, {"timeout_s": _MOST_WAIT_S}))) as store:
+            store.write(name, b"kvstore")
+            found, listed = store.read(name, 64), [one.name for one in store.list("probe/")]
+            store.delete([name])
+    except TierSetupError as error:
+        yield Finding("objects", "error", str(error), "correct the credentials, the bucket's name, or tls_ca")
+        return
+    except ConfigError as error:
+        yield Finding("objects", "error", str(error), "correct remote_url")
+        return
+    except KVStoreError as error:
+        yield Finding("objects", down, str(error), "see if it is up and mounted: until then nothing is shared")
+        return
+    if found != b"kvstore" or name not in listed:
+        yield Finding("objects", "error", "an object that was written is not there", "use a store that is consistent")
+        return
+    shown = f"written, read, listed and deleted in {1e3 * (time.perf_counter() - begin_s):.1f} ms"
+    yield Finding("objects", "ok", f"{shown}; kvstore sweep keeps a bound")
 
 
 def _redis(config: StoreConfig) -> Iterator[Finding]:

@@ -219,11 +219,10 @@ class _Sweep:
         names, sizes, written_s = stock.arrays()
         logged, logged_s = reader.catalog.snapshot()
         used_s = written_s.copy()
-        at = np.minimum(np.searchsorted(logged, names), max(0, len(logged) - 1))
-        is_logged = logged[at] == names if len(logged) else np.zeros(len(names), np.bool_)
-        used_s[is_logged] = np.maximum(written_s[is_logged], logged_s[at][is_logged])
+        _, mine, theirs = np.intersect1d(names, logged, assume_unique=True, return_indices=True)
+        used_s[mine] = np.maximum(written_s[mine], logged_s[theirs])
         is_lost = ~np.isin(logged, names) & (logged_s < self._begin_s - _LATE_S)
-        return _Part(home, reader, names, sizes, used_s, int((~is_logged).sum()), logged[is_lost])
+        return _Part(home, reader, names, sizes, used_s, len(names) - len(mine), logged[is_lost])
 
     def _choose(self, parts: list[_Part]) -> list[npt.NDArray[np.bool_]]:
         """Return for each home which of its chunks leave: first by age, then those used longest ago.
