@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,10 @@ def age(root: Path, store: FolderStore, refs: list[ChunkRef], seconds: float) ->
             os.utime(root / name, (time.time() - seconds,) * 2)
 
 
+def are_there(tier: ObjectTier, refs: list[ChunkRef]) -> bool:
+    return all(tier.contains(refs))
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     end_s = time.monotonic() + 10.0
     while not condition():
@@ -86,7 +91,7 @@ def filled(open_tier: Open, monkeypatch: pytest.MonkeyPatch, old: list[ChunkRef]
     now_s = time.time
     for refs, ago_s in ((old, days * 86_400), ([ref for ref in REFS if ref not in old], 0.0)):
         with monkeypatch.context() as patch:
-            patch.setattr(log.time, "time", lambda ago_s=ago_s: now_s() - ago_s)
+            patch.setattr(time, "time", lambda ago_s=ago_s: now_s() - ago_s)
             tier = open_tier()
             assert set(put(tier, *refs)) <= {Outcome.STORED}
             tier.close()
@@ -219,14 +224,14 @@ def test_an_engine_leaves_few_manifests(open_tier: Open, store: FolderStore, mon
     tier, reader = open_tier(), open_tier()
     for number, ref in enumerate(REFS):
         put(tier, ref)
-        wait_until(lambda number=number: all(reader.contains(REFS[: number + 1])))
+        wait_until(partial(are_there, reader, REFS[: number + 1]))
         if number == 9:
             sweep(store, Limits(max_bytes=0))
             wait_until(lambda: not any(tier.contains(REFS)))
             break
     for ref in REFS[10:]:
         put(tier, ref)
-        wait_until(lambda ref=ref: reader.contains([ref])[0])
+        wait_until(partial(are_there, reader, [ref]))
     assert len([name for name in names(store) if "/log/" in name]) <= 8
     assert open_tier().contains(REFS) == [False] * 10 + [True] * 10
 
@@ -265,7 +270,7 @@ def test_a_sweep_that_is_killed(
 
     with monkeypatch.context() as patch:
         if ends_at == "announced":
-            patch.setattr(sweeping.time, "sleep", killed)
+            patch.setattr(time, "sleep", killed)
         elif ends_at == "deleted":
             patch.setattr(sweeping._Sweep, "_compact", killed)
         else:

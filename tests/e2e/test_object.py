@@ -1,0 +1,68 @@
+"""Tests of real vLLM over an S3 server and a shared folder: restarts find all, engines share, outputs are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.runner import generated_elsewhere
+from support.s3_server import S3Server
+from support.vllm_engine import (
+    ONE_MODE_AND_SOAK,
+    Completion,
+    Engine,
+    Prompt,
+    assert_same_outputs,
+    hits_again,
+    is_all_cached,
+    through_memory,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
+BUCKET = "engines"
+
+
+@pytest.fixture
+def s3(tmp_path: Path) -> Iterator[S3Server]:
+    server = S3Server(tmp_path / "s3").start()
+    server.make_bucket(BUCKET)
+    yield server
+    server.kill()
+
+
+@pytest.mark.sweep
+def test_another_process_finds_all_in_s3_and_outlives_it(
+    tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], s3: S3Server
+) -> None:
+    """A restart on an empty machine loads what another process has stored; a store that hangs costs only time."""
+    store = through_memory(s3.url(BUCKET))
+    assert_same_outputs(plain_outputs, generated_elsewhere(tiny_model, store, prompts, two_processes=True))
+    with Engine(tiny_model, store) as engine:
+        shared = engine.generate(prompts)
+        assert_same_outputs(plain_outputs, shared)
+        assert is_all_cached(prompts, shared)
+        assert engine.moved.chunks_loaded_from_remote > 50
+        engine.assert_idle()
+
+        s3.freeze()
+        engine.forget_local()
+        assert_same_outputs(plain_outputs, engine.generate(prompts))
+        s3.thaw()
+        engine.assert_idle()
+
+
+@ONE_MODE_AND_SOAK
+def test_every_way_to_move_kv_through_a_folder(
+    tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path, mode: dict[str, Any]
+) -> None:
+    store = through_memory(f"file://{tmp_path}/shared/kv")
+    (tmp_path / "shared").mkdir()
+    store.extra.update(mode)
+    with Engine(tiny_model, store) as engine:
+        assert_same_outputs(plain_outputs, engine.generate(prompts))
+        engine.settle()
+        assert_same_outputs(plain_outputs, hits_again(engine, prompts))
+        assert engine.moved.chunks_loaded_from_remote > 50
+        engine.assert_idle()
