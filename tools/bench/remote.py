@@ -1,14 +1,16 @@
-"""Lines of the Redis and the server tier: chunks moved through a tier without an engine, on a private server.
+"""Lines of the tiers on other hosts: chunks moved through a tier without an engine, on a private server.
 
-The limit of the Redis tier is a plain socket client. The limit of the cache server on one host is a memcpy of the same
-chunks, one after the other. (A memcpy of all chunks at once can be faster by bypassing the processor's caches; a chunk
-is too short for that.) Over TCP the limit is plain pyzmq, which sends as many frames of the same size to another
-process, or receives them, and leaves them in ZeroMQ's memory, without checksums and without a copy to their
-destination. The limit of a lookup is bare round trips of one small frame.
+The limit of the Redis tier is a plain socket client. That of the object tier is a plain HTTP client which signs its
+requests, on the same server in memory; both are compared in processor time of this process, too. The limit of the cache
+server on one host is a memcpy of the same chunks, one after the other. (A memcpy of all chunks at once can be faster by
+bypassing the processor's caches; a chunk is too short for that.) Over TCP the limit is plain pyzmq, which sends as many
+frames of the same size to another process, or receives them, and leaves them in ZeroMQ's memory, without checksums and
+without a copy to their destination. The limit of a lookup is bare round trips of one small frame.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -22,6 +24,7 @@ from kvstore.model.keys import PREFIX_KEY_BYTES
 from kvstore.model.layout import KVLayout
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
+from kvstore.tools.bench.bare_s3 import ACCESS_KEY, SECRET_KEY, PlainClient
 from kvstore.tools.bench.limits import prefaulted
 from kvstore.tools.bench.lines import Line, Subject, move_lines
 from kvstore.tools.bench.raw_peers import RawPeer, RawRedis
@@ -37,7 +40,7 @@ from kvstore.tools.bench.samples import (
     require,
     timed,
 )
-from kvstore.tools.bench.servers import private_redis, private_server
+from kvstore.tools.bench.servers import child, private_redis, private_server
 from kvstore.tools.bench.workbench import Workbench
 
 LOOKUP_ROUND_TRIPS = 3
@@ -45,6 +48,12 @@ REDIS = (
     Subject("redis store", "plain socket SET", "the tier's put, a chunk a call: xxh3, parts of 1 MiB, transaction"),
     Subject("redis retrieve", "plain socket GET", "the tier's get, a chunk a call: parts, xxh3 verified"),
     Subject("redis: a chunk for its quarter", "its leading quarter", "GET, no tier, against GETRANGE of a part"),
+)
+OBJECTS = (
+    Subject("object store", "plain HTTP PUT", "the tier's put, a chunk a call: xxh3, signature, manifest"),
+    Subject("object retrieve", "plain HTTP GET", "the tier's get, a chunk a call: signature, xxh3 verified"),
+    Subject("object store: processor time", "plain HTTP PUT", "as above, of this process"),
+    Subject("object retrieve: processor time", "plain HTTP GET", "as above, of this process"),
 )
 REDIS_LOOKUP = Subject(
     "redis lookup, 128 known keys", "3 round trips", "the tier's contains; the limit has 0.5 ms more"
@@ -150,6 +159,26 @@ def measure_redis(workbench: Workbench, rounds: int, tick: Tick, *, program: Pat
             raw.remove()  # otherwise the next round would replace values
         lookups = chunks.look_up(tier, raw.ping, _REDIS_LOOKUP_SLACK_S)
     return [*move_lines(REDIS, found, workbench), REDIS_LOOKUP.line(lookups)]
+
+
+def measure_objects(workbench: Workbench, rounds: int, tick: Tick) -> list[Line]:
+    """Store, retrieve and look up on an S3 server in memory, in alternation with a plain client."""
+    found = []
+    chunks = _Chunks(workbench.paged.layout, workbench.num_chunks)
+    with ExitStack() as opened:
+        folder = Path(opened.enter_context(TemporaryDirectory(prefix="kvstore-bench-")))
+        port = int(opened.enter_context(child("kvstore.tools.bench.bare_s3")).said())
+        keys = folder / "credentials"
+        keys.write_text(f"[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n")
+        url = f"s3://bench/kv?endpoint=http://127.0.0.1:{port}&credentials_file={keys}"
+        tier = opened.enter_context(closing(chunks.tier("object", url)))
+        payloads = prefaulted(workbench.batch_bytes).reshape(workbench.num_chunks, -1)
+        plain = opened.enter_context(closing(PlainClient(port, "bench", payloads, (ACCESS_KEY, SECRET_KEY))))
+        for pair in alternating(rounds, tick):
+            busy = pair._replace(clock=time.process_time)
+            found.append([*chunks.move(tier, plain.store, plain.retrieve, pair)])
+            found[-1] += chunks.move(tier, plain.store, plain.retrieve, busy)
+    return move_lines(OBJECTS, found, workbench)
 
 
 def measure_server(workbench: Workbench, rounds: int, tick: Tick) -> list[Line]:

@@ -21,7 +21,7 @@ from kvstore.tools.bench.lines import Line, Target
 from kvstore.tools.bench.load import Mark
 from kvstore.tools.bench.moves import measure_cpu, measure_gpu
 from kvstore.tools.bench.proxy import measure_proxy
-from kvstore.tools.bench.remote import measure_redis, measure_server
+from kvstore.tools.bench.remote import measure_objects, measure_redis, measure_server
 from kvstore.tools.bench.report import BenchReport
 from kvstore.tools.bench.samples import MIN_ROUNDS, WARM_UP_ROUNDS, Tick
 from kvstore.tools.bench.scheduling import SCHEDULING
@@ -45,6 +45,7 @@ class BenchOptions:
         rounds: samples of each line, warm-up excluded.
         folder: parent folder of the disk lines' folder; None skips them.
         redis_server: program to start for the Redis lines; None skips them.
+        objects: also measure a store of objects, on a server of the bench.
         start: also measure importing the library and opening an engine.
         cache_server: also measure the cache server.
         handover: also measure hand-overs to another process.
@@ -58,6 +59,7 @@ class BenchOptions:
     rounds: int = 15
     folder: Path | None = None
     redis_server: Path | None = None
+    objects: bool = False
     start: bool = False
     cache_server: bool = False
     handover: bool = False
@@ -134,6 +136,7 @@ def _sections(options: BenchOptions) -> list[_Section]:
         _Section(
             "redis", options.redis_server is not None, ticks, partial(measure_redis, program=options.redis_server)
         ),
+        _Section("objects", options.objects, ticks, measure_objects),
         _Section("server", options.cache_server, ticks, _server),
         _Section("hand-over", options.handover, ticks, partial(_handover, channel=None)),
         _Section("NIXL", options.handover, ticks, partial(_handover, channel="nixl")),

@@ -21,6 +21,7 @@ class Parts:
     disk: Annotated[bool, typer.Option(help="Measure the disk.")] = True
     start: Annotated[bool, typer.Option(help="Measure importing the library and opening an engine.")] = True
     redis: Annotated[bool, typer.Option(help="Measure Redis, if redis-server is on the PATH.")] = True
+    objects: Annotated[bool, typer.Option(help="Measure an object store in memory.")] = True
     server: Annotated[bool, typer.Option(help="Measure the cache server.")] = True
     handover: Annotated[bool, typer.Option(help="Measure hand-overs to another process.")] = True
     proxy: Annotated[bool, typer.Option(help="Measure the proxy.")] = True
@@ -97,6 +98,7 @@ def bench(
         rounds,
         folder=folder if parts.disk else None,
         redis_server=redis_server,
+        objects=parts.objects,
         start=parts.start,
         cache_server=parts.server,
         handover=parts.handover,

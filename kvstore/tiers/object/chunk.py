@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Final, NamedTuple
 
 from kvstore.format import chunkfile
@@ -22,6 +23,8 @@ from kvstore.tiers.object.names import Place
 from kvstore.tiers.object.store import Reading, Store
 
 _PIECE_BYTES: Final = 256 << 10
+_LARGE_BYTES: Final = 8 << 20  # below, handing over to another thread costs more than it saves
+_SUM_THREADS: Final = 2
 _MAX_HEADS: Final = 256  # of chunks that are read layer by layer
 
 
@@ -66,6 +69,7 @@ class ChunkIO:
         self._layout = layout
         self._store = store
         self._header_bytes = chunkfile.header_bytes(layout)
+        self._aside = ThreadPoolExecutor(_SUM_THREADS, "kvstore-sum")
         self._lock = threading.Lock()
         self._heads: OrderedDict[Place, _Head] = OrderedDict()
 
@@ -76,12 +80,33 @@ class ChunkIO:
             FullError: there is no room.
             TierError: the storage failed.
         """
-        header = chunkfile.encode_header(self._layout, _key(place), place.ref.num_blocks, payload)
+        sums = self._checksums(place.ref.num_blocks, payload)
+        header = chunkfile.build_header(self._layout, _key(place), place.ref.num_blocks, sums)
         parts = [memoryview(header), payload.data]
         if num_zeros := chunkfile.body_bytes(self._layout, place.ref.num_blocks) - len(payload):
             parts.append(memoryview(bytes(num_zeros)))
         self._store.put(place.name, parts)
         return sum(map(len, parts))
+
+    def _checksums(self, num_blocks: int, payload: ByteArray) -> str:
+        """Return the checksums of a payload that is about to be sent; of a large one half on another thread."""
+        num_layers = self._layout.num_layers
+        if len(payload) < _LARGE_BYTES or num_layers < 2:
+            return chunkfile.checksums(self._layout, num_blocks, payload)
+        middle = num_layers // 2
+        try:
+            first = self._aside.submit(chunkfile.checksums, self._layout, num_blocks, payload, range(middle))
+        except RuntimeError:  # the tier is being closed, or the interpreter is ending
+            return chunkfile.checksums(self._layout, num_blocks, payload)
+        try:
+            second = chunkfile.checksums(self._layout, num_blocks, payload, range(middle, num_layers))
+        finally:
+            wait([first])
+        return first.result() + second
+
+    def close(self) -> None:
+        """End the threads."""
+        self._aside.shutdown(wait=False)
 
     def read(self, place: Place, payload: ByteArray) -> Fetched:
         """Read a chunk; only if it is sound, the payload is its KV.

@@ -206,6 +206,7 @@ class ObjectTier(Tier):
         self._store.close()
         with self._changed:
             self._changed.wait_for(lambda: not self._running, _CUT_WAIT_S)
+        self._io.close()
 
     @contextmanager
     def _operation(self) -> Iterator[None]:

@@ -21,7 +21,6 @@ from urllib.parse import SplitResult, urlsplit
 from kvstore.model.errors import ClosedError, TierError, TierSetupError
 from kvstore.tiers.object.store import Found, FullError, Reading
 
-_BLOCK_BYTES: Final = 1 << 20
 _MAX_ERROR_BYTES: Final = 4096
 _MAX_REST_S: Final = 60.0
 _MAX_DRAIN_BYTES: Final = 1 << 16  # of an answer that nobody wants; with more, a new connection is faster
@@ -67,10 +66,8 @@ class Wire:
         self._tls = ssl.create_default_context(cafile=ca_file)
         self._free = threading.BoundedSemaphore(connections)
         self._lock = threading.Lock()
-        self._idle: deque[tuple[str, http.client.HTTPConnection]] = (
-            deque()
-        )  # with scheme and host, used last at the end
-        self._in_use: set[http.client.HTTPConnection] = set()
+        self._idle: deque[tuple[str, socket.socket]] = deque()  # with scheme and host, used last at the end
+        self._in_use: set[socket.socket] = set()
         self._rests_until_s = 0.0  # as the store asked for
         self._is_closed = False
 
@@ -126,32 +123,34 @@ class Wire:
                 with self._translated():
                     is_sound = _is_drained(answer) and not answer.will_close
             finally:
+                answer.close()
                 self._give_back(url, connection, is_sound=is_sound)
         finally:
             self._free.release()
 
     def _exchange(
         self, url: SplitResult, request: Request, parts: Sequence[memoryview]
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    ) -> tuple[socket.socket, http.client.HTTPResponse]:
         """Send a request, and begin to read the answer. An idle connection that the server has ended is replaced."""
+        target = f"{url.path}?{url.query}" if url.query else url.path
+        headers = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
+        head = f"{request.method} {target} HTTP/1.1\r\nHost: {url.netloc}\r\n{headers}\r\n".encode("ascii")
         while True:
             connection, is_fresh = self._take(url)
+            answer = http.client.HTTPResponse(connection, method=request.method)
             try:
-                target = f"{url.path}?{url.query}" if url.query else url.path
-                connection.putrequest(request.method, target, skip_accept_encoding=True)
-                for name, value in request.headers.items():
-                    connection.putheader(name, value)
-                connection.endheaders()
-                for part in parts:
-                    connection.sock.sendall(part)
-                return connection, connection.getresponse()
+                _send(connection, [memoryview(head), *parts])
+                answer.begin()
             except _FAILURES as error:
+                answer.close()
                 self._give_back(url, connection, is_sound=False)
                 is_stale = isinstance(error, ConnectionError | http.client.BadStatusLine) and not is_fresh
                 if not is_stale or self._is_closed:
                     raise self._failed(error) from error
+            else:
+                return connection, answer
 
-    def _take(self, url: SplitResult) -> tuple[http.client.HTTPConnection, bool]:
+    def _take(self, url: SplitResult) -> tuple[socket.socket, bool]:
         """Return a connection to the host of a URL, and whether it is new."""
         with self._lock:
             if self._is_closed:
@@ -166,23 +165,25 @@ class Wire:
             self._in_use.add(connection)
         return connection, True  # if the wire was closed meanwhile, it is not kept afterwards
 
-    def _connect(self, url: SplitResult) -> http.client.HTTPConnection:
-        host, timeout_s = url.hostname or "", self._connect_timeout_s
-        if url.scheme == "https":
-            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                host, url.port, timeout=timeout_s, context=self._tls, blocksize=_BLOCK_BYTES
-            )
-        else:
-            connection = http.client.HTTPConnection(host, url.port, timeout=timeout_s, blocksize=_BLOCK_BYTES)
+    def _connect(self, url: SplitResult) -> socket.socket:
+        is_tls = url.scheme == "https"
         try:
-            connection.connect()
-        except (OSError, ValueError) as error:
+            connection = socket.create_connection(
+                (url.hostname, url.port or (443 if is_tls else 80)), self._connect_timeout_s
+            )
+        except _FAILURES as error:
+            raise self._failed(error) from error
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if is_tls:
+                connection = self._tls.wrap_socket(connection, server_hostname=url.hostname)
+            connection.settimeout(self._timeout_s)
+        except _FAILURES as error:
             connection.close()
             raise self._failed(error) from error
-        connection.sock.settimeout(self._timeout_s)
         return connection
 
-    def _give_back(self, url: SplitResult, connection: http.client.HTTPConnection, *, is_sound: bool) -> None:
+    def _give_back(self, url: SplitResult, connection: socket.socket, *, is_sound: bool) -> None:
         with self._lock:
             self._in_use.discard(connection)
             if is_sound and not self._is_closed:
@@ -287,9 +288,20 @@ def _retry_after_s(answer: http.client.HTTPResponse) -> float:
         return 0.0
 
 
-def _cut(connection: http.client.HTTPConnection) -> None:
+def _send(connection: socket.socket, parts: Sequence[memoryview]) -> None:
+    """Send several parts, in few calls where the socket can, because the store wakes up for each."""
+    if isinstance(connection, ssl.SSLSocket):
+        for part in parts:
+            connection.sendall(part)
+        return
+    sent = connection.sendmsg(parts)
+    for part in parts:
+        if sent < len(part):
+            connection.sendall(part[sent:])
+        sent = max(0, sent - len(part))
+
+
+def _cut(connection: socket.socket) -> None:
     """End a connection that a thread may be waiting for."""
-    sock = connection.sock
-    if sock is not None:
-        with suppress(OSError):  # ended already
-            sock.shutdown(socket.SHUT_RDWR)
+    with suppress(OSError):  # ended already
+        connection.shutdown(socket.SHUT_RDWR)

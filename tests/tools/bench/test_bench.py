@@ -57,7 +57,7 @@ from kvstore.tools.cli import app
 Measure = Callable[[Workbench, int, Tick], list[Line]]
 TOY = Geometry("toy", layers=2, kv_heads=2, head_size=16, chunk_tokens=64)
 BATCH_BYTES = 3 * TOY.chunk_bytes
-SKIPPED = ("start", "redis", "server", "hand-over", "NIXL", "proxy", "GPU", "vLLM")
+SKIPPED = ("start", "redis", "objects", "server", "hand-over", "NIXL", "proxy", "GPU", "vLLM")
 TOY_COMMAND = [
     "bench",
     "--geometry",
@@ -68,6 +68,7 @@ TOY_COMMAND = [
     "7",
     "--no-disk",
     "--no-redis",
+    "--no-objects",
     "--no-server",
     "--no-handover",
     "--no-proxy",
