@@ -26,9 +26,9 @@ class RemoteKeys(Keys):
 
     remote_url: str | None = None
     """Tier that several engines share. A [cache server](server.md) is `kvs+ipc://` or `kvs://`, [Redis](redis.md) `redis://`,
-    `rediss://`, `unix://`, `redis-sentinel://` or `redis-cluster://`, an [object store](object.md) `s3://`, `az://` or `gs://`, a
-    [shared folder](object.md) `file:///path`, a read-only [pack](warming.md#a-pack-as-a-tier)
-    `pack:///path`. Other schemes are those of [other packages](tiers.md)."""
+    `rediss://`, `unix://`, `redis-sentinel://` or `redis-cluster://`, an [object store](object.md) `s3://`, `az://` or
+    `gs://`, a [shared folder](object.md) `file:///path`, a read-only [pack](warming.md#a-pack-as-a-tier) `pack:///path`.
+    Other schemes are those of [other packages](tiers.md)."""
     remote_username: Text = None
     """User name there, unless the URL has one."""
     remote_password: Text = Field(default=None, repr=False)

@@ -41,7 +41,7 @@ from kvstore.tiers.object.names import (
 from kvstore.tiers.object.reader import OVERLAP_S, RELOAD_AFTER_S, LogReader
 from kvstore.tiers.object.store import MAX_DELETED, Store
 
-LOCKED_S: Final = 600.0  # without a sign of life, after which another sweep takes over
+LOCKED_S: Final = 120.0  # without a sign of life, after which another sweep takes over
 GRACE_S: Final = 2 * EVERY_S + 1  # between the manifest of removals and the removals
 MANIFESTS_STAY_S: Final = RELOAD_AFTER_S + OVERLAP_S  # after which every engine has read them, or reads all again
 _LATE_S: Final = 60.0  # by which a listing may be older than what the manifests say

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -107,7 +108,7 @@ def test_those_used_longest_ago_leave(
     running = open_tier()
     assert all(running.contains(REFS))
     report = sweep(store, Limits(max_bytes=14 * CHUNK_BYTES))
-    assert report == SweepReport(20, 20 * CHUNK_BYTES, 6, 6 * CHUNK_BYTES, manifests=2)
+    assert replace(report, manifests=0) == SweepReport(20, 20 * CHUNK_BYTES, 6, 6 * CHUNK_BYTES)
     assert chunks(store) == set(REFS) - set(old)
     wait_until(lambda: not any(running.contains(old)))
     for tier in (running, open_tier()):
