@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import obstore
 import pytest
+from support.azure_server import AzureServer, running_azurite
 from support.s3_server import S3Server
 
 from kvstore.model.chunks import ChunkRef
@@ -104,19 +105,13 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     server.kill()
 
 
-class OnS3(Objects):
-    """Base of the tests on a real S3 server."""
+class InBucket(Objects):
+    """Base of the tests on a server, with a prefix for each harness."""
 
     prefixes: ClassVar = count()
-    server: ClassVar[S3Server]
     client: ClassVar[Any]
     prefix: str
     _last_folder: Path | None = None
-
-    @pytest.fixture(autouse=True, scope="class")
-    @classmethod
-    def _server(cls, s3: S3Server) -> None:
-        cls.server, cls.client = s3, s3.client(BUCKET)
 
     def url(self) -> str:
         if self.folder != self._last_folder:  # a new harness begins with an empty storage
@@ -125,7 +120,7 @@ class OnS3(Objects):
         return self.address()
 
     def address(self) -> str:
-        return self.server.url(BUCKET, prefix=self.prefix)
+        raise NotImplementedError
 
     def names(self) -> list[str]:
         pages = obstore.list(self.client, self.prefix + "/")
@@ -141,6 +136,20 @@ class OnS3(Objects):
         obstore.delete(self.client, f"{self.prefix}/{name}")
 
 
+class OnS3(InBucket):
+    """Base of the tests on a real S3 server."""
+
+    server: ClassVar[S3Server]
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _server(cls, s3: S3Server) -> None:
+        cls.server, cls.client = s3, s3.client(BUCKET)
+
+    def address(self) -> str:
+        return self.server.url(BUCKET, prefix=self.prefix)
+
+
 class TestS3(OnS3):
     """An S3 server."""
 
@@ -150,3 +159,19 @@ class TestS3OverTls(OnS3):
 
     def address(self) -> str:
         return self.server.url(BUCKET, tls=True, prefix=self.prefix)
+
+
+class TestAzure(InBucket):
+    """Microsoft's emulator."""
+
+    server: ClassVar[AzureServer]
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        with running_azurite(tmp_path_factory.mktemp("azurite"), BUCKET) as cls.server:
+            cls.client = cls.server.client(BUCKET)
+            yield
+
+    def address(self) -> str:
+        return self.server.url(BUCKET, self.prefix)

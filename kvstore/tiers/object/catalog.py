@@ -34,6 +34,7 @@ class Catalog:
         """Take up what a manifest says."""
         with self._lock:
             if len(manifest.stored) > _MAX_CHANGES:
+                self._merge(NO_NAMES, NO_TIMES)  # first, or earlier changes would count as later ones
                 self._merge(manifest.stored, manifest.used_s)
             else:
                 self._changes.update(zip(manifest.stored.tolist(), manifest.used_s.tolist(), strict=True))
