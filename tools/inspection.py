@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import closing
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from kvstore.format.images import MAX_HEADER_BYTES, Facts, read_facts
 from kvstore.format.pack import MAGIC, open_pack
 from kvstore.model.errors import ConfigError
 from kvstore.model.keys import NAMESPACE_ID_BYTES, PREFIX_KEY_BYTES
+from kvstore.tiers import leads_to
 from kvstore.tiers.disk.inventory import Inventory, inventories
 
 Tree = dict[str, Any]
@@ -23,8 +27,8 @@ def inspect_target(target: str, *, folder: Path | None = None) -> Tree:
     """Return the kind and the contents of ``target``.
 
     Args:
-        target: a chunk file, a folder of the disk tier or of a cache server, a pack; or a prefix key in hex, which is
-            searched in ``folder``.
+        target: a chunk file, a folder of the disk tier or of a cache server, a pack, the URL of an object store; or a
+            prefix key in hex, which is searched in ``folder``.
         folder: folder to search for a key.
 
     Raises:
@@ -34,6 +38,8 @@ def inspect_target(target: str, *, folder: Path | None = None) -> Tree:
         if folder is None:
             raise ConfigError("a key is searched in a folder: name it with --folder")
         return _inspect_key(target.lower(), folder)
+    if leads_to(target, "object"):
+        return _inspect_objects(target)
     path = Path(target)
     if path.is_dir():
         return _inspect_folder(path)
@@ -101,6 +107,28 @@ def _inspect_inventory(inventory: Inventory) -> Tree:
         "block_tokens": layout.block_tokens if layout else None,
         "bytes_per_token": layout.block_bytes // layout.block_tokens if layout and inventory.is_layout_noted else None,
     }
+
+
+def _inspect_objects(url: str) -> Tree:
+    from kvstore.tiers.object.inventory import ObjectInventory  # noqa: PLC0415 - only for such URLs
+
+    with closing(ObjectInventory(url, {})) as inventory:
+        namespaces = []
+        for home, found in groupby(inventory.places(), attrgetter("home")):
+            places, layout, fields = list(found), inventory.layout(home), inventory.fields(home)
+            tokens = sum(place.ref.num_blocks for place in places) * layout.block_tokens if layout else None
+            namespaces.append(
+                {
+                    "namespace": home.namespace_id.hex(),
+                    "fields": fields,
+                    "chunks": len(places),
+                    "tokens": tokens,
+                    "file_bytes": sum(inventory.sizes[place] for place in places),
+                    "layers": layout.num_layers if layout else None,
+                    "block_tokens": layout.block_tokens if layout else None,
+                }
+            )
+        return {"kind": "objects", "path": inventory.store.place, "namespaces": namespaces}
 
 
 def _fields(inventory: Inventory) -> Mapping[str, str | int] | None:

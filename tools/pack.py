@@ -342,12 +342,13 @@ def _import_one(
 
 def _open_target(target: Target, shard: Shard, folder: str, refs: Iterable[ChunkRef]) -> Tier:
     if target.url is not None:
-        if not leads_to(target.url, "redis"):
-            raise ConfigError("a pack is imported into a folder or a Redis")
+        name = next((name for name in ("redis", "object") if leads_to(target.url, name)), None)
+        if name is None:
+            raise ConfigError("a pack is imported into a folder, a Redis or an object store")
         options = {**target.options, "url": target.url}
         if target.codec != "none":
             options["codec"] = target.codec
-        return open_tier("redis", TierSetup(shard.namespace, shard.layout, UNBOUNDED_BYTES, options))
+        return open_tier(name, TierSetup(shard.namespace, shard.layout, UNBOUNDED_BYTES, options))
     folders = [base / folder for base in target.folders]
     most = target.max_bytes
     if most is None:

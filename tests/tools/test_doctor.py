@@ -177,7 +177,7 @@ def test_codecs_and_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(
     ("url", "missing"),
-    [("redis://h", "redis"), ("kvs://127.0.0.1:1", "zmq"), ("kvs+ipc:///nowhere", "msgspec")],
+    [("redis://h", "redis"), ("s3://b", "obstore"), ("kvs://127.0.0.1:1", "zmq"), ("kvs+ipc:///nowhere", "msgspec")],
 )
 def test_a_tier_whose_package_is_missing(url: str, missing: str) -> None:
     """The check runs in a separate process, which has not imported the package yet."""

@@ -341,6 +341,15 @@ def test_into_redis(packed: Path, tmp_path: Path) -> None:
         tier.close()
 
 
+def test_into_objects(packed: Path, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/shared"
+    assert import_pack(packed, Target(url=url, codec="lz4")).chunks == 20
+    assert import_pack(packed, Target(url=url, codec="lz4")).present == 20
+    tier = open_tier("object", TierSetup(MINE, LAYOUT, UNBOUNDED_BYTES, {"url": url, "codec": "lz4"}))
+    assert [get(tier, ref, LAYOUT) for ref in REFS] == [Outcome.HIT] * 20
+    tier.close()
+
+
 def test_commands(fill: Fill, tmp_path: Path, run: Any, run_json: Any) -> None:
     folder, pack, target = fill(REFS, layout=LAYOUT), tmp_path / "a.kvpack", tmp_path / "target"
     code, report = run_json("pack", "export", "--folder", folder, "-o", pack)

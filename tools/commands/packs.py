@@ -70,13 +70,15 @@ def import_pack(
     *,
     config: ConfigFile = None,
     folder: Folder = None,
-    redis: Annotated[str | None, typer.Option(help="URL of a Redis, instead of a folder.")] = None,
+    url: Annotated[
+        str | None, typer.Option("--url", "--redis", help="URL of a Redis or an object store, instead of a folder.")
+    ] = None,
     password: Password = None,
     codec: Annotated[str | None, typer.Option(help="Codec to store with; by default the configuration's.")] = None,
     model: Annotated[Path | None, typer.Option(help="Refuse a pack that is not of the model in this folder.")] = None,
     anyway: Annotated[bool, typer.Option(help="Import even beside chunks of another model or settings.")] = False,
 ) -> Answer:
-    """Put a pack's chunks where an engine finds them. No engine may use the folder; a Redis may be in use.
+    """Put a pack's chunks where an engine finds them. No engine may use the folder; a remote store may be in use.
 
     A pack made for another model, revision, dtype or layout than the chunks in the folder is refused, naming the fields
     that differ. Exits with 2 then, or if the target cannot be used. Exits with 1 if chunks are damaged, if there is no
@@ -86,7 +88,7 @@ def import_pack(
     from kvstore.tools.pack import import_pack as run  # noqa: PLC0415
     from kvstore.tools.pack import refuse_other_model, refuse_used  # noqa: PLC0415
 
-    target, identity = _target(config, folder, redis, password, codec)
+    target, identity = _target(config, folder, url, password, codec)
     refuse_used(pack, target.folders)
     if model is not None:
         from kvstore.adapters.vllm.identity import fingerprint_folder  # noqa: PLC0415
@@ -136,20 +138,20 @@ def _refs(
 
 
 def _target(
-    config: Path | None, folder: Path | None, redis: str | None, password: str | None, codec: str | None
+    config: Path | None, folder: Path | None, url: str | None, password: str | None, codec: str | None
 ) -> tuple[Target, str | None]:
     """Return the target of an import, and the identity of the model, if the configuration sets ``model_id``."""
     from kvstore.config import load_config  # noqa: PLC0415
     from kvstore.tools.pack import Target  # noqa: PLC0415
 
-    if redis is not None:
+    if url is not None:
         options = {"password": password} if password else {}
-        return Target(url=redis, options=options, codec=codec or "none"), None
+        return Target(url=url, options=options, codec=codec or "none"), None
     if folder is not None:
         return Target((folder,), codec=codec or "none"), None
     loaded = load_config(path=config, log_warnings=False).config
     if not loaded.local_disk_folders:
-        raise ConfigError("the configuration has no local_disk to import into: give --folder or --redis")
+        raise ConfigError("the configuration has no local_disk to import into: give --folder or --url")
     folders = tuple(Path(name) for name in loaded.local_disk_folders)
     identity = f"id {loaded.model_id}" if loaded.model_id else None
     return Target(folders, loaded.max_local_disk_bytes, codec or loaded.local_disk_serde), identity
