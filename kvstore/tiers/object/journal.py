@@ -54,7 +54,7 @@ class _Notes:
             np.array([used_s for used_s, _ in self.stored.values()], np.uint32),
             np.array(list(self.touched), NAME_TYPE),
             np.array(list(self.removed), NAME_TYPE),
-            tuple(trail for _, trail in self.stored.values() if trail),
+            trails=tuple(trail for _, trail in self.stored.values() if trail),
         )
 
 

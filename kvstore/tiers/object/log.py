@@ -55,7 +55,7 @@ class View:
         """Note that a chunk was used now."""
         now_s, used_s = int(time.time()), self.catalog.used_s(ref)
         if used_s is not None and now_s - used_s > TOUCH_EVERY_S:
-            self.catalog.add(ref, now_s, b"")
+            self.catalog.touch([ref], now_s)
             self.journal.touch(ref)
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
@@ -165,6 +165,9 @@ class Log:
             except TierError as failure:
                 error = failure
                 self._throttle.log("look", "cannot read the log of %s: %s", self._store.place, failure)
+            except Exception as defect:
+                logger.exception("defect while the log of %s was read: it is tried again", self._store.place)
+                error = TierError(f"a defect prevents reading the log of {self._store.place}: {defect!r}")
             with self._changed:
                 self._error, self._is_looking = error, False
                 self._looks += 1
@@ -183,18 +186,25 @@ class Log:
             view, namespace_id, entered = self._view, self._namespace_id, self._entered
         if writes_only:
             if view is not None:
-                view.journal.write()
+                self._write(view)
             return
         home = Home(namespace_id, current_epoch(self._store, namespace_id))
         if view is None or view.home != home:
             view = self._empty(home)
             view.reader.read_all()
         else:
-            view.journal.write()
+            self._write(view)
             view.reader.read_new()
         with self._changed:
             if entered == self._entered:
                 self._view = view
+
+    def _write(self, view: View) -> None:
+        """Write what waits; a full storage, or one that may only be read, can still be read."""
+        try:
+            view.journal.write()
+        except TierError as error:
+            self._throttle.log("write", "cannot write a manifest in %s: %s", self._store.place, error)
 
     def _empty(self, home: Home) -> View:
         journal = Journal(self._store, home, self._stamps)

@@ -18,12 +18,14 @@ import xxhash
 from kvstore.index.trails import is_trail
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.keys import PREFIX_KEY_BYTES
+from kvstore.tiers.object.names import STAMP_CHARS
 
 NAME_BYTES: Final = PREFIX_KEY_BYTES + 2
 NAME_TYPE: Final = np.dtype(f"S{NAME_BYTES}")
-MAX_MANIFEST_BYTES: Final = 1 << 31
+MAX_MANIFEST_BYTES: Final = 1 << 29  # 23 million chunks
 _MAGIC: Final = b"KVSLOG1\0"
-_COUNTS: Final = struct.Struct("<8sIIII")  # magic, stored, used, removed, trails
+_COUNTS: Final = struct.Struct("<8sIIIII")  # magic, stored, used, removed, merged, trails
+_STAMP_TYPE: Final = np.dtype(f"S{STAMP_CHARS}")
 _LENGTH: Final = struct.Struct("<H")
 _SUM_BYTES: Final = 8
 Names = npt.NDArray[np.bytes_]
@@ -57,6 +59,7 @@ class Manifest:
         used_s: when each was used last, in seconds since 1970.
         touched: names of chunks that were used since they were stored.
         removed: names of chunks that are gone.
+        merged: stamps of the manifests that a base contains, which are not to be read after it.
         trails: keys at the ends of the blocks of stored chunks, as far as they are known.
     """
 
@@ -64,6 +67,7 @@ class Manifest:
     used_s: Times = field(default_factory=lambda: NO_TIMES)
     touched: Names = field(default_factory=lambda: NO_NAMES)
     removed: Names = field(default_factory=lambda: NO_NAMES)
+    merged: frozenset[str] = frozenset()
     trails: tuple[bytes, ...] = ()
 
     def __bool__(self) -> bool:
@@ -71,7 +75,8 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Return the bytes of the object."""
-        counts = len(self.stored), len(self.touched), len(self.removed), len(self.trails)
+        merged = np.array([stamp.encode() for stamp in sorted(self.merged)], _STAMP_TYPE)
+        counts = len(self.stored), len(self.touched), len(self.removed), len(merged), len(self.trails)
         trails = (_LENGTH.pack(len(trail) // PREFIX_KEY_BYTES) + trail for trail in self.trails)
         body = b"".join(
             (
@@ -80,6 +85,7 @@ class Manifest:
                 self.used_s.astype("<u4").tobytes(),
                 self.touched.tobytes(),
                 self.removed.tobytes(),
+                merged.tobytes(),
                 *trails,
             )
         )
@@ -91,8 +97,8 @@ def decode(data: bytes) -> Manifest | None:
     body = memoryview(data)[:-_SUM_BYTES]
     if len(body) < _COUNTS.size or xxhash.xxh3_64_digest(body) != data[-_SUM_BYTES:]:
         return None
-    magic, stored, touched, removed, num_trails = _COUNTS.unpack_from(body)
-    sizes = (NAME_BYTES * stored, 4 * stored, NAME_BYTES * touched, NAME_BYTES * removed)
+    magic, stored, touched, removed, num_merged, num_trails = _COUNTS.unpack_from(body)
+    sizes = (NAME_BYTES * stored, 4 * stored, NAME_BYTES * touched, NAME_BYTES * removed, STAMP_CHARS * num_merged)
     begin = _COUNTS.size
     if magic != _MAGIC or begin + sum(sizes) > len(body):
         return None
@@ -104,7 +110,9 @@ def decode(data: bytes) -> Manifest | None:
     if trails is None:
         return None
     named = [np.frombuffer(parts[index], NAME_TYPE) for index in (0, 2, 3)]
-    return Manifest(named[0], np.frombuffer(parts[1], "<u4").astype(np.uint32), named[1], named[2], trails)
+    used_s = np.frombuffer(parts[1], "<u4").astype(np.uint32)
+    merged = (stamp.decode("ascii", "replace") for stamp in np.frombuffer(parts[4], _STAMP_TYPE).tolist())
+    return Manifest(named[0], used_s, named[1], named[2], frozenset(merged), trails)
 
 
 def _trails(data: memoryview, num_trails: int) -> tuple[bytes, ...] | None:

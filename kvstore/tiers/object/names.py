@@ -23,9 +23,11 @@ from kvstore.model.keys import NAMESPACE_ID_BYTES
 LOCK_NAME: Final = "sweep.lock"
 _EPOCH_BYTES: Final = 8
 _MS_DIGITS: Final = 12
+_WRITER_DIGITS: Final = 8
+STAMP_CHARS: Final = _MS_DIGITS + 1 + _WRITER_DIGITS
 _NAMESPACE: Final = re.compile(rf"[0-9a-f]{{{2 * NAMESPACE_ID_BYTES}}}")
 _EPOCH: Final = re.compile(rf"[0-9a-f]{{{2 * _EPOCH_BYTES}}}")
-_STAMP: Final = re.compile(rf"[0-9a-f]{{{_MS_DIGITS}}}-[0-9a-f]{{8}}")
+_STAMP: Final = re.compile(rf"[0-9a-f]{{{_MS_DIGITS}}}-[0-9a-f]{{{_WRITER_DIGITS}}}")
 
 
 class Home(NamedTuple):
@@ -114,7 +116,7 @@ class Stamps:
     """
 
     def __init__(self) -> None:
-        self.writer = secrets.token_hex(4)
+        self.writer = secrets.token_hex(_WRITER_DIGITS // 2)
         self._lock = threading.Lock()
         self._last_ms = 0
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final
 
 from kvstore.model.throttle import Throttle
+from kvstore.tiers.abandonable_threads import AbandonableThreads
 from kvstore.tiers.object.catalog import Catalog
 from kvstore.tiers.object.journal import Journal
-from kvstore.tiers.object.manifest import MAX_MANIFEST_BYTES, decode
+from kvstore.tiers.object.manifest import MAX_MANIFEST_BYTES, decode, ref_of
 from kvstore.tiers.object.names import Home, parse_stamp, stamp_at
 from kvstore.tiers.object.store import Store
 
@@ -48,6 +50,7 @@ class LogReader:
         self._store = store
         self._home = home
         self._journal = journal
+        self._merged: set[str] = set()  # manifests that the base contains
         self._newest_s = 0.0
         self._listed_s = self._looked_s = time.monotonic()
 
@@ -59,8 +62,8 @@ class LogReader:
         """
         for _ in range(_LOOKS):
             base = max((listed.name for listed in self._store.list(self._home.base)), default=None)
-            names = sorted(listed.name for listed in self._store.list(self._home.log) if parse_stamp(listed.name))
-            if self._take([base] if base else []) and self._take(names):
+            names = {listed.name for listed in self._store.list(self._home.log) if parse_stamp(listed.name)}
+            if self._take([base] if base else []) and self._take(sorted(names - self._merged)):
                 break
         self._listed_s = self._looked_s = time.monotonic()
 
@@ -76,7 +79,7 @@ class LogReader:
         is_whole = now_s - self._listed_s > WHOLE_EVERY_S
         start_after = "" if is_whole else self._home.log + stamp_at(self._newest_s - OVERLAP_S)
         names = {listed.name for listed in self._store.list(self._home.log, start_after) if parse_stamp(listed.name)}
-        self._take(sorted(names - self.names))
+        self._take(sorted(names - self.names - self._merged))
         self._looked_s = now_s
         if is_whole:
             self.names, self._listed_s = names, now_s
@@ -100,8 +103,9 @@ class LogReader:
         if manifest is None:
             _throttle.log("damage", "a manifest at %s is damaged: a sweep finds its chunks", self._store.place)
             return
+        self._merged |= {self._home.log + stamp for stamp in manifest.merged}
         self.catalog.apply(manifest)
-        self.catalog.touch(manifest.touched.tolist(), int(stamp[0]) if stamp else 0)
+        self.catalog.touch(map(ref_of, manifest.touched.tolist()), int(stamp[0]) if stamp else 0)
         if self._journal is not None:
             self._journal.forget(manifest.removed.tolist())
 
@@ -110,9 +114,16 @@ class LogReader:
         if len(names) < 2:
             yield from ((name, self._store.read(name, MAX_MANIFEST_BYTES)) for name in names)
             return
-        with ThreadPoolExecutor(_THREADS, "kvstore-object-read") as threads:
-            found = threads.map(lambda name: self._store.read(name, MAX_MANIFEST_BYTES), names)
-            yield from zip(names, found, strict=True)
+        threads = AbandonableThreads("object-read", min(_THREADS, len(names)), len(names))  # a folder may hang
+        try:
+            reads = deque(
+                (name, threads.submit("read", partial(self._store.read, name, MAX_MANIFEST_BYTES))) for name in names
+            )
+            while reads:
+                name, read = reads.popleft()
+                yield name, read.result()
+        finally:
+            threads.close()
 
     def _is_own(self, name: str) -> bool:
         stamp = parse_stamp(name)

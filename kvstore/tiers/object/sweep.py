@@ -97,11 +97,12 @@ class SweepReport:
 
 @dataclass
 class _Stock:
-    """Chunks of one home in the storage: 30 bytes each."""
+    """Objects of one home in the storage; a chunk takes 30 bytes."""
 
     names: bytearray = field(default_factory=bytearray)
     sizes: array[int] = field(default_factory=lambda: array("Q"))
     written: array[int] = field(default_factory=lambda: array("I"))
+    others: list[tuple[str, int]] = field(default_factory=list)  # manifests, with their bytes
 
     def add(self, ref: ChunkRef, size_bytes: int, written_s: float) -> None:
         """Add a chunk."""
@@ -124,19 +125,21 @@ class _Part:
     Attributes:
         home: of the chunks.
         reader: of its log.
+        bases: names of all bases, older ones included.
         names: of the chunks in the storage.
         sizes: of each in bytes.
         used_s: when each was used last.
-        found: number of chunks that no manifest named.
+        found: tells for each of them if no manifest named it.
         lost: names of chunks that are gone.
     """
 
     home: Home
     reader: LogReader
+    bases: list[str]
     names: Names
     sizes: Bytes
     used_s: Times
-    found: int
+    found: npt.NDArray[np.bool_]
     lost: Names
 
 
@@ -186,7 +189,6 @@ class _Sweep:
     def _list(self) -> dict[Home, _Stock]:
         """List all objects. Returns the chunks of the current epochs; the rest of other epochs is garbage."""
         stocks: dict[Home, _Stock] = {}
-        others: dict[Home, list[tuple[str, int]]] = {}
         for number, (name, size_bytes, written_s) in enumerate(self._store.list("")):
             home, place = parse_home(name), parse_place(name)
             if home is None:
@@ -197,12 +199,12 @@ class _Sweep:
             if place is not None:
                 stock.add(place.ref, size_bytes, written_s)
             else:
-                others.setdefault(home, []).append((name, size_bytes))
+                stock.others.append((name, size_bytes))
             if not number % MAX_DELETED:
                 self._renew()
         current = {home for home in stocks if self._is_current(home)}
         for home in stocks.keys() - current:
-            self._garbage += others.get(home, [])
+            self._garbage += stocks[home].others
             names, sizes, _ = stocks[home].arrays()
             chunks = (Place(home, ref_of(name)).name for name in names.tolist())
             self._garbage += zip(chunks, sizes.tolist(), strict=True)
@@ -222,7 +224,10 @@ class _Sweep:
         _, mine, theirs = np.intersect1d(names, logged, assume_unique=True, return_indices=True)
         used_s[mine] = np.maximum(written_s[mine], logged_s[theirs])
         is_lost = ~np.isin(logged, names) & (logged_s < self._begin_s - _LATE_S)
-        return _Part(home, reader, names, sizes, used_s, len(names) - len(mine), logged[is_lost])
+        bases = [name for name, _ in stock.others if name.startswith(home.base)]
+        found = np.ones(len(names), np.bool_)
+        found[mine] = False
+        return _Part(home, reader, bases, names, sizes, used_s, found, logged[is_lost])
 
     def _choose(self, parts: list[_Part]) -> list[npt.NDArray[np.bool_]]:
         """Return for each home which of its chunks leave: first by age, then those used longest ago.
@@ -250,7 +255,7 @@ class _Sweep:
             size_bytes=sum(int(part.sizes.sum()) for part in parts),
             removed_chunks=sum(int(leaves.sum()) for leaves in leaving),
             removed_bytes=sum(int(part.sizes[leaves].sum()) for part, leaves in zip(parts, leaving, strict=True)),
-            found_chunks=sum(part.found for part in parts),
+            found_chunks=sum(int(part.found.sum()) for part in parts),
             lost_chunks=sum(len(part.lost) for part in parts),
             garbage_objects=len(self._garbage),
             garbage_bytes=sum(size_bytes for _, size_bytes in self._garbage),
@@ -260,7 +265,7 @@ class _Sweep:
 
     def _carry_out(self, parts: list[_Part], leaving: list[npt.NDArray[np.bool_]], total: int) -> None:
         for part, leaves in zip(parts, leaving, strict=True):
-            self._announce(part.home, np.concatenate((part.names[leaves], part.lost)))
+            self._announce(part, leaves)
         if total:
             time.sleep(GRACE_S)
         self._delete(iter(self._garbage), total)
@@ -269,11 +274,15 @@ class _Sweep:
             self._delete(zip(names, part.sizes[leaves].tolist(), strict=True), total)
             self._compact(part, leaves)
 
-    def _announce(self, home: Home, gone: Names) -> None:
-        """Tell the engines which chunks leave."""
-        for begin in range(0, len(gone), _GONE_BATCH):
-            manifest = Manifest(removed=gone[begin : begin + _GONE_BATCH])
-            self._store.write(home.log + self._stamps.next(), manifest.encode())
+    def _announce(self, part: _Part, leaves: npt.NDArray[np.bool_]) -> None:
+        """Tell the engines which chunks leave, and which were found."""
+        gone, found = np.concatenate((part.names[leaves], part.lost)), part.found & ~leaves
+        news = [Manifest(part.names[found], part.used_s[found])] if found.any() else []
+        news += [Manifest(removed=gone[begin : begin + _GONE_BATCH]) for begin in range(0, len(gone), _GONE_BATCH)]
+        for manifest in news:
+            name = part.home.log + self._stamps.next()
+            self._store.write(name, manifest.encode())
+            part.reader.names.add(name)
 
     def _delete(self, objects: Iterator[tuple[str, int]], total: int) -> None:
         while batch := list(islice(objects, MAX_DELETED)):
@@ -287,12 +296,12 @@ class _Sweep:
         stays = ~leaves
         gone = {ref_of(name) for name in part.names[leaves].tolist()}
         trails = [trail for trail in part.reader.catalog.trails() if _chunk_of(trail) not in gone][-MAX_TRAILS:]
-        base = Manifest(part.names[stays], part.used_s[stays], trails=tuple(trails))
-        name = part.home.base + self._stamps.next()
-        self._store.write(name, base.encode())
+        read = {name for name in part.reader.names if name.startswith(part.home.log)}
+        merged = frozenset(map(_stamp, read))
+        base = Manifest(part.names[stays], part.used_s[stays], merged=merged, trails=tuple(trails))
+        self._store.write(part.home.base + self._stamps.next(), base.encode())
         oldest = stamp_at(self._begin_s - MANIFESTS_STAY_S)
-        read = part.reader.names
-        self._store.delete(old for old in sorted(read) if old.startswith(part.home.base) or _stamp(old) < oldest)
+        self._store.delete([*part.bases, *sorted(name for name in read if _stamp(name) < oldest)])
 
 
 def _chunk_of(trail: bytes) -> ChunkRef:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -42,6 +43,7 @@ from kvstore.tiers.object.url import Kind, ObjectTarget, parse_target
 logger = logging.getLogger(__name__)
 
 _CUT_WAIT_S: Final = 2.0
+_DELETE_S: Final = 10.0
 Moved = tuple[Outcome, int]  # the outcome of a chunk, and the bytes that moved
 
 
@@ -305,9 +307,14 @@ class ObjectTier(Tier):
                     del self._busy[place]
 
     def _delete_all(self, home: Home) -> None:
+        """Delete the objects of a home that nobody finds any more; what takes too long is left to a sweep."""
+        end_s = time.monotonic() + _DELETE_S
         names = (listed.name for listed in self._store.list(home.folder))
         while batch := list(islice(names, MAX_DELETED)):
             self._store.delete(batch)
+            if time.monotonic() > end_s:
+                logger.warning("cleared chunks stay in %s until a sweep deletes them", self._store.place)
+                return
 
     def _note(self, view: View) -> None:
         """Store the notes for tools, once in a namespace."""

@@ -33,13 +33,21 @@ ODD = [
     ChunkRef(b"\xff" * 16, 65535),
     ChunkRef(b"a" * 16, 512),
 ]
+
+
+def stamps_of(number: int) -> list[str]:
+    stamps = Stamps()
+    return [stamps.next() for _ in range(number)]
+
+
 TRAILS = tuple(bytes([number]) * PREFIX_KEY_BYTES * (number + 1) for number in range(3))
+STAMPS = frozenset(stamps_of(3))
 Open = Callable[[], ObjectTier]
 
 
 def a_manifest() -> Manifest:
     used_s = np.arange(len(ODD), dtype=np.uint32)
-    return Manifest(names_of(ODD), used_s, names_of(REFS[:2]), names_of(REFS[5:]), TRAILS)
+    return Manifest(names_of(ODD), used_s, names_of(REFS[:2]), names_of(REFS[5:]), STAMPS, TRAILS)
 
 
 def test_a_manifest_there_and_back() -> None:
@@ -50,7 +58,7 @@ def test_a_manifest_there_and_back() -> None:
     assert found.used_s.tolist() == [0, 1, 2, 3]
     assert [ref_of(name) for name in found.touched.tolist()] == REFS[:2]
     assert [ref_of(name) for name in found.removed.tolist()] == REFS[5:]
-    assert found.trails == TRAILS
+    assert (found.merged, found.trails) == (STAMPS, TRAILS)
     assert decode(Manifest().encode()) is not None
     assert not Manifest()
 
@@ -68,7 +76,7 @@ def test_any_bytes_with_a_right_checksum(body: bytes) -> None:
     """Counts that a stranger chose neither raise nor allocate."""
     import xxhash
 
-    for data in (body, b"KVSLOG1\0" + body, b"KVSLOG1\0" + b"\xff" * 16 + body):
+    for data in (body, b"KVSLOG1\0" + body, b"KVSLOG1\0" + b"\xff" * 20 + body):
         decode(data + xxhash.xxh3_64_digest(data))
 
 
@@ -95,7 +103,7 @@ def test_the_catalog_is_a_dictionary(most: int, monkeypatch: pytest.MonkeyPatch)
                 known |= dict.fromkeys(some[:3], now_s)
                 known = {ref: used for ref, used in known.items() if ref not in gone}
             case 3:
-                found.touch(names_of(some).tolist(), now_s)
+                found.touch(some, now_s)
                 known |= {ref: now_s for ref in some if ref in known}
             case _:
                 names, used = found.snapshot()
