@@ -175,6 +175,7 @@ class _Sweep:
         self._stamps = Stamps()
         self._begin_s = time.time()
         self._garbage: list[tuple[str, int]] = []
+        self._announced: set[str] = set()  # names of this sweep's manifests
 
     def run(self, *, dry_run: bool) -> SweepReport:
         """Sweep. Returns what was done, or would be."""
@@ -282,7 +283,7 @@ class _Sweep:
         for manifest in news:
             name = part.home.log + self._stamps.next()
             self._store.write(name, manifest.encode())
-            part.reader.names.add(name)
+            self._announced.add(name)
 
     def _delete(self, objects: Iterator[tuple[str, int]], total: int) -> None:
         while batch := list(islice(objects, MAX_DELETED)):
@@ -297,7 +298,7 @@ class _Sweep:
         gone = {ref_of(name) for name in part.names[leaves].tolist()}
         trails = [trail for trail in part.reader.catalog.trails() if _chunk_of(trail) not in gone][-MAX_TRAILS:]
         read = {name for name in part.reader.names if name.startswith(part.home.log)}
-        merged = frozenset(map(_stamp, read))
+        merged = frozenset(map(_stamp, read | self._announced))
         base = Manifest(part.names[stays], part.used_s[stays], merged=merged, trails=tuple(trails))
         self._store.write(part.home.base + self._stamps.next(), base.encode())
         oldest = stamp_at(self._begin_s - MANIFESTS_STAY_S)
