@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,9 +13,10 @@ import pytest
 from support.azure_server import AzureServer, running_azurite
 from support.s3_server import S3Server
 
-from kvstore.model.chunks import ChunkRef
+from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.testing import MINE, TierConformance
-from kvstore.tiers.base import Tier, TierSetup
+from kvstore.testing.harness import EVEN, make_buffer, make_payload, make_ref, make_transfer
+from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
 from kvstore.tiers.object.names import Place, parse_place
 from kvstore.tiers.object.tier import ObjectTier
 
@@ -103,6 +105,57 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     server.make_bucket(BUCKET)
     yield server
     server.kill()
+
+
+class Encoded(TestFolder):
+    """Base of the tests with a codec, which decides on the sizes."""
+
+    exact_sizes = False
+    codec: ClassVar[str]
+
+    def open_tier(self, setup: TierSetup) -> Tier:
+        layout = replace(setup.layout, element="bf16") if self.codec == "split" else setup.layout
+        return ObjectTier.open(self.with_options(replace(setup, layout=layout), url=self.url(), codec=self.codec))
+
+
+class TestLz4(Encoded):
+    """Chunks encoded with lz4."""
+
+    codec = "lz4"
+
+
+class TestSplit(Encoded):
+    """Chunks encoded with split."""
+
+    codec = "split"
+
+
+def test_chunks_of_another_codec_are_misses(tmp_path: Path) -> None:
+    """They are removed; chunks without a codec are read by all."""
+
+    layout = replace(EVEN, element="bf16")
+
+    def tier(codec: str) -> ObjectTier:
+        return ObjectTier.open(
+            TierSetup(MINE, layout, UNBOUNDED_BYTES, {"url": f"file://{tmp_path}/kv", "codec": codec})
+        )
+
+    def moved(codec: str, ref: ChunkRef) -> Outcome:
+        opened, buffer = tier(codec), make_buffer(EVEN.slot_bytes)
+        (outcome,) = opened.get([Transfer(ref, buffer)])
+        opened.close()
+        payload = make_payload(EVEN, ref)
+        assert outcome is not Outcome.HIT or buffer[: len(payload)].tobytes() == payload
+        return outcome
+
+    plain, encoded, other = make_ref(1), make_ref(2), make_ref(3)
+    for codec, ref in (("none", plain), ("lz4", encoded), ("lz4", other)):
+        opened = tier(codec)
+        assert opened.put([make_transfer(EVEN, ref)]) == [Outcome.STORED]
+        opened.close()
+    assert [moved("lz4", plain), moved("lz4", encoded)] == [Outcome.HIT] * 2
+    assert [moved("none", encoded), moved("split", other)] == [Outcome.MISS] * 2
+    assert [moved("lz4", encoded), moved("lz4", other)] == [Outcome.MISS] * 2, "they were removed"
 
 
 class InBucket(Objects):

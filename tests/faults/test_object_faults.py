@@ -21,7 +21,8 @@ from kvstore.model.errors import ConfigError, TierError, TierSetupError
 from kvstore.testing.harness import MINE
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup
-from kvstore.tiers.guards import GuardOptions, guarded
+from kvstore.tiers.guards import GuardOptions, guarded, layers
+from kvstore.tiers.object.names import Place
 
 TIMEOUT_S = 1.0
 BUCKET = "faults"
@@ -267,3 +268,16 @@ def test_a_folder_without_room(tmp_path: Path) -> None:
     finally:
         time.sleep(0.1)
         subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_half_an_answer_is_read_by_nobody_else(url: str) -> None:
+    """A chunk that turns out to be too long leaves bytes on its connection, which is not used again."""
+    tier = open_object(url, connections=1)
+    assert put_large(tier, *WHOLE[:2]) == [Outcome.STORED] * 2
+    store = next(layer for layer in layers(tier))._store  # type: ignore[attr-defined]
+    place = Place(tier._log.view().home, WHOLE[0])  # type: ignore[attr-defined]
+    with store.open(place.name) as reading:
+        assert reading is not None
+        assert reading.fill(memoryview(bytearray(100)))
+    assert get_large(tier, WHOLE[1]) is Outcome.HIT
+    tier.close()
