@@ -279,5 +279,6 @@ def test_half_an_answer_is_read_by_nobody_else(url: str) -> None:
     with store.open(place.name) as reading:
         assert reading is not None
         assert reading.fill(memoryview(bytearray(100)))
+    assert not store._wire._idle
     assert get_large(tier, WHOLE[1]) is Outcome.HIT
     tier.close()

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 _CUT_WAIT_S: Final = 2.0
 _DELETE_S: Final = 10.0
+_LOOKS: Final = 3  # at a chunk that is missing while others are stored
 Moved = tuple[Outcome, int]  # the outcome of a chunk, and the bytes that moved
 
 
@@ -86,6 +87,7 @@ class ObjectTier(Tier):
         self._is_noted = False
         self._changed = threading.Condition()
         self._busy: dict[Place, _Busy] = {}
+        self._num_puts = 0  # that have stored a chunk
         self._running = 0
         self._is_closed = False
         self._log = Log(store, namespace.id, timeout_s)
@@ -248,11 +250,12 @@ class ObjectTier(Tier):
         if not view.catalog.holds([ref])[0]:
             return Outcome.MISS, 0
         place = Place(view.home, ref)
-        found = self._io.read(place, payload) if layers is None else self._io.read_layers(place, payload, layers)
-        if not self._log.is_current(view):
-            return Outcome.MISS, 0
-        if found.is_absent:
-            self._forget(view, ref)
+        for _ in range(_LOOKS):
+            num_puts = self._num_puts
+            found = self._io.read(place, payload) if layers is None else self._io.read_layers(place, payload, layers)
+            if not found.is_absent or self._forget(view, ref, num_puts):
+                break
+        if not self._log.is_current(view) or found.is_absent:
             return Outcome.MISS, 0
         if found.damage is not None:
             self._remove(view, [ref])
@@ -260,11 +263,13 @@ class ObjectTier(Tier):
         view.touch(ref)
         return Outcome.HIT, found.size_bytes
 
-    def _forget(self, view: View, ref: ChunkRef) -> None:
-        """Note that a chunk is gone, unless a call is storing it again."""
+    def _forget(self, view: View, ref: ChunkRef, num_puts: int) -> bool:
+        """Note that a chunk is gone. False if one may have been stored since there were ``num_puts``."""
         with self._changed:
-            if Place(view.home, ref) not in self._busy:
-                view.remove([ref])
+            if self._num_puts != num_puts or Place(view.home, ref) in self._busy:
+                return False
+            view.remove([ref])
+            return True
 
     def _put(self, view: View, transfer: Transfer, payload: ByteArray) -> Moved:
         ref = transfer.ref
@@ -280,6 +285,7 @@ class ObjectTier(Tier):
             with self._changed:
                 is_stored = self._busy[place] is _Busy.PUT and self._log.is_current(view)
                 if is_stored:
+                    self._num_puts += 1
                     view.store(ref, transfer.trail if self._is_trail_of(transfer.trail, ref) else b"")
             if not is_stored:
                 self._store.delete([place.name])

@@ -181,6 +181,7 @@ def test_what_a_base_contains_is_not_read_again(
     store.delete(name for name in names(store) if "/log/" in name and name not in before)
     assert sweep(store, Limits()).found_chunks == 5
     assert before <= set(names(store)), "engines that run may not have read them yet"
+    store.delete(name for name in names(store) if "/log/" in name and name not in before)  # what the sweep said besides
     assert all(open_tier().contains(REFS))
     assert sweep(store, Limits()).found_chunks == 0
 
