@@ -44,6 +44,7 @@ ROOMS = (
         "tools.sweeping",
         "tools.verify",
     ),
+    ("tools.storecosts", "tools.sweeping"),
     ("tools.warm",),
     ("tools.bench", "tools.pack", "tools.prefetch"),
     ("tools.commands",),

@@ -114,3 +114,20 @@ def test_command(tmp_path: Path, run: Any, run_json: Any) -> None:
     assert run("calc").exit_code == 2
     assert run("calc", "--model", tmp_path, "--memory", "x").exit_code == 2
     assert run("calc", "--model", tmp_path, "--chunk-size", "100").exit_code == 2
+
+
+def test_costs_of_an_object_store(run: Any, run_json: Any) -> None:
+    """Requests are chunks, workers load at once; a hit pays once it makes up for the first byte's delay."""
+    arguments = ["calc", "--geometry", "llama-8b", "--prompt", "10000", "--s3", "--load", "2", "--prefill", "5000"]
+    code, tree = run_json(*arguments)
+    costs = tree["s3"]
+    assert code == 0
+    assert (costs["requests"], costs["size_bytes"]) == (39, 39 * 32 << 20)
+    assert costs["load_s"] == pytest.approx(0.03 + 39 * (32 << 20) / 2e9)
+    assert costs["compute_s"] == 2.0
+    tokens = costs["pays_from_tokens"]
+    assert 0.03 + tokens * tree["bytes_per_token"] / 2e9 == pytest.approx(tokens / 5000, rel=0.02)
+    assert run_json(*arguments, "--tp", "2")[1]["s3"]["requests"] == 78
+    assert run_json(*arguments[:-1], "1e9")[1]["s3"]["pays_from_tokens"] is None
+    assert "for no length" in run(*arguments[:-1], "1e9").stdout
+    assert "in S3 a prompt of 10,000 tokens" in run(*arguments).stdout

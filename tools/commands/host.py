@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvstore.tools.calc import Sizes
     from kvstore.tools.doctor.findings import Finding
     from kvstore.tools.modelgroups import KVModel
+    from kvstore.tools.storecosts import StoreCosts
     from kvstore.tools.vllmflags import ServeFlags
 
 _LLAMA_8B_BYTES = 131_072
@@ -132,6 +133,9 @@ def calc(
     memory: Annotated[str, typer.Option(help="Memory sizes in GiB, such as 20,200.")] = "20,200",
     gpu: Annotated[bool, typer.Option("--gpu", help="Also the memory of a GPU, and how long pinning takes.")] = False,
     gpu_tier: Annotated[float, typer.Option(min=0, help="max_local_gpu_size, in GiB.")] = 0.0,
+    s3: Annotated[bool, typer.Option("--s3", help="Also what a prompt costs in S3, and if a hit is faster.")] = False,
+    load: Annotated[float, typer.Option(min=0.001, help="With --s3: GB/s that one worker loads.")] = 1.0,
+    prefill: Annotated[float, typer.Option(min=0.1, help="With --s3: tokens/s that vLLM computes.")] = 5_000.0,
 ) -> Answer:
     """Show how many bytes of KV a token and a chunk take, and how many tokens fit in memory; all for one worker.
 
@@ -154,7 +158,24 @@ def calc(
     if gpu:
         text.append(f"of a GPU {size(sizes.device.total)} are taken: {sizes.device}")
         text += [f"{gib} GiB of memory are pinned in about {time_s:.0f} s" for gib, time_s in sizes.pin_s.items()]
-    return Answer(asdict(sizes), text)
+    if not s3:
+        return Answer(asdict(sizes), text)
+    from kvstore.tools.storecosts import store_costs  # noqa: PLC0415
+
+    costs = store_costs(sizes, load_gb_per_s=load, prefill_tokens_per_s=prefill)
+    return Answer(asdict(sizes) | {"s3": asdict(costs)}, [*text, *_cost_lines(costs)])
+
+
+def _cost_lines(costs: StoreCosts) -> list[str]:
+    """Return the lines about an object store; money is that of S3's list prices."""
+    prompt = f"a prompt of {costs.prompt_tokens:,} tokens"
+    pays = f"from {costs.pays_from_tokens:,} tokens on" if costs.pays_from_tokens else "for no length"
+    return [
+        f"in S3 {prompt} is {costs.requests:,} objects, {size(costs.size_bytes)}, and costs",
+        f"${costs.store_usd:.6f} to store, ${costs.hit_usd:.7f} a hit, ${costs.month_usd:.4f} a month",
+        f"an engine's looks at the log cost ${costs.log_day_usd:.2f} a day",
+        f"it is loaded in {costs.load_s:.2f} s and computed in {costs.compute_s:.2f} s: a hit is faster {pays}",
+    ]
 
 
 def version() -> Answer:
