@@ -63,7 +63,9 @@ class LogReader:
         for _ in range(_LOOKS):
             base = max((listed.name for listed in self._store.list(self._home.base)), default=None)
             names = {listed.name for listed in self._store.list(self._home.log) if parse_stamp(listed.name)}
-            if self._take([base] if base else []) and self._take(sorted(names - self._merged)):
+            is_whole = self._take([base] if base else []) and self._take(sorted(names - self._merged))
+            self.names |= names & self._merged
+            if is_whole:
                 break
         self._listed_s = self._looked_s = time.monotonic()
 

@@ -199,7 +199,7 @@ def knows(tier: ObjectTier, expected: list[bool]) -> bool:
 
 
 def test_engines_tell_each_other(open_tier: Open) -> None:
-    """What one stores, removes and clears, the other learns; two that open at once are in one epoch."""
+    """Each learns what the other stores, removes and clears; two that open at once are in one epoch."""
     one, other = open_tier(), open_tier()
     put(one, *REFS[:3])
     wait_until(partial(knows, other, [True] * 3))
