@@ -82,7 +82,7 @@ def test_any_bytes_with_a_right_checksum(body: bytes) -> None:
 
 @pytest.mark.parametrize("most", [0, 3, 1000])
 def test_the_catalog_is_a_dictionary(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is merged when: compared with a dictionary over random changes."""
+    """Random changes, merged at different times, are compared with a dictionary."""
     monkeypatch.setattr(cataloguing, "_MAX_CHANGES", most)
     dice = random.Random(most)
     known: dict[ChunkRef, int] = {}
