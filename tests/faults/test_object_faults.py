@@ -85,6 +85,9 @@ def test_every_call_ends_and_no_byte_is_wrong(url: str, relay: S3Relay, mood: Mo
         assert isinstance(found[0], TierError)
     elif mood is Mood.FLIPPED:
         assert found[0] is Outcome.CORRUPT
+    elif mood is Mood.LOST:
+        assert found[0] is Outcome.HIT
+        assert isinstance(found[1], TierError)
     elif mood is Mood.FULL:
         assert found[:2] == [Outcome.HIT, [Outcome.FULL]]
     else:

@@ -32,6 +32,7 @@ class Mood(Enum):
     FLIPPED = "flipped bytes"
     STALE = "listings that do not change"
     GONE = "no such bucket"
+    LOST = "404 to writes"
 
 
 _REFUSALS = {
@@ -41,6 +42,7 @@ _REFUSALS = {
     Mood.SKEWED: (403, "RequestTimeTooSkewed"),
     Mood.GONE: (404, "NoSuchBucket"),
 }
+_TO_WRITES = {Mood.FULL: (403, "QuotaExceeded"), Mood.LOST: (404, "NoSuchKey")}
 
 
 class S3Relay:
@@ -97,8 +99,8 @@ class _Handler(BaseHTTPRequestHandler):
                 time.sleep(0.02)
             self.close_connection = True
             return
-        if mood in _REFUSALS or (mood is Mood.FULL and self.command == "PUT"):
-            status, code = _REFUSALS.get(mood, (403, "QuotaExceeded"))
+        if mood in _REFUSALS or (mood in _TO_WRITES and self.command == "PUT"):
+            status, code = _REFUSALS.get(mood) or _TO_WRITES[mood]
             self._answer(status, {"Retry-After": "1"} if mood is Mood.BUSY else {}, f"<Code>{code}</Code>".encode())
             return
         status, headers, content = self._pass_on(body)

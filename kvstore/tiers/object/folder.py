@@ -7,6 +7,7 @@ and nothing is locked.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,11 +16,13 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.format.wholeio import FILE_MODE, opened, read_front, read_whole, write_whole
-from kvstore.model.errors import ClosedError, ConfigError, TierError
+from kvstore.model.errors import ClosedError, TierError
 from kvstore.tiers.disk.folder import FOLDER_MODE, NO_ROOM, reason
 from kvstore.tiers.object.store import Found, FullError, Listed, Reading, Store
 
 PART_FOLDER: Final = ".part"  # files that are being written; a sweep deletes old ones
+_PART_BYTES: Final = 16
+_PART: Final = re.compile(rf"{re.escape(PART_FOLDER)}/[0-9a-f]{{{2 * _PART_BYTES}}}")
 _READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _WRITE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
@@ -90,7 +93,7 @@ class FolderStore(Store):
 
     def replace(self, name: str, old: bytes, data: bytes) -> bool:
         """See ``Store``. Of several callers one takes the file away, and sees if it is the one that it expects."""
-        taken = self._root / PART_FOLDER / secrets.token_hex(16)
+        taken = self._root / PART_FOLDER / secrets.token_hex(_PART_BYTES)
         with self._translated("written"):
             try:
                 (self._root / name).rename(taken)
@@ -141,7 +144,7 @@ class FolderStore(Store):
     def _written(self, parts: Sequence[memoryview]) -> Iterator[Path]:
         """Yield a file with a content, under a name that nobody reads; it is deleted if the block fails."""
         folder = self._root / PART_FOLDER
-        part = folder / secrets.token_hex(16)
+        part = folder / secrets.token_hex(_PART_BYTES)
         try:
             try:
                 fd = os.open(part, _WRITE_FLAGS | os.O_CLOEXEC, FILE_MODE)
@@ -209,17 +212,6 @@ class _FileReading(Reading):
         return is_whole
 
 
-def parts_before(root: Path, time_s: float) -> Iterator[Path]:
-    """Yield the files of writers that ended before a time, in seconds since 1970, without renaming them.
-
-    Raises:
-        ConfigError: the folder cannot be read.
-    """
-    try:
-        for path in (root / PART_FOLDER).iterdir():
-            if path.lstat().st_mtime < time_s:
-                yield path
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise ConfigError(f"{root / PART_FOLDER} cannot be read: {reason(error)}") from error
+def is_part(name: str) -> bool:
+    """Tell if a name is that of a file that a writer has not renamed yet."""
+    return _PART.fullmatch(name) is not None

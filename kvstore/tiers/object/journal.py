@@ -13,7 +13,8 @@ from kvstore.tiers.object.manifest import NAME_BYTES, NAME_TYPE, Manifest, name_
 from kvstore.tiers.object.names import Home, Stamps
 from kvstore.tiers.object.store import Store
 
-MAX_NAMES: Final = 1 << 16  # that wait, or are written again; beyond that a sweep finds the chunks
+MAX_NAMES: Final = 1 << 16  # that wait; a sweep finds the chunks beyond that
+MAX_AGAIN: Final = 1 << 12  # that are written, and read by all engines, again
 MAX_SMALL: Final = 64  # manifests of one engine, before they become one
 
 
@@ -126,7 +127,7 @@ class Journal:
                 self._waiting.add(later)
             raise
         self._sum.add(notes)
-        if len(self._sum) > MAX_NAMES:
+        if len(self._sum) > MAX_AGAIN:
             self._written, self._sum = [], _Notes()  # they stay as they are
         elif len(self._written) >= MAX_SMALL:
             small, self._written = self._written, []

@@ -165,6 +165,8 @@ class Log:
             except TierError as failure:
                 error = failure
                 self._throttle.log("look", "cannot read the log of %s: %s", self._store.place, failure)
+            except ClosedError:
+                return
             except Exception as defect:
                 logger.exception("defect while the log of %s was read: it is tried again", self._store.place)
                 error = TierError(f"a defect prevents reading the log of {self._store.place}: {defect!r}")

@@ -12,7 +12,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import ConfigError, TierError
 from kvstore.tiers.object.catalog import MAX_TRAILS
-from kvstore.tiers.object.folder import PART_FOLDER
+from kvstore.tiers.object.folder import is_part
 from kvstore.tiers.object.log import EVERY_S
 from kvstore.tiers.object.manifest import NAME_TYPE, Manifest, Names, Times, name_of, ref_of
 from kvstore.tiers.object.names import (
@@ -193,7 +193,7 @@ class _Sweep:
         for number, (name, size_bytes, written_s) in enumerate(self._store.list("")):
             home, place = parse_home(name), parse_place(name)
             if home is None:
-                if name.startswith(PART_FOLDER + "/") and written_s < self._begin_s - _PART_STAYS_S:
+                if is_part(name) and written_s < self._begin_s - _PART_STAYS_S:
                     self._garbage.append((name, size_bytes))
                 continue
             stock = stocks.setdefault(home, _Stock())
@@ -355,8 +355,9 @@ def _locked(store: Store) -> Iterator[Callable[[], None]]:
     try:
         yield renew
     finally:
-        if store.read(LOCK_NAME, 1024) == lock.encode():
-            store.delete([LOCK_NAME])
+        with suppress(TierError):  # it ends by itself
+            if store.read(LOCK_NAME, 1024) == lock.encode():
+                store.delete([LOCK_NAME])
 
 
 def _until_s(content: bytes) -> float:

@@ -28,6 +28,7 @@ _CODE: Final = re.compile(rb"<Code>([A-Za-z]+)</Code>")
 FULL_CODES: Final = frozenset({"QuotaExceeded", "XMinioStorageFull", "InsufficientCapacity", "StorageFull"})
 _FULL_STATUS: Final = 507
 _WRONG: Final = frozenset({301, 400, 401, 403, 405})
+_DONE: Final = frozenset({200, 201, 206})
 _BUSY: Final = frozenset({429, 503})
 _FAILURES: Final = (
     OSError,
@@ -79,7 +80,8 @@ class Wire:
         """
         headers = {**request.headers, "Content-Length": str(sum(map(len, parts)))}
         with self._answer(request._replace(headers=headers), parts) as answer:
-            answer.read(_MAX_ERROR_BYTES)
+            if answer.status not in _DONE:  # what a read may be answered with is a refusal here
+                raise TierError(f"{self._place} answers {answer.status} {answer.reason} to a write")
 
     @contextmanager
     def receive(self, request: Request) -> Iterator[WireReading | None]:
@@ -194,7 +196,7 @@ class Wire:
     def _check(self, answer: http.client.HTTPResponse) -> None:
         """Raise the error that an answer stands for; a missing object or version is none."""
         status = answer.status
-        if status in (200, 201, 206):
+        if status in _DONE:
             return
         code = _error_code(answer)
         if status in (404, 412, 416) and code not in {"NoSuchBucket", "ContainerNotFound"}:

@@ -210,9 +210,9 @@ def test_garbage_of_a_clear_and_of_a_writer_that_was_killed(open_tier: Open, roo
     tier.close()
     (epoch,) = [name for name in names(store) if name.endswith("/epoch")]
     store.write(epoch, b"0123456789abcdef")  # a clear that was killed after this
-    part = root / ".part" / "left"
+    part = root / ".part" / ("a" * 32)
     part.write_bytes(b"x" * 100)
-    fresh = root / ".part" / "fresh"
+    fresh = root / ".part" / ("b" * 32)
     fresh.write_bytes(b"x")
     os.utime(part, (time.time() - 7200,) * 2)
     tier = open_tier()
