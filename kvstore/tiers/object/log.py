@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,6 +24,9 @@ EVERY_S: Final = 2.0  # between two looks at the log
 TOUCH_EVERY_S: Final = 600  # a use within so many seconds of the last one is not noted
 _LOOKS: Final = 4
 _EPOCH_BYTES: Final = 64  # more than the object has
+
+_open: Final[set[Log]] = set()  # of this process
+_opening: Final = threading.Lock()
 
 
 @dataclass(eq=False)
@@ -90,6 +93,8 @@ class Log:
         self._is_looking = False
         self._is_wanted = False
         self._is_closed = False
+        with _opening:
+            _open.add(self)
         self._thread = threading.Thread(target=self._run, name="kvstore-object-log", daemon=True)
         self._thread.start()
 
@@ -124,6 +129,31 @@ class Log:
         """Tell if neither a clear nor a reset has ended a view."""
         return self._view is view
 
+    def remove(self, view: View, refs: Sequence[ChunkRef]) -> None:
+        """Note that chunks of a view are gone, in all logs of this process.
+
+        A tier for lookups would otherwise go on naming chunks that the engine has just removed.
+        """
+        view.remove(refs)
+        for other in self._others():
+            known = other._view  # noqa: SLF001 - of the same class
+            if known is not None and known.home == view.home:
+                for ref in refs:
+                    known.catalog.discard(ref)
+
+    def _others(self) -> list[Log]:
+        with _opening:
+            return [log for log in _open if log is not self]
+
+    def _leave(self, home: Home) -> None:
+        """Forget a home whose epoch has ended; its successor is read at once."""
+        with self._changed:
+            if self._view is not None and self._view.home == home:
+                self._view = None
+                self._entered += 1
+                self._is_wanted = True
+                self._changed.notify_all()
+
     def renew(self, view: View) -> None:
         """Begin a new epoch of a view's namespace; its chunks are unreachable for this engine at once.
 
@@ -136,6 +166,8 @@ class Log:
             self._entered += 1
             if self._namespace_id == home.namespace_id:
                 self._view = self._empty(home)
+        for other in self._others():
+            other._leave(view.home)  # noqa: SLF001 - of the same class
 
     def enter(self, namespace_id: bytes) -> View | None:
         """Move to a namespace, whose log is read then. Returns the view that was left."""
@@ -149,6 +181,8 @@ class Log:
 
     def close(self) -> None:
         """Write what waits, and end the thread, within two time-outs of the storage."""
+        with _opening:
+            _open.discard(self)
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -268,7 +268,7 @@ class ObjectTier(Tier):
         with self._changed:
             if self._num_puts != num_puts or Place(view.home, ref) in self._busy:
                 return False
-            view.remove([ref])
+            self._log.remove(view, [ref])
             return True
 
     def _put(self, view: View, transfer: Transfer, payload: ByteArray) -> Moved:
@@ -299,7 +299,7 @@ class ObjectTier(Tier):
     def _remove(self, view: View, refs: Sequence[ChunkRef]) -> None:
         """Delete chunks that no call is changing; those that are being stored are deleted at the end of that call."""
         with self._changed:
-            view.remove(refs)
+            self._log.remove(view, refs)
             places = [Place(view.home, ref) for ref in refs]
             mine = [place for place in places if place not in self._busy]
             for place in places:

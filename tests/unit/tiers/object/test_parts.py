@@ -175,6 +175,7 @@ def test_urls_that_cannot_be_used(url: object, problem: str) -> None:
 @pytest.fixture
 def open_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     monkeypatch.setattr(log, "EVERY_S", 0.02)
+    monkeypatch.setattr(log.Log, "_others", lambda _: [])  # as if each were in a process of its own
     opened: list[ObjectTier] = []
 
     def open_one() -> ObjectTier:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.diskwork import EVEN, MINE, get, make_ref, make_slot, make_transfer, put
@@ -213,3 +214,19 @@ def test_a_store_that_fails_after_a_put_said_so(tier: ObjectTier, store: HeldSto
     assert tier.contains([A]) == [False]
     assert put(tier, A) == [Outcome.STORED]
     assert get(tier, A) is Outcome.HIT
+
+
+def test_all_tiers_of_a_process_learn_of_removals_at_once(store: HeldStore, tier: ObjectTier, monkeypatch: Any) -> None:
+    """An engine asks another tier than it removes from, and must not be told what it has just removed."""
+    monkeypatch.setattr(log, "EVERY_S", 1000.0)
+    put(tier, A, B)
+    for known in (A, B):
+        tier._log.view().journal.write()
+        asked = ObjectTier(FolderStore(store._root), MINE, EVEN, 5.0)
+        assert asked.contains([known]) == [True]
+        if known is A:
+            tier.remove([A])
+        else:
+            tier.clear()
+        assert asked.contains([known]) == [False]
+        asked.close()
