@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -22,6 +23,8 @@ from kvstore.testing.harness import MINE
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup
 from kvstore.tiers.guards import GuardOptions, guarded, layers
+from kvstore.tiers.object import sweep
+from kvstore.tiers.object.folder import FolderStore
 from kvstore.tiers.object.names import Place
 
 TIMEOUT_S = 1.0
@@ -249,7 +252,7 @@ def test_a_folder_that_vanishes(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a small file system needs root")
-def test_a_folder_without_room(tmp_path: Path) -> None:
+def test_a_folder_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full share answers FULL, leaves nothing behind, and takes chunks again once there is room."""
     import subprocess
 
@@ -265,7 +268,14 @@ def test_a_folder_without_room(tmp_path: Path) -> None:
         held = [ref for ref, outcome in zip(WHOLE, outcomes, strict=False) if outcome is Outcome.STORED]
         assert all(get_large(tier, ref) is Outcome.HIT for ref in held)
         assert not list((mount / "kv/.part").iterdir())
-        tier.remove(held)
+        monkeypatch.setattr(sweep, "GRACE_S", 0.0)
+        (mount / "filler").write_bytes(b"")
+        with suppress(OSError), (mount / "filler").open("ab", buffering=0) as filler:
+            while filler.write(bytes(4096)):
+                pass
+        report = sweep.sweep(FolderStore(mount / "kv"), sweep.Limits(max_bytes=0))
+        assert report.removed_chunks == len(held), "a sweep that cannot write its lock still makes room"
+        assert not list((mount / "kv").rglob("*.safetensors"))
         assert put_large(tier, WHOLE[7]) == [Outcome.STORED]
         tier.close()
     finally:

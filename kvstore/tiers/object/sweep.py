@@ -39,7 +39,7 @@ from kvstore.tiers.object.names import (
     stamp_at,
 )
 from kvstore.tiers.object.reader import OVERLAP_S, RELOAD_AFTER_S, LogReader
-from kvstore.tiers.object.store import MAX_DELETED, Store
+from kvstore.tiers.object.store import MAX_DELETED, FullError, Store
 
 LOCKED_S: Final = 120.0  # without a sign of life, after which another sweep takes over
 GRACE_S: Final = 2 * EVERY_S + 1  # between the manifest of removals and the removals
@@ -266,14 +266,16 @@ class _Sweep:
 
     def _carry_out(self, parts: list[_Part], leaving: list[npt.NDArray[np.bool_]], total: int) -> None:
         for part, leaves in zip(parts, leaving, strict=True):
-            self._announce(part, leaves)
+            with suppress(FullError):  # engines that ask for such a chunk have a miss
+                self._announce(part, leaves)
         if total:
             time.sleep(GRACE_S)
         self._delete(iter(self._garbage), total)
         for part, leaves in zip(parts, leaving, strict=True):
             names = (Place(part.home, ref_of(name)).name for name in part.names[leaves].tolist())
             self._delete(zip(names, part.sizes[leaves].tolist(), strict=True), total)
-            self._compact(part, leaves)
+            with suppress(FullError):  # nothing is lost: the manifests stay
+                self._compact(part, leaves)
 
     def _announce(self, part: _Part, leaves: npt.NDArray[np.bool_]) -> None:
         """Tell the engines which chunks leave, and which were found."""
@@ -333,7 +335,12 @@ def _locked(store: Store) -> Iterator[Callable[[], None]]:
         ConfigError: another sweep holds it.
     """
     lock = _Lock(secrets.token_hex(8), time.time() + LOCKED_S)
-    if not store.create(LOCK_NAME, lock.encode()):
+    try:
+        is_first = store.create(LOCK_NAME, lock.encode())
+    except FullError:  # then a sweep is needed most, and two do no harm
+        yield lambda: None
+        return
+    if not is_first:
         found = store.read(LOCK_NAME, 1024) or b""
         left_s = _until_s(found) - time.time()
         if left_s > 0:
