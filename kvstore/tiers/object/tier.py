@@ -18,8 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
 from itertools import islice
@@ -29,7 +28,7 @@ from typing import Final
 from kvstore.format.codecs import open_codec
 from kvstore.index.trails import is_trail
 from kvstore.model.chunks import ByteArray, ChunkRef, Outcome, is_trail_of
-from kvstore.model.errors import ClosedError, ConfigError, TierError
+from kvstore.model.errors import ConfigError, TierError
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.tiers.base import Tier, TierCounters, TierSetup, Transfer, check_layers, check_ref, payload_view
@@ -39,6 +38,7 @@ from kvstore.tiers.object.log import Log, View
 from kvstore.tiers.object.names import Home, Place, note_name
 from kvstore.tiers.object.store import MAX_DELETED, FullError, Store
 from kvstore.tiers.object.url import Kind, ObjectTarget, parse_target
+from kvstore.tiers.running import RunningCalls
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +88,7 @@ class ObjectTier(Tier):
         self._changed = threading.Condition()
         self._busy: dict[Place, _Busy] = {}
         self._num_puts = 0  # that have stored a chunk
-        self._running = 0
-        self._is_closed = False
+        self._running = RunningCalls(self.name)
         self._log = Log(store, namespace.id, timeout_s)
 
     @classmethod
@@ -116,7 +115,7 @@ class ObjectTier(Tier):
             TierSetupError: it refuses the credentials or the certificate, or there is no such bucket.
             TierError: it cannot be reached, or the log cannot be read in time.
         """
-        with self._operation():
+        with self._running.call():
             self._log.view()
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
@@ -125,7 +124,7 @@ class ObjectTier(Tier):
         Raises:
             TierError: the log was not read yet, or cannot be read now.
         """
-        with self._operation():
+        with self._running.call():
             return self._log.view().catalog.holds(refs)
 
     @property
@@ -135,7 +134,7 @@ class ObjectTier(Tier):
 
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         """See ``Tier``; sends no request. Only the trails of the chunks stored last are known."""
-        with self._operation():
+        with self._running.call():
             catalog = self._log.view().catalog
             return [catalog.nearest(trail) if self._is_trail(trail) else () for trail in trails]
 
@@ -167,7 +166,7 @@ class ObjectTier(Tier):
         wanted = list(dict.fromkeys(refs))
         for ref in wanted:
             check_ref(self._layout, ref)
-        with self._operation():
+        with self._running.call():
             if wanted:
                 self._remove(self._log.view(), wanted)
 
@@ -178,7 +177,7 @@ class ObjectTier(Tier):
             TierError: the storage failed. The chunks may be unreachable while their bytes still exist: a sweep deletes
                 them.
         """
-        with self._operation():
+        with self._running.call():
             view = self._log.view()
             self._log.renew(view)
             self._delete_all(view.home)
@@ -188,7 +187,7 @@ class ObjectTier(Tier):
 
         If the storage fails meanwhile, the old chunks stay until a sweep deletes them.
         """
-        with self._operation():
+        with self._running.call():
             with self._changed:
                 left = self._log.enter(namespace.id)
                 self._namespace, self._is_noted = namespace, False
@@ -201,34 +200,13 @@ class ObjectTier(Tier):
 
     def close(self) -> None:
         """Write what other engines should know, wait for calls under way as long as the storage may be silent."""
-        with self._changed:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self._changed.wait_for(lambda: not self._running, self._timeout_s)
+        if not self._running.close():
+            return
+        self._running.wait(self._timeout_s)
         self._log.close()
         self._store.close()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._running, _CUT_WAIT_S)
+        self._running.wait(_CUT_WAIT_S)
         self._io.close()
-
-    @contextmanager
-    def _operation(self) -> Iterator[None]:
-        """Count a call under way. If it fails because of ``close``, it raises ``ClosedError``."""
-        with self._changed:
-            if self._is_closed:
-                raise ClosedError("the object tier was closed")
-            self._running += 1
-        try:
-            yield
-        except TierError as error:
-            if self._is_closed:
-                raise ClosedError("the object tier was closed during the call") from error
-            raise
-        finally:
-            with self._changed:
-                self._running -= 1
-                self._changed.notify_all()
 
     def _each(
         self,
@@ -239,7 +217,7 @@ class ObjectTier(Tier):
     ) -> list[Outcome]:
         payloads = [payload_view(self._layout, transfer) for transfer in transfers]
         outcomes = []
-        with self._operation():
+        with self._running.call():
             for transfer, payload in zip(transfers, payloads, strict=True):
                 outcome, num_bytes = move(self._log.view(), transfer, payload)
                 outcomes.append(self.counters.count(outcome, num_bytes, is_last=is_last))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from contextlib import contextmanager
 from functools import partial
 
 try:
@@ -23,11 +22,11 @@ try:
 except ImportError as error:
     raise ImportError("the redis tier needs redis-py: pip install 'vllm-kvstore[redis]'") from error
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvstore.format.codecs import open_codec
 from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.model.errors import ClosedError, ConfigError, TierError, TierSetupError
+from kvstore.model.errors import ConfigError, TierError, TierSetupError
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.tiers.base import Tier, TierCounters, TierSetup, Transfer, payload_view
@@ -37,6 +36,7 @@ from kvstore.tiers.redis.connection import Reply, checked, pack
 from kvstore.tiers.redis.nodes import SlotMovingError, open_nodes
 from kvstore.tiers.redis.trails import TrailSets
 from kvstore.tiers.redis.url import Deployment, RedisTarget, parse_target
+from kvstore.tiers.running import RunningCalls
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +74,8 @@ class RedisTier(Tier):
         self._calls = Calls(target, open_nodes(target))
         self._trails = TrailSets(layout, target.ttl_s)
         self._home = Home(namespace.id)
-        self._changed = threading.Condition()
-        self._running = 0
-        self._is_closed = False
+        self._running = RunningCalls(self.name)
+        self._entering = threading.Lock()  # guards _home
 
     @classmethod
     def open(cls, setup: TierSetup) -> RedisTier:
@@ -102,7 +101,7 @@ class RedisTier(Tier):
                 cluster that is none or the reverse.
             TierError: they cannot be reached, are still loading, or do not accept writes.
         """
-        with self._operation():
+        with self._running.call():
             for node in self._calls.nodes.masters():
                 with node.connection() as connection:
                     connection.call("PING")
@@ -122,7 +121,7 @@ class RedisTier(Tier):
         Raises:
             TierError: no server answers. If only some do, the chunks of the others count as missing.
         """
-        with self._operation():
+        with self._running.call():
             for _ in range(_LOOKS if refs else 0):
                 home = self._known_home()
                 tags = [home.tag(ref) for ref in refs]
@@ -143,7 +142,7 @@ class RedisTier(Tier):
 
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         """See ``Tier``; one round trip to every server with trails. Those of servers that fail are left out."""
-        with self._operation():
+        with self._running.call():
             for _ in range(_LOOKS):
                 home = self._known_home()
                 exchange, near = self._trails.look(home, trails)
@@ -171,7 +170,7 @@ class RedisTier(Tier):
             TierError: a server failed; some of the chunks may be left.
         """
         wanted = list(dict.fromkeys(refs))
-        with self._operation():
+        with self._running.call():
             if wanted:
                 self._remove(self._current_home(), wanted)
 
@@ -182,7 +181,7 @@ class RedisTier(Tier):
             TierError: a server failed. The chunks may be unreachable while their bytes still exist; the next ``clear``
                 deletes them.
         """
-        with self._operation():
+        with self._running.call():
             self._calls.sweep(self._renew(self._home))
 
     def reset(self, namespace: Namespace) -> None:
@@ -190,7 +189,7 @@ class RedisTier(Tier):
 
         The old chunks are unreachable at once, and deleted on the servers that answer.
         """
-        with self._operation():
+        with self._running.call():
             old = self._enter(Home(namespace.id))
             try:
                 self._calls.sweep(self._renew(old))
@@ -199,30 +198,10 @@ class RedisTier(Tier):
 
     def close(self) -> None:
         """Wait for calls under way as long as a server may be silent, then close their connections."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.wait_for(lambda: not self._running, self._target.timeout_s)
+        self._running.close()
+        self._running.wait(self._target.timeout_s)
         self._calls.nodes.close()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._running, _CUT_WAIT_S)
-
-    @contextmanager
-    def _operation(self) -> Iterator[None]:
-        """Count a call under way. If it fails because of ``close``, it raises ``ClosedError``."""
-        with self._changed:
-            if self._is_closed:
-                raise ClosedError("the redis tier was closed")
-            self._running += 1
-        try:
-            yield
-        except TierError as error:
-            if self._is_closed:
-                raise ClosedError("the redis tier was closed during the call") from error
-            raise
-        finally:
-            with self._changed:
-                self._running -= 1
-                self._changed.notify_all()
+        self._running.wait(_CUT_WAIT_S)
 
     def _ask_in(self, home: Home, questions: Sequence[Question]) -> list[Reply | TierError] | None:
         """Ask in an epoch, in one round trip to each server; None if it has ended, and the tier entered the next one.
@@ -263,7 +242,7 @@ class RedisTier(Tier):
 
     def _enter(self, home: Home, instead_of: Home | None = None) -> Home:
         """Move to a home, if the tier is still in ``instead_of``. Returns the home that it left."""
-        with self._changed:
+        with self._entering:
             left = self._home
             if instead_of is None or left is instead_of:
                 self._home = home
@@ -273,7 +252,7 @@ class RedisTier(Tier):
         """Check all transfers, then move one after the other; FAILED while a slot is migrating to another node."""
         payloads = [payload_view(self._layout, transfer) for transfer in transfers]
         outcomes = []
-        with self._operation():
+        with self._running.call():
             for transfer, payload in zip(transfers, payloads, strict=True):
                 home = self._current_home()
                 try:
