@@ -5,6 +5,7 @@ A recipe is one line. It contains only host and port of an address, because addr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -33,12 +34,9 @@ _PORT: Final = 7300
 _OWN_KEYS: Final = {"server_key_file": "keys/server.key", "server_clients": "keys/clients"}
 _PEER_KEYS: Final = {"remote_key_file": "keys/engine.key", "remote_server_key_file": "keys/server.pub"}
 _SHARING: Final = "share a Redis (remote_url: redis://host:6379) or a cache server (kvs://host:port, kvstore serve)"
+_BUCKET: Final = re.compile(r"s3://(?:[^/@]*@)?([a-z0-9][a-z0-9-]{1,61}[a-z0-9])(?=[./?]|$)")
 _OTHERS: Final = {
-    "s3": (
-        f"there is no S3 tier: {_SHARING}; what a bucket is to keep, kvstore pack export writes to one file, which "
-        "another machine reads as remote_url: pack:///path"
-    ),
-    "fs": f"a folder that several engines write to is no tier, and local_disk is for one engine: {_SHARING}",
+    "fs": "a folder that several engines share is remote_url: file:///path here",
 }
 
 
@@ -114,6 +112,13 @@ def _prefill_and_decode(values: Mapping[str, object], adapted: Adapted) -> bool:
 def _remote(values: Mapping[str, object], adapted: Adapted, *, listens: bool) -> None:
     url = values.get("remote_url")
     scheme, mark, _ = str(url).partition("://")
+    if isinstance(url, str) and scheme == "s3" and not listens and (bucket := _BUCKET.match(url)) is not None:
+        adapted.settings["remote_url"] = f"s3://{bucket[1]}/kv"
+        adapted.recipes.append(
+            "remote_url: LMCache names a bucket by its host: check the bucket, and add ?region=... or ?endpoint=... ; "
+            "credentials belong in the environment or in a credentials_file (docs/object.md)"
+        )
+        return
     if not isinstance(url, str) or not mark or scheme in known_schemes():
         return
     if listens:

@@ -152,7 +152,12 @@ CONNECTS = {"remote_key_file": "keys/engine.key", "remote_server_key_file": "key
             {"remote_url": "kvs://10.0.0.3:65432", **CONNECTS},
             ["kvstore serve .* server_listen: kvs://10.0.0.3:65432", "kvstore keygen"],
         ),
-        ("remote_url: s3://me:secret@bucket\nlocal_cpu: true\n", {"local_cpu": True}, ["no S3 tier.*redis.*pack"]),
+        (
+            "remote_url: s3://me:secret@bucket.s3.eu-central-1.amazonaws.com\nlocal_cpu: true\n",
+            {"remote_url": "s3://bucket/kv", "local_cpu": True},
+            ["check the bucket.*region.*credentials"],
+        ),
+        ("remote_url: fs://h/x\nlocal_cpu: true\n", {"local_cpu": True}, ["file:///path here"]),
         ("remote_url: lm://no-port\nlocal_cpu: true\n", {"local_cpu": True}, ["there is no lm:// here"]),
         (
             "enable_pd: true\npd_role: receiver\nremote_url: lm://h:1\n",
@@ -189,7 +194,7 @@ def test_whatever_stands_there(tmp_path: Path, key: str, value: str) -> None:
 
 
 def test_a_file_with_which_nothing_would_be_cached(tmp_path: Path, run: Any, run_json: Any) -> None:
-    source = lmcache_file(tmp_path, "local_cpu: false\nremote_url: s3://bucket\n")
+    source = lmcache_file(tmp_path, "local_cpu: false\nremote_url: fs://h:1/bucket\n")
     result = run("config", "from-lmcache", source)
     assert result.exit_code == 1
     assert "error: nothing would be cached" in result.stderr.splitlines()[-1]
