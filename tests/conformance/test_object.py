@@ -124,6 +124,7 @@ class TestLz4(Encoded):
     codec = "lz4"
 
 
+@pytest.mark.sweep
 class TestSplit(Encoded):
     """Chunks encoded with split."""
 
@@ -207,6 +208,7 @@ class TestS3(OnS3):
     """An S3 server."""
 
 
+@pytest.mark.sweep
 class TestS3OverTls(OnS3):
     """The same over TLS, with a CA of its own."""
 
