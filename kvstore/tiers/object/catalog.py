@@ -47,6 +47,10 @@ class Catalog:
                 self._trails.add(trail, [trail])
             for name in manifest.removed.tolist():
                 self._discard(name)
+        self.shrink()
+
+    def shrink(self) -> None:
+        """Merge the changes if there are many. Call it now and then, on the thread that applies."""
         if len(self._changes) > _MAX_CHANGES:
             self._merge()
 

@@ -82,6 +82,7 @@ class LogReader:
         start_after = "" if is_whole else self._home.log + stamp_at(self._newest_s - OVERLAP_S)
         names = {listed.name for listed in self._store.list(self._home.log, start_after) if parse_stamp(listed.name)}
         self._take(sorted(names - self.names - self._merged))
+        self.catalog.shrink()  # an engine without others applies nothing, and its own chunks are changes, too
         self._looked_s = now_s
         if is_whole:
             self.names, self._listed_s = names, now_s

@@ -112,6 +112,17 @@ def test_the_catalog_is_a_dictionary(most: int, monkeypatch: pytest.MonkeyPatch)
         assert [found.used_s(ref) for ref in every] == [known.get(ref) for ref in every]
 
 
+def test_an_engine_without_others_merges_its_own_chunks(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is applied then, as its own manifests are not read."""
+    monkeypatch.setattr(cataloguing, "_MAX_CHANGES", 3)
+    tier = open_tier()
+    put(tier, *REFS)
+    catalog = tier._log.view().catalog
+    wait_until(lambda: len(catalog._changes) <= 3)
+    assert all(tier.contains(REFS))
+    assert len(catalog._names) >= len(REFS) - 3
+
+
 def test_a_catalog_takes_22_bytes_a_chunk() -> None:
     """At most 40 were asked for."""
     number = 300_000
