@@ -136,9 +136,7 @@ def verify(
         with closing(ObjectInventory(target, options or {})) as objects:
             return _verify(_in_objects(objects), fix=fix, tick=tick, should_stop=should_stop)
     if "://" in target:
-        raise ConfigError(
-            f"verify reads a folder, a pack, a Redis or objects: {target.partition('://')[0]}:// is neither"
-        )
+        raise ConfigError(f"verify reads a folder, a pack, a Redis or objects: {target.partition('://')[0]}:// is none")
     path = Path(target)
     if path.is_file():
         if fix:

@@ -12,7 +12,8 @@ from kvstore.model.errors import ConfigError, LayoutError
 from kvstore.model.keys import ChunkKey
 from kvstore.model.layout import KVLayout
 from kvstore.tiers.disk.folder import LAYOUT_FILE, NAMESPACE_FILE
-from kvstore.tiers.object.names import Home, Place, epoch_name, note_name, parse_epoch, parse_place
+from kvstore.tiers.object.names import Home, Place, note_name, parse_place
+from kvstore.tiers.object.store import is_current
 from kvstore.tiers.object.tier import open_store
 from kvstore.tiers.object.url import parse_target
 
@@ -44,7 +45,7 @@ class ObjectInventory:
         """
         self.sizes = {place: listed.size_bytes for listed in self.store.list("") if (place := parse_place(listed.name))}
         homes = {place.home for place in self.sizes}
-        current = {home for home in homes if self._is_current(home)}
+        current = {home for home in homes if is_current(self.store, home)}
         return sorted(place for place in self.sizes if place.home in current)
 
     def check(self, place: Place) -> str | None:
@@ -90,10 +91,6 @@ class ObjectInventory:
     def close(self) -> None:
         """End all connections."""
         self.store.close()
-
-    def _is_current(self, home: Home) -> bool:
-        found = self.store.read(epoch_name(home.namespace_id), 64)
-        return found is not None and parse_epoch(found) == home.epoch
 
     def _noted(self, home: Home) -> KVLayout | None:
         found = self.store.read(note_name(home.namespace_id, LAYOUT_FILE), _MAX_NOTE_BYTES)

@@ -14,7 +14,7 @@ from kvstore.model.errors import ClosedError, TierError
 from kvstore.model.throttle import Throttle
 from kvstore.tiers.object.catalog import Catalog
 from kvstore.tiers.object.journal import Journal
-from kvstore.tiers.object.names import Home, Stamps, epoch_name, new_epoch, parse_epoch
+from kvstore.tiers.object.names import EPOCH_CHARS, Home, Stamps, epoch_name, new_epoch, parse_epoch
 from kvstore.tiers.object.reader import LogReader
 from kvstore.tiers.object.store import Store
 
@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 EVERY_S: Final = 2.0  # between two looks at the log
 TOUCH_EVERY_S: Final = 600  # a use within so many seconds of the last one is not noted
 _LOOKS: Final = 4
-_EPOCH_BYTES: Final = 64  # more than the object has
 
 _open: Final[set[Log]] = set()  # of this process
 _opening: Final = threading.Lock()
@@ -255,8 +254,8 @@ def current_epoch(store: Store, namespace_id: bytes) -> str:
     """
     name = epoch_name(namespace_id)
     for _ in range(_LOOKS):
-        found = store.read(name, _EPOCH_BYTES)
-        epoch = parse_epoch(found) if found is not None else None
+        found = store.read(name, EPOCH_CHARS + 1)
+        epoch = parse_epoch(found)
         if epoch is not None:
             return epoch
         fresh = new_epoch()

@@ -7,7 +7,6 @@ names is stored again. So a damaged one is skipped, and their order matters litt
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -43,11 +42,6 @@ def ref_of(name: bytes) -> ChunkRef:
     """Return the chunk with a name, which may have lost zeros at its end, as numpy removes them."""
     name = name.ljust(NAME_BYTES, b"\0")
     return ChunkRef(name[:PREFIX_KEY_BYTES], int.from_bytes(name[PREFIX_KEY_BYTES:], "big"))
-
-
-def names_of(refs: Iterable[ChunkRef]) -> Names:
-    """Return the names of chunks."""
-    return np.array([name_of(ref) for ref in refs], NAME_TYPE)
 
 
 @dataclass(frozen=True)

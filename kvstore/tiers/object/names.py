@@ -22,11 +22,12 @@ from kvstore.model.keys import NAMESPACE_ID_BYTES
 
 LOCK_NAME: Final = "sweep.lock"
 _EPOCH_BYTES: Final = 8
+EPOCH_CHARS: Final = 2 * _EPOCH_BYTES
 _MS_DIGITS: Final = 12
 _WRITER_DIGITS: Final = 8
 STAMP_CHARS: Final = _MS_DIGITS + 1 + _WRITER_DIGITS
 _NAMESPACE: Final = re.compile(rf"[0-9a-f]{{{2 * NAMESPACE_ID_BYTES}}}")
-_EPOCH: Final = re.compile(rf"[0-9a-f]{{{2 * _EPOCH_BYTES}}}")
+_EPOCH: Final = re.compile(rf"[0-9a-f]{{{EPOCH_CHARS}}}")
 _STAMP: Final = re.compile(rf"[0-9a-f]{{{_MS_DIGITS}}}-[0-9a-f]{{{_WRITER_DIGITS}}}")
 
 
@@ -67,9 +68,9 @@ def new_epoch() -> str:
     return secrets.token_hex(_EPOCH_BYTES)
 
 
-def parse_epoch(value: bytes) -> str | None:
-    """Return the epoch in an object; None if it holds none."""
-    text = value.decode("ascii", "replace")
+def parse_epoch(value: bytes | None) -> str | None:
+    """Return the epoch in an object; None if there is no object, or it holds something else."""
+    text = (value or b"").decode("ascii", "replace")
     return text if _EPOCH.fullmatch(text) else None
 
 

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Final, NamedTuple
 
 from kvstore.model.errors import TierError
+from kvstore.tiers.object.names import EPOCH_CHARS, Home, epoch_name, parse_epoch
 
 MAX_DELETED: Final = 1000  # in one request of S3
 
@@ -122,6 +123,15 @@ class Store(ABC):
     @abstractmethod
     def close(self) -> None:
         """End all connections. Idempotent."""
+
+
+def is_current(store: Store, home: Home) -> bool:
+    """Tell if a home is of its namespace's current epoch.
+
+    Raises:
+        TierError: the storage failed.
+    """
+    return parse_epoch(store.read(epoch_name(home.namespace_id), EPOCH_CHARS + 1)) == home.epoch
 
 
 def batches(names: Iterable[str]) -> Iterator[list[str]]:

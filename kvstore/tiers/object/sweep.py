@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.model.chunks import ChunkRef
+from kvstore.model.chunks import ChunkRef, chunk_of
 from kvstore.model.errors import ConfigError, TierError
 from kvstore.tiers.object.catalog import MAX_TRAILS
 from kvstore.tiers.object.folder import is_part
@@ -31,15 +31,13 @@ from kvstore.tiers.object.names import (
     Home,
     Place,
     Stamps,
-    epoch_name,
-    parse_epoch,
     parse_home,
     parse_place,
     parse_stamp,
     stamp_at,
 )
 from kvstore.tiers.object.reader import OVERLAP_S, RELOAD_AFTER_S, LogReader
-from kvstore.tiers.object.store import MAX_DELETED, FullError, Store
+from kvstore.tiers.object.store import MAX_DELETED, FullError, Store, is_current
 
 LOCKED_S: Final = 120.0  # without a sign of life, after which another sweep takes over
 GRACE_S: Final = 2 * EVERY_S + 1  # between the manifest of removals and the removals
@@ -203,17 +201,13 @@ class _Sweep:
                 stock.others.append((name, size_bytes))
             if not number % MAX_DELETED:
                 self._renew()
-        current = {home for home in stocks if self._is_current(home)}
+        current = {home for home in stocks if is_current(self._store, home)}
         for home in stocks.keys() - current:
             self._garbage += stocks[home].others
             names, sizes, _ = stocks[home].arrays()
             chunks = (Place(home, ref_of(name)).name for name in names.tolist())
             self._garbage += zip(chunks, sizes.tolist(), strict=True)
         return {home: stocks[home] for home in current}
-
-    def _is_current(self, home: Home) -> bool:
-        found = self._store.read(epoch_name(home.namespace_id), 64)
-        return found is not None and parse_epoch(found) == home.epoch
 
     def _examine(self, home: Home, stock: _Stock) -> _Part:
         """Compare the chunks in the storage with what the log says."""
@@ -298,17 +292,13 @@ class _Sweep:
         """Write a base of what stays, then delete the manifests that all engines have read."""
         stays = ~leaves
         gone = {ref_of(name) for name in part.names[leaves].tolist()}
-        trails = [trail for trail in part.reader.catalog.trails() if _chunk_of(trail) not in gone][-MAX_TRAILS:]
+        trails = [trail for trail in part.reader.catalog.trails() if chunk_of(trail) not in gone][-MAX_TRAILS:]
         read = {name for name in part.reader.names if name.startswith(part.home.log)}
         merged = frozenset(map(_stamp, read | self._announced))
         base = Manifest(part.names[stays], part.used_s[stays], merged=merged, trails=tuple(trails))
         self._store.write(part.home.base + self._stamps.next(), base.encode())
         oldest = stamp_at(self._begin_s - MANIFESTS_STAY_S)
         self._store.delete([*part.bases, *sorted(name for name in read if _stamp(name) < oldest)])
-
-
-def _chunk_of(trail: bytes) -> ChunkRef:
-    return ChunkRef(trail[-16:], len(trail) // 16)
 
 
 def _stamp(name: str) -> str:

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -36,7 +35,7 @@ from kvstore.tiers.disk.folder import LAYOUT_FILE, NAMESPACE_FILE
 from kvstore.tiers.object.chunk import ChunkIO, CodedIO
 from kvstore.tiers.object.log import Log, View
 from kvstore.tiers.object.names import Home, Place, note_name
-from kvstore.tiers.object.store import MAX_DELETED, FullError, Store
+from kvstore.tiers.object.store import FullError, Store, batches
 from kvstore.tiers.object.url import Kind, ObjectTarget, parse_target
 from kvstore.tiers.running import RunningCalls
 
@@ -80,9 +79,9 @@ class ObjectTier(Tier):
         self._store = store
         self._layout = layout
         self._timeout_s = timeout_s
-        self._io = ChunkIO(layout, store)
-        if codec != "none":
-            self._io = CodedIO(layout, store, open_codec(codec, layout), timeout_s)
+        self._io = (
+            ChunkIO(layout, store) if codec == "none" else CodedIO(layout, store, open_codec(codec, layout), timeout_s)
+        )
         self._namespace = namespace
         self._is_noted = False
         self._changed = threading.Condition()
@@ -293,8 +292,7 @@ class ObjectTier(Tier):
     def _delete_all(self, home: Home) -> None:
         """Delete the objects of a home that nobody finds any more; what takes too long is left to a sweep."""
         end_s = time.monotonic() + _DELETE_S
-        names = (listed.name for listed in self._store.list(home.folder))
-        while batch := list(islice(names, MAX_DELETED)):
+        for batch in batches(listed.name for listed in self._store.list(home.folder)):
             self._store.delete(batch)
             if time.monotonic() > end_s:
                 logger.warning("cleared chunks stay in %s until a sweep deletes them", self._store.place)

@@ -30,12 +30,7 @@ _FULL_STATUS: Final = 507
 _WRONG: Final = frozenset({301, 400, 401, 403, 405})
 _DONE: Final = frozenset({200, 201, 206})
 _BUSY: Final = frozenset({429, 503})
-_FAILURES: Final = (
-    OSError,
-    http.client.HTTPException,
-    ValueError,
-    AttributeError,
-)  # the last of a connection that was cut
+_FAILURES: Final = (OSError, http.client.HTTPException, ValueError)
 _CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 

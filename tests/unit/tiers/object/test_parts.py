@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.object import catalog as cataloguing
 from kvstore.tiers.object import log
 from kvstore.tiers.object.catalog import Catalog
-from kvstore.tiers.object.manifest import NAME_TYPE, Manifest, decode, names_of, ref_of
+from kvstore.tiers.object.manifest import NAME_TYPE, Manifest, Names, decode, name_of, ref_of
 from kvstore.tiers.object.names import Home, Place, Stamps, parse_home, parse_place, parse_stamp
 from kvstore.tiers.object.tier import ObjectTier
 from kvstore.tiers.object.url import Kind, parse_target
@@ -43,6 +43,10 @@ def stamps_of(number: int) -> list[str]:
 TRAILS = tuple(bytes([number]) * PREFIX_KEY_BYTES * (number + 1) for number in range(3))
 STAMPS = frozenset(stamps_of(3))
 Open = Callable[[], ObjectTier]
+
+
+def names_of(refs: Iterable[ChunkRef]) -> Names:
+    return np.array([name_of(ref) for ref in refs], NAME_TYPE)
 
 
 def a_manifest() -> Manifest:
