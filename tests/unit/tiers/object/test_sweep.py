@@ -117,6 +117,7 @@ def test_those_used_longest_ago_leave(
     assert sweep(store, Limits(max_bytes=14 * CHUNK_BYTES)).removed_chunks == 0
 
 
+@pytest.mark.slow
 def test_of_one_prompt_the_tail_leaves_first(open_tier: Open, store: FolderStore) -> None:
     """Chunks stored one after the other within minutes are a prompt, of which the head is worth more."""
     tier = open_tier()
