@@ -150,6 +150,8 @@ def _useless(config: StoreConfig, origins: Mapping[str, str]) -> list[str]:
     if config.remote_serde in OTHER_CODECS:
         codec = config.remote_serde
         warn("remote_serde", f"kvstore has no codec {codec!r}: 'none' is used, so chunks are stored as they are")
+    if config.encryption_keys and config.shared_url is not None and not config.encrypts_remote:
+        warn("encryption_keys", "the tier of remote_url keeps chunks as they are: only disk and objects are encrypted")
     if config.pd_peer_init_port is not None and not config.enable_pd and origins["enable_pd"] == "default":
         warn("pd_peer_init_port", "ignored: enable_pd is not set, so this engine does not listen")
     if config.reshard_from and not config.has_remote:

@@ -8,8 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from kvstore.format import chunkfile
-from kvstore.format.codecs import open_codec
-from kvstore.format.coding import ChunkCoder
+from kvstore.format.coding import open_coder
 from kvstore.index.trails import Trails
 from kvstore.model.chunks import ByteArray, ChunkRef, is_trail_of
 from kvstore.model.keys import ChunkKey, PrefixKey
@@ -62,12 +61,14 @@ class Ends:
         return trails
 
     def _payload(self, inventory: Inventory, ref: ChunkRef, image: ByteArray) -> ByteArray | None:
-        """Return the decoded payload of a checked file; None if it cannot be decoded."""
+        """Return the decoded payload of a checked file; None if it cannot be decoded, or is encrypted."""
         layout, codec = self._layout, chunkfile.codec_in(self._layout, image)
         if codec == "none":
             return image[chunkfile.header_bytes(layout) :][: layout.payload_bytes(ref.num_blocks)]
         payload = np.empty(layout.payload_bytes(ref.num_blocks), np.uint8)
-        coder = ChunkCoder(layout, open_codec(codec, layout))
+        coder = None if chunkfile.is_sealed(codec) else open_coder(layout, codec)
+        if coder is None:
+            return None
         damage = coder.decode(ChunkKey(inventory.namespace_id, ref.prefix_key), ref.num_blocks, image, payload)
         return payload if damage is None else None
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvstore.format import chunkfile
 from kvstore.format.pack import Pack, PackWriter, Shard, open_pack
+from kvstore.format.sealing import open_ring
 from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.model.errors import ConfigError, TierError
 from kvstore.model.keys import Namespace
@@ -201,6 +202,8 @@ class Target:
         folders: an engine's ``local_disk``; empty for a Redis.
         max_bytes: limit for each worker, as ``max_local_disk_size``; None for enough room for the pack.
         codec: codec, as in ``local_disk_serde`` or ``remote_serde``.
+        encryption_keys: file with keys, which encrypt what is imported, and of encrypted chunks in the pack; None for
+            no encryption.
         url: URL of a Redis.
         options: options of the Redis tier.
     """
@@ -208,6 +211,7 @@ class Target:
     folders: tuple[Path, ...] = ()
     max_bytes: int | None = None
     codec: str = "none"
+    encryption_keys: str | None = None
     url: str | None = None
     options: Mapping[str, object] = field(default_factory=dict)
 
@@ -242,7 +246,7 @@ def import_pack(
         total = sum(len(pack.extents[number]) for number, _, _ in places)
         report = PackReport(str(path))
         for number, shard, folder in places:
-            source = PackTier(pack, shard.namespace, shard.layout)
+            source = PackTier(pack, shard.namespace, shard.layout, open_ring(target.encryption_keys))
             try:
                 with closing(_open_target(target, shard, folder, pack.extents[number])) as tier:
                     slot = np.frombuffer(mmap.mmap(-1, shard.layout.slot_bytes), np.uint8)
@@ -250,7 +254,7 @@ def import_pack(
                         if should_stop():
                             report.interrupted = True
                             return report
-                        transfer = Transfer(ref, slot, trail=source.trail_of(ref))
+                        transfer = Transfer(ref, slot, trail=source.trail_of(ref), tenant=source.tenant_of(ref))
                         moved_bytes = _import_one(source, tier, shard, transfer, report, size_bytes=extent.size_bytes)
                         tick(total, moved_bytes)
             except TierError as error:
@@ -330,7 +334,9 @@ def _import_one(
         report.present += 1
         return 0
     if source.get([transfer]) != [Outcome.HIT]:
-        report.faults.append(Fault(place_in_pack(shard, ref), "damaged in the pack"))
+        report.faults.append(
+            Fault(place_in_pack(shard, ref), "damaged in the pack, or encrypted with a key that is missing here")
+        )
         return 0
     if tier.put([transfer]) != [Outcome.STORED]:
         report.refused += 1
@@ -348,6 +354,8 @@ def _open_target(target: Target, shard: Shard, folder: str, refs: Iterable[Chunk
         options = {**target.options, "url": target.url}
         if target.codec != "none":
             options["codec"] = target.codec
+        if target.encryption_keys is not None and name == "object":
+            options["encryption_keys"] = target.encryption_keys
         return open_tier(name, TierSetup(shard.namespace, shard.layout, UNBOUNDED_BYTES, options))
     folders = [base / folder for base in target.folders]
     most = target.max_bytes
@@ -356,6 +364,7 @@ def _open_target(target: Target, shard: Shard, folder: str, refs: Iterable[Chunk
         coming = sum(chunkfile.file_bytes(shard.layout, ref.num_blocks, "any") for ref in refs)
         share = chunkfile.file_bytes(shard.layout, shard.layout.blocks_per_chunk, "any") * _ROOM_CHUNKS
         most = held + coming + len(folders) * share
-    tier = open_folders(folders, shard.namespace, shard.layout, most, codec=target.codec)
+    keys = open_ring(target.encryption_keys)
+    tier = open_folders(folders, shard.namespace, shard.layout, most, codec=target.codec, keys=keys)
     tier.scan()
     return tier

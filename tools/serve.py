@@ -30,6 +30,7 @@ def server_options(config: StoreConfig) -> ServerOptions:
     Raises:
         ConfigError: the configuration is not one of a server.
     """
+    from kvstore.format.sealing import open_ring  # noqa: PLC0415
     from kvstore.protocol.keyfiles import read_list, read_pair  # noqa: PLC0415
     from kvstore.server.disk_tiers import DiskOptions  # noqa: PLC0415
     from kvstore.server.options import ServerOptions, parse_listen, parse_quotas  # noqa: PLC0415
@@ -48,6 +49,7 @@ def server_options(config: StoreConfig) -> ServerOptions:
             direct=config.use_odirect,
             read_threads=config.disk_io_threads,
             timeout_s=config.blocking_timeout_secs,
+            keys=open_ring(config.encryption_keys),
         )
     return ServerOptions(
         config.max_local_cpu_bytes,

@@ -12,7 +12,7 @@ from kvstore.config.keys.base import Keys, QueueLength, Seconds, Text, Threads, 
 from kvstore.config.lmcache import OTHER_CODECS, OTHER_SCHEMES
 from kvstore.format.codecs import CODEC_NAMES
 from kvstore.model.errors import ConfigError
-from kvstore.tiers import known_schemes, tier_behind
+from kvstore.tiers import known_schemes, leads_to, tier_behind
 
 _NAIVE: Final = "naive"  # LMCache's word for none
 
@@ -65,6 +65,11 @@ class RemoteKeys(Keys):
     def remote_codec(self) -> str:
         """The codec selected by ``remote_serde``."""
         return self.remote_serde if self.remote_serde in CODEC_NAMES else "none"
+
+    @property
+    def encrypts_remote(self) -> bool:
+        """True if the tier of ``remote_url`` keeps chunks as ``encryption_keys`` says."""
+        return leads_to(self.shared_url, "object") or leads_to(self.shared_url, "pack")
 
     @field_validator("remote_url")
     @classmethod

@@ -62,6 +62,9 @@ class StorageKeys(Keys):
     local_disk_serde: Codec = "none"
     """Codec on disk: `none`, `lz4`, `split` (lossless, bf16 a third smaller) or `int8` (lossy)
     ([codecs.md](codecs.md))."""
+    encryption_keys: Text = None
+    """File with the keys that encrypt chunks on disk, in a shared folder and in an object store
+    ([encryption.md](encryption.md)). Redis and memory hold them as they are."""
     use_odirect: bool | None = None
     """Bypass the page cache (O_DIRECT). If null, wherever the folder supports it. Also read from `extra_config`."""
     max_write_queue: QueueLength = None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvstore.engine.options import EngineOptions, RemoteOptions, Shard
 from kvstore.engine.other_engines import OtherEngines, shared_setup
+from kvstore.format.sealing import open_ring
 from kvstore.index.plans import Place
 from kvstore.memory.slabs import LabelledPool, SlabPool
 from kvstore.model.chunks import ChunkRef
@@ -144,6 +145,7 @@ def open_tiers(
                 options.max_local_disk_bytes,
                 direct=options.use_odirect,
                 codec=options.disk_codec,
+                keys=open_ring(options.encryption_keys),
                 wrap=lambda tier: guarded(tier, _guard_options(options.io_timeout_s, options.disk_io_threads)),
             )
             opened.callback(disk.close)

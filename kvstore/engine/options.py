@@ -76,6 +76,7 @@ class EngineOptions:
         cache_policy: eviction policy of memory, a name in ``POLICIES``.
         disk_policy: the same for the disk; None for the same as in memory.
         disk_codec: codec of chunks on disk, a name in ``CODEC_NAMES``.
+        encryption_keys: file with the keys that encrypt chunks on disk; None for no encryption.
         max_local_gpu_bytes: device memory for copies of the chunks loaded most often; 0 for none.
         pin_in_background: on a GPU, pin the pool after the start, when that cannot disturb the capture of graphs.
     """
@@ -94,6 +95,7 @@ class EngineOptions:
     cache_policy: str = Adaptive.name
     disk_policy: str | None = None
     disk_codec: str = "none"
+    encryption_keys: str | Path | None = None
     max_local_gpu_bytes: int = 0
     pin_in_background: bool = False
 

@@ -8,6 +8,7 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from kvstore.engine.options import RemoteOptions
+from kvstore.format.sealing import open_ring
 from kvstore.model.heads import Division, Part
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
@@ -111,7 +112,9 @@ def _open_sent(options: RemoteOptions, part: Part, namespace: Namespace) -> Tier
 
 
 def _open_folders(division: Division, part: Part, namespace: Namespace) -> Tier:
-    return FolderReader(part.folders, namespace, part.layout, codec=division.codec)
+    return FolderReader(
+        part.folders, namespace, part.layout, codec=division.codec, keys=open_ring(division.encryption_keys)
+    )
 
 
 def _open_at_peer(options: RemoteOptions, url: str, part: Part, namespace: Namespace) -> Tier:

@@ -10,7 +10,8 @@ header only to name the reason for a difference.
 
 With a codec, ``kv`` holds the encoded layers, one after the other. The header also has their lengths, and the checksums
 are those of the encoded layers. A reader parses lengths and checksums, checks that the lengths fit the file, and builds
-the rest.
+the rest. An encrypted chunk is one with a codec, whose name ends with ``aes-gcm``, and its header has the seal
+(``kvstore.format.sealing``).
 
 Everything here is a pure function and thread-safe.
 """
@@ -36,6 +37,9 @@ _LENGTH = struct.Struct("<Q")
 _FIXED_HEADER_BYTES = 1024  # more than a header needs without its checksums
 CHECKSUM_DIGITS = 16
 _LENGTH_DIGITS = 8
+_SEALED = "aes-gcm"
+TAG_BYTES = 16  # of a sealed layer
+_SEAL = re.compile("[ -~]{1,100}")
 _NAME = re.compile(rf"([0-9a-f]{{{2 * PREFIX_KEY_BYTES}}})-([1-9][0-9]{{0,8}})\.safetensors")
 
 
@@ -50,6 +54,7 @@ class Damage(StrEnum):
     LENGTH = "another number of tokens or blocks"
     CHECKSUM = "checksum does not match"
     CODEC = "cannot be decoded"
+    SEAL = "not sealed, or sealed with another key than those of encryption_keys"
     HEADER = "header inconsistent"
 
 
@@ -65,10 +70,11 @@ _REASONS = (
 
 
 class Encoding(NamedTuple):
-    """Encoding of a payload: the codec, and the stored length of each layer."""
+    """Encoding of a payload: the codec, the stored length of each layer, and the seal if it is encrypted."""
 
     codec: str
     layer_bytes: tuple[int, ...]
+    seal: str = ""
 
     @property
     def total_bytes(self) -> int:
@@ -94,6 +100,21 @@ def parse_chunk_name(shard: str, name: str) -> ChunkRef | None:
     return ChunkRef(bytes.fromhex(match[1]), int(match[2]))
 
 
+def sealed_name(codec: str) -> str:
+    """Return the name in headers of a codec whose output is encrypted."""
+    return _SEALED if codec == "none" else f"{codec}+{_SEALED}"
+
+
+def plain_name(codec: str) -> str:
+    """Return the codec of a name in a header, without the encryption."""
+    return codec.removesuffix(_SEALED).rstrip("+") or "none" if is_sealed(codec) else codec
+
+
+def is_sealed(codec: str) -> bool:
+    """Tell if chunks with this name of a codec are encrypted."""
+    return codec.endswith(_SEALED)
+
+
 def header_bytes(layout: KVLayout, codec: str = "none") -> int:
     """Return the length of the header, a multiple of 4096: 4096 up to 192 layers, or up to 128 with a codec."""
     digits = CHECKSUM_DIGITS if codec == "none" else CHECKSUM_DIGITS + _LENGTH_DIGITS
@@ -107,7 +128,9 @@ def body_bytes(layout: KVLayout, num_blocks: int) -> int:
 
 def file_bytes(layout: KVLayout, num_blocks: int, codec: str = "none") -> int:
     """Return the file size of a chunk of ``num_blocks`` blocks; with a codec, the largest possible one."""
-    return header_bytes(layout, codec) + body_bytes(layout, num_blocks)
+    tags_bytes = TAG_BYTES * layout.num_layers if is_sealed(codec) else 0
+    body = round_up(layout.payload_bytes(num_blocks) + tags_bytes, ALIGNMENT_BYTES)
+    return header_bytes(layout, codec) + body
 
 
 def checksums(layout: KVLayout, num_blocks: int, payload: ByteArray, layers: range | None = None) -> str:
@@ -177,6 +200,8 @@ def build_header(
     }
     if encoding:
         metadata["layer_bytes"] = "".join(f"{length:0{_LENGTH_DIGITS}x}" for length in encoding.layer_bytes)
+        if encoding.seal:
+            metadata["seal"] = encoding.seal
     metadata["xxh3_64"] = layer_sums
     entries: dict[str, object] = {"__metadata__": metadata, "kv": _tensor(0, payload_bytes)}
     if payload_bytes < end_bytes:  # safetensors requires that every byte belongs to a tensor
@@ -227,8 +252,9 @@ def parse_encoding(
 ) -> tuple[Encoding | None, str] | Damage:
     """Return the encoding that a header states, None for ``none``, and the checksums; or the damage.
 
-    Only ``codec`` and ``none`` are accepted. Every length is at least one byte and at most that of the layer without a
-    codec. The caller checks that they fit the file, and that the rest of the header is right (``compare``).
+    Only ``codec`` is accepted, and ``none`` unless ``codec`` encrypts. Every length is at least one byte and at most
+    that of the layer without a codec, plus the tag of an encrypted one. The caller checks that they fit the file, and
+    that the rest of the header is right (``compare``).
     """
     metadata = _metadata(header)
     if metadata is None:
@@ -236,21 +262,31 @@ def parse_encoding(
     sums, lengths = metadata.get("xxh3_64"), metadata.get("layer_bytes")
     if not _is_hex(sums, CHECKSUM_DIGITS * layout.num_layers):
         return Damage.CHECKSUM
-    if metadata.get("codec") == "none":
+    if metadata.get("codec") == "none" and not is_sealed(codec):
         return None, str(sums)
     if metadata.get("codec") != codec or not _is_hex(lengths, _LENGTH_DIGITS * layout.num_layers):
         return Damage.HEADER
+    seal = metadata.get("seal", "")
+    if not isinstance(seal, str) or bool(seal and _SEAL.fullmatch(seal)) != is_sealed(codec):
+        return Damage.HEADER
     layer_bytes = parse_lengths(str(lengths))
-    limits = (end - begin for begin, end in layout.layer_ranges(num_blocks))
+    tag_bytes = TAG_BYTES if is_sealed(codec) else 0
+    limits = (end - begin + tag_bytes for begin, end in layout.layer_ranges(num_blocks))
     if not all(0 < length <= limit for length, limit in zip(layer_bytes, limits, strict=True)):
         return Damage.HEADER
-    return Encoding(codec, layer_bytes), str(sums)
+    return Encoding(codec, layer_bytes, seal), str(sums)
 
 
 def codec_of(header: ByteArray | bytes) -> str | None:
     """Return the codec that a header names, without checking the rest; None if it names none."""
     codec = (_metadata(header) or {}).get("codec")
     return codec if isinstance(codec, str) else None
+
+
+def seal_of(header: ByteArray | bytes) -> str:
+    """Return the seal that a header names, without checking the rest; empty if it names none."""
+    seal = (_metadata(header) or {}).get("seal")
+    return seal if isinstance(seal, str) else ""
 
 
 def codec_in(layout: KVLayout, image: ByteArray) -> str:

@@ -14,7 +14,7 @@ import xxhash
 
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Damage
-from kvstore.format.codecs import CODEC_NAMES
+from kvstore.format.codecs import STORED_NAMES
 from kvstore.model.chunks import ByteArray
 from kvstore.model.keys import ChunkKey
 from kvstore.model.layout import ALIGNMENT_BYTES, KVLayout, round_up
@@ -101,12 +101,13 @@ def infer_layout(found: Iterable[Facts]) -> KVLayout | None:
 def check_image(layout: KVLayout, key: ChunkKey, num_blocks: int, image: ByteArray) -> Damage | None:
     """Return None if ``image`` is the chunk ``key`` of ``num_blocks`` blocks, in any codec, else its damage.
 
-    With a codec, the checksums of the encoded layers must agree and the padding must be zeros; decoding is not tried.
+    With a codec, the checksums of the encoded layers must agree and the padding must be zeros; neither decoding nor
+    decryption is tried.
     Never raises, for any bytes.
     """
     codec = chunkfile.codec_in(layout, image)
     begin = image[: chunkfile.header_bytes(layout, codec)]
-    if codec == "none" or codec not in CODEC_NAMES:
+    if codec == "none" or codec not in STORED_NAMES:
         begin = image[: chunkfile.header_bytes(layout)]
         if len(image) != chunkfile.file_bytes(layout, num_blocks):
             return _explained(layout, key, num_blocks, begin)

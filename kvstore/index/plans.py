@@ -109,6 +109,7 @@ class StoreStep(NamedTuple):
 
     Attributes:
         trail: the keys at the ends of its blocks; empty if unknown.
+        tenant: of its requests, see ``KeyExtras.tenant``.
     """
 
     ref: ChunkRef
@@ -116,6 +117,7 @@ class StoreStep(NamedTuple):
     targets: tuple[Place, ...]
     gather: bool = True
     trail: bytes = b""
+    tenant: bytes = b""
 
 
 @dataclass

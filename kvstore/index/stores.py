@@ -85,7 +85,8 @@ class StorePlanner:
             order.refresh_chain(chain, leaves)  # includes new ones, or they would outlive their prefix
         for parts in checkpoints:
             self.chunks.note_checkpoint(parts)
-        return steps
+        tenant = hasher.tenant if hasher is not None else b""
+        return [step._replace(tenant=tenant) for step in steps] if tenant else steps
 
     def complete(self, steps: Iterable[StoreStep], failed: AbstractSet[PrefixKey]) -> None:
         """Take the results of stores; a failed one leaves nothing behind.

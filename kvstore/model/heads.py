@@ -90,6 +90,7 @@ class Division:
         heads: the KV heads in our pages.
         rows: for each layer, the rows of heads in a page.
         codec: codec with which chunks in the parts' folders may be encoded.
+        encryption_keys: file with the keys of these chunks; None if they are not encrypted.
 
     Raises:
         LayoutError: the parts do not hold our heads, or a page does not consist of them.
@@ -101,6 +102,7 @@ class Division:
     heads: range
     rows: tuple[int, ...]
     codec: str = "none"
+    encryption_keys: str | None = None
 
     def __post_init__(self) -> None:
         held = {head for part in self.parts for head in part.heads}

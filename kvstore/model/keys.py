@@ -37,6 +37,7 @@ PREFIX_KEY_BYTES = 16
 NAMESPACE_ID_BYTES = 8
 KEY_VERSION = b"kvstore/1"
 EPOCH_FIELD = "epoch"
+_TENANT = b"kvstore/tenant/1\0"
 _FEATURE_MARK = struct.pack("<I", 0xFFFFFFFF)
 _MAX_TOKEN_ID = 0xFFFFFFFE
 
@@ -120,6 +121,12 @@ class KeyExtras:
         body = b"".join(parts)
         return struct.pack("<I", len(body)) + body
 
+    def tenant(self) -> bytes:
+        """Return 16 bytes that name salt and tags, by which encryption at rest chooses a key; empty without both."""
+        if not (self.cache_salt or self.tags):
+            return b""
+        return hashlib.sha256(_TENANT + KeyExtras(cache_salt=self.cache_salt, tags=self.tags).seed()).digest()[:16]
+
 
 NO_EXTRAS = KeyExtras()
 
@@ -145,6 +152,7 @@ class PrefixHasher:
         self._tokens = array("I")
         self._seen: list[int] = []  # the same as Python integers, mostly those of the caller's list
         self._source: Sequence[int] | None = None  # the caller's sequence
+        self.tenant = extras.tenant()
         self._snapshots: list[_Hash] = [hashlib.sha256(extras.seed())]
         self._chunk_keys: list[PrefixKey] = []
         self._block_keys: tuple[int, int, list[PrefixKey]] = 0, 0, []  # the last result: chunk, end token, keys

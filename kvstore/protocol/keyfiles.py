@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Iterator, Mapping
 from enum import Flag, auto
 from pathlib import Path
@@ -25,6 +24,7 @@ except ImportError as error:
     raise ImportError("the cache server and its clients need pyzmq: pip install 'vllm-kvstore[server]'") from error
 
 from kvstore.model.errors import ConfigError
+from kvstore.model.privatefile import require_private
 from kvstore.protocol import messages
 
 
@@ -122,12 +122,7 @@ def read_pair(path: Path) -> KeyPair:
     Raises:
         ConfigError: there is none, or others may read it.
     """
-    try:
-        mode = stat.S_IMODE(path.stat().st_mode)
-    except OSError as error:
-        raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from error
-    if mode & 0o077:
-        raise ConfigError(f"the key file {path} can be read by others: chmod 600 it")
+    require_private(path)
     secret = read_public(path)
     return KeyPair(zmq.curve_public(secret), secret)
 

@@ -103,7 +103,7 @@ class Disk:
 
     def size_of(self, space: Space, ref: ChunkRef) -> int:
         """Return the most bytes that a chunk can take on disk."""
-        return chunkfile.file_bytes(space.layout, ref.num_blocks, self._options.codec)
+        return chunkfile.file_bytes(space.layout, ref.num_blocks, self._options.stored_codec)
 
     def write(self, chunk: Chunk, parts: Sequence[ByteArray], done: Callable[[int | None], None]) -> None:
         """Start to write a chunk; ``done`` is called with the size of its file, or None, by the thread that decides."""

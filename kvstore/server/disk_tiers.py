@@ -15,8 +15,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvstore.format.chunkfile import sealed_name
 from kvstore.model.errors import ClosedError, LayoutError, TierError, TierTimeoutError
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
@@ -26,6 +27,9 @@ from kvstore.tiers.base import BoundedTier
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.guards import CircuitBreaker, Guard, GuardOptions, find, guarded
+
+if TYPE_CHECKING:
+    from kvstore.format.sealing.keyring import KeyRing
 
 WRITE_THREADS: Final = 4
 MAX_OPEN: Final = 64  # more if so many are in use
@@ -40,6 +44,7 @@ class DiskOptions:
         folder: its folder, used by this server alone.
         capacity_bytes: bound on the bytes of all namespaces together.
         codec: the encoding of chunks.
+        keys: encrypt chunks, all with the key for requests without a salt; None for no encryption.
         direct: True to bypass the page cache; None to detect if that works.
         read_threads: number of concurrent reads.
         timeout_s: deadline of each call.
@@ -51,6 +56,12 @@ class DiskOptions:
     direct: bool | None = None
     read_threads: int = 4
     timeout_s: float = 10.0
+    keys: KeyRing | None = None
+
+    @property
+    def stored_codec(self) -> str:
+        """Name of the encoding in the headers of chunks."""
+        return self.codec if self.keys is None else sealed_name(self.codec)
 
 
 class OpenTier(NamedTuple):
@@ -262,6 +273,7 @@ class DiskTiers:
             options.capacity_bytes,
             direct=self._direct,
             codec=options.codec,
+            keys=options.keys,
             checks_room=False,
         )
         guard = GuardOptions(options.timeout_s, max(options.timeout_s, _SLOW_TIMEOUT_S))

@@ -139,6 +139,8 @@ class BufferTests(TierHarness):
 
     def test_the_padding_is_not_part_of_the_chunk(self) -> None:
         """Equal payloads are equal chunks, with any bytes behind them."""
+        if not self.equal_bytes:
+            pytest.skip("no two writes are stored as the same bytes")
         tier = self.start(ODD)
         ref, buffer, *_ = make_transfer(ODD, TAIL)
         tier.put([Transfer(ref, buffer)])

@@ -43,6 +43,7 @@ class TierHarness(ABC):
             ``raw_remove`` are needed.
         keeps_trails: True if the tier keeps the trails of chunks, for lookups of other engines.
         exact_sizes: True if a chunk takes at least the bytes of its payload; False with a codec.
+        equal_bytes: True if two writes of a chunk are stored as the same bytes; False with encryption.
         folder: an empty folder for this harness alone.
     """
 
@@ -50,6 +51,7 @@ class TierHarness(ABC):
     checks_bytes: ClassVar[bool] = False
     keeps_trails: ClassVar[bool] = False
     exact_sizes: ClassVar[bool] = True
+    equal_bytes: ClassVar[bool] = True
     folder: Path
     tier: Tier
     layout: KVLayout

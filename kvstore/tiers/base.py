@@ -54,6 +54,8 @@ class Transfer(NamedTuple):
 
     ``trail`` is for ``put``: the keys at the ends of the chunk's blocks; empty if they are not known.
 
+    ``tenant`` is for ``put``, and chooses the key if the tier encrypts: ``KeyExtras.tenant`` of the chunk's requests.
+
     ``front_blocks`` is for ``get`` at a tier that ``reads_fronts``: read only so many of the chunk's leading blocks,
     as the payload of a chunk that has no others. 0 for all of them.
     """
@@ -63,6 +65,7 @@ class Transfer(NamedTuple):
     namespace_id: bytes | None = None
     trail: bytes = b""
     front_blocks: int = 0
+    tenant: bytes = b""
 
     def belongs_to(self, namespace_id: bytes | None) -> bool:
         """Tell if a tier in this namespace may store the chunk. Call it under the lock that ``reset`` takes."""

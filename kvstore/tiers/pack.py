@@ -11,15 +11,17 @@ import os
 import threading
 from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Damage
-from kvstore.format.codecs import CODEC_NAMES, open_codec
-from kvstore.format.coding import ChunkCoder
+from kvstore.format.codecs import STORED_NAMES
+from kvstore.format.coding import ChunkCoder, open_coder
 from kvstore.format.pack import Extent, Pack, open_pack
+from kvstore.format.sealing import open_ring
 from kvstore.index.trails import Trails
 from kvstore.model.chunks import ByteArray, ChunkRef, Outcome, chunk_of, is_trail_of
 from kvstore.model.errors import ConfigError
@@ -27,6 +29,9 @@ from kvstore.model.keys import ChunkKey, Namespace, PrefixKey
 from kvstore.model.layout import KVLayout
 from kvstore.tiers.base import GIVEN_BY_URL, MAX_NEAREST, TierSetup, Transfer, payload_view
 from kvstore.tiers.foreign import ForeignTier
+
+if TYPE_CHECKING:
+    from kvstore.format.sealing.keyring import KeyRing
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +45,7 @@ class PackTier(ForeignTier):
         pack: closed with the tier.
         namespace: of the wanted chunks.
         layout: of the chunks.
+        keys: of its encrypted chunks; without them those are misses. Chunks without encryption are read in any case.
 
     Raises:
         ConfigError: the pack has no chunks of this namespace; names the fields that differ.
@@ -48,8 +54,9 @@ class PackTier(ForeignTier):
     name = "pack"
     refusal = Outcome.FULL
 
-    def __init__(self, pack: Pack, namespace: Namespace, layout: KVLayout) -> None:
+    def __init__(self, pack: Pack, namespace: Namespace, layout: KVLayout, keys: KeyRing | None = None) -> None:
         super().__init__(layout)
+        self._keys = keys
         self._pack = pack
         self._namespace_id = namespace.id
         self._chunks = dict(pack.extents[find_shard(pack, namespace, layout)])
@@ -66,10 +73,11 @@ class PackTier(ForeignTier):
         Raises:
             ConfigError: see the class; or the file is not a complete pack.
         """
-        setup.require_known_options(*GIVEN_BY_URL)
+        setup.require_known_options(*GIVEN_BY_URL, "encryption_keys")
+        keys = open_ring(setup.options.get("encryption_keys"))
         pack = open_pack(path_of(setup.options.get("url")))
         try:
-            return cls(pack, setup.namespace, setup.layout)
+            return cls(pack, setup.namespace, setup.layout, keys)
         except ConfigError:
             pack.close()
             raise
@@ -93,6 +101,20 @@ class PackTier(ForeignTier):
         """Return the trail of a chunk; empty if the pack does not have it."""
         trail = self._trails.get(ref.prefix_key, b"")
         return trail if is_trail_of(trail, ref) else b""
+
+    def tenant_of(self, ref: ChunkRef) -> bytes:
+        """Return the tenant whose key sealed a chunk; empty if it is not encrypted, or the key is unknown.
+
+        Raises:
+            OSError: the system refused.
+        """
+        extent = self._chunks.get(ref)
+        if extent is None or self._keys is None:
+            return b""
+        begin = np.empty(min(chunkfile.header_bytes(self._layout, "any"), extent.size_bytes), np.uint8)
+        sealed_by = chunkfile.seal_of(begin) if self._pack.read_into(extent, [begin.data]) else ""
+        key = self._keys.get(sealed_by.partition(" ")[0])
+        return key.tenant if key else b""
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read chunks into their buffers, one after the other; callers on several threads overlap."""
@@ -139,7 +161,7 @@ class PackTier(ForeignTier):
             return Outcome.HIT, extent.size_bytes
         with self._lock:
             self._hide(ref)
-        return Outcome.CORRUPT, 0
+        return (Outcome.MISS if damage is Damage.SEAL else Outcome.CORRUPT), 0
 
     def _hide(self, ref: ChunkRef) -> None:
         self._chunks.pop(ref, None)
@@ -158,19 +180,27 @@ class PackTier(ForeignTier):
         if not self._pack.read_into(extent, [begin.data]):
             return Damage.SIZE
         codec = chunkfile.codec_in(layout, begin)
-        if codec == "none" or codec not in CODEC_NAMES:
+        if codec == "none" or codec not in STORED_NAMES:
             header = begin[: chunkfile.header_bytes(layout)]
             if extent.size_bytes != chunkfile.file_bytes(layout, ref.num_blocks):
                 return Damage.SIZE
             if not self._pack.read_into(extent, [header.data, payload.data]):
                 return Damage.SIZE
             return chunkfile.verify(layout, key, ref.num_blocks, header, payload)
-        image = self._pack.read(extent)
-        return Damage.SIZE if image is None else self._coder(codec).decode(key, ref.num_blocks, image, payload)
+        coder, image = self._coder(codec), self._pack.read(extent)
+        if coder is None:
+            return Damage.SEAL
+        return Damage.SIZE if image is None else coder.decode(key, ref.num_blocks, image, payload)
 
-    def _coder(self, codec: str) -> ChunkCoder:
+    def _coder(self, codec: str) -> ChunkCoder | None:
+        """Return the coder of the chunks with this codec in their header; None if they need keys that it lacks."""
+        if chunkfile.is_sealed(codec) and self._keys is None:
+            return None
         if codec not in self._coders:
-            self._coders[codec] = ChunkCoder(self._layout, open_codec(codec, self._layout))
+            name, keys = chunkfile.plain_name(codec), self._keys if chunkfile.is_sealed(codec) else None
+            coder = open_coder(self._layout, name, keys)
+            assert coder is not None
+            self._coders[codec] = coder
         return self._coders[codec]
 
 

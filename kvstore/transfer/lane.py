@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from kvstore.memory.slabs import LabelledPool
-from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.model.errors import KVStoreError, TierError, TierTimeoutError
 from kvstore.model.keys import Namespace
 from kvstore.model.throttle import Throttle
@@ -79,6 +79,7 @@ class _Write:
         generation: clears and resets before it; the next one makes it void.
         after: the last removal that must come before it.
         trail: of the chunk.
+        tenant: of the chunk.
         is_unwanted: the chunk was removed meanwhile, and is removed from the tier once it is stored.
         is_uncertain: if it fails, it may have stored the chunk, which is then removed from the tier.
         ended: its outcome, once nothing reads the slot.
@@ -90,9 +91,14 @@ class _Write:
     generation: int
     after: int
     trail: bytes
+    tenant: bytes
     is_unwanted: bool = False
     is_uncertain: bool = False
     ended: Future[Outcome] = field(default_factory=Future)
+
+    def transfer_of(self, source: ByteArray) -> Transfer:
+        """Return what the tier is to store, from the slot's bytes."""
+        return Transfer(self.ref, source, self.namespace_id, self.trail, tenant=self.tenant)
 
 
 class Lane:
@@ -165,8 +171,10 @@ class Lane:
         """Number of clears and resets so far. Bytes gathered from the model's blocks before one are void after it."""
         return self._generation
 
-    def write(self, ref: ChunkRef, slot: int, generation: int | None = None, trail: bytes = b"") -> None:
-        """Start to write a slot's chunk, with its trail; the slot must not change before the write has ended.
+    def write(
+        self, ref: ChunkRef, slot: int, generation: int | None = None, trail: bytes = b"", tenant: bytes = b""
+    ) -> None:
+        """Start to write a slot's chunk, with trail and tenant; the slot must not change before the write has ended.
 
         ``generation`` is its value when filling the slot began; None for the current one.
         """
@@ -175,7 +183,7 @@ class Lane:
             return
         with self._lock:
             began = self._generation if generation is None else generation
-            write = _Write(ref, slot, self._namespace_id, began, self._removals.queued, trail)
+            write = _Write(ref, slot, self._namespace_id, began, self._removals.queued, trail, tenant)
             self._writers.submit(self._write).add_done_callback(self._log_defect)
             self._waiting.append(write)
             self._writing.add(write)
@@ -301,7 +309,7 @@ class Lane:
         for write in writes:
             source = self._cpu.read(write.slot, write.ref)
             if is_in_order and source is not None and not write.is_unwanted and not self._is_over(write):
-                sending[write] = Transfer(write.ref, source, write.namespace_id, write.trail)
+                sending[write] = write.transfer_of(source)
         if self._asks_before_write is not None and sending:
             _end(_stored_before(self._asks_before_write, [*sending]), Outcome.STORED)
         _end((write for write in writes if write not in sending or self._is_over(write)), Outcome.FAILED)

@@ -349,7 +349,7 @@ class Mover:
             self.counters.chunks_stored += 1
             self.counters.bytes_gathered += self.paged.bytes_of(job.block_ids)
         for target in job.step.targets:
-            self._lanes[target].write(ref, slot, generations[target], job.step.trail)
+            self._lanes[target].write(ref, slot, generations[target], job.step.trail, job.step.tenant)
         return set() if is_there else {ref.prefix_key}
 
     def refuse(self, jobs: Iterable[StoreJob]) -> set[PrefixKey]:

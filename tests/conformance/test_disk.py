@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 from support.disk_files import DiskFiles, let_some_shrink
+from support.key_files import write_keys
 
 from kvstore.tiers.base import Tier, TierSetup
 from kvstore.tiers.disk.tier import DiskTier
@@ -41,3 +42,23 @@ class TestLz4OfPayloadsThatShrink(TestDiskTierWithLz4):
 
 class TestSplitOfPayloadsThatShrink(TestLz4OfPayloadsThatShrink):
     codec = "split"
+
+
+class TestDiskTierEncrypted(TestDiskTier):
+    """Encrypted files are larger than the payload by a tag for each layer."""
+
+    equal_bytes = False
+    exact_sizes = False
+
+    def open_tier(self, setup: TierSetup) -> Tier:
+        options = {"folder": self.folder, "encryption_keys": write_keys(self.folder.with_name("keys"), "one")}
+        return DiskTier.open(replace(setup, options=options))
+
+
+class TestDiskTierEncryptedAfterLz4(TestLz4OfPayloadsThatShrink):
+    equal_bytes = False
+
+    def open_tier(self, setup: TierSetup) -> Tier:
+        keys = write_keys(self.folder.with_name("keys"), "one")
+        options = {"folder": self.folder, "codec": self.codec, "encryption_keys": keys}
+        return DiskTier.open(replace(setup, options=options))

@@ -11,12 +11,15 @@ from typing import Any, ClassVar
 import obstore
 import pytest
 from support.azure_server import AzureServer, running_azurite
+from support.key_files import write_keys
 from support.s3_server import S3Server
 
 from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.keys import KeyExtras
 from kvstore.testing import MINE, TierConformance
 from kvstore.testing.harness import EVEN, make_buffer, make_payload, make_ref, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
+from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.object.names import Place, parse_place
 from kvstore.tiers.object.tier import ObjectTier
 
@@ -129,6 +132,67 @@ class TestSplit(Encoded):
     """Chunks encoded with split."""
 
     codec = "split"
+
+
+class TestEncrypted(TestFolder):
+    """Chunks sealed with a key."""
+
+    equal_bytes = False
+    exact_sizes = False
+    codec = "none"
+
+    def open_tier(self, setup: TierSetup) -> Tier:
+        keys = write_keys(self.folder / "keys", "one")
+        return ObjectTier.open(self.with_options(setup, url=self.url(), codec=self.codec, encryption_keys=keys))
+
+
+@pytest.mark.sweep
+class TestEncryptedAfterLz4(TestEncrypted):
+    codec = "lz4"
+
+
+@pytest.mark.parametrize("kind", ["disk", "object"])
+def test_a_chunk_is_a_miss_for_every_other_key(tmp_path: Path, kind: str) -> None:
+    """Also if the keys of two tenants change places; without keys; and for keys, chunks that are not encrypted."""
+    acme, bolt = (KeyExtras(cache_salt=salt).tenant() for salt in ("acme", "bolt"))
+    both = write_keys(tmp_path / "both", "own", acme="acme", bolt="bolt")
+    swapped = write_keys(
+        tmp_path / "swapped", "own", secrets={"acme": "bolt", "bolt": "acme"}, acme="acme", bolt="bolt"
+    )
+    later = write_keys(tmp_path / "later", "own", acme="acme", acme_2="acme", bolt="bolt")
+
+    def tier(keys: Path | None) -> Tier:
+        options: dict[str, Any] = {} if keys is None else {"encryption_keys": keys}
+        if kind == "object":
+            setup = TierSetup(MINE, EVEN, UNBOUNDED_BYTES, options | {"url": f"file://{tmp_path}/kv"})
+            return ObjectTier.open(setup)
+        return DiskTier.open(TierSetup(MINE, EVEN, 1 << 30, options | {"folder": tmp_path / "kv"}))
+
+    def put(keys: Path | None, tenant: bytes, number: int) -> None:
+        opened = tier(keys)
+        assert opened.put([make_transfer(EVEN, make_ref(number))._replace(tenant=tenant)]) == [Outcome.STORED]
+        opened.close()
+
+    def get(keys: Path | None, number: int) -> Outcome:
+        opened, buffer, ref = tier(keys), make_buffer(EVEN.slot_bytes), make_ref(number)
+        (outcome,) = opened.get([Transfer(ref, buffer)])
+        assert opened.counters.corrupt == 0
+        opened.close()
+        payload = make_payload(EVEN, ref)
+        assert outcome is not Outcome.HIT or buffer[: len(payload)].tobytes() == payload
+        return outcome
+
+    for number, (keys, tenant) in enumerate(((None, acme), (both, acme), (both, bolt), (both, b""))):
+        put(keys, tenant, number)
+    assert [get(keys, number) for keys in (both, later) for number in (1, 2, 3)] == [Outcome.HIT] * 6
+    assert get(swapped, 3) is Outcome.HIT
+    assert [get(swapped, 1), get(swapped, 2), get(both, 0)] == [Outcome.MISS] * 3
+    assert [get(both, 1), get(both, 2)] == [Outcome.MISS] * 2, "they were removed, to be stored again"
+    put(later, acme, 1)
+    assert [get(both, 1), get(later, 1)] == [Outcome.MISS] * 2, "its key is newer than that file"
+    put(None, b"", 4)
+    put(both, b"", 5)
+    assert [get(None, 4), get(None, 5)] == [Outcome.HIT, Outcome.MISS]
 
 
 def test_chunks_of_another_codec_are_misses(tmp_path: Path) -> None:

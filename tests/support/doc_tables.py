@@ -21,7 +21,8 @@ TOPICS: Final = {
         "record_trace"
     ),
     "Disk": (
-        "local_disk max_local_disk_size local_disk_serde disk_cache_policy max_write_queue disk_io_threads use_odirect"
+        "local_disk max_local_disk_size local_disk_serde encryption_keys disk_cache_policy max_write_queue "
+        "disk_io_threads use_odirect"
     ),
     "Shared": (
         "remote_url remote_username remote_password remote_key_file remote_server_key_file remote_required "

@@ -1,4 +1,4 @@
-"""Ratios and speeds of codecs for ``kvstore bench``, the speeds as fractions of memcpy in the same run.
+"""Ratios and speeds of codecs and encryption for ``kvstore bench``, as fractions of memcpy in the same run.
 
 There are two kinds of bfloat16 data, one chunk each: *normal* data is independent, with mean 0 and deviation 1;
 *KV-like* data has a separate mean (normal) and deviation (log-normal, sigma 1) in each channel, as keys have. Chunks
@@ -7,17 +7,20 @@ are compared after a round trip through a lossless codec.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from rich.table import Table
 
+from kvstore.format.chunkfile import TAG_BYTES
 from kvstore.format.codecs import CODEC_NAMES, Codec, open_codec
 from kvstore.model.chunks import ByteArray
 from kvstore.model.errors import ConfigError
+from kvstore.model.keys import ChunkKey
 from kvstore.model.layout import KVLayout
 from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.limits import prefaulted
@@ -25,7 +28,8 @@ from kvstore.tools.bench.lines import Subject
 from kvstore.tools.bench.samples import require, sampled
 from kvstore.tools.console import numbers
 
-MEASURED = [name for name in CODEC_NAMES if name != "none"]
+ENCRYPTION = "aes-gcm"
+MEASURED = [*(name for name in CODEC_NAMES if name != "none"), ENCRYPTION]
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class CodecLine:
 
 
 def measure_codecs(geometry: Geometry, rounds: int) -> list[CodecLine]:
-    """Measure every codec but ``none``, on one thread each; codecs that cannot be opened are left out."""
+    """Measure every codec but ``none``, and encryption, on one thread each; those that cannot be opened are left out."""
     layout = KVLayout(
         (geometry.block_bytes // geometry.layers,) * geometry.layers,
         planes=1,
@@ -54,10 +58,36 @@ def measure_codecs(geometry: Geometry, rounds: int) -> list[CodecLine]:
     kinds = {"normal": _normal(layout), "KV-like": _kv_like(layout)}
     lines = []
     for name in MEASURED:
-        with suppress(ConfigError):
-            codec = open_codec(name, layout)
-            lines += [_measure(codec, kind, data, layout, rounds) for kind, data in kinds.items()]
+        with suppress(ConfigError, ImportError):
+            ways = _encryption() if name == ENCRYPTION else _ways_of(open_codec(name, layout))
+            lines += [_measure(ways, kind, data, layout, rounds) for kind, data in kinds.items()]
     return lines
+
+
+class _Ways(NamedTuple):
+    """Ways of a layer by its number: into a longer buffer, which returns the bytes used, and back."""
+
+    name: str
+    is_lossless: bool
+    pack: Callable[[int, ByteArray, ByteArray], int]
+    unpack: Callable[[int, ByteArray, ByteArray], object]
+
+
+def _ways_of(codec: Codec) -> _Ways:
+    return _Ways(
+        codec.name,
+        codec.is_lossless,
+        lambda _, raw, out: codec.encode(raw, out),
+        lambda _, data, raw: codec.decode(data, raw),
+    )
+
+
+def _encryption() -> _Ways:
+    from kvstore.format.sealing.keyring import RingKey  # noqa: PLC0415 - needs pydantic
+    from kvstore.format.sealing.seal import Seal  # noqa: PLC0415 - an extra
+
+    seal = Seal(RingKey("bench", bytes(32), b""), bytes(16), ChunkKey(bytes(8), bytes(16)), 1, ENCRYPTION)
+    return _Ways(ENCRYPTION, True, seal.close, seal.open)
 
 
 def codec_table(lines: Sequence[CodecLine]) -> Table:
@@ -72,29 +102,31 @@ def codec_table(lines: Sequence[CodecLine]) -> Table:
         )
     missing = ", ".join(sorted({*MEASURED} - {line.codec for line in lines}))
     if missing:
-        table.caption = f"not measured: {missing} (lz4, split: pip install 'vllm-kvstore\\[codecs]'; int8: no channels)"
+        extras = "lz4, split: pip install 'vllm-kvstore\\[codecs]'; aes-gcm: \\[encryption]; int8: no channels"
+        table.caption = f"not measured: {missing} ({extras})"
     return table
 
 
-def _measure(codec: Codec, kind: str, data: ByteArray, layout: KVLayout, rounds: int) -> CodecLine:
+def _measure(ways: _Ways, kind: str, data: ByteArray, layout: KVLayout, rounds: int) -> CodecLine:
     ranges = layout.layer_ranges(layout.blocks_per_chunk)
-    encoded, back, copy = (prefaulted(len(data)) for _ in range(3))
+    back, copy = (prefaulted(len(data)) for _ in range(2))
+    encoded = [prefaulted(end - begin + TAG_BYTES) for begin, end in ranges]
     sizes = [0] * len(ranges)
 
     def encode() -> None:
         for layer, (begin, end) in enumerate(ranges):
-            sizes[layer] = codec.encode(data[begin:end], encoded[begin:end])
+            sizes[layer] = ways.pack(layer, data[begin:end], encoded[layer])
 
     def decode() -> None:
-        for (begin, end), size in zip(ranges, sizes, strict=True):
-            codec.decode(encoded[begin : begin + size], back[begin:end])
+        for layer, (begin, end) in enumerate(ranges):
+            ways.unpack(layer, encoded[layer][: sizes[layer]], back[begin:end])
 
     memcpy = partial(np.copyto, copy, data)
-    subject = Subject(codec.name, "memcpy", kind)
+    subject = Subject(ways.name, "memcpy", kind)
     lines = [subject.line(sampled(memcpy, path, rounds)) for path in (encode, decode)]
-    require(not codec.is_lossless or np.array_equal(back, data), f"the codec {codec.name} changed {kind} data")
+    require(not ways.is_lossless or np.array_equal(back, data), f"the codec {ways.name} changed {kind} data")
     speeds = [figure for line in lines for figure in (len(data) / line.path_s / 1e9, line.fraction)]
-    return CodecLine(codec.name, kind, len(data) / sum(sizes), *speeds)
+    return CodecLine(ways.name, kind, len(data) / sum(sizes), *speeds)
 
 
 def _normal(layout: KVLayout) -> ByteArray:

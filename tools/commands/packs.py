@@ -75,6 +75,9 @@ def import_pack(
     ] = None,
     password: Password = None,
     codec: Annotated[str | None, typer.Option(help="Codec to store with; by default the configuration's.")] = None,
+    encryption_keys: Annotated[
+        str | None, typer.Option(help="File with keys to encrypt with; by default the configuration's.")
+    ] = None,
     model: Annotated[Path | None, typer.Option(help="Refuse a pack that is not of the model in this folder.")] = None,
     anyway: Annotated[bool, typer.Option(help="Import even beside chunks of another model or settings.")] = False,
 ) -> Answer:
@@ -88,7 +91,7 @@ def import_pack(
     from kvstore.tools.pack import import_pack as run  # noqa: PLC0415
     from kvstore.tools.pack import refuse_other_model, refuse_used  # noqa: PLC0415
 
-    target, identity = _target(config, folder, url, password, codec)
+    target, identity = _target(config, folder, url, password, codec=codec, keys=encryption_keys)
     refuse_used(pack, target.folders)
     if model is not None:
         from kvstore.adapters.vllm.identity import fingerprint_folder  # noqa: PLC0415
@@ -138,7 +141,13 @@ def _refs(
 
 
 def _target(
-    config: Path | None, folder: Path | None, url: str | None, password: str | None, codec: str | None
+    config: Path | None,
+    folder: Path | None,
+    url: str | None,
+    password: str | None,
+    *,
+    codec: str | None,
+    keys: str | None,
 ) -> tuple[Target, str | None]:
     """Return the target of an import, and the identity of the model, if the configuration sets ``model_id``."""
     from kvstore.config import load_config  # noqa: PLC0415
@@ -146,15 +155,16 @@ def _target(
 
     if url is not None:
         options = {"password": password} if password else {}
-        return Target(url=url, options=options, codec=codec or "none"), None
+        return Target(url=url, options=options, codec=codec or "none", encryption_keys=keys), None
     if folder is not None:
-        return Target((folder,), codec=codec or "none"), None
+        return Target((folder,), codec=codec or "none", encryption_keys=keys), None
     loaded = load_config(path=config, log_warnings=False).config
     if not loaded.local_disk_folders:
         raise ConfigError("the configuration has no local_disk to import into: give --folder or --url")
     folders = tuple(Path(name) for name in loaded.local_disk_folders)
     identity = f"id {loaded.model_id}" if loaded.model_id else None
-    return Target(folders, loaded.max_local_disk_bytes, codec or loaded.local_disk_serde), identity
+    stored = codec or loaded.local_disk_serde, keys or loaded.encryption_keys
+    return Target(folders, loaded.max_local_disk_bytes, *stored), identity
 
 
 def _answer(report: PackReport, rejected: list[Rejected], verb: str) -> Answer:

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from kvstore.config import StoreConfig
 from kvstore.format.codecs import open_codec
+from kvstore.format.sealing import open_ring
 from kvstore.model.errors import ConfigError, KVStoreError, TierSetupError
 from kvstore.model.layout import KVLayout
 from kvstore.tiers import load_tier, tier_behind
@@ -44,6 +45,15 @@ def needed_packages(config: StoreConfig) -> Iterator[Finding]:
             )
         else:
             yield Finding(f"codec {codec}", "ok", f"{key} can be used")
+    if config.encryption_keys is not None:
+        try:
+            open_ring(config.encryption_keys)
+        except ConfigError as error:
+            yield Finding(
+                "encryption_keys", "error", str(error), "see docs/encryption.md, or leave encryption_keys out"
+            )
+        else:
+            yield Finding("encryption_keys", "ok", f"the keys in {config.encryption_keys} can be used")
     wanted = {
         "internal_api_server_enabled": ("admin", ("starlette", "uvicorn"), config.internal_api_server_enabled),
         "server_http_port": ("server", ("starlette", "uvicorn"), config.server_http_port is not None),

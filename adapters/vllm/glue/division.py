@@ -119,7 +119,8 @@ def _division(size: int, total: int, engine: _Engine, pages: HeadedPages) -> Div
         num_readers = replicas * sum(shard in shards for shards in needed)
         held = heads_of(shard, num_shards, total)
         parts.append(Part(rank, name, layout, held, tuple(folders), sends_to, num_readers))
-    return Division(size, tuple(parts), pages.layout(len(heads)), heads, pages.rows, config.local_disk_serde)
+    stored = config.local_disk_serde, config.encryption_keys
+    return Division(size, tuple(parts), pages.layout(len(heads)), heads, pages.rows, *stored)
 
 
 def _replicas_at(size: int, kv_cache_config: KVCacheConfig) -> int:

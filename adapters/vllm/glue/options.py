@@ -144,6 +144,7 @@ def engine_options(
         max_write_queue=config.max_write_queue,
         remote=remote,
         disk_codec=config.local_disk_serde,
+        encryption_keys=config.encryption_keys,
         max_local_gpu_bytes=config.max_local_gpu_bytes,
         pin_in_background=config.pin_in_background,
     )
@@ -176,6 +177,7 @@ def remote_options(config: StoreConfig) -> RemoteOptions | None:
         "password": config.remote_password,
         "ttl_s": config.remote_ttl_secs,
         "codec": config.remote_codec if config.remote_codec != "none" else None,
+        "encryption_keys": config.encryption_keys if config.encrypts_remote else None,
     }
     is_read_only = tier_behind(url) in READ_ONLY if url is not None else not config.listens
     return RemoteOptions(

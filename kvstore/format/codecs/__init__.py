@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from difflib import get_close_matches
 
+from kvstore.format.chunkfile import sealed_name
 from kvstore.format.codecs.base import Codec
 from kvstore.format.codecs.int8 import Int8Codec
 from kvstore.format.codecs.lossless import Lz4Codec, SplitCodec
 from kvstore.model.errors import CodecError, ConfigError
 from kvstore.model.layout import KVLayout
 
-__all__ = ["CODEC_NAMES", "Codec", "CodecError", "open_codec"]
+__all__ = ["CODEC_NAMES", "STORED_NAMES", "Codec", "CodecError", "open_codec"]
 
 _CODECS: dict[str, Callable[[KVLayout], Codec]] = {"lz4": Lz4Codec, "split": SplitCodec, "int8": Int8Codec}
 CODEC_NAMES = ("none", *_CODECS)
+STORED_NAMES = (*CODEC_NAMES, *map(sealed_name, CODEC_NAMES))
+"""Names of codecs in headers, with those of encrypted chunks."""
 _MAX_LAYER_BYTES = (1 << 32) - 1  # of a full chunk: lengths have 32 bits
 
 

@@ -40,12 +40,14 @@ class Body(NamedTuple):
         array: the buffer, cut to the bytes after the header.
         payload_bytes: of the chunk; padding follows in ``array``.
         is_aligned: its I/O can be direct.
+        tenant: chooses the key of its encryption.
     """
 
     ref: ChunkRef
     array: ByteArray
     payload_bytes: int
     is_aligned: bool
+    tenant: bytes = b""
 
 
 class Writable(NamedTuple):
@@ -97,7 +99,7 @@ class ChunkIO:
         payload = payload_view(self._layout, transfer)
         ref, buffer = transfer.ref, transfer.buffer
         is_aligned = buffer.ctypes.data % ALIGNMENT_BYTES == 0
-        return Body(ref, buffer[: self._body_bytes[ref.num_blocks]], len(payload), is_aligned)
+        return Body(ref, buffer[: self._body_bytes[ref.num_blocks]], len(payload), is_aligned, transfer.tenant)
 
     def may_be(self, num_blocks: int, size_bytes: int) -> bool:
         """Tell if the file of a chunk of ``num_blocks`` blocks can have that size."""

@@ -1,4 +1,4 @@
-"""Transfer of chunks between buffers and files through a codec.
+"""Transfer of chunks between buffers and files through a codec or encryption.
 
 A chunk is encoded into a scratch buffer before room is claimed for it, as its size is unknown before. When a chunk is
 read, it is decoded layer by layer while the rest arrives, on the threads that otherwise compute checksums.
@@ -11,7 +11,6 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 
 from kvstore.format.chunkfile import Damage
-from kvstore.format.codecs import Codec
 from kvstore.format.coding import ChunkCoder, Image
 from kvstore.format.wholeio import read_whole
 from kvstore.memory.scratch import Scratch
@@ -29,12 +28,12 @@ class CodedIO(ChunkIO):
 
     Args:
         layout: of the chunks.
-        codec: opened for that layout.
+        coder: encodes them.
     """
 
-    def __init__(self, layout: KVLayout, codec: Codec) -> None:
+    def __init__(self, layout: KVLayout, coder: ChunkCoder) -> None:
         super().__init__(layout)
-        self._coder = ChunkCoder(layout, codec)
+        self._coder = coder
         self.file_bytes = tuple(self._coder.image_bytes(blocks) for blocks in range(layout.blocks_per_chunk + 1))
         self._scratch = Scratch(self.file_bytes[-1])
 
@@ -50,7 +49,8 @@ class CodedIO(ChunkIO):
     def prepared(self, body: Body) -> Iterator[Writable]:
         """See ``ChunkIO``: encodes the chunk."""
         with self._scratch.borrowed() as scratch:
-            size_bytes = self._coder.encode(self._key(body.ref), body.ref.num_blocks, body.array, scratch)
+            key, num_blocks = self._key(body.ref), body.ref.num_blocks
+            size_bytes = self._coder.encode(key, num_blocks, body.array, scratch, tenant=body.tenant)
             yield Writable(body, size_bytes, scratch[:size_bytes])
 
     def _read_file(self, fd: int, size_bytes: int, body: Body, layers: range | None) -> Damage | None:  # noqa: ARG002

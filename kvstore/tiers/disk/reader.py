@@ -12,10 +12,10 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from kvstore.format.chunkfile import chunk_name
-from kvstore.format.codecs import open_codec
+from kvstore.format.chunkfile import Damage, chunk_name
+from kvstore.format.coding import open_coder
 from kvstore.format.trailrecords import TrailNote
 from kvstore.index.trails import Trails
 from kvstore.model.chunks import ChunkRef, Outcome
@@ -29,6 +29,9 @@ from kvstore.tiers.disk.chunkio import Body, ChunkIO
 from kvstore.tiers.disk.codedio import CodedIO
 from kvstore.tiers.disk.survey import names
 from kvstore.tiers.foreign import ForeignTier
+
+if TYPE_CHECKING:
+    from kvstore.format.sealing.keyring import KeyRing
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,7 @@ class FolderReader(ForeignTier):
         namespace: of the chunks.
         layout: of the chunks.
         codec: that the chunks may be encoded with; those without one are read in any case.
+        keys: that the chunks are encrypted with; None for no encryption.
 
     Raises:
         ConfigError: the codec cannot be used on this layout.
@@ -53,10 +57,19 @@ class FolderReader(ForeignTier):
 
     name = "folder"
 
-    def __init__(self, folders: Sequence[Path], namespace: Namespace, layout: KVLayout, *, codec: str = "none") -> None:
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        namespace: Namespace,
+        layout: KVLayout,
+        *,
+        codec: str = "none",
+        keys: KeyRing | None = None,
+    ) -> None:
         super().__init__(layout)
         self._homes = [folder.absolute() / namespace.id.hex() for folder in folders]
-        self._io = ChunkIO(layout) if codec == "none" else CodedIO(layout, open_codec(codec, layout))
+        coder = open_coder(layout, codec, keys)
+        self._io = CodedIO(layout, coder) if coder else ChunkIO(layout)
         self._io.namespace_id = namespace.id
         self._throttle = Throttle(logger)
         self._lock = threading.Lock()  # of the trails
@@ -112,8 +125,8 @@ class FolderReader(ForeignTier):
             return Outcome.FAILED
         if damage is None:
             return Outcome.HIT
-        self._warn(damage.name, f"a chunk is damaged: {damage.value}")
-        return Outcome.CORRUPT
+        self._warn(damage.name, f"a chunk cannot be read: {damage.value}")
+        return Outcome.MISS if damage is Damage.SEAL else Outcome.CORRUPT
 
     def _read_trails(self) -> Trails:
         found: set[bytes] = set()

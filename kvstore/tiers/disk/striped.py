@@ -14,9 +14,10 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import ClosedError, ConfigError, TierError, TierTimeoutError
@@ -27,6 +28,9 @@ from kvstore.tiers.base import BoundedTier, TierCounters, Transfer, check_layers
 from kvstore.tiers.disk.folder import unusable
 from kvstore.tiers.disk.survey import Use, check_room, in_order_of_use
 from kvstore.tiers.disk.tier import DiskTier
+
+if TYPE_CHECKING:
+    from kvstore.format.sealing.keyring import KeyRing
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +46,7 @@ def open_folders(
     *,
     direct: bool | None = None,
     codec: str = "none",
+    keys: KeyRing | None = None,
     wrap: Wrap | None = None,
 ) -> BoundedTier:
     """Open a disk tier over one or more folders.
@@ -53,6 +58,7 @@ def open_folders(
         capacity_bytes: of all folders together; each gets an equal share.
         direct: True bypasses the page cache, False does not, None lets each folder probe.
         codec: encodes the chunks, see ``kvstore.format.codecs``.
+        keys: encrypt the chunks; None for no encryption.
         wrap: adds guards around each folder's tier, such as a deadline and a circuit breaker.
 
     Raises:
@@ -65,10 +71,9 @@ def open_folders(
     share_bytes = capacity_bytes // len(folders)
     with ExitStack() as opened:
         disks: list[DiskTier] = []
+        open_one = partial(DiskTier, direct=direct, codec=codec, keys=keys, checks_room=False)
         for folder in folders:
-            disks.append(
-                DiskTier(folder, namespace, layout, share_bytes, direct=direct, codec=codec, checks_room=False)
-            )
+            disks.append(open_one(folder, namespace, layout, share_bytes))
             opened.callback(disks[-1].close)
         _check_shared_room(folders, share_bytes)
         tiers: list[BoundedTier] = []

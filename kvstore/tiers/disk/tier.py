@@ -24,8 +24,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvstore.format.codecs import open_codec
+from kvstore.format.chunkfile import Damage
+from kvstore.format.coding import open_coder
+from kvstore.format.sealing import open_ring
 from kvstore.format.trailrecords import TrailNote
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import ClosedError, ConfigError, TierError
@@ -39,6 +42,9 @@ from kvstore.tiers.disk.chunkio import Body, ChunkIO, Writable
 from kvstore.tiers.disk.chunks import Chunks
 from kvstore.tiers.disk.codedio import CodedIO
 from kvstore.tiers.disk.space import Space
+
+if TYPE_CHECKING:
+    from kvstore.format.sealing.keyring import KeyRing
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +66,7 @@ class DiskTier(BoundedTier):
         direct: True requires that the page cache is bypassed, False forbids it, None probes the folder.
         codec: encodes the chunks, see ``kvstore.format.codecs``. Files encoded by another codec are no chunks to this
             tier; files without a codec are read by any.
+        keys: encrypt the chunks, and then only encrypted ones are read; None for no encryption.
         checks_room: require that the filesystem has room for the capacity; False if several tiers share one bound.
 
     Raises:
@@ -78,13 +85,15 @@ class DiskTier(BoundedTier):
         *,
         direct: bool | None = None,
         codec: str = "none",
+        keys: KeyRing | None = None,
         checks_room: bool = True,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.counters = TierCounters()
         self._folder = folder.absolute()
         self._layout = layout
-        self._io = ChunkIO(layout) if codec == "none" else CodedIO(layout, open_codec(codec, layout))
+        coder = open_coder(layout, codec, keys)
+        self._io = CodedIO(layout, coder) if coder else ChunkIO(layout)
         self._io.namespace_id = namespace.id
         self._max_sizes = self._io.file_bytes
         self._changed = threading.Condition()
@@ -100,20 +109,25 @@ class DiskTier(BoundedTier):
 
     @classmethod
     def open(cls, setup: TierSetup) -> DiskTier:
-        """Open the folder that the option ``folder`` names; the registry's factory. Also: ``direct`` and ``codec``.
+        """Open the folder that the option ``folder`` names; the registry's factory.
+
+        Also: ``direct``, ``codec``, and ``encryption_keys``, the path of a key file.
 
         Raises:
             ConfigError: see the class; or ``folder`` is missing, or there are other options.
             FolderOwnedError: another engine uses the folder.
         """
-        setup.require_known_options("folder", "direct", "codec")
+        setup.require_known_options("folder", "direct", "codec", "encryption_keys")
         folder, direct = setup.options.get("folder"), setup.options.get("direct")
         codec = setup.options.get("codec", "none")
         if not isinstance(folder, str | Path) or not isinstance(direct, bool | None) or not isinstance(codec, str):
             raise ConfigError(
                 "the disk tier needs the option 'folder' (a path), and may have 'direct' (a bool) and 'codec' (a name)"
             )
-        return cls(Path(folder), setup.namespace, setup.layout, setup.capacity_bytes, direct=direct, codec=codec)
+        keys = open_ring(setup.options.get("encryption_keys"))
+        return cls(
+            Path(folder), setup.namespace, setup.layout, setup.capacity_bytes, direct=direct, codec=codec, keys=keys
+        )
 
     def _open(self, direct: bool | None, *, checks_room: bool) -> None:
         if self.capacity_bytes < self._max_sizes[-1]:
@@ -352,8 +366,8 @@ class DiskTier(BoundedTier):
             return Outcome.FAILED, 0
         if not self._chunks.discard(ref, held.serial) or damage is None:
             return Outcome.MISS, 0
-        self._warn(damage.name, f"removed a damaged chunk: {damage.value}")
-        return Outcome.CORRUPT, 0
+        self._warn(damage.name, f"removed a chunk that cannot be read: {damage.value}")
+        return (Outcome.MISS if damage is Damage.SEAL else Outcome.CORRUPT), 0
 
     def _put(self, body: Body, generation: int, trail: bytes) -> tuple[Outcome, int]:
         """Store a chunk; returns the outcome, and the size of its file."""

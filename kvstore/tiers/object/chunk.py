@@ -13,8 +13,7 @@ from typing import Final, NamedTuple
 
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Damage
-from kvstore.format.codecs import CODEC_NAMES, Codec
-from kvstore.format.coding import ChunkCoder
+from kvstore.format.coding import ChunkCoder, is_foreign
 from kvstore.memory.scratch import Scratch
 from kvstore.model.chunks import ByteArray
 from kvstore.model.keys import ChunkKey
@@ -73,8 +72,8 @@ class ChunkIO:
         self._lock = threading.Lock()
         self._heads: OrderedDict[Place, _Head] = OrderedDict()
 
-    def write(self, place: Place, payload: ByteArray) -> int:
-        """Write a chunk, in the place of an older one. Returns the object's size.
+    def write(self, place: Place, payload: ByteArray, tenant: bytes) -> int:  # noqa: ARG002 - for encryption
+        """Write a chunk of a tenant, in the place of an older one. Returns the object's size.
 
         Raises:
             FullError: there is no room.
@@ -196,10 +195,9 @@ class ChunkIO:
             if len(self._heads) > _MAX_HEADS:
                 self._heads.popitem(last=False)
 
-    def _is_foreign(self, header: bytes | bytearray) -> bool:
+    def _is_foreign(self, header: bytes | bytearray | ByteArray) -> bool:
         """Tell if a chunk was encoded with a codec that this reader does not have."""
-        codec = chunkfile.codec_of(bytes(header))
-        return codec in CODEC_NAMES and codec not in {"none", self.codec_name}
+        return is_foreign(bytes(header), self.codec_name)
 
 
 class CodedIO(ChunkIO):
@@ -208,22 +206,22 @@ class CodedIO(ChunkIO):
     Args:
         layout: of the chunks.
         store: of the objects.
-        codec: opened for that layout.
+        coder: encodes them.
         timeout_s: longest wait for one of the buffers.
     """
 
     reads_layers = False
 
-    def __init__(self, layout: KVLayout, store: Store, codec: Codec, timeout_s: float) -> None:
+    def __init__(self, layout: KVLayout, store: Store, coder: ChunkCoder, timeout_s: float) -> None:
         super().__init__(layout, store)
-        self.codec_name = codec.name
-        self._coder = ChunkCoder(layout, codec)
+        self.codec_name = coder.codec_name
+        self._coder = coder
         self._scratch = Scratch(self._coder.image_bytes(layout.blocks_per_chunk), timeout_s)
 
-    def write(self, place: Place, payload: ByteArray) -> int:
+    def write(self, place: Place, payload: ByteArray, tenant: bytes) -> int:
         """See ``ChunkIO``: encodes the chunk."""
         with self._scratch.borrowed() as scratch:
-            size_bytes = self._coder.encode(_key(place), place.ref.num_blocks, payload, scratch)
+            size_bytes = self._coder.encode(_key(place), place.ref.num_blocks, payload, scratch, tenant=tenant)
             self._store.put(place.name, [scratch.data[:size_bytes]])
         return size_bytes
 
@@ -234,15 +232,14 @@ class CodedIO(ChunkIO):
                 return ABSENT
             size_bytes = reading.found.size_bytes
             if not self._coder.may_be(place.ref.num_blocks, size_bytes):
-                return Fetched(size_bytes, Damage.SIZE)
+                header = bytearray(self._header_bytes)
+                return Fetched(size_bytes, Damage.SIZE, reading.fill(memoryview(header)) and self._is_foreign(header))
             image = scratch[:size_bytes]
             if not reading.fill(image.data):
                 return Fetched(size_bytes, Damage.SIZE)
             damage = self._coder.decode(_key(place), place.ref.num_blocks, image, payload)
-            return Fetched(size_bytes, damage, damage is not None and self._is_foreign(image[: self._header_bytes]))
-
-    def _is_foreign(self, header: bytes | bytearray | ByteArray) -> bool:
-        return super()._is_foreign(bytes(header))
+            is_foreign = damage is Damage.SEAL or self._is_foreign(image[: self._header_bytes])
+            return Fetched(size_bytes, damage, damage is not None and is_foreign)
 
 
 def _key(place: Place) -> ChunkKey:

@@ -22,14 +22,17 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from kvstore.format.codecs import open_codec
+from kvstore.format.chunkfile import Damage
+from kvstore.format.coding import open_coder
+from kvstore.format.sealing import open_ring
 from kvstore.index.trails import is_trail
 from kvstore.model.chunks import ByteArray, ChunkRef, Outcome, is_trail_of
 from kvstore.model.errors import ConfigError, TierError
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
+from kvstore.model.throttle import Throttle
 from kvstore.tiers.base import Tier, TierCounters, TierSetup, Transfer, check_layers, check_ref, payload_view
 from kvstore.tiers.disk.folder import LAYOUT_FILE, NAMESPACE_FILE
 from kvstore.tiers.object.chunk import ChunkIO, CodedIO
@@ -38,6 +41,9 @@ from kvstore.tiers.object.names import Home, Place, note_name
 from kvstore.tiers.object.store import FullError, Store, batches
 from kvstore.tiers.object.url import Kind, ObjectTarget, parse_target
 from kvstore.tiers.running import RunningCalls
+
+if TYPE_CHECKING:
+    from kvstore.format.sealing.keyring import KeyRing
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +71,7 @@ class ObjectTier(Tier):
         timeout_s: longest wait for the log.
         codec: name of the codec of the chunks, see ``kvstore.format.codecs``. Chunks of another codec are misses, and
             are removed; chunks without a codec are always readable.
+        keys: encrypt the chunks, and those that they did not encrypt count as of another codec; None for no encryption.
 
     Raises:
         ConfigError: the codec cannot be used on this layout.
@@ -73,15 +80,22 @@ class ObjectTier(Tier):
     name = "object"
 
     def __init__(
-        self, store: Store, namespace: Namespace, layout: KVLayout, timeout_s: float, *, codec: str = "none"
+        self,
+        store: Store,
+        namespace: Namespace,
+        layout: KVLayout,
+        timeout_s: float,
+        *,
+        codec: str = "none",
+        keys: KeyRing | None = None,
     ) -> None:
         self.counters = TierCounters()
         self._store = store
         self._layout = layout
         self._timeout_s = timeout_s
-        self._io = (
-            ChunkIO(layout, store) if codec == "none" else CodedIO(layout, store, open_codec(codec, layout), timeout_s)
-        )
+        coder = open_coder(layout, codec, keys)
+        self._io = CodedIO(layout, store, coder, timeout_s) if coder else ChunkIO(layout, store)
+        self._throttle = Throttle(logger)
         self._namespace = namespace
         self._is_noted = False
         self._changed = threading.Condition()
@@ -94,7 +108,8 @@ class ObjectTier(Tier):
     def open(cls, setup: TierSetup) -> ObjectTier:
         """Open the storage that the option ``url`` names, without waiting for it; the registry's factory.
 
-        The option ``codec`` is a name in ``CODEC_NAMES``; ``docs/object.md`` lists the others.
+        The option ``codec`` is a name in ``CODEC_NAMES``, and ``encryption_keys`` the path of a key file;
+        ``docs/object.md`` lists the others.
 
         Raises:
             ConfigError: see the class; or the URL or another option is wrong, or there is a capacity.
@@ -104,8 +119,9 @@ class ObjectTier(Tier):
         url, codec = options.pop("url", None), options.pop("codec", "none")
         if not isinstance(codec, str):
             raise ConfigError(f"the option 'codec' of the object tier is a name, not {codec!r}")
+        keys = open_ring(options.pop("encryption_keys", None))
         target = parse_target(url, options)
-        return cls(open_store(target), setup.namespace, setup.layout, target.timeout_s, codec=codec)
+        return cls(open_store(target), setup.namespace, setup.layout, target.timeout_s, codec=codec, keys=keys)
 
     def check(self) -> None:
         """Check at start that the storage can be used.
@@ -235,6 +251,8 @@ class ObjectTier(Tier):
         if not self._log.is_current(view) or found.is_absent:
             return Outcome.MISS, 0
         if found.damage is not None:
+            if found.damage is Damage.SEAL:
+                self._throttle.log("seal", "removed a chunk in %s: it is %s", self._store.place, found.damage.value)
             self._remove(view, [ref])
             return (Outcome.MISS if found.is_foreign else Outcome.CORRUPT), 0
         view.touch(ref)
@@ -258,7 +276,7 @@ class ObjectTier(Tier):
         is_stored = False
         try:
             self._note(view)
-            size_bytes = self._io.write(place, payload)
+            size_bytes = self._io.write(place, payload, transfer.tenant)
             with self._changed:
                 is_stored = self._busy[place] is _Busy.PUT and self._log.is_current(view)
                 if is_stored:

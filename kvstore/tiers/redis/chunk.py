@@ -22,8 +22,8 @@ from redis.exceptions import ExecAbortError, OutOfMemoryError, ResponseError
 
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Encoding
-from kvstore.format.codecs import CODEC_NAMES, Codec
-from kvstore.format.coding import ChunkCoder, Image
+from kvstore.format.codecs import Codec
+from kvstore.format.coding import ChunkCoder, Image, is_foreign
 from kvstore.memory.scratch import Scratch
 from kvstore.model.chunks import ByteArray, ChunkRef
 from kvstore.model.keys import ChunkKey
@@ -311,8 +311,7 @@ class ChunkIO:
 
     def is_foreign(self, commit: bytes) -> bool:
         """Tell if the chunk was encoded with a codec that this tier does not read."""
-        codec = chunkfile.codec_of(commit[WRITE_ID_BYTES:])
-        return codec in CODEC_NAMES and codec not in {"none", self.codec_name}
+        return is_foreign(commit[WRITE_ID_BYTES:], self.codec_name)
 
     def discard(self, connection: RedisConnection, home: Home, ref: ChunkRef, commit: bytes | None) -> bool:
         """Remove a chunk if its commit is unchanged (None: still missing). Returns True if it was unchanged.
@@ -362,8 +361,9 @@ class CodedIO(ChunkIO):
     def outgoing(self, home: Home, ref: ChunkRef, payload: ByteArray) -> Iterator[Outgoing]:
         """See ``ChunkIO``: encodes the chunk."""
         with self._scratch.borrowed() as scratch:
-            layers, sums = self._coder.encode_layers(ref.num_blocks, payload, scratch)
-            header = self._coded_header(ChunkKey(home.namespace_id, ref.prefix_key), ref.num_blocks, layers, sums)
+            key = ChunkKey(home.namespace_id, ref.prefix_key)
+            layers, sums = self._coder.encode_layers(key, ref.num_blocks, payload, scratch)
+            header = self._coded_header(key, ref.num_blocks, layers, sums)
             yield Outgoing(ref, scratch[: layers.total_bytes], header)
 
     def _coded_header(self, key: ChunkKey, num_blocks: int, layers: Encoding, sums: str) -> bytes:

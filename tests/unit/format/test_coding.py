@@ -41,7 +41,7 @@ def make_image(codec: str = "split") -> tuple[ChunkCoder, ByteArray]:
 def with_encoding(coder: ChunkCoder, image: ByteArray, encoding: Encoding) -> ByteArray:
     """Return the same layers under a header with other lengths; everything else in it is right."""
     changed = image.copy()
-    parsed = chunkfile.parse_encoding(LAYOUT, 4, image[:4096], coder.codec.name)
+    parsed = chunkfile.parse_encoding(LAYOUT, 4, image[:4096], coder.codec_name)
     assert not isinstance(parsed, Damage)
     header = chunkfile.build_header(LAYOUT, KEY, 4, parsed[1], encoding=encoding)
     changed[:4096] = np.frombuffer(header, np.uint8)

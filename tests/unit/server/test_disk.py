@@ -14,8 +14,11 @@ import numpy as np
 import pytest
 from support.diskwork import CHUNK_BYTES, EVEN, make_ref, make_slot, make_transfer
 from support.gate import HANG_GUARD_S, Gate
+from support.key_files import write_keys
 from support.redis_server import wait_for
 
+from kvstore.format import chunkfile
+from kvstore.format.sealing.keyring import KeyRing
 from kvstore.model.chunks import ByteArray, Outcome
 from kvstore.model.errors import ConfigError, TierError
 from kvstore.model.keys import Namespace
@@ -33,9 +36,11 @@ FULL, READ, WRITTEN = (Space(Namespace({"model": name}), EVEN) for name in ("ful
 class Desk:
     """Calls of a disk, and the deciding thread, which is this one."""
 
-    def __init__(self, folder: Path, capacity_bytes: int, timeout_s: float = HANG_GUARD_S) -> None:
+    def __init__(
+        self, folder: Path, capacity_bytes: int, timeout_s: float = HANG_GUARD_S, keys: KeyRing | None = None
+    ) -> None:
         self._reports: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        options = DiskOptions(folder, capacity_bytes, timeout_s=timeout_s)
+        options = DiskOptions(folder, capacity_bytes, timeout_s=timeout_s, keys=keys)
         self.disk = Disk(options, self._reports.put)
         with ExitStack() as opened:
             opened.callback(self.disk.close, HANG_GUARD_S)
@@ -100,6 +105,17 @@ def test_spares_of_one_make_room_for_another(open_desk: Callable[..., Desk], tmp
     assert len(list((tmp_path / "disk" / FULL.id.hex() / _folder.FREE_NAME).iterdir())) == 2
     assert desk.disk.used_bytes == 4 * CHUNK_BYTES
     assert desk.wait(desk.read(FULL, 3)) is Outcome.HIT
+
+
+def test_chunks_can_be_encrypted(open_desk: Callable[..., Desk], tmp_path: Path) -> None:
+    """The bound counts what they take in addition."""
+    keys = KeyRing(write_keys(tmp_path / "keys", "one"))
+    desk = open_desk(4 * CHUNK_BYTES, keys=keys)
+    size_bytes = desk.wait(desk.write(FULL, 0))
+    assert size_bytes == desk.disk.size_of(FULL, make_ref(0)) == desk.disk.used_bytes > CHUNK_BYTES
+    (file,) = (tmp_path / "disk").rglob("*-*.safetensors")
+    assert chunkfile.seal_of(file.read_bytes()[:4096]).startswith("one ")
+    assert desk.wait(desk.read(FULL, 0)) is Outcome.HIT
 
 
 def test_a_spare_that_cannot_be_deleted_holds_up_nobody_else(
