@@ -46,7 +46,7 @@ class CodecLine:
 
 
 def measure_codecs(geometry: Geometry, rounds: int) -> list[CodecLine]:
-    """Measure every codec but ``none``, and encryption, on one thread each; those that cannot be opened are left out."""
+    """Measure every codec but ``none``, and encryption, on one thread each; left out is what cannot be opened."""
     layout = KVLayout(
         (geometry.block_bytes // geometry.layers,) * geometry.layers,
         planes=1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.checks import check_idle
@@ -30,11 +31,11 @@ def test_each_chunk_is_sealed_with_the_key_of_its_salt(tmp_path: Path, kind: str
     swapped = write_keys(tmp_path / "swapped", "all", secrets={"all": "acme", "acme": "all"}, acme="acme")
     folder = tmp_path / "kv"
 
-    def options(path: Path) -> dict[str, object]:
+    def options(path: Path) -> dict[str, Any]:
         if kind == "disk":
             return {"local_disk": folder, "encryption_keys": path}
         settings = {"encryption_keys": str(path)}
-        return {"remote": RemoteOptions(f"file://{folder}", settings)}
+        return {"remote": RemoteOptions(f"file://{folder}", settings, max_queue=64)}
 
     with rig.open(slots=32, **options(keys)) as engine:
         for extras in SALTS.values():

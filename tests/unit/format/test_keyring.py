@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.key_files import secret_of, write_keys
 
-from kvstore.format.sealing import keyring, open_ring
+from kvstore.format.sealing import open_ring
 from kvstore.format.sealing.keyring import KeyRing
 from kvstore.model.errors import ConfigError
 from kvstore.model.keys import KeyExtras
@@ -52,7 +52,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path, monkeypatch: pytest.Monkey
     write_keys(path, "one", "two")
     assert keys.newest(b"").id == "one"  # it is too early to look
     now_s = time.monotonic()
-    monkeypatch.setattr(keyring.time, "monotonic", lambda: now_s + 31)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 31)
     assert keys.newest(b"").id == "two"
     assert keys.get("one") is not None
 
@@ -70,12 +70,12 @@ def test_a_file_that_broke_leaves_the_former_keys(
         write_keys(path, "two").chmod(0o644)
     else:
         path.unlink()
-    monkeypatch.setattr(keyring.time, "monotonic", lambda: now_s + 31)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 31)
     with caplog.at_level(logging.WARNING):
         assert keys.newest(b"").id == "one"
     assert "the former keys stay in use" in caplog.text
     write_keys(path, "three")
-    monkeypatch.setattr(keyring.time, "monotonic", lambda: now_s + 62)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 62)
     assert keys.newest(b"").id == "three"
 
 

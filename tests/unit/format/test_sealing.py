@@ -20,7 +20,7 @@ from kvstore.format.coding import ChunkCoder, is_foreign, open_coder
 from kvstore.format.images import check_image, read_facts
 from kvstore.format.sealing.keyring import KeyRing
 from kvstore.model.keys import ChunkKey, KeyExtras
-from kvstore.model.layout import KVLayout
+from kvstore.model.layout import KVLayout, round_up
 
 if TYPE_CHECKING:
     from kvstore.model.chunks import ByteArray
@@ -85,7 +85,7 @@ def test_a_sealed_image_comes_back(keys: KeyRing, codec: str) -> None:
 def test_nothing_of_the_payload_is_in_the_image(keys: KeyRing) -> None:
     image = sealed(coder_of(keys)).tobytes()
     assert PAYLOAD[:16].tobytes() not in image
-    assert len(image) == 4096 + chunkfile.round_up(len(PAYLOAD) + 3 * TAG_BYTES, 4096)
+    assert len(image) == 4096 + round_up(len(PAYLOAD) + 3 * TAG_BYTES, 4096)
 
 
 def test_two_writes_of_one_chunk_are_different_bytes(keys: KeyRing) -> None:
@@ -114,6 +114,14 @@ def test_a_key_with_the_name_of_another_opens_nothing(keys: KeyRing, tmp_path: P
     swapped = KeyRing(write_keys(tmp_path / "keys", "new", secrets={"new": "acme", "acme": "new"}, acme="acme"))
     for tenant in (b"", ACME):
         assert opened(coder_of(swapped, codec), sealed(coder_of(keys, codec), tenant=tenant)) is Damage.SEAL
+
+
+def test_a_damaged_name_of_a_key_is_damage(keys: KeyRing) -> None:
+    coder = coder_of(keys)
+    image = sealed(coder)
+    at = image.tobytes().index(b'"seal":"new') + len(b'"seal":"')
+    image[at] ^= 1
+    assert opened(coder, image) is Damage.HEADER
 
 
 def test_keys_read_nothing_that_is_not_sealed(keys: KeyRing) -> None:
