@@ -361,8 +361,8 @@ def _open_target(target: Target, shard: Shard, folder: str, refs: Iterable[Chunk
     most = target.max_bytes
     if most is None:
         held = sum(held_bytes(path) for path in folders if path.is_dir())
-        coming = sum(chunkfile.file_bytes(shard.layout, ref.num_blocks, "any") for ref in refs)
-        share = chunkfile.file_bytes(shard.layout, shard.layout.blocks_per_chunk, "any") * _ROOM_CHUNKS
+        coming = sum(chunkfile.file_bytes(shard.layout, ref.num_blocks, chunkfile.ANY_CODEC) for ref in refs)
+        share = chunkfile.file_bytes(shard.layout, shard.layout.blocks_per_chunk, chunkfile.ANY_CODEC) * _ROOM_CHUNKS
         most = held + coming + len(folders) * share
     keys = open_ring(target.encryption_keys)
     tier = open_folders(folders, shard.namespace, shard.layout, most, codec=target.codec, keys=keys)

@@ -39,6 +39,8 @@ CHECKSUM_DIGITS = 16
 _LENGTH_DIGITS = 8
 _SEALED = "aes-gcm"
 TAG_BYTES = 16  # of a sealed layer
+ANY_CODEC = f"any+{_SEALED}"
+"""A codec whose headers and files are as long as any can be."""
 _SEAL = re.compile("[ -~]{1,100}")
 _NAME = re.compile(rf"([0-9a-f]{{{2 * PREFIX_KEY_BYTES}}})-([1-9][0-9]{{0,8}})\.safetensors")
 
@@ -291,7 +293,7 @@ def seal_of(header: ByteArray | bytes) -> str:
 
 def codec_in(layout: KVLayout, image: ByteArray) -> str:
     """Return the codec named by a chunk file's header, which with many layers is longer with a codec; else ``none``."""
-    return codec_of(image[: header_bytes(layout)]) or codec_of(image[: header_bytes(layout, "any")]) or "none"
+    return codec_of(image[: header_bytes(layout)]) or codec_of(image[: header_bytes(layout, ANY_CODEC)]) or "none"
 
 
 def parse_lengths(digits: str) -> tuple[int, ...]:

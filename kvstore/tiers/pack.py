@@ -111,7 +111,7 @@ class PackTier(ForeignTier):
         extent = self._chunks.get(ref)
         if extent is None or self._keys is None:
             return b""
-        begin = np.empty(min(chunkfile.header_bytes(self._layout, "any"), extent.size_bytes), np.uint8)
+        begin = np.empty(min(chunkfile.header_bytes(self._layout, chunkfile.ANY_CODEC), extent.size_bytes), np.uint8)
         sealed_by = chunkfile.seal_of(begin) if self._pack.read_into(extent, [begin.data]) else ""
         key = self._keys.get(sealed_by.partition(" ")[0])
         return key.tenant if key else b""
@@ -176,7 +176,7 @@ class PackTier(ForeignTier):
             OSError: the system refused.
         """
         layout, key = self._layout, ChunkKey(self._namespace_id, ref.prefix_key)
-        begin = np.empty(min(chunkfile.header_bytes(layout, "any"), extent.size_bytes), np.uint8)
+        begin = np.empty(min(chunkfile.header_bytes(layout, chunkfile.ANY_CODEC), extent.size_bytes), np.uint8)
         if not self._pack.read_into(extent, [begin.data]):
             return Damage.SIZE
         codec = chunkfile.codec_in(layout, begin)

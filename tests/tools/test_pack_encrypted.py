@@ -16,6 +16,7 @@ from kvstore.format import chunkfile
 from kvstore.format.sealing.keyring import KeyRing
 from kvstore.model.chunks import Outcome
 from kvstore.model.keys import KeyExtras
+from kvstore.model.layout import KVLayout
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.disk.tier import DiskTier
@@ -108,6 +109,18 @@ def test_chunks_are_shown_and_checked_without_a_key(folder: Path, run: Run, run_
     code, said = run_json("verify", folder)
     assert (code, len(said["faults"])) == (1, 1)
     assert "checksum" in json.dumps(said["faults"])
+
+
+def test_a_chunk_of_many_layers_is_checked_whole(keys: Path, tmp_path: Path, run_json: Run) -> None:
+    """Its tags take more than a page."""
+    layout = KVLayout((64,) * 600, 1, 16, 16)
+    tier = DiskTier(tmp_path / "many", MINE, layout, 1 << 30, keys=KeyRing(keys))
+    assert tier.put([make_transfer(make_ref(1, 1), layout)]) == [Outcome.STORED]
+    tier.close()
+    assert run_json("verify", tmp_path / "many")[1]["faults"] == []
+    assert export(Source(tmp_path / "many"), tmp_path / "a.kvpack").is_complete
+    report = import_pack(tmp_path / "a.kvpack", Target((tmp_path / "target",), encryption_keys=str(keys)))
+    assert report.is_complete
 
 
 def test_the_doctor_reads_the_key_file(keys: Path, tmp_path: Path, run_json: Run) -> None:

@@ -150,7 +150,9 @@ class Inventory:
         if layout is None:  # neither a note nor a chunk has it, so the file may be of another program
             return str(Damage.NOT_A_CHUNK)
         if self.is_layout_noted:
-            size_bytes = min(size_bytes, chunkfile.file_bytes(layout, ref.num_blocks, "any") + mmap.PAGESIZE)
+            size_bytes = min(
+                size_bytes, chunkfile.file_bytes(layout, ref.num_blocks, chunkfile.ANY_CODEC) + mmap.PAGESIZE
+            )
         else:
             facts = read_facts(read_front(fd, MAX_HEADER_BYTES))
             size_bytes = min(size_bytes, facts.image_bytes + mmap.PAGESIZE if facts else MAX_HEADER_BYTES)
