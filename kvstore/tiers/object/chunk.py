@@ -19,7 +19,7 @@ from kvstore.model.chunks import ByteArray
 from kvstore.model.keys import ChunkKey
 from kvstore.model.layout import KVLayout
 from kvstore.tiers.object.names import Place
-from kvstore.tiers.object.store import Reading, Store
+from kvstore.tiers.object.store import Body, Reading, Store
 
 _PIECE_BYTES: Final = 256 << 10
 _LARGE_BYTES: Final = 8 << 20  # below, handing over to another thread costs more than it saves
@@ -79,13 +79,17 @@ class ChunkIO:
             FullError: there is no room.
             TierError: the storage failed.
         """
-        sums = self._checksums(place.ref.num_blocks, payload)
-        header = chunkfile.build_header(self._layout, _key(place), place.ref.num_blocks, sums)
-        parts = [memoryview(header), payload.data]
-        if num_zeros := chunkfile.body_bytes(self._layout, place.ref.num_blocks) - len(payload):
-            parts.append(memoryview(bytes(num_zeros)))
-        self._store.put(place.name, parts)
-        return sum(map(len, parts))
+        num_blocks = place.ref.num_blocks
+        num_zeros = chunkfile.body_bytes(self._layout, num_blocks) - len(payload)
+
+        def parts() -> list[memoryview]:
+            sums = self._checksums(num_blocks, payload)
+            header = chunkfile.build_header(self._layout, _key(place), num_blocks, sums)
+            return [memoryview(header), payload.data, memoryview(bytes(num_zeros))]
+
+        size_bytes = chunkfile.file_bytes(self._layout, num_blocks)
+        self._store.put(place.name, Body(size_bytes, parts))
+        return size_bytes
 
     def _checksums(self, num_blocks: int, payload: ByteArray) -> str:
         """Return the checksums of a payload that is about to be sent; of a large one half on another thread."""
@@ -222,7 +226,7 @@ class CodedIO(ChunkIO):
         """See ``ChunkIO``: encodes the chunk."""
         with self._scratch.borrowed() as scratch:
             size_bytes = self._coder.encode(_key(place), place.ref.num_blocks, payload, scratch, tenant=tenant)
-            self._store.put(place.name, [scratch.data[:size_bytes]])
+            self._store.put(place.name, Body.of(scratch.data[:size_bytes]))
         return size_bytes
 
     def read(self, place: Place, payload: ByteArray) -> Fetched:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import configparser
 import re
 import ssl
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from obstore.store import S3Credential
 
 from kvstore.model.errors import ClosedError, ConfigError, TierError, TierSetupError
-from kvstore.tiers.object.store import FullError, Listed, Reading, Store, batches
+from kvstore.tiers.object.store import Body, FullError, Listed, Reading, Store, batches
 from kvstore.tiers.object.url import Kind, ObjectTarget
 from kvstore.tiers.object.wire import FULL_CODES, Request, Wire
 
@@ -63,9 +63,9 @@ class CloudStore(Store):
         except (exceptions.BaseError, ssl.SSLError, OSError, ValueError) as error:
             raise ConfigError(f"{self.place} cannot be used: {_reason(error)}") from error
 
-    def put(self, name: str, parts: Sequence[memoryview]) -> None:
+    def put(self, name: str, body: Body) -> None:
         """See ``Store``: one request, whose body is not signed."""
-        self._wire.send(Request("PUT", self._signed("PUT", name), self._put_headers), parts)
+        self._wire.send(Request("PUT", self._signed("PUT", name), self._put_headers), body)
 
     def open(
         self, name: str, offset: int = 0, num_bytes: int | None = None, version: str = ""

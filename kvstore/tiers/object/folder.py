@@ -18,7 +18,7 @@ from typing import Final
 from kvstore.format.wholeio import FILE_MODE, opened, read_front, read_whole, write_whole
 from kvstore.model.errors import ClosedError, TierError
 from kvstore.tiers.disk.folder import FOLDER_MODE, NO_ROOM, reason
-from kvstore.tiers.object.store import Found, FullError, Listed, Reading, Store
+from kvstore.tiers.object.store import Body, Found, FullError, Listed, Reading, Store
 
 PART_FOLDER: Final = ".part"  # files that are being written; a sweep deletes old ones
 _PART_BYTES: Final = 16
@@ -39,9 +39,9 @@ class FolderStore(Store):
         self._root = root
         self._is_closed = False
 
-    def put(self, name: str, parts: Sequence[memoryview]) -> None:
+    def put(self, name: str, body: Body) -> None:
         """See ``Store``."""
-        with self._translated("written"), self._written(parts) as part:
+        with self._translated("written"), self._written(body.parts()) as part:
             self._rename(part, name)
 
     @contextmanager
@@ -76,7 +76,7 @@ class FolderStore(Store):
 
     def write(self, name: str, data: bytes) -> None:
         """See ``Store``."""
-        self.put(name, [memoryview(data)])
+        self.put(name, Body.of(data))
 
     def create(self, name: str, data: bytes) -> bool:
         """See ``Store``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from kvstore.format.images import MAX_HEADER_BYTES, Facts, check_image, infer_layout, read_facts
 from kvstore.model.errors import ConfigError, LayoutError
-from kvstore.model.keys import ChunkKey
+from kvstore.model.keys import ChunkKey, Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.tiers.disk.folder import LAYOUT_FILE, NAMESPACE_FILE
 from kvstore.tiers.object.names import Home, Place, note_name, parse_place
@@ -75,10 +76,13 @@ class ObjectInventory:
             self._layouts[home.namespace_id] = self._noted(home) or self._inferred(home)
         return self._layouts[home.namespace_id]
 
-    def fields(self, home: Home) -> str | None:
-        """Return the JSON of a namespace, as it was noted."""
+    def fields(self, home: Home) -> dict[str, str | int] | None:
+        """Return the fields of a namespace, as they were noted; None if the note does not fit its name."""
         found = self.store.read(note_name(home.namespace_id, NAMESPACE_FILE), _MAX_NOTE_BYTES)
-        return found.decode(errors="replace") if found is not None else None
+        with suppress(ValueError, TypeError, AttributeError):
+            fields = dict(json.loads(found or b""))
+            return fields if Namespace(fields).id == home.namespace_id else None
+        return None
 
     def remove(self, places: Iterable[Place]) -> None:
         """Delete chunks; engines that ask for them have a miss.

@@ -64,9 +64,6 @@ class Manifest:
     merged: frozenset[str] = frozenset()
     trails: tuple[bytes, ...] = ()
 
-    def __bool__(self) -> bool:
-        return bool(len(self.stored) or len(self.touched) or len(self.removed))
-
     def encode(self) -> bytes:
         """Return the bytes of the object."""
         merged = np.array([stamp.encode() for stamp in sorted(self.merged)], _STAMP_TYPE)

@@ -7,7 +7,7 @@ letters, digits, ``.``, ``-`` and ``/``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Final, NamedTuple
 
@@ -59,6 +59,23 @@ class Reading(ABC):
         """
 
 
+class Body(NamedTuple):
+    """Content of an object to write.
+
+    Attributes:
+        size_bytes: of all parts.
+        parts: makes them, while the storage already prepares for the object. It may be called again, and must not fail.
+    """
+
+    size_bytes: int
+    parts: Callable[[], Sequence[memoryview]]
+
+    @classmethod
+    def of(cls, data: bytes | memoryview) -> Body:
+        """Return the body with this content."""
+        return cls(len(data), lambda: [memoryview(data)])
+
+
 class Store(ABC):
     """Storage of objects. Thread-safe; each call waits at most for the time-outs it was opened with.
 
@@ -69,8 +86,8 @@ class Store(ABC):
     """The URL, for messages."""
 
     @abstractmethod
-    def put(self, name: str, parts: Sequence[memoryview]) -> None:
-        """Write an object from its parts, without a copy of them.
+    def put(self, name: str, body: Body) -> None:
+        """Write an object from the parts of its body, without a copy of them.
 
         Raises:
             FullError: there is no room.

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 from kvstore.model.errors import ClosedError, TierError, TierSetupError
-from kvstore.tiers.object.store import Found, FullError, Reading
+from kvstore.tiers.object.store import Body, Found, FullError, Reading
 
 _MAX_ERROR_BYTES: Final = 4096
 _MAX_REST_S: Final = 60.0
@@ -67,14 +67,14 @@ class Wire:
         self._rests_until_s = 0.0  # as the store asked for
         self._is_closed = False
 
-    def send(self, request: Request, parts: Sequence[memoryview]) -> None:
-        """Send a request with a body from its parts.
+    def send(self, request: Request, body: Body) -> None:
+        """Send a request with a body.
 
         Raises:
             TierError: the store failed or refused.
         """
-        headers = {**request.headers, "Content-Length": str(sum(map(len, parts)))}
-        with self._answer(request._replace(headers=headers), parts) as answer:
+        headers = {**request.headers, "Content-Length": str(body.size_bytes)}
+        with self._answer(request._replace(headers=headers), body) as answer:
             if answer.status not in _DONE:  # what a read may be answered with is a refusal here
                 raise TierError(f"{self._place} answers {answer.status} {answer.reason} to a write")
 
@@ -85,7 +85,7 @@ class Wire:
         Raises:
             TierError: the store failed or refused.
         """
-        with self._answer(request, ()) as answer:
+        with self._answer(request) as answer:
             yield None if answer.status in (404, 412, 416) else WireReading(answer, self._failed)
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class Wire:
             _cut(connection)
 
     @contextmanager
-    def _answer(self, request: Request, parts: Sequence[memoryview]) -> Iterator[http.client.HTTPResponse]:
+    def _answer(self, request: Request, body: Body | None = None) -> Iterator[http.client.HTTPResponse]:
         """Yield the answer to a request, and keep the connection if all of the answer was read."""
         rest_s = self._rests_until_s - time.monotonic()
         if rest_s > 0:
@@ -111,7 +111,7 @@ class Wire:
                 f"all connections to {self._place} were in use for {self._timeout_s:g} s: raise their number"
             )
         try:
-            connection, answer = self._exchange(url, request, parts)
+            connection, answer = self._exchange(url, request, body)
             is_sound = False
             try:
                 with self._translated():
@@ -126,7 +126,7 @@ class Wire:
             self._free.release()
 
     def _exchange(
-        self, url: SplitResult, request: Request, parts: Sequence[memoryview]
+        self, url: SplitResult, request: Request, body: Body | None
     ) -> tuple[socket.socket, http.client.HTTPResponse]:
         """Send a request, and begin to read the answer. An idle connection that the server has ended is replaced."""
         target = f"{url.path}?{url.query}" if url.query else url.path
@@ -136,7 +136,9 @@ class Wire:
             connection, is_fresh = self._take(url)
             answer = http.client.HTTPResponse(connection, method=request.method)
             try:
-                _send(connection, [memoryview(head), *parts])
+                connection.sendall(head)
+                if body is not None:  # whose parts are made while the store reads the head
+                    _send(connection, body.parts())
                 answer.begin()
             except _FAILURES as error:
                 answer.close()

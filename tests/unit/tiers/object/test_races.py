@@ -18,7 +18,7 @@ from kvstore.model.errors import TierError
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.object import log
 from kvstore.tiers.object.folder import FolderStore
-from kvstore.tiers.object.store import FullError, Reading
+from kvstore.tiers.object.store import Body, FullError, Reading
 from kvstore.tiers.object.tier import ObjectTier
 
 A, B = make_ref(1), make_ref(2)
@@ -33,12 +33,12 @@ class HeldStore(FolderStore):
         self.after: dict[str, Callable[[], object]] = {}
         self.is_full = False
 
-    def put(self, name: str, parts: Sequence[memoryview]) -> None:
+    def put(self, name: str, body: Body) -> None:
         if self.is_full:
             raise FullError("no room")
         is_chunk = name.endswith(".safetensors")
         self._run(self.before, "put", is_chunk)
-        super().put(name, parts)
+        super().put(name, body)
         self._run(self.after, "put", is_chunk)
 
     @contextmanager
