@@ -9,9 +9,9 @@ from pydantic_core import PydanticCustomError
 
 from kvstore.config.keys.base import Keys, Seconds, Switch, Tokens, Unit, as_tuple
 
-REQUEST_FIELDS: Final = ("skip_save", "skip_load", "ttl", "tag", "pin")
+REQUEST_FIELDS: Final = ("skip_save", "skip_load", "max_save_tokens", "ttl", "tag", "pin")
 """Fields that a client may set for one request, if the operator allows it."""
-_SAFE_FIELDS: Final = ("skip_save", "skip_load", "ttl", "tag")  # these affect the request's own KV; a pin takes room
+_SAFE_FIELDS: Final = REQUEST_FIELDS[:-1]  # these affect the request's own KV; a pin takes room
 _MAX_PIN_S: Final = 365 * 86_400
 
 
@@ -38,8 +38,8 @@ class RequestKeys(Keys):
     """Store nothing; what is stored is still loaded. Meant for the variable `KVSTORE_FORCE_SKIP_SAVE`, which may also
     be 1 or 0."""
     request_fields: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = _SAFE_FIELDS
-    """[Fields of requests](per-request.md) that count, of `skip_save`, `skip_load`, `ttl`, `tag` and `pin`: a list, or
-    text with commas. With `pin`, any client may keep up to half of the pool."""
+    """[Fields of requests](per-request.md) that count, of `skip_save`, `skip_load`, `max_save_tokens`, `ttl`, `tag` and
+    `pin`: a list, or text with commas. With `pin`, any client may keep up to half of the pool."""
     pin_max_secs: Annotated[float, Unit("seconds"), Field(gt=0, le=_MAX_PIN_S)] = 86_400.0
     """Duration of a pin, unless it is renewed."""
     min_retrieve_tokens: Tokens = 0

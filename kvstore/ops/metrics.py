@@ -86,7 +86,7 @@ MISSES = _counter(
 REQUEST_FIELD_ERRORS = _counter(
     "request_field_errors",
     "Requests served without the cache because of a wrong field, by the one that it is or is nearest to",
-    field=("skip_save", "skip_load", "ttl", "tag", "pin", "probe", "handover", "other"),
+    field=("skip_save", "skip_load", "max_save_tokens", "ttl", "tag", "pin", "probe", "handover", "other"),
 )
 LOOKUP_TIMEOUTS = _counter("lookup_timeouts", "Lookups that the remote tier did not answer in time")
 STORED_CHUNKS = _counter("stored_chunks", "Chunks stored in memory")

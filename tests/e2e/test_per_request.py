@@ -35,7 +35,7 @@ def test_what_a_client_asks(tiny_model: Path, tmp_path: Path, caplog: pytest.Log
         plain = engine.generate([PROMPT], logprobs=2)
     # So that it does not join vLLM's logger, which caplog cannot see.
     logging.getLogger("kvstore").addHandler(logging.NullHandler())
-    every = {"kvstore.request_fields": "skip_save, skip_load, ttl, tag, pin"}
+    every = {"kvstore.request_fields": "skip_save, skip_load, max_save_tokens, ttl, tag, pin"}
     with Engine(tiny_model, StoreSetup(tmp_path / "disk", extra=every)) as engine:
         counters = engine.store_scheduler.index.counters
         assert not hit(engine, {"kvstore.skip_save": True})
@@ -53,6 +53,10 @@ def test_what_a_client_asks(tiny_model: Path, tmp_path: Path, caplog: pytest.Log
         assert not hit(engine, {"kvstore.tag.team": "blue"})
         assert not hit(engine, {"lmcache.tag.team": "red", "kvstore.skip_load": True})
         assert hit(engine, {"kvstore.tag.team": "red"})
+
+        engine.generate([PROMPT], asks={"kvstore.tag.team": "first", "kvstore.max_save_tokens": 100})
+        engine.forget_local()
+        assert engine.generate([PROMPT], asks={"kvstore.tag.team": "first"})[0].cached_tokens == 96
 
         assert engine.store_scheduler.index.leases == 1
         engine.generate([PROMPT], asks={"kvstore.tag.team": "red", "kvstore.pin": False})

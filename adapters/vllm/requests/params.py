@@ -125,6 +125,7 @@ class RequestParams:
 
     Attributes:
         skip_save: store nothing of it.
+        max_save_tokens: store no more than its first tokens, in whole blocks; None for all of them.
         skip_load: compute it even if it is stored.
         ttl_s: the time for which its chunks may be found; None for as long as there is room.
         pin: True keeps its prompt's chunks from eviction, False ends that, None does neither.
@@ -135,6 +136,7 @@ class RequestParams:
     """
 
     skip_save: _Flag = False
+    max_save_tokens: _TokensOrNone = None
     skip_load: _Flag = False
     ttl_s: _Seconds = None
     pin: _FlagOrNone = None

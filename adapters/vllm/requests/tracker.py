@@ -155,7 +155,7 @@ class RequestTracker:
         """
         written_tokens = self.request.num_computed_tokens + num_scheduled_tokens
         prompt_tokens = self._prompt_tokens
-        known_tokens = self._without_last(self.request.num_tokens) if self.rules.save_decode else prompt_tokens
+        known_tokens = self._storable(self.request.num_tokens) if self.rules.save_decode else prompt_tokens
         limit_tokens = min(known_tokens, written_tokens)
         # The end of its last whole block: the tail ends there, and a state left there is gone with the next step.
         ends_tokens = prompt_tokens - prompt_tokens % self.rules.block_tokens
@@ -171,16 +171,19 @@ class RequestTracker:
         """Return the chunks left to store of a request that has ended: its last whole chunks and its tail."""
         if not self.saves or not self.rules.save_decode:
             return None
-        limit_tokens = min(self._without_last(self.request.num_tokens), self.request.num_computed_tokens)
+        limit_tokens = min(self._storable(self.request.num_tokens), self.request.num_computed_tokens)
         return self._save_up_to(limit_tokens, limit_tokens)
 
     @property
     def _prompt_tokens(self) -> int:
         """Number of the prompt's tokens that are stored."""
-        return self._without_last(self.request.num_prompt_tokens - self.rules.spares_last_token)
+        return self._storable(self.request.num_prompt_tokens - self.rules.spares_last_token)
 
-    def _without_last(self, num_tokens: int) -> int:
-        return max(0, num_tokens - self.rules.skip_last_tokens)
+    def _storable(self, num_tokens: int) -> int:
+        """Return how many of a sequence's tokens may be stored."""
+        kept_tokens = max(0, num_tokens - self.rules.skip_last_tokens)
+        most_tokens = self.params.max_save_tokens
+        return kept_tokens if most_tokens is None else min(kept_tokens, most_tokens)
 
     def _save_up_to(self, limit_tokens: int, tail_tokens: int) -> SaveSpec | None:
         """Return whole chunks below ``limit_tokens`` not yet taken, and any tail that ends at ``tail_tokens``."""

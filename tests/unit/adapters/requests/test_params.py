@@ -29,7 +29,7 @@ JSON = st.recursive(
 NAMES = st.builds(
     "{}{}".format,
     st.sampled_from(["kvstore.", "lmcache.", "kvstore.tag.", "lmcache.tag.", ""]),
-    st.sampled_from(["skip_save", "skip_load", "ttl", "pin"]) | TEXT,
+    st.sampled_from([*REQUEST_FIELDS]) | TEXT,
 )
 SOURCES = JSON | st.dictionaries(NAMES | JSON.filter(lambda name: name.__hash__ is not None), JSON, max_size=4)
 SECRET = "what-a-client-wrote"
@@ -41,8 +41,10 @@ def test_nothing_is_asked_by_default() -> None:
 
 @pytest.mark.parametrize("prefix", ["kvstore.", "lmcache."])
 def test_every_field(prefix: str) -> None:
-    asked = {"skip_save": True, "skip_load": False, "ttl": 1.5, "pin": False, "tag.team": "red", "tag.a": ""}
-    expected = RequestParams(skip_save=True, ttl_s=1.5, pin=False, tags=(("a", ""), ("team", "red")))
+    asked = {"skip_save": True, "skip_load": False, "max_save_tokens": 9, "ttl": 1.5, "pin": False}
+    asked |= {"tag.team": "red", "tag.a": ""}
+    tags = (("a", ""), ("team", "red"))
+    expected = RequestParams(skip_save=True, max_save_tokens=9, ttl_s=1.5, pin=False, tags=tags)
     assert parse_params({prefix + name: value for name, value in asked.items()}) == expected
 
 
@@ -67,7 +69,9 @@ def test_pins_do_not_count_unless_the_operator_says_so() -> None:
     every = load_config({"kvstore.request_fields": ", ".join(REQUEST_FIELDS)}, environ={}).config.request_fields
     assert every == REQUEST_FIELDS
     assert load_config({"kvstore.request_fields": []}, environ={}).config.request_fields == ()
-    with pytest.raises(ConfigError, match=r"request_fields.*must be some of skip_save, skip_load, ttl, tag, pin"):
+    with pytest.raises(
+        ConfigError, match=r"request_fields.*must be some of skip_save, skip_load, max_save_tokens, ttl, tag, pin"
+    ):
         load_config({"kvstore.request_fields": ["pins"]}, environ={})
     with pytest.raises(ConfigError, match="pin_max_secs"):
         load_config({"kvstore.pin_max_secs": 0}, environ={})

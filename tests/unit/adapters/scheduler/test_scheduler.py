@@ -169,6 +169,15 @@ def test_skip_save(build: Build, *, save_decode: bool) -> None:
     assert vllm.loaded_tokens["loads"] == len(PROMPT) - 1
 
 
+@pytest.mark.parametrize("save_decode", [False, True])
+@pytest.mark.parametrize(("most", "loaded"), [(0, 0), (3, 0), (21, 20), (32, 32), (10_000, None)])
+def test_max_save_tokens(build: Build, most: int, loaded: int | None, *, save_decode: bool) -> None:
+    """The first tokens are stored, in whole blocks."""
+    vllm = build(save_decode=save_decode)
+    vllm.ask("first", PROMPT, max_tokens=9, params=RequestParams(max_save_tokens=most))
+    assert again(vllm) == (len(PROMPT) - 1 if loaded is None else loaded)
+
+
 def test_skip_load(build: Build) -> None:
     vllm = build()
     vllm.ask("first", PROMPT)
