@@ -41,7 +41,7 @@ def test_nothing_is_asked_by_default() -> None:
 
 @pytest.mark.parametrize("prefix", ["kvstore.", "lmcache."])
 def test_every_field(prefix: str) -> None:
-    asked = {"skip_save": True, "skip_load": False, "max_save_tokens": 9, "ttl": 1.5, "pin": False}
+    asked: dict[str, object] = {"skip_save": True, "skip_load": False, "max_save_tokens": 9, "ttl": 1.5, "pin": False}
     asked |= {"tag.team": "red", "tag.a": ""}
     tags = (("a", ""), ("team", "red"))
     expected = RequestParams(skip_save=True, max_save_tokens=9, ttl_s=1.5, pin=False, tags=tags)
