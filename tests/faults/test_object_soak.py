@@ -35,7 +35,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "folder":
         yield f"file://{tmp_path}/kv"
         return
-    server = S3Server(tmp_path / "s3").start()
+    server = S3Server(tmp_path / "s3", volumes=400).start()
     server.make_bucket("soak")
     yield server.url("soak")
     server.kill()

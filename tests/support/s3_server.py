@@ -22,7 +22,6 @@ from support.redis_server import free_port, wait_for
 ACCESS_KEY, SECRET_KEY = "kvaccess", "kvsecretkvsecret"
 _READY_S = 60.0
 _FEW = (
-    "-volume.max=64",
     "-master.volumeSizeLimitMB=64",
     "-master.telemetry=false",
     "-s3.port.iceberg=0",
@@ -43,9 +42,10 @@ def require_server() -> str:
 
 @dataclass
 class S3Server:
-    """SeaweedFS with a separate folder."""
+    """SeaweedFS with a separate folder, and at most ``volumes`` of 64 MiB, as deleted objects leave their room late."""
 
     folder: Path
+    volumes: int = 64
     port: int = field(default_factory=free_port)
     tls_port: int = field(default_factory=free_port)
     filer_port: int = field(default_factory=free_port)
@@ -68,7 +68,7 @@ class S3Server:
             *(require_server(), "server", f"-dir={data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", "-filer"),
             *(f"-master.port={free_port()}", f"-volume.port={free_port()}", f"-filer.port={self.filer_port}"),
             *(f"-s3.port={self.port}", f"-s3.port.https={self.tls_port}", "-s3.iam=false"),
-            *_FEW,
+            *(*_FEW, f"-volume.max={self.volumes}"),
             *(f"-s3.cert.file={self.folder / 'cert.pem'}", f"-s3.key.file={self.folder / 'key.pem'}"),
             f"-s3.config={self.folder / 's3.json'}",
         ]
