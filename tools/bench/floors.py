@@ -71,6 +71,8 @@ COMMON: dict[str, Bound] = {
     "object retrieve": Bound(0.85, 0.50),
     "object store: processor time": Bound(0.80, 0.30),
     "object retrieve: processor time": Bound(0.80, 0.40),
+    "SeaweedFS store": Bound(0.85, 0.50),
+    "SeaweedFS retrieve": Bound(0.85, 0.50),
     "server store": Bound(0.75, 0.40),
     "server retrieve": Bound(0.75, 0.40),
     "server store over TCP": Bound(0.80, 0.50),

@@ -127,9 +127,15 @@ def target(
     return lambda samples: Target(Subject(name, limit_name, includes, unit), limit, samples)
 
 
-def move_lines(subjects: Iterable[Subject], found: Sequence[Sequence[Pair]], workbench: Workbench) -> list[Line]:
-    """Return the lines of paths that move a batch, given the samples of each round, warm-up included."""
+def move_lines(
+    subjects: Iterable[Subject],
+    found: Sequence[Sequence[Pair]],
+    workbench: Workbench,
+    num_chunks: int | None = None,
+) -> list[Line]:
+    """Return the lines of paths that move a batch, or ``num_chunks``, given the samples of all rounds with warm-up."""
+    size_bytes = (num_chunks or workbench.num_chunks) * workbench.geometry.chunk_bytes
     return [
-        subject.line(pairs, workbench.geometry.name, workbench.batch_bytes)
+        subject.line(pairs, workbench.geometry.name, size_bytes)
         for subject, pairs in zip(subjects, columns(found), strict=True)
     ]

@@ -11,8 +11,8 @@ without a copy to their destination. The limit of a lookup is bare round trips o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,20 +40,26 @@ from kvstore.tools.bench.samples import (
     require,
     timed,
 )
-from kvstore.tools.bench.servers import child, private_redis, private_server
+from kvstore.tools.bench.servers import child, private_redis, private_seaweed, private_server
 from kvstore.tools.bench.workbench import Workbench
 
 LOOKUP_ROUND_TRIPS = 3
+_BUCKET = "bench"
 REDIS = (
     Subject("redis store", "plain socket SET", "the tier's put, a chunk a call: xxh3, parts of 1 MiB, transaction"),
     Subject("redis retrieve", "plain socket GET", "the tier's get, a chunk a call: parts, xxh3 verified"),
     Subject("redis: a chunk for its quarter", "its leading quarter", "GET, no tier, against GETRANGE of a part"),
 )
+_SEAWEED_BYTES = 64 << 20  # a round, because every round takes more of its disk
 OBJECTS = (
     Subject("object store", "plain HTTP PUT", "the tier's put, a chunk a call: xxh3, signature, manifest"),
     Subject("object retrieve", "plain HTTP GET", "the tier's get, a chunk a call: signature, xxh3 verified"),
     Subject("object store: processor time", "plain HTTP PUT", "as above, of this process"),
     Subject("object retrieve: processor time", "plain HTTP GET", "as above, of this process"),
+)
+SEAWEED = (
+    Subject("SeaweedFS store", "plain HTTP PUT", "as for the object store, on a real server that writes to a disk"),
+    Subject("SeaweedFS retrieve", "plain HTTP GET", "the same"),
 )
 REDIS_LOOKUP = Subject(
     "redis lookup, 128 known keys", "3 round trips", "the tier's contains; the limit has 0.5 ms more"
@@ -162,23 +168,36 @@ def measure_redis(workbench: Workbench, rounds: int, tick: Tick, *, program: Pat
 
 
 def measure_objects(workbench: Workbench, rounds: int, tick: Tick) -> list[Line]:
-    """Store, retrieve and look up on an S3 server in memory, in alternation with a plain client."""
-    found = []
-    chunks = _Chunks(workbench.paged.layout, workbench.num_chunks)
+    """Store and retrieve on an S3 server in memory, in alternation with a plain client."""
     with ExitStack() as opened:
-        folder = Path(opened.enter_context(TemporaryDirectory(prefix="kvstore-bench-")))
         port = int(opened.enter_context(child("kvstore.tools.bench.bare_s3")).said())
-        keys = folder / "credentials"
-        keys.write_text(f"[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n")
-        url = f"s3://bench/kv?endpoint=http://127.0.0.1:{port}&credentials_file={keys}"
-        tier = opened.enter_context(closing(chunks.tier("object", url)))
-        payloads = prefaulted(workbench.batch_bytes).reshape(workbench.num_chunks, -1)
-        plain = opened.enter_context(closing(PlainClient(port, "bench", payloads, (ACCESS_KEY, SECRET_KEY))))
-        for pair in alternating(rounds, tick):
-            busy = pair._replace(clock=time.process_time)
-            found.append([*chunks.move(tier, plain.store, plain.retrieve, pair)])
-            found[-1] += chunks.move(tier, plain.store, plain.retrieve, busy)
+        move = opened.enter_context(_moves_of_objects(workbench, workbench.num_chunks, port))
+        found = [(*move(pair), *move(pair._replace(clock=time.process_time))) for pair in alternating(rounds, tick)]
     return move_lines(OBJECTS, found, workbench)
+
+
+def measure_seaweed(workbench: Workbench, rounds: int, tick: Tick, folder: Path, *, program: Path) -> list[Line]:
+    """Store and retrieve on a private SeaweedFS, in alternation with a plain client."""
+    num_chunks = max(1, min(workbench.num_chunks, _SEAWEED_BYTES // workbench.paged.layout.slot_bytes))
+    with private_seaweed(program, folder, _BUCKET) as port, _moves_of_objects(workbench, num_chunks, port) as move:
+        found = [move(pair) for pair in alternating(rounds, tick)]
+    return move_lines(SEAWEED, found, workbench, num_chunks)
+
+
+@contextmanager
+def _moves_of_objects(
+    workbench: Workbench, num_chunks: int, port: int
+) -> Iterator[Callable[[Pairing], tuple[Pair, Pair]]]:
+    """Yield a function that stores and loads chunks on an S3 server, in alternation with a plain client."""
+    chunks = _Chunks(workbench.paged.layout, num_chunks)
+    with ExitStack() as opened:
+        keys = Path(opened.enter_context(TemporaryDirectory(prefix="kvstore-bench-"))) / "credentials"
+        keys.write_text(f"[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n")
+        url = f"s3://{_BUCKET}/kv?endpoint=http://127.0.0.1:{port}&credentials_file={keys}"
+        tier = opened.enter_context(closing(chunks.tier("object", url)))
+        payloads = prefaulted(num_chunks * workbench.geometry.chunk_bytes).reshape(num_chunks, -1)
+        plain = opened.enter_context(closing(PlainClient(port, _BUCKET, payloads, (ACCESS_KEY, SECRET_KEY))))
+        yield lambda pair: chunks.move(tier, plain.store, plain.retrieve, pair)
 
 
 def measure_server(workbench: Workbench, rounds: int, tick: Tick) -> list[Line]:

@@ -21,7 +21,7 @@ from kvstore.tools.bench.lines import Line, Target
 from kvstore.tools.bench.load import Mark
 from kvstore.tools.bench.moves import measure_cpu, measure_gpu
 from kvstore.tools.bench.proxy import measure_proxy
-from kvstore.tools.bench.remote import measure_objects, measure_redis, measure_server
+from kvstore.tools.bench.remote import measure_objects, measure_redis, measure_seaweed, measure_server
 from kvstore.tools.bench.report import BenchReport
 from kvstore.tools.bench.samples import MIN_ROUNDS, WARM_UP_ROUNDS, Tick
 from kvstore.tools.bench.scheduling import SCHEDULING
@@ -46,6 +46,7 @@ class BenchOptions:
         folder: parent folder of the disk lines' folder; None skips them.
         redis_server: program to start for the Redis lines; None skips them.
         objects: also measure a store of objects, on a server of the bench.
+        weed: SeaweedFS's program, to measure a store of objects that is real; None skips it.
         start: also measure importing the library and opening an engine.
         cache_server: also measure the cache server.
         handover: also measure hand-overs to another process.
@@ -60,6 +61,7 @@ class BenchOptions:
     folder: Path | None = None
     redis_server: Path | None = None
     objects: bool = False
+    weed: Path | None = None
     start: bool = False
     cache_server: bool = False
     handover: bool = False
@@ -137,6 +139,7 @@ def _sections(options: BenchOptions) -> list[_Section]:
             "redis", options.redis_server is not None, ticks, partial(measure_redis, program=options.redis_server)
         ),
         _Section("objects", options.objects, ticks, measure_objects),
+        _Section("SeaweedFS", options.weed is not None, ticks, _in_folder(options.folder, _seaweed(options.weed))),
         _Section("server", options.cache_server, ticks, _server),
         _Section("hand-over", options.handover, ticks, partial(_handover, channel=None)),
         _Section("NIXL", options.handover, ticks, partial(_handover, channel="nixl")),
@@ -152,6 +155,10 @@ def _in_folder(parent: Path | None, measure: Callable[[Workbench, int, Tick, Pat
             return measure(workbench, rounds, tick, Path(made))
 
     return run
+
+
+def _seaweed(program: Path | None) -> Callable[[Workbench, int, Tick, Path], list[Line]]:
+    return partial(measure_seaweed, program=program or Path())
 
 
 def _targets(_: Workbench, _rounds: int, tick: Tick, *, rows: Iterable[Target]) -> list[Line]:

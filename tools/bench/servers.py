@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
@@ -20,6 +22,8 @@ from kvstore.tools.processes import free_port, is_listening, running, wait_until
 MALLOC_CONF = "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1,lg_extent_max_active_fit:20"
 MALLOC_NAMES = ("MALLOC_CONF", "JE_MALLOC_CONF")
 _START_TIMEOUT_S = 10.0
+_SEAWEED_TIMEOUT_S = 60.0
+_MAX_SEAWEED_PORT = 55_535
 
 
 class Child:
@@ -72,6 +76,41 @@ def private_redis(program: str | Path | None, folder: Path) -> Iterator[int]:
         wait_until(lambda: is_listening(port) or process.poll() is not None, _START_TIMEOUT_S, every_s=0.02)
         if process.poll() is not None or not is_listening(port):
             raise ConfigError("redis-server does not start")
+        yield port
+
+
+@contextmanager
+def private_seaweed(program: Path, folder: Path, bucket: str) -> Iterator[int]:
+    """Run a private SeaweedFS with one bucket, and yield the port of its S3 interface.
+
+    Raises:
+        ConfigError: the server does not start.
+    """
+    # It listens on each port plus 10,000, too.
+    port, *others = islice((port for port in iter(free_port, None) if port < _MAX_SEAWEED_PORT), 4)
+    command: list[str | Path] = [
+        program,
+        "server",
+        f"-dir={folder}",
+        "-ip=127.0.0.1",
+        "-ip.bind=127.0.0.1",
+        "-s3",
+        f"-s3.port={port}",
+    ]
+    command += [f"-{name}.port={other}" for name, other in zip(("master", "volume", "filer"), others, strict=True)]
+    command += ["-master.telemetry=false", "-s3.iam=false", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+
+    def has_bucket() -> bool:
+        with suppress(OSError, http.client.HTTPException), closing(http.client.HTTPConnection("127.0.0.1", port)) as s3:
+            s3.request("PUT", f"/{bucket}")
+            return s3.getresponse().status in (http.client.OK, http.client.CONFLICT)
+        return False
+
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with running([*command, "-volume.max=20"], **silent, cwd=folder) as process:
+        wait_until(lambda: process.poll() is not None or has_bucket(), _SEAWEED_TIMEOUT_S, every_s=0.2)
+        if process.poll() is not None or not has_bucket():
+            raise ConfigError("SeaweedFS does not start")
         yield port
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +22,9 @@ class Parts:
     disk: Annotated[bool, typer.Option(help="Measure the disk.")] = True
     start: Annotated[bool, typer.Option(help="Measure importing the library and opening an engine.")] = True
     redis: Annotated[bool, typer.Option(help="Measure Redis, if redis-server is on the PATH.")] = True
-    objects: Annotated[bool, typer.Option(help="Measure an object store in memory.")] = True
+    objects: Annotated[
+        bool, typer.Option(help="Measure an object store in memory, and SeaweedFS, if weed is installed.")
+    ] = True
     server: Annotated[bool, typer.Option(help="Measure the cache server.")] = True
     handover: Annotated[bool, typer.Option(help="Measure hand-overs to another process.")] = True
     proxy: Annotated[bool, typer.Option(help="Measure the proxy.")] = True
@@ -99,6 +102,7 @@ def bench(
         folder=folder if parts.disk else None,
         redis_server=redis_server,
         objects=parts.objects,
+        weed=_weed() if parts.objects else None,
         start=parts.start,
         cache_server=parts.server,
         handover=parts.handover,
@@ -107,3 +111,9 @@ def bench(
         vllm=parts.vllm,
     )
     raise typer.Exit(measure_and_print(options, plot=plot, compare_with=compare, as_json=as_json))
+
+
+def _weed() -> Path | None:
+    """Return SeaweedFS's program, beside this Python or on the PATH; None without one."""
+    found = shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
+    return Path(found) if found else None

@@ -16,6 +16,7 @@ import pytest
 import torch
 from redis import Redis
 from support.redis_server import require_server
+from support.s3_server import require_server as require_weed
 from typer.testing import CliRunner
 
 from kvstore.engine.engine import CacheEngine
@@ -57,7 +58,7 @@ from kvstore.tools.cli import app
 Measure = Callable[[Workbench, int, Tick], list[Line]]
 TOY = Geometry("toy", layers=2, kv_heads=2, head_size=16, chunk_tokens=64)
 BATCH_BYTES = 3 * TOY.chunk_bytes
-SKIPPED = ("start", "redis", "objects", "server", "hand-over", "NIXL", "proxy", "GPU", "vLLM")
+SKIPPED = ("start", "redis", "objects", "SeaweedFS", "server", "hand-over", "NIXL", "proxy", "GPU", "vLLM")
 TOY_COMMAND = [
     "bench",
     "--geometry",
@@ -215,6 +216,13 @@ def test_run_measures_redis(toy: Geometry) -> None:
     assert len(ticks) == options.total_ticks
 
 
+def test_run_measures_seaweed(toy: Geometry, tmp_path: Path) -> None:
+    options = BenchOptions(toy, BATCH_BYTES, rounds=7, weed=Path(require_weed()), folder=tmp_path)
+    lines = run_bench(options).lines[-2:]
+    assert [line.subject for line in lines] == [*remote.SEAWEED]
+    assert [len(line.pairs) for line in lines] == [7, 7]
+
+
 def test_run_measures_the_cache_server(toy: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "NUM_CHUNKS", 8192)
     report = run_bench(BenchOptions(toy, BATCH_BYTES, rounds=7, cache_server=True))
@@ -262,6 +270,11 @@ def test_the_recommended_redis_takes_freed_memory_again(tmp_path: Path) -> None:
 def test_a_redis_server_that_does_not_start_is_told(toy: Geometry) -> None:
     report = run_bench(BenchOptions(toy, BATCH_BYTES, rounds=7, redis_server=Path("/bin/false")))
     assert "redis: redis-server does not start" in report.skipped
+
+
+def test_a_seaweed_that_does_not_start_is_told(toy: Geometry) -> None:
+    report = run_bench(BenchOptions(toy, BATCH_BYTES, rounds=7, weed=Path("/bin/false")))
+    assert "SeaweedFS: SeaweedFS does not start" in report.skipped
 
 
 def test_without_a_gpu_its_lines_are_skipped(toy: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
