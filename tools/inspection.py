@@ -70,6 +70,8 @@ def _inspect_key(key: str, folder: Path) -> Tree:
 def _inspect_chunk(path: Path, facts: Facts) -> Tree:
     """Return the facts in a chunk file and, if it is in a folder of the disk tier, whether it is sound."""
     tree: Tree = {"kind": "chunk", "path": str(path), **facts._asdict(), "file_bytes": path.stat().st_size}
+    if facts.key_id is None:
+        del tree["key_id"]
     home = path.absolute().parent.parent
     ref = parse_chunk_name(path.parent.name, path.name)
     tree["sound"] = None

@@ -30,6 +30,7 @@ class Facts(NamedTuple):
         header_bytes: length of the header, after which the payload begins.
         payload_bytes: as stored, without padding.
         layer_bytes: of each layer as stored; None without a codec, where the layout determines them.
+        key_id: of the key that encrypted it; None without encryption.
     """
 
     format_version: str
@@ -42,6 +43,7 @@ class Facts(NamedTuple):
     header_bytes: int
     payload_bytes: int
     layer_bytes: tuple[int, ...] | None
+    key_id: str | None = None
 
     @property
     def image_bytes(self) -> int:
@@ -72,6 +74,7 @@ def read_facts(begin: bytes) -> Facts | None:
             header_bytes,
             int(end) - int(start),
             chunkfile.parse_lengths(lengths) if lengths is not None else None,
+            str(said["seal"]).partition(" ")[0] if "seal" in said else None,
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
