@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 import socket
 import time
 from collections.abc import Iterator
@@ -161,16 +160,17 @@ def _listens(url: str) -> bool:
 
 def _objects(config: StoreConfig, url: str) -> Iterator[Finding]:
     """Check that a store of objects can be written, read, listed and deleted from, by one small object."""
-    from kvstore.tiers.object.tier import open_store  # noqa: PLC0415 - only if it is configured
+    from kvstore.tiers.object.names import PROBES, probe_name  # noqa: PLC0415 - only if it is configured
+    from kvstore.tiers.object.tier import open_store  # noqa: PLC0415
     from kvstore.tiers.object.url import parse_target  # noqa: PLC0415
 
     down: State = "error" if config.remote_required else "warning"
     begin_s = time.perf_counter()
-    name = f"probe/{secrets.token_hex(8)}"
+    name = probe_name()
     try:
         with closing(open_store(parse_target(url, {"timeout_s": _MOST_WAIT_S}))) as store:
             store.write(name, b"kvstore")
-            found, listed = store.read(name, 64), [one.name for one in store.list("probe/")]
+            found, listed = store.read(name, 64), [one.name for one in store.list(PROBES)]
             store.delete([name])
     except TierSetupError as error:
         yield Finding("objects", "error", str(error), "correct the credentials, the bucket's name, or tls_ca")

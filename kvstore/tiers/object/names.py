@@ -6,6 +6,7 @@
 <namespace id>/<epoch>/log/<milliseconds>-<writer>            a manifest
 <namespace id>/<epoch>/base/<milliseconds>-<writer>           the manifests before it in one
 sweep.lock                                                    held by the sweeper
+probe/<16 hex>                                                kvstore doctor's
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from kvstore.model.chunks import ChunkRef
 from kvstore.model.keys import NAMESPACE_ID_BYTES
 
 LOCK_NAME: Final = "sweep.lock"
+PROBES: Final = "probe/"
 _EPOCH_BYTES: Final = 8
 EPOCH_CHARS: Final = 2 * _EPOCH_BYTES
 _MS_DIGITS: Final = 12
 _WRITER_DIGITS: Final = 8
 STAMP_CHARS: Final = _MS_DIGITS + 1 + _WRITER_DIGITS
 _NAMESPACE: Final = re.compile(rf"[0-9a-f]{{{2 * NAMESPACE_ID_BYTES}}}")
+_PROBE: Final = re.compile(rf"{PROBES}[0-9a-f]{{16}}")
 _EPOCH: Final = re.compile(rf"[0-9a-f]{{{EPOCH_CHARS}}}")
 _STAMP: Final = re.compile(rf"[0-9a-f]{{{_MS_DIGITS}}}-[0-9a-f]{{{_WRITER_DIGITS}}}")
 
@@ -87,6 +90,16 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         return self.name
+
+
+def probe_name() -> str:
+    """Return the name of an object that tries a storage, never used before."""
+    return PROBES + secrets.token_hex(8)
+
+
+def is_probe(name: str) -> bool:
+    """Tell if a name is that of an object that tries a storage."""
+    return _PROBE.fullmatch(name) is not None
 
 
 def parse_place(name: str) -> Place | None:

@@ -31,6 +31,7 @@ from kvstore.tiers.object.names import (
     Home,
     Place,
     Stamps,
+    is_probe,
     parse_home,
     parse_place,
     parse_stamp,
@@ -191,7 +192,7 @@ class _Sweep:
         for number, (name, size_bytes, written_s) in enumerate(self._store.list("")):
             home, place = parse_home(name), parse_place(name)
             if home is None:
-                if is_part(name) and written_s < self._begin_s - _PART_STAYS_S:
+                if (is_part(name) or is_probe(name)) and written_s < self._begin_s - _PART_STAYS_S:
                     self._garbage.append((name, size_bytes))
                 continue
             stock = stocks.setdefault(home, _Stock())

@@ -19,7 +19,7 @@ from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.object import journal, log
 from kvstore.tiers.object import sweep as sweeping
 from kvstore.tiers.object.folder import FolderStore
-from kvstore.tiers.object.names import LOCK_NAME, parse_place
+from kvstore.tiers.object.names import LOCK_NAME, parse_place, probe_name
 from kvstore.tiers.object.sweep import Limits, SweepReport, sweep
 from kvstore.tiers.object.tier import ObjectTier
 
@@ -215,16 +215,21 @@ def test_garbage_of_a_clear_and_of_a_writer_that_was_killed(open_tier: Open, roo
     part.write_bytes(b"x" * 100)
     fresh = root / ".part" / ("b" * 32)
     fresh.write_bytes(b"x")
-    os.utime(part, (time.time() - 7200,) * 2)
+    old, new = probe_name(), probe_name()
+    for name in (old, new, "probe/a-strangers"):
+        store.write(name, b"kvstore")
+    for path in (part, root / old, root / "probe" / "a-strangers"):
+        os.utime(path, (time.time() - 7200,) * 2)
     tier = open_tier()
     assert not any(tier.contains(REFS))
     put(tier, REFS[0])
     report = sweep(store, Limits())
     assert report.chunks == 1
-    assert report.garbage_objects >= 22, "20 chunks, a manifest and a part"
+    assert report.garbage_objects >= 23, "20 chunks, a manifest, a part, and a probe of a doctor that was killed"
     assert chunks(store) == {REFS[0]}
     assert not part.exists()
     assert fresh.exists()
+    assert {name for name in names(store) if name.startswith("probe/")} == {new, "probe/a-strangers"}
 
 
 def test_manifests_become_one(open_tier: Open, store: FolderStore) -> None:
