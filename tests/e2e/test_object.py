@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runner import generated_elsewhere
+from support.runner import generated_elsewhere, staying_elsewhere
 from support.s3_server import S3Server
 from support.vllm_engine import (
     ONE_MODE_AND_SOAK,
@@ -50,6 +50,31 @@ def test_another_process_finds_all_in_s3_and_outlives_it(
         engine.forget_local()
         assert_same_outputs(plain_outputs, engine.generate(prompts))
         s3.thaw()
+        engine.assert_idle()
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", ["folder", "s3"])
+def test_two_engines_share_while_both_run(
+    tiny_model: Path,
+    prompts: list[Prompt],
+    plain_outputs: list[Completion],
+    s3: S3Server,
+    tmp_path: Path,
+    kind: str,
+) -> None:
+    """The second finds what the first has stored; the first, which was there before, what the second stores."""
+    store = through_memory(s3.url(BUCKET) if kind == "s3" else f"file://{tmp_path}/kv")
+    half = len(prompts) // 2
+    elsewhere = {"store": vars(store) | {"disk": None}, "rounds": ["cold"], "prompts": prompts}
+    job = {"model": str(tiny_model), "max_tokens": 12, "engines": [elsewhere]}
+    with Engine(tiny_model, store) as engine:
+        assert_same_outputs(plain_outputs[:half], engine.generate(prompts[:half]))
+        engine.settle()
+        with staying_elsewhere(job) as (outputs,):
+            assert_same_outputs(plain_outputs, outputs)
+            assert is_all_cached(prompts[:half], outputs[:half])
+            assert_same_outputs(plain_outputs, hits_again(engine, prompts, asks={"kvstore.skip_save": True}))
         engine.assert_idle()
 
 

@@ -222,12 +222,12 @@ def through_memory(remote_url: str) -> StoreSetup:
     )
 
 
-def hits_again(engine: Engine, prompts: list[Prompt]) -> list[Completion]:
+def hits_again(engine: Engine, prompts: list[Prompt], *, asks: dict[str, Any] | None = None) -> list[Completion]:
     """Ask until the answers are loaded from the store, which must first be found to be back, and filled."""
     deadline_s = time.monotonic() + 120
     while time.monotonic() < deadline_s:
         engine.forget_local()
-        outputs = engine.generate(prompts)
+        outputs = engine.generate(prompts, asks=asks)
         if is_all_cached(prompts, outputs):
             return outputs
         engine.settle()
