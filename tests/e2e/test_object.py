@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.redis_server import wait_for
 from support.runner import generated_elsewhere, staying_elsewhere
 from support.s3_server import S3Server
 from support.vllm_engine import (
@@ -19,6 +21,11 @@ from support.vllm_engine import (
     is_all_cached,
     through_memory,
 )
+
+from kvstore.tiers.object.names import parse_place
+from kvstore.tiers.object.reader import LogReader
+from kvstore.tiers.object.tier import open_store
+from kvstore.tiers.object.url import parse_target
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 BUCKET = "engines"
@@ -53,6 +60,15 @@ def test_another_process_finds_all_in_s3_and_outlives_it(
         engine.assert_idle()
 
 
+def are_all_named(url: str) -> bool:
+    """Tell if manifests name all chunks, which happens within seconds."""
+    with closing(open_store(parse_target(url, {}))) as store:
+        places = [place for listed in store.list("") if (place := parse_place(listed.name)) is not None]
+        reader = LogReader(store, places[0].home)
+        reader.read_all()
+        return all(reader.catalog.holds([place.ref for place in places]))
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["folder", "s3"])
 def test_two_engines_share_while_both_run(
@@ -64,13 +80,15 @@ def test_two_engines_share_while_both_run(
     kind: str,
 ) -> None:
     """The second finds what the first has stored; the first, which was there before, what the second stores."""
-    store = through_memory(s3.url(BUCKET) if kind == "s3" else f"file://{tmp_path}/kv")
+    url = s3.url(BUCKET) if kind == "s3" else f"file://{tmp_path}/kv"
+    store = through_memory(url)
     half = len(prompts) // 2
     elsewhere = {"store": vars(store) | {"disk": None}, "rounds": ["cold"], "prompts": prompts}
     job = {"model": str(tiny_model), "max_tokens": 12, "engines": [elsewhere]}
     with Engine(tiny_model, store) as engine:
         assert_same_outputs(plain_outputs[:half], engine.generate(prompts[:half]))
         engine.settle()
+        wait_for("manifests", lambda: are_all_named(url))
         with staying_elsewhere(job) as (outputs,):
             assert_same_outputs(plain_outputs, outputs)
             assert is_all_cached(prompts[:half], outputs[:half])
