@@ -24,7 +24,7 @@ except ImportError as error:
     raise ImportError("the cache server and its clients need pyzmq: pip install 'vllm-kvstore[server]'") from error
 
 from kvstore.model.errors import ConfigError
-from kvstore.model.privatefile import require_private
+from kvstore.model.keyfile import read_bounded, require_private
 from kvstore.protocol import messages
 
 
@@ -173,13 +173,7 @@ def _read(path: Path) -> tuple[bytes, ListedKey]:
     Raises:
         ConfigError: names the file, and the line.
     """
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from error
-    if len(data) > _MAX_FILE_BYTES:
-        raise ConfigError(f"the key file {path} is longer than {_MAX_FILE_BYTES} bytes: is it a key file?")
+    data = read_bounded(path, _MAX_FILE_BYTES)
     lines = [(number, line.strip()) for number, line in enumerate(data.splitlines(), 1) if line.strip()]
     if not lines or _KEY.fullmatch(lines[0][1]) is None:
         raise ConfigError(f"the file {path} does not begin with a key of 40 characters: create one with kvstore keygen")

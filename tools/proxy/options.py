@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import ssl
-import stat
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Annotated, Final
 import typer
 
 from kvstore.model.errors import ConfigError
+from kvstore.model.keyfile import require_private
 from kvstore.protocol.loopback import is_loopback
 from kvstore.tools.proxy.listing import Listed, Listing, Receiver
 
@@ -155,7 +155,7 @@ class ProxyOptions(Limits, Tls):
         """
         if self.tls_cert is None or self.tls_key is None:
             return None
-        _require_private(self.tls_key)
+        require_private(self.tls_key)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(self.tls_cert, self.tls_key, password="")  # prevents a prompt on the terminal
@@ -198,7 +198,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
     Raises:
         ConfigError: there is no key, a line is not a key, or other users can read the file.
     """
-    _require_private(path)
+    require_private(path)
     try:
         with path.open("rb") as file:
             keys = file.read(_MAX_FILE_BYTES + 1).decode("ascii", "replace").split("\n")
@@ -210,12 +210,3 @@ def read_keys(path: Path) -> tuple[str, ...]:
     if sum(map(len, keys)) + len(keys) > _MAX_FILE_BYTES:
         raise ConfigError(f"the file {path} has more than {_MAX_FILE_BYTES} bytes: use fewer API keys")
     return found
-
-
-def _require_private(path: Path) -> None:
-    try:
-        mode = stat.S_IMODE(path.stat().st_mode)
-    except OSError as error:
-        raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from error
-    if mode & 0o077:
-        raise ConfigError(f"the key file {path} can be read by others: chmod 600 it")

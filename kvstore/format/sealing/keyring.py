@@ -16,8 +16,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from kvstore.model.errors import ConfigError
+from kvstore.model.keyfile import read_bounded, require_private
 from kvstore.model.keys import KeyExtras
-from kvstore.model.privatefile import require_private
 
 logger = logging.getLogger(__name__)
 
@@ -122,13 +122,7 @@ def _state(path: Path) -> tuple[int, int, int]:
 
 def _read(path: Path) -> _Keys:
     require_private(path)
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from error
-    if len(data) > _MAX_FILE_BYTES:
-        raise ConfigError(f"the key file {path} is longer than {_MAX_FILE_BYTES} bytes: is it a key file?")
+    data = read_bounded(path, _MAX_FILE_BYTES)
     try:
         listed = TypeAdapter(list[_Listed]).validate_python(yaml.safe_load(data))
     except (yaml.YAMLError, RecursionError, ValueError) as error:
