@@ -202,8 +202,8 @@ class Target:
         folders: an engine's ``local_disk``; empty for a Redis.
         max_bytes: limit for each worker, as ``max_local_disk_size``; None for enough room for the pack.
         codec: codec, as in ``local_disk_serde`` or ``remote_serde``.
-        encryption_keys: file with keys, which encrypt what is imported, and of encrypted chunks in the pack; None for
-            no encryption.
+        encryption_keys: file with the keys that encrypt imported chunks, and decrypt those of the pack; None for no
+            encryption.
         url: URL of a Redis.
         options: options of the Redis tier.
     """
@@ -254,7 +254,7 @@ def import_pack(
                         if should_stop():
                             report.interrupted = True
                             return report
-                        transfer = Transfer(ref, slot, trail=source.trail_of(ref), tenant=source.tenant_of(ref))
+                        transfer = Transfer(ref, slot, trail=source.trail_of(ref))
                         moved_bytes = _import_one(source, tier, shard, transfer, report, size_bytes=extent.size_bytes)
                         tick(total, moved_bytes)
             except TierError as error:
@@ -338,7 +338,7 @@ def _import_one(
             Fault(place_in_pack(shard, ref), "damaged in the pack, or encrypted with a key that is missing here")
         )
         return 0
-    if tier.put([transfer]) != [Outcome.STORED]:
+    if tier.put([transfer._replace(tenant=source.tenant_of(ref))]) != [Outcome.STORED]:
         report.refused += 1
         return 0
     report.chunks += 1

@@ -24,7 +24,7 @@ from kvstore.format.pack import Extent, Pack, open_pack
 from kvstore.format.sealing import open_ring
 from kvstore.index.trails import Trails
 from kvstore.model.chunks import ByteArray, ChunkRef, Outcome, chunk_of, is_trail_of
-from kvstore.model.errors import ConfigError
+from kvstore.model.errors import ConfigError, TierError
 from kvstore.model.keys import ChunkKey, Namespace, PrefixKey
 from kvstore.model.layout import KVLayout
 from kvstore.tiers.base import GIVEN_BY_URL, MAX_NEAREST, TierSetup, Transfer, payload_view
@@ -106,13 +106,16 @@ class PackTier(ForeignTier):
         """Return the tenant whose key sealed a chunk; empty if it is not encrypted, or the key is unknown.
 
         Raises:
-            OSError: the system refused.
+            TierError: the pack cannot be read.
         """
         extent = self._chunks.get(ref)
         if extent is None or self._keys is None:
             return b""
         begin = np.empty(min(chunkfile.header_bytes(self._layout, chunkfile.ANY_CODEC), extent.size_bytes), np.uint8)
-        sealed_by = chunkfile.seal_of(begin) if self._pack.read_into(extent, [begin.data]) else ""
+        try:
+            sealed_by = chunkfile.seal_of(begin) if self._pack.read_into(extent, [begin.data]) else ""
+        except OSError as error:
+            raise TierError(f"the pack {self._pack.path} cannot be read: {error.strerror}") from error
         key = self._keys.get(sealed_by.partition(" ")[0])
         return key.tenant if key else b""
 
@@ -187,9 +190,10 @@ class PackTier(ForeignTier):
             if not self._pack.read_into(extent, [header.data, payload.data]):
                 return Damage.SIZE
             return chunkfile.verify(layout, key, ref.num_blocks, header, payload)
-        coder, image = self._coder(codec), self._pack.read(extent)
+        coder = self._coder(codec)
         if coder is None:
             return Damage.SEAL
+        image = self._pack.read(extent)
         return Damage.SIZE if image is None else coder.decode(key, ref.num_blocks, image, payload)
 
     def _coder(self, codec: str) -> ChunkCoder | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from support.diskwork import EVEN, MINE, get, make_ref, make_transfer
 from support.key_files import write_keys
 
 from kvstore.format import chunkfile
+from kvstore.format.pack import Pack
 from kvstore.format.sealing.keyring import KeyRing
 from kvstore.model.chunks import Outcome
 from kvstore.model.keys import KeyExtras
@@ -65,6 +67,24 @@ def test_a_pack_keeps_the_tenants_of_its_chunks(folder: Path, keys: Path, tmp_pa
     assert (report.chunks, report.is_complete) == (6, True)
     assert sealed_by(tmp_path / "target") == {"all": 3, "acme_2": 3}
     assert held(tmp_path / "target", later) == 6
+
+
+def test_a_pack_that_cannot_be_read_ends_the_import(
+    folder: Path, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report says so, whichever read of a chunk fails."""
+    assert export(Source(folder), tmp_path / "a.kvpack").is_complete
+    left = iter(range(5))
+    real = Pack.read_into
+
+    def read_into(pack: Pack, *arguments: Any) -> bool:
+        if next(left, None) is None:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(pack, *arguments)
+
+    monkeypatch.setattr(Pack, "read_into", read_into)
+    report = import_pack(tmp_path / "a.kvpack", Target((tmp_path / "target",), encryption_keys=str(keys)))
+    assert not report.is_complete
 
 
 @pytest.mark.parametrize("has_keys", [True, False])
