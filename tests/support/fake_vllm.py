@@ -97,6 +97,7 @@ class FakeVllm(FakeScheduler):
             push=push,
             names_layers_early=setup.names_layers_early,
             overwrites_early=setup.overwrites_early,
+            runs_ahead=setup.run_ahead > 0 and setup.async_load is not False,  # which is refused beside a slower tier
         )
         server = None
         if setup.port is not None:

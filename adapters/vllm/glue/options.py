@@ -112,6 +112,7 @@ def worker_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, conf
         async_save=_async_save(config),
         overwrites_early=overwrites_early(vllm_config, kv_cache_config),
         push=_push_options(vllm_config, config),
+        runs_ahead=vllm_config.scheduler_config.async_scheduling,
     )
 
 

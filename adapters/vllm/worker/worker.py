@@ -26,6 +26,7 @@ from kvstore.adapters.vllm.worker.verifier import Verifier
 from kvstore.engine.opening import log_device_bytes, open_tiers
 from kvstore.engine.options import EngineOptions
 from kvstore.index.plans import Place
+from kvstore.model.errors import TierError
 from kvstore.model.groups import Groups
 from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.ops import metrics
@@ -57,6 +58,7 @@ class WorkerOptions:
             hand over is gathered when the step ends.
         overwrites_early: blocks that are taken from a request may be overwritten before ``prepare`` is called.
         groups: the groups of layers whose KV is kept; None for one group that keeps all tokens.
+        runs_ahead: vLLM plans a step before it knows of the loads that failed in the one before.
     """
 
     layer_names: tuple[str, ...] = ()
@@ -66,6 +68,7 @@ class WorkerOptions:
     names_layers_early: bool = False
     overwrites_early: bool = False
     groups: Groups | None = None
+    runs_ahead: bool = False
 
 
 class StoreWorker:
@@ -248,6 +251,7 @@ class StoreWorker:
             self._note_loads(plan, load.jobs, loaded, load.watch)
         lost_block_ids = [block for meta in plan.requests for block in meta.lost_block_ids]
         if lost_block_ids:
+            self._stop_before_garbage(len(lost_block_ids))
             self._failed_block_ids.update(lost_block_ids)
             self._reporter.result_of(plan.number).lost_blocks = True
             self._poisoned_step = plan.number
@@ -259,9 +263,25 @@ class StoreWorker:
         result = self._reporter.result_of(plan.number)
         result.failed_loads |= loaded.failed
         result.lost_chunks |= loaded.lost
-        self._failed_block_ids.update(_blocks_of(jobs, loaded.failed))
+        failed_block_ids = _blocks_of(jobs, loaded.failed)
+        self._failed_block_ids |= failed_block_ids
         if loaded.failed:
             self._poisoned_step = plan.number
+            self._stop_before_garbage(len(failed_block_ids))
+
+    def _stop_before_garbage(self, num_blocks: int) -> None:
+        """Stop the engine where vLLM would not recompute blocks that a step failed to load.
+
+        While vLLM runs ahead, it delivers the tokens of the steps that it has planned meanwhile, and it miscounts the
+        computed tokens of requests that share such a block (vLLM 0.30 to 0.32). Only loads from memory happen within
+        its steps, so nothing fails but a copy to a device whose memory is full, with which vLLM itself ends soon.
+        """
+        if self._options.runs_ahead:
+            raise TierError(
+                f"{num_blocks} blocks could not be loaded from memory within a step, and vLLM schedules "
+                "asynchronously, so it would deliver tokens computed on garbage: the engine stops. If its GPU had no "
+                "memory left, lower --gpu-memory-utilization; else start vLLM with --no-async-scheduling and report it"
+            )
 
     def _note_fetched(self, fetched: Fetched) -> None:
         fetch, loaded, seconds = fetched

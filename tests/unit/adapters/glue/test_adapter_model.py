@@ -18,6 +18,7 @@ from support.remote import FakeServer
 from support.schedules import schedules
 
 from kvstore.adapters.vllm.requests.params import RequestParams
+from kvstore.model.errors import TierError
 from kvstore.ops import metrics
 from kvstore.paged import device as device_module
 from kvstore.paged import places as places_module
@@ -135,6 +136,11 @@ def _play(setup: Setup, *, with_faults: bool) -> None:
         vllm.take = lambda offered: offered if vllm.random.random() < 0.8 else vllm.random.randint(0, offered)
         _Client(vllm, with_faults=with_faults).play()
         assert_books_balance(vllm)
+    except TierError:  # the engine stops: nothing else fails within a step that vLLM does not wait for
+        assert setup.run_ahead
+        assert vllm.late is not None
+        assert sum(worker._counters().failed_copies for worker in vllm.workers)
+        assert not vllm.wrong
     finally:
         vllm.close()
 

@@ -113,6 +113,30 @@ def test_a_step_that_computes_nothing_ends_without_a_store(cache: torch.Tensor, 
     worker.close()
 
 
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_a_load_that_fails_within_a_step_stops_an_engine_that_runs_ahead(
+    cache: torch.Tensor, *, layerwise: bool
+) -> None:
+    """VLLM would deliver the tokens of steps that it has planned meanwhile, computed on garbage."""
+    paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
+    options = WorkerOptions(layer_names=("layer",), layerwise=layerwise, runs_ahead=True)
+    worker = StoreWorker(paged, ONE, EngineOptions(4 * 4096), options)
+    worker.facts()
+
+    def load_what_was_never_stored() -> None:
+        worker.load()
+        worker.wait_for_layer("layer")
+        worker.end_loads()
+
+    worker.begin_step(StepPlan(1, 0, [load(REF, 0, [7, 5])]))
+    with pytest.raises(TierError, match="2 blocks could not be loaded from memory within a step"):
+        load_what_was_never_stored()
+    worker.begin_step(StepPlan(2, 1, [ReqMeta("lost", [], [], lost_block_ids=[3])]))
+    with pytest.raises(TierError, match="1 blocks could not be loaded"):
+        load_what_was_never_stored()
+    worker.close()
+
+
 @pytest.mark.parametrize("names_layers_early", [False, True])
 def test_layers_that_are_named_before_all_is_computed_are_stored_at_the_end(
     cache: torch.Tensor, *, names_layers_early: bool
