@@ -251,10 +251,8 @@ class StoreWorker:
             self._note_loads(plan, load.jobs, loaded, load.watch)
         lost_block_ids = [block for meta in plan.requests for block in meta.lost_block_ids]
         if lost_block_ids:
-            self._stop_before_garbage(len(lost_block_ids))
-            self._failed_block_ids.update(lost_block_ids)
             self._reporter.result_of(plan.number).lost_blocks = True
-            self._poisoned_step = plan.number
+            self._fail_blocks(plan, lost_block_ids)
         if plan.requests:
             self._reporter.result_of(plan.number).ranks_loaded = 1
 
@@ -263,22 +261,21 @@ class StoreWorker:
         result = self._reporter.result_of(plan.number)
         result.failed_loads |= loaded.failed
         result.lost_chunks |= loaded.lost
-        failed_block_ids = _blocks_of(jobs, loaded.failed)
-        self._failed_block_ids |= failed_block_ids
         if loaded.failed:
-            self._poisoned_step = plan.number
-            self._stop_before_garbage(len(failed_block_ids))
+            self._fail_blocks(plan, _blocks_of(jobs, loaded.failed))
 
-    def _stop_before_garbage(self, num_blocks: int) -> None:
-        """Stop the engine where vLLM would not recompute blocks that a step failed to load.
+    def _fail_blocks(self, plan: StepPlan, block_ids: Collection[int]) -> None:
+        """Note blocks that a step failed to load, so that vLLM computes them; stop the engine where it would not.
 
         While vLLM runs ahead, it delivers the tokens of the steps that it has planned meanwhile, and it miscounts the
         computed tokens of requests that share such a block (vLLM 0.30 to 0.32). Only loads from memory happen within
         its steps, so nothing fails but a copy to a device whose memory is full, with which vLLM itself ends soon.
         """
+        self._failed_block_ids.update(block_ids)
+        self._poisoned_step = plan.number
         if self._options.runs_ahead:
             raise TierError(
-                f"{num_blocks} blocks could not be loaded from memory within a step, and vLLM schedules "
+                f"{len(block_ids)} blocks could not be loaded from memory within a step, and vLLM schedules "
                 "asynchronously, so it would deliver tokens computed on garbage: the engine stops. If its GPU had no "
                 "memory left, lower --gpu-memory-utilization; else start vLLM with --no-async-scheduling and report it"
             )
