@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import islice
@@ -201,13 +201,15 @@ class Entries(dict[PrefixKey, Entry]):
     def _trails_of(self, chunk: Entry) -> Trails:
         return self.far if chunk.memory is NO_SLOT else self.near
 
-    def new_trails(self, hasher: PrefixHasher | None, refs: Iterable[ChunkRef]) -> dict[PrefixKey, bytes]:
+    def new_trails(
+        self, hasher: PrefixHasher | None, refs: Iterable[ChunkRef], prefix: Sequence[PrefixKey] = ()
+    ) -> dict[PrefixKey, bytes]:
         """Return the trails of a sequence's chunks that are unknown, or known without a trail."""
         if hasher is None:
             return {}
-        keys = [ref.prefix_key for ref in refs]
+        keys = [*prefix[-1:], *(ref.prefix_key for ref in refs)]
         unknown = [key for key in keys if not (chunk := self.get(key)) or not chunk.trail]
-        return hasher.trails(unknown) if unknown else {}
+        return hasher.trails(unknown, keys[-2] if len(keys) > 1 else b"") if unknown else {}
 
     def closest(
         self, trail: bytes, fits: Callable[[Entry], bool], *, has_slot: bool = False

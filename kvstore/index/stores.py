@@ -62,7 +62,7 @@ class StorePlanner:
         step holds its slot until ``complete``, and until ``complete_write`` for each of its targets.
         """
         self._discard_out_of_reach(refs)
-        made = self.chunks.new_trails(hasher, refs)
+        made = self.chunks.new_trails(hasher, refs, prefix)
         until_s = None if ttl_s is None else self.chunks.now_s + ttl_s
         holders: dict[PrefixKey, Entry] = {}
         if hasher is not None:

@@ -234,15 +234,21 @@ class PrefixHasher:
         """Return the trail of chunk number ``chunk``, which is the concatenation of its ``block_keys``."""
         return b"".join(self.block_keys(chunk))
 
-    def trails(self, keys: Iterable[PrefixKey]) -> dict[PrefixKey, bytes]:
+    def trails(self, keys: Iterable[PrefixKey], before: PrefixKey = b"") -> dict[PrefixKey, bytes]:
         """Return the trails of those of the chunks that belong to the sequence, by key.
 
-        They are whole chunks, or tails in the place of the last chunk.
+        They are whole chunks, or tails behind the last whole chunk or the one with the key ``before``, none for the
+        sequence's begin: it may have grown since a tail was its end.
         """
         wanted = set(keys)
-        found = {key: self.trail(number) for number, key in enumerate(self._chunk_keys) if key in wanted}
-        if len(found) < len(wanted):
-            tails = self.block_keys(len(self._chunk_keys))
+        found, places = {}, [len(self._chunk_keys)] if before else [len(self._chunk_keys), 0]
+        for number, key in enumerate(self._chunk_keys):
+            if key in wanted:
+                found[key] = self.trail(number)
+            if key == before:
+                places.append(number + 1)
+        while places and len(found) < len(wanted):
+            tails = self.block_keys(places.pop())
             found.update((key, b"".join(tails[:end])) for end, key in enumerate(tails, 1) if key in wanted)
         return found
 

@@ -208,18 +208,19 @@ class LoadPlanner:
         starts = (part.start for part in parts if self._index.source(part.ref, spec.told) is Place.REMOTE)
         return next(starts, spec.num_local_tokens // self._rules.block_tokens) * self._rules.block_tokens
 
-    def awaited(self, spec: LoadSpec, *, async_load: bool) -> PrefixKey | None:
+    def awaited(self, spec: LoadSpec, *, any_load: bool) -> PrefixKey | None:
         """Return the key of the last chunk to be loaded that another request's load brings, and which may still fail.
 
-        Chunks arrive in order, so the others have mostly arrived with that one, and no lookup is needed before.
+        Chunks arrive in order, so the others have mostly arrived with that one, and no lookup is needed before. Without
+        ``any_load``, only asynchronous loads count.
         """
         parts = overlapping(spec.match, self._rules, spec.num_local_tokens, spec.num_external_tokens)
         keys = [ref.prefix_key for ref in (*(part.ref for part in parts), *spec.match.checkpoint)]
-        return next((key for key in reversed(keys) if self.is_coming(key, async_load=async_load)), None)
+        return next((key for key in reversed(keys) if self.is_coming(key, any_load=any_load)), None)
 
-    def is_coming(self, key: PrefixKey, *, async_load: bool = True) -> bool:
-        """Tell if a load in flight brings a chunk; without ``async_load``, only asynchronous loads count."""
-        return self._index.is_loading(key) and (async_load or self._fetched_keys[key] > 0)
+    def is_coming(self, key: PrefixKey, *, any_load: bool = True) -> bool:
+        """Tell if a load in flight brings a chunk; without ``any_load``, only asynchronous loads count."""
+        return self._index.is_loading(key) and (any_load or self._fetched_keys[key] > 0)
 
     def rests_on_unverified(self, tracker: RequestTracker, num_local_tokens: int) -> bool:
         """Tell if the first ``num_local_tokens`` include a block whose load has not been reported."""

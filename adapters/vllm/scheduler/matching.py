@@ -176,7 +176,9 @@ class Matching:
         carried = self.loads.carried(spec)
         others_run = not self.running <= {tracker.request.request_id}
         async_load = self.choice.is_async(carried, others_run=others_run)
-        if (key := self.loads.awaited(spec, async_load=async_load)) is not None:
+        # While vLLM runs ahead, a load within a step must not fail, so it waits for what a canary reads, too.
+        any_load = async_load or self.options.load_rules.runs_ahead
+        if (key := self.loads.awaited(spec, any_load=any_load)) is not None:
             tracker.waits_for = WaitsFor(key, tracker.request.num_tokens, spec.num_local_tokens)
             return None
         if self.choice.declines(carried, spec.num_external_tokens):

@@ -95,6 +95,7 @@ class Announcer:
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._known: dict[PrefixKey, Blocks] = {}  # of chunks in the index
+        self._trails: dict[PrefixKey, bytes] = {}  # of these, as far as they are known
         self._described: list[PrefixKey] = []  # since the last call
         self._by_place = {place: _PlaceEvents() for place in ANNOUNCED}
 
@@ -127,9 +128,9 @@ class Announcer:
     def take(self, index: ChunkIndex) -> list[Stored | Removed]:
         """Return the events that bring listeners up to date."""
         changes = index.take_changes()
-        heirs = [
-            heir for key, trail in changes.items() if key in self._known for heir in self._heirs(index, key, trail)
-        ]
+        # A chunk may leave and come back, from a tier that has no trail of it.
+        self._trails.update((key, trail) for key, trail in changes.items() if trail and key in self._known)
+        heirs = [heir for key in changes if key in self._known for heir in self._heirs(index, key)]
         changed = [key for key in dict.fromkeys([*changes, *self._described, *heirs]) if key in self._known]
         self._described.clear()
         events: list[Stored | Removed] = []
@@ -150,11 +151,12 @@ class Announcer:
         for key in changed:
             if key not in index:
                 del self._known[key]
+                self._trails.pop(key, None)
         return events
 
-    def _heirs(self, index: ChunkIndex, key: PrefixKey, trail: bytes) -> Iterator[PrefixKey]:
+    def _heirs(self, index: ChunkIndex, key: PrefixKey) -> Iterator[PrefixKey]:
         """Yield chunks that still hold the first blocks of one that has left a place, and note these blocks."""
-        blocks = self._known[key]
+        blocks, trail = self._known[key], self._trails.get(key, b"")
         for place, at_place in self._by_place.items():
             if not at_place.num_blocks(key) or index.holds(key, place):
                 continue

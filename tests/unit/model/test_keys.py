@@ -413,3 +413,16 @@ def test_a_trail_belongs_to_a_chunk_of_its_length_that_ends_with_its_key() -> No
     assert chunk_of(trail) == ChunkRef(trail[16:], 2)
     for other in (ChunkRef(trail[16:], 1), ChunkRef(trail[16:], 3), ChunkRef(trail[:16], 2)):
         assert not is_trail_of(trail, other)
+
+
+@pytest.mark.parametrize("num_blocks", [2, 6, 11])
+def test_the_trail_of_a_tail_is_known_when_the_sequence_has_grown(num_blocks: int) -> None:
+    """A prompt's tail may be stored after tokens were sampled. Without a trail it is found by its own end only."""
+    hasher = PrefixHasher(16, 4)
+    hasher.update(list(range(4 * num_blocks)))
+    chunk, trail = num_blocks // 4, hasher.trail(num_blocks // 4)
+    key, before = trail[-16:], b"".join(hasher.chunk_keys()[chunk - 1 : chunk])
+    for num_tokens in (4 * num_blocks, 60, 100):
+        hasher.update(list(range(num_tokens)))
+        assert hasher.trails([key], before) == {key: trail}
+    assert hasher.trails([bytes(16)], before) == {}

@@ -228,11 +228,11 @@ class TestWaiting:
         spec, other = (LoadSpec(Match((ref,), CHUNK), 0, CHUNK, async_load=True) for ref in refs)
         tracker = RequestTracker(FakeRequest("one", list(PROMPT)), NO_EXTRAS, RULES)
         planner.plan(tracker, spec, [TABLE], CHUNK)
-        assert planner.awaited(spec, async_load=async_load) is not None
-        assert planner.awaited(other, async_load=async_load) is None
+        assert planner.awaited(spec, any_load=async_load) is not None
+        assert planner.awaited(other, any_load=async_load) is None
         (fetch,) = planner._plans.next.fetches
         planner.complete_fetch(fetch.number, FetchResult(ranks_ended=1))
-        assert planner.awaited(spec, async_load=async_load) is None
+        assert planner.awaited(spec, any_load=async_load) is None
 
     @pytest.mark.parametrize("ranks", [1, 2])
     def test_it_ends_when_the_chunk_has_come_everywhere(
@@ -246,11 +246,11 @@ class TestWaiting:
         planner.plan(tracker, both, [TABLE], 2 * CHUNK)
         (fetch,) = planner._plans.next.fetches
         for _ in range(ranks):
-            assert planner.awaited(first, async_load=True) == refs[0].prefix_key
+            assert planner.awaited(first, any_load=True) == refs[0].prefix_key
             assert not index.in_memory(refs[0].prefix_key)
             planner.complete_fetch(fetch.number, FetchResult(arrived=Counter([refs[0].prefix_key])))
-        assert planner.awaited(first, async_load=True) is None
-        assert planner.awaited(both, async_load=True) == refs[1].prefix_key
+        assert planner.awaited(first, any_load=True) is None
+        assert planner.awaited(both, any_load=True) == refs[1].prefix_key
         (step,) = index.prepare_load([refs[0]])
         assert step.source is Place.MEMORY
         index.complete_load([step], set(), set())
@@ -259,7 +259,7 @@ class TestWaiting:
             planner.complete_fetch(fetch.number, FetchResult(failed_loads=failed, ranks_ended=1))
         assert index.in_memory(refs[0].prefix_key)
         assert not index.in_memory(refs[1].prefix_key)
-        assert planner.awaited(both, async_load=True) is None
+        assert planner.awaited(both, any_load=True) is None
         assert are_loads_idle(planner)
 
     def test_nothing_is_looked_up_before_it_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,9 +293,24 @@ class TestWaiting:
         """An asynchronous load might run before that step, but one within a step runs after it."""
         spec = LoadSpec(Match((refs[0],), CHUNK), 0, CHUNK)
         steps = index.prepare_load([refs[0]])
-        assert (planner.awaited(spec, async_load=async_load) is not None) is async_load
+        assert (planner.awaited(spec, any_load=async_load) is not None) is async_load
         index.complete_load(steps, set(), set())
-        assert planner.awaited(spec, async_load=async_load) is None
+        assert planner.awaited(spec, any_load=async_load) is None
+
+    @pytest.mark.parametrize("runs_ahead", [False, True])
+    def test_what_a_canary_reads_while_vllm_runs_ahead(self, refs: list[ChunkRef], *, runs_ahead: bool) -> None:
+        """The read may fail, and a load within a step must not: vLLM would deliver tokens computed on garbage."""
+        scheduler = make(refs[0], rules=LoadRules(runs_ahead=runs_ahead))
+        one = begin(scheduler, "one", PROMPT)
+        index = scheduler.index
+        assert index is not None
+        steps = index.prepare_load([refs[0]])
+        assert steps[0].source is Place.DISK
+        waits = scheduler.num_new_matched_tokens(one, 0) is None
+        assert waits is runs_ahead
+        index.complete_load(steps, {refs[0].prefix_key} if runs_ahead else set(), set())
+        assert scheduler.num_new_matched_tokens(one, 0) == CHUNK
+        assert scheduler.is_async_load("one") is runs_ahead
 
 
 def _refuse(*_: object, **__: object) -> None:

@@ -128,13 +128,13 @@ def test_nobody_relies_on_a_load_that_another_request_waits_for() -> None:
     match = index.lookup(tracker.hasher)
     assert len(match.refs) == 2
     spec = LoadSpec(match, 0, 2 * CHUNK, async_load=True)
-    assert planner.awaited(spec, async_load=False) is None
+    assert planner.awaited(spec, any_load=False) is None
     planner.plan(tracker, spec, [list(range(8))], 2 * CHUNK)
-    assert planner.awaited(spec, async_load=False) is not None
-    assert planner.awaited(replace(spec, num_external_tokens=0), async_load=False) is None, "it loads none of them"
+    assert planner.awaited(spec, any_load=False) is not None
+    assert planner.awaited(replace(spec, num_external_tokens=0), any_load=False) is None, "it loads none of them"
     (fetch,) = planner._plans.next.fetches
     planner.complete_fetch(fetch.number, FetchResult(ranks_ended=1))
-    assert planner.awaited(spec, async_load=False) is None
+    assert planner.awaited(spec, any_load=False) is None
     assert are_loads_idle(planner)
 
 

@@ -64,6 +64,20 @@ def test_a_tail_that_a_chunk_holds_is_announced_as_a_part_of_that(build: Build, 
     assert announced(vllm, tail) == {Place.MEMORY: 3, Place.DISK: 3}
 
 
+def test_a_trail_that_was_known_once_still_leads_to_heirs(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk may leave, and come back from a tier that has no trail of it."""
+    build(folder=tmp_path).ask("first", FIRST)
+    vllm = build(folder=tmp_path)
+    other = vllm.ask("other", parting(3, 1, 1), params=SKIPS)
+    assert announced(vllm, other) == {Place.MEMORY: 4, Place.DISK: 4}
+    take_changes = vllm.index.take_changes
+    monkeypatch.setattr(vllm.index, "take_changes", lambda: dict.fromkeys(take_changes(), b""))
+    vllm.index.remove([key for key, chunk in vllm.index._chunks.items() if chunk.in_memory])
+    assert announced(vllm, other) == {Place.MEMORY: 0, Place.DISK: 3}
+
+
 PROMPTS = st.builds(parting, st.integers(1, 8), st.integers(1, 2), st.integers(0, 5))
 ASKS = st.tuples(st.just("ask"), PROMPTS, st.booleans())
 OTHERS = st.tuples(st.sampled_from(["restart", "clear", "remove", "remove"]), st.builds(list[int]), st.booleans())
