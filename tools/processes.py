@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -11,14 +12,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Final
+
+_PORTS: Final = range(16_384, 32_768)  # Linux takes those of outgoing connections from above
 
 
 def free_port() -> int:
-    """Return a TCP port of the loopback interface that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port of the loopback interface that is free now, and that no outgoing connection takes meanwhile.
+
+    Raises:
+        OSError: of a thousand ports none is free.
+    """
+    for port in random.SystemRandom().sample(_PORTS, 1_000):  # a seeded one repeats itself
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"no free port between {_PORTS.start} and {_PORTS.stop}: end processes that listen there")
 
 
 def is_listening(port: int) -> bool:

@@ -42,6 +42,7 @@ pd_bidirectional: {{both_ways}}
 pd_buffer_size: {256 << 20}
 pd_timeout_ms: {{timeout_ms}}
 blocking_timeout_secs: {{call_s}}
+lookup_timeout_ms: {{lookup_ms}}
 max_local_cpu_size: {{cpu_gib}}
 load_only_if_faster: false
 """
@@ -125,7 +126,11 @@ def engines(
     template.write_text(TEMPLATE, encoding="utf-8")
     port = free_port()
     lines = LINES.format(
-        both_ways=str(both_ways).lower(), cpu_gib=cpu_gib, timeout_ms=int(deadline_s * 1000), call_s=deadline_s / 2
+        both_ways=str(both_ways).lower(),
+        cpu_gib=cpu_gib,
+        timeout_ms=int(deadline_s * 1000),
+        call_s=deadline_s / 2,
+        lookup_ms=int(deadline_s * 500),
     )
     options = ["--decode-kv", f"kvs://{host}:{port}", *(["--bidirectional"] if both_ways else [])]
     with Disaggregation(
