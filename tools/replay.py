@@ -38,15 +38,19 @@ class Replay:
         self.most_slots = 0
         self._block_ends = block_ends
 
-    def ask(self, hasher: PrefixHasher) -> Found:
-        """Look up, load and store one sequence, and return the part that was found."""
+    def ask(self, hasher: PrefixHasher, answer_tokens: int | None = None) -> Found:
+        """Look up, load and store one sequence, and return the part that was found.
+
+        The request ends with an answer of ``answer_tokens``, if that is known.
+        """
         index, named = self.index, hasher if self._block_ends else None
         match = index.lookup(hasher)
         loads = index.prepare_load(match.refs, hasher=named)
         index.complete_load(loads, set(), set())
         first = match.num_tokens // hasher.chunk_tokens
+        refs = chunk_refs(hasher, with_tail=True)
         stores = index.prepare_store(
-            chunk_refs(hasher, with_tail=True)[first:],
+            refs[first:],
             hasher.chunk_keys()[:first],
             hasher=named,
             noted={step.ref.prefix_key for step in loads},
@@ -57,6 +61,8 @@ class Replay:
             for target in step.targets:
                 index.complete_write(step.ref.prefix_key, target, stored=True)
         index.take_removals()
+        if answer_tokens is not None:
+            index.end_request([ref.prefix_key for ref in (*match.refs, *refs[first:])], answer_tokens)
         if named is None:
             stored = {step.ref.prefix_key for step in stores}
             for number, key in enumerate(hasher.chunk_keys()):

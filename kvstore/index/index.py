@@ -177,6 +177,11 @@ class ChunkIndex:
         for lease_id in self._leases.ends.take_due(now_s):
             self.release(lease_id)
 
+    def end_request(self, keys: Iterable[PrefixKey], answer_tokens: int) -> None:
+        """Note that a request that used these chunks has ended, after an answer of so many tokens."""
+        for order in self._orders:
+            order.end_chain(keys, answer_tokens)
+
     def set_tiers(self, tiers: TierState) -> None:
         """Note the state of the slower tiers."""
         self._chunks.disk_answers = tiers.disk_answers

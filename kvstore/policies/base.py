@@ -10,6 +10,7 @@ The index and the simulator report one request like this::
         victims = policy.make_room(missing_bytes, may_go, newcomer=key)    # if it does not fit
         policy.evict(victim) for each of them; policy.add(key, size_bytes) # unless the answer was None
     policy.refresh_chain(keys)                  # once the new ones are in the tier
+    policy.end_chain(keys, answer_tokens)       # if the length of the answer is known
 """
 
 from __future__ import annotations
@@ -94,6 +95,10 @@ class Policy(ABC):
         self._link(chain, leaves)
         self._on_touch(chain, frozenset())
 
+    def end_chain(self, keys: Iterable[PrefixKey], answer_tokens: int) -> None:
+        """Note that a request has ended, after an answer of so many tokens; its keys may come in any order."""
+        self._on_end(list(dict.fromkeys(keys)), answer_tokens)
+
     def add(self, key: PrefixKey, size_bytes: int = 1) -> None:
         """Add a chunk. If it is part of the chain touched last, it depends on the chunk before it there.
 
@@ -153,6 +158,9 @@ class Policy(ABC):
     @abstractmethod
     def _on_touch(self, chain: Sequence[PrefixKey], used: AbstractSet[PrefixKey]) -> None:
         """Note uses, and keep the chain in order. Keys may be unknown, or of chunks not in the tier."""
+
+    def _on_end(self, chain: Sequence[PrefixKey], answer_tokens: int) -> None:  # noqa: B027 - most learn nothing from it
+        """Note the end of a request. Keys may be unknown, or of chunks not in the tier."""
 
     @abstractmethod
     def _on_add(self, key: PrefixKey) -> None:

@@ -84,10 +84,16 @@ class SimulatedStore:
         """Chunks found, as a fraction of the chunks used."""
         return self.hit_chunks / self.chunks if self.chunks else 0.0
 
-    def request(self, keys: Sequence[PrefixKey], sizes_bytes: Sequence[int], leased: Collection[PrefixKey] = ()) -> int:
+    def request(
+        self,
+        keys: Sequence[PrefixKey],
+        sizes_bytes: Sequence[int],
+        answer_tokens: int | None = None,
+        leased: Collection[PrefixKey] = (),
+    ) -> int:
         """Look up a chain, load its leading chunks that are stored, and store the rest. Returns how many were found.
 
-        Chunks in ``leased`` are not evicted either.
+        It ends with an answer of ``answer_tokens``, if that is known. Chunks in ``leased`` are not evicted either.
         """
         found = self._find(keys, sizes_bytes)
         held = {*keys, *leased}
@@ -99,6 +105,8 @@ class SimulatedStore:
         for tier in self.tiers:
             tier.offer(keys[found:], sizes_bytes[found:], held)
             tier.policy.refresh_chain(keys)
+            if answer_tokens is not None:
+                tier.policy.end_chain(keys, answer_tokens)
         return found
 
     def _find(self, keys: Sequence[PrefixKey], sizes_bytes: Sequence[int]) -> int:

@@ -35,6 +35,7 @@ class Request(NamedTuple):
         chunk_tokens: tokens in each chunk but the last.
         tail_tokens: tokens in the last chunk.
         num_tokens: tokens of all its chunks, as the trace states.
+        answer_tokens: tokens of its answer; None if the trace does not say.
     """
 
     time_s: float
@@ -42,6 +43,7 @@ class Request(NamedTuple):
     chunk_tokens: int
     tail_tokens: int
     num_tokens: int
+    answer_tokens: int | None = None
 
     def tokens_of(self, position: int) -> int:
         """Return the tokens in the chunk at this position."""
@@ -98,17 +100,21 @@ def _chunk_tokens(header: dict[str, Any]) -> int:
 
 def _own_request(fields: dict[str, Any], chunk_tokens: int) -> Request:
     keys = tuple(bytes.fromhex(key) for key in fields["keys"])
-    return _request(float(fields["time_s"]), keys, chunk_tokens, int(fields["num_tokens"]))
+    return _request(float(fields["time_s"]), keys, chunk_tokens, int(fields["num_tokens"]), fields.get("answer_tokens"))
 
 
 def _mooncake_request(fields: dict[str, Any], chunk_tokens: int) -> Request:
     keys = tuple(int(block).to_bytes(_KEY_BYTES, "little") for block in fields["hash_ids"])
-    return _request(fields["timestamp"] / 1000, keys, chunk_tokens, int(fields["input_length"]))
+    answer = fields.get("output_length")
+    return _request(fields["timestamp"] / 1000, keys, chunk_tokens, int(fields["input_length"]), answer)
 
 
-def _request(time_s: float, keys: tuple[PrefixKey, ...], chunk_tokens: int, num_tokens: int) -> Request:
+def _request(
+    time_s: float, keys: tuple[PrefixKey, ...], chunk_tokens: int, num_tokens: int, answer_tokens: float | None
+) -> Request:
     tail_tokens = num_tokens - chunk_tokens * (len(keys) - 1)
-    return Request(time_s, keys, chunk_tokens, min(max(tail_tokens, 1), chunk_tokens), num_tokens)
+    answer = None if answer_tokens is None else max(0, int(answer_tokens))
+    return Request(time_s, keys, chunk_tokens, min(max(tail_tokens, 1), chunk_tokens), num_tokens, answer)
 
 
 def _check_keys(request: Request, key_tokens: int) -> None:
@@ -163,15 +169,16 @@ class TraceRecorder:
         later = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
         return cls(next(name for name in itertools.chain([path], later) if not name.exists()), chunk_tokens)
 
-    def record(self, keys: Sequence[PrefixKey], num_tokens: int) -> None:
-        """Write a request: the keys of all its chunks, head first, and the number of their tokens.
+    def record(self, keys: Sequence[PrefixKey], num_tokens: int, answer_tokens: int) -> None:
+        """Write a request: the keys of all its chunks, head first, the number of their tokens, and of its answer's.
 
         Call it once for each request. After ``close`` requests count as dropped.
         """
         names = [blake2b(key, digest_size=_KEY_BYTES, key=self._secret).hexdigest() for key in keys]
         time_s = round(time.monotonic() - self._start_s, 3)
         with self._lock:
-            written = self._write({"time_s": time_s, "num_tokens": num_tokens, "keys": names})
+            fields = {"time_s": time_s, "num_tokens": num_tokens, "answer_tokens": answer_tokens, "keys": names}
+            written = self._write(fields)
             self.recorded += written
             self.dropped += not written
 

@@ -87,6 +87,15 @@ class PolicyMachine(RuleBasedStateMachine):
             self.linked.update({key} & {*keys[1:]})
         self.policy.refresh_chain(keys)
 
+    @rule(
+        chain=st.sampled_from(_CHAINS),
+        length=st.integers(0, 6),
+        answer_tokens=st.sampled_from([0, 100, 1 << 40]),
+    )
+    def end(self, chain: list[PrefixKey], length: int, answer_tokens: int) -> None:
+        """End a request, also one that used nothing."""
+        self.policy.end_chain(iter(chain[:length]), answer_tokens)
+
     @rule(key=st.sampled_from(_KEYS), size_bytes=st.integers(1, 6))
     def bring_up(self, key: PrefixKey, size_bytes: int) -> None:
         """Bring a chunk up from a lower tier, regardless of its value."""

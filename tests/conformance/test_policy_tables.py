@@ -124,6 +124,10 @@ def run(trace: Trace, policy: str, size: float, scale: Scale = CHUNKS) -> Cell:
     return replay(trace, policy, size, disk=None, scale=scale, tick=lambda _: None)
 
 
+def best_of(trace: Trace, size: float) -> Cell:
+    return best(trace, size, disk=None, scale=CHUNKS, tick=lambda _: None)
+
+
 def best_fixed(name: str, place: int) -> float:
     return max(row[place] for row in FOUND[name].values())
 
@@ -144,14 +148,14 @@ def test_fixed_policies_find_what_others_found_everywhere(name: str, policy: str
 
 def test_the_best_possible_is_what_others_found() -> None:
     trace = trace_of(SYNTHETIC)
-    assert best(trace, SIZES[0], None, CHUNKS).hit_rate == pytest.approx(BEST[SYNTHETIC][0], abs=0.0001)
+    assert best_of(trace, SIZES[0]).hit_rate == pytest.approx(BEST[SYNTHETIC][0], abs=0.0001)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", FOUND)
 def test_the_best_possible_is_what_others_found_everywhere(name: str) -> None:
     trace = trace_of(name)
-    assert [best(trace, size, None, CHUNKS).hit_rate for size in SIZES] == pytest.approx(BEST[name], abs=0.0001)
+    assert [best_of(trace, size).hit_rate for size in SIZES] == pytest.approx(BEST[name], abs=0.0001)
 
 
 @pytest.mark.parametrize("name", FOUND)

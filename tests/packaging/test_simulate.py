@@ -138,8 +138,8 @@ def test_the_table_says_what_blocks_bring(parting: Path) -> None:
 
 def test_a_trace_of_our_own_says_what_its_keys_stand_for(tmp_path: Path) -> None:
     with closing(TraceRecorder(tmp_path / "own", 256)) as recorder:
-        recorder.record([bytes([number]) for number in range(5)], 1100)
-        recorder.record([bytes([number]) for number in (0, 1, 2, 7)], 1024)
+        recorder.record([bytes([number]) for number in range(5)], 1100, 40)
+        recorder.record([bytes([number]) for number in (0, 1, 2, 7)], 1024, 40)
     command = [
         "simulate",
         str(tmp_path / "own"),

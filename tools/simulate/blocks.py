@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import Place
@@ -18,7 +18,8 @@ from kvstore.model.errors import ConfigError
 from kvstore.model.keys import PrefixHasher
 from kvstore.policies.traces import read_trace
 from kvstore.tools.replay import Replay
-from kvstore.tools.simulate.cells import Cell, Scale, Tick
+from kvstore.tools.simulate.beside import Tick
+from kvstore.tools.simulate.cells import Cell, Scale
 
 DEFAULT_CHUNK_TOKENS = 256
 _TICK = 100  # requests between two progress reports
@@ -43,6 +44,11 @@ class BlockTrace(NamedTuple):
     chunking: Chunking
     chains: list[list[int]]
     tokens: list[int]
+    answers: list[int | None]
+
+    def without_answers(self) -> Self:
+        """Return the same requests, whose answers are not known."""
+        return self._replace(answers=[None] * len(self.answers))
 
     def distinct_size(self, scale: Scale) -> int:
         """Return the slots of all distinct chunks and tails, in chunks or bytes."""
@@ -77,10 +83,11 @@ def load_blocks(path: Path, chunking: Chunking) -> BlockTrace:
         ConfigError: the file cannot be read, has no requests, or its ids stand for another number of tokens.
     """
     numbers: dict[bytes, int] = {}
-    trace = BlockTrace(str(path), chunking, [], [])
+    trace = BlockTrace(str(path), chunking, [], [], [])
     for request in read_trace(path, chunking.block_tokens):
         trace.chains.append([numbers.setdefault(key, len(numbers)) for key in request.keys])
         trace.tokens.append(request.num_tokens)
+        trace.answers.append(request.answer_tokens)
     if not trace.chains:
         raise ConfigError(f"{path} has no requests with at least one id")
     return trace
@@ -98,9 +105,10 @@ def replay_blocks(
     replay = Replay(_index(policy, size, disk, scale, chunking), block_ends=block_ends)
     found: Counter[Place] = Counter()
     chunks: Counter[Place] = Counter()
-    for number, (chain, num_tokens) in enumerate(zip(trace.chains, trace.tokens, strict=True), start=1):
+    requests = zip(trace.chains, trace.tokens, trace.answers, strict=True)
+    for number, (chain, num_tokens, answer_tokens) in enumerate(requests, start=1):
         left_tokens = num_tokens
-        for place, blocks in replay.ask(_named(chain, chunking)).parts:
+        for place, blocks in replay.ask(_named(chain, chunking), answer_tokens).parts:
             used_tokens = min(blocks * chunking.block_tokens, left_tokens)  # the last id may stand for fewer
             left_tokens -= used_tokens
             found[place] += used_tokens

@@ -6,23 +6,23 @@ the simplifications, and ``docs/policies.md`` explains the results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from kvstore.model.errors import ConfigError
 from kvstore.policies import POLICIES, choose_policy, open_policy
 from kvstore.policies.simulation import SimulatedStore, TierCounts, best_hits
 from kvstore.policies.traces import Request, read_trace
+from kvstore.tools.simulate.beside import Tick
+from kvstore.tools.simulate.runs import BY_RUNS, BestRuns, Forest, RunTier
 
 BEST = "best possible"
 GIB = 1 << 30
 _SHARES = (0.01, 0.03, 0.1, 0.3, 1.0)  # default sizes, as fractions of a trace's distinct chunks
 _TICK = 500  # requests between two progress reports
-
-Tick = Callable[[int], None]
-"""Callback with the number of requests replayed since the last call."""
 
 
 class Scale(NamedTuple):
@@ -45,14 +45,25 @@ class Scale(NamedTuple):
         return f"{size:,.0f}" if self.bytes_per_token is None else f"{size:g} GiB"
 
 
-class Trace(NamedTuple):
-    """Trace in memory, with the size of every chunk."""
+@dataclass(frozen=True)
+class Trace:
+    """Trace in memory, with the size of every chunk, and the answers' tokens as far as they are known."""
 
     name: str
     chains: list[tuple[bytes, ...]]
     sizes: list[list[int]]
+    answers: list[int | None]
 
-    @property
+    def without_answers(self) -> Self:
+        """Return the same requests, whose answers are not known."""
+        return replace(self, answers=[None] * len(self.answers))
+
+    @cached_property
+    def forest(self) -> Forest | None:
+        """The chunks by number; None if the keys do not name prefixes."""
+        return Forest.of(self.chains)
+
+    @cached_property
     def num_chunks(self) -> int:
         """Number of chunks in all requests together."""
         return sum(map(len, self.chains))
@@ -107,29 +118,50 @@ def load(path: Path, scale: Scale) -> Trace:
     requests = list(read_trace(path))
     if not requests:
         raise ConfigError(f"{path} has no requests with at least one chunk")
-    return Trace(str(path), [request.keys for request in requests], [scale.sizes_of(request) for request in requests])
+    sizes = [scale.sizes_of(request) for request in requests]
+    answers = [request.answer_tokens for request in requests]
+    return Trace(str(path), [request.keys for request in requests], sizes, answers)
 
 
 def replay(trace: Trace, policy: str, size: float, *, disk: float | None, scale: Scale, tick: Tick) -> Cell:
-    """Run one policy over a trace."""
+    """Run one policy over a trace: by runs if it can, else chunk by chunk."""
     capacities = [scale.capacity(size)] + ([] if disk is None else [scale.capacity(disk)])
+    if disk is None and scale.bytes_per_token is None and policy in BY_RUNS and trace.forest is not None:
+        counts = _by_runs(trace, BY_RUNS[policy](trace.forest, capacities[0]), tick)
+        return _cell(trace, policy, size, disk, scale=scale, tiers=[counts])
     store = SimulatedStore([open_policy(policy, capacity) for capacity in capacities])
-    for number, (chain, sizes) in enumerate(zip(trace.chains, trace.sizes, strict=True), start=1):
-        store.request(chain, sizes)
+    requests = zip(trace.chains, trace.sizes, trace.answers, strict=True)
+    for number, (chain, sizes, answer_tokens) in enumerate(requests, start=1):
+        store.request(chain, sizes, answer_tokens)
         if number % _TICK == 0:
             tick(_TICK)
     tick(len(trace.chains) % _TICK)
-    memory = store.tiers[0].counts
+    return _cell(trace, policy, size, disk, scale=scale, tiers=[tier.counts for tier in store.tiers])
+
+
+def _by_runs(trace: Trace, tier: RunTier, tick: Tick) -> TierCounts:
+    for number, answer_tokens in enumerate(trace.answers):
+        tier.request(number, answer_tokens)
+        if (number + 1) % _TICK == 0:
+            tick(_TICK)
+    tick(len(trace.answers) % _TICK)
+    return tier.counts
+
+
+def _cell(
+    trace: Trace, policy: str, size: float, disk: float | None, *, scale: Scale, tiers: Sequence[TierCounts]
+) -> Cell:
+    memory = tiers[0]
     return Cell(
         trace.name,
         policy,
         size,
         disk,
-        store.hit_rate,
-        None if scale.bytes_per_token is None else sum(tier.counts.hit_bytes for tier in store.tiers),
-        None if scale.bytes_per_token is None else store.bytes,
+        sum(counts.hit_chunks for counts in tiers) / trace.num_chunks,
+        None if scale.bytes_per_token is None else sum(counts.hit_bytes for counts in tiers),
+        None if scale.bytes_per_token is None else sum(map(sum, trace.sizes)),
         memory.written_chunks / memory.offered_chunks if memory.offered_chunks else 0.0,
-        tuple(_tier_fields(tier.counts, scale) for tier in store.tiers),
+        tuple(_tier_fields(counts, scale) for counts in tiers),
     )
 
 
@@ -138,9 +170,14 @@ def _tier_fields(counts: TierCounts, scale: Scale) -> dict[str, Any]:
     return fields if scale.bytes_per_token is not None else {k: v for k, v in fields.items() if "bytes" not in k}
 
 
-def best(trace: Trace, size: float, disk: float | None, scale: Scale) -> Cell:
+def best(trace: Trace, size: float, *, disk: float | None, scale: Scale, tick: Tick) -> Cell:
     """Return the best possible hit rate at this size; with a disk, of memory and disk together."""
-    hits = best_hits(trace.chains, trace.sizes, scale.capacity(size) + (scale.capacity(disk) if disk else 0))
+    capacity = scale.capacity(size) + (scale.capacity(disk) if disk else 0)
+    if scale.bytes_per_token is None and trace.forest is not None:
+        hits = _by_runs(trace, BestRuns(trace.forest, capacity), tick).hit_chunks
+    else:
+        hits = best_hits(trace.chains, trace.sizes, capacity)
+        tick(len(trace.chains))
     return Cell(trace.name, BEST, size, disk, hits / trace.num_chunks)
 
 

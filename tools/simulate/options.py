@@ -30,6 +30,9 @@ class Simulation:
         int | None, typer.Option(min=1, help="Tokens of a chunk, with --block-tokens; by default 256.")
     ] = None
     policy: Annotated[list[str] | None, typer.Option(help="Policy to replay; repeatable. By default all.")] = None
+    answers: Annotated[
+        bool, typer.Option(help="Let policies learn from the lengths of answers, if the trace has them.")
+    ] = True
     best: Annotated[
         bool, typer.Option(help="Also show the best possible hit rate, unless --block-tokens is given.")
     ] = True

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -15,11 +16,11 @@ from kvstore.model.errors import ConfigError
 from kvstore.tools.console import bar, errors, parse_numbers
 from kvstore.tools.figures import require_plotting
 from kvstore.tools.simulate import report as simulate_report
+from kvstore.tools.simulate.beside import side_by_side
 from kvstore.tools.simulate.blocks import BlockTrace, load_blocks, parse_chunking, replay_blocks
 from kvstore.tools.simulate.cells import (
     Cell,
     Scale,
-    Tick,
     Trace,
     best,
     default_sizes,
@@ -51,7 +52,8 @@ class SimulateOptions:
             raise ConfigError(f"--disk is {disk:g}: it must be greater than 0; leave it out for no disk")
         sizes = parse_numbers(chunks, "--chunks", _SIZES, kind=int) if chunks else []
         sizes = parse_numbers(size, "--size", _SIZES) if size else sizes
-        self.sizes, self.disk, self.scale, self.best = sorted({*sizes}), disk, Scale(bytes_per_token), given.best
+        self.sizes, self.disk, self.scale = sorted({*sizes}), disk, Scale(bytes_per_token)
+        self.best, self.answers = given.best, given.answers
         self.policies, self.warnings = parse_policies(given.policy or ())
         self.chunking = parse_chunking(given.block_tokens, given.chunk_tokens)
 
@@ -70,6 +72,8 @@ def simulate_and_print(
         require_plotting()
     chunking, scale = options.chunking, options.scale
     traces = [load(path, scale) if chunking is None else load_blocks(path, chunking) for path in paths]
+    if not options.answers:
+        traces = [trace.without_answers() for trace in traces]
     cells = [cell for trace in traces for cell in _with_progress(trace, options)]
     if plot_file is not None:
         simulate_report.plot(cells, scale, plot_file)
@@ -89,27 +93,26 @@ def simulate_and_print(
 
 def _with_progress(trace: Trace | BlockTrace, options: SimulateOptions) -> list[Cell]:
     sizes = options.sizes or default_sizes(trace.distinct_size(options.scale), options.scale)
-    ways = 2 * len(options.policies) if isinstance(trace, BlockTrace) else len(options.policies) + options.best
+    works = _works(trace, sizes, options)
     with bar(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()) as progress:
-        task = progress.add_task(trace.name, total=len(trace.chains) * len(sizes) * ways)
-        return simulate(trace, sizes, options, partial(progress.advance, task))
+        task = progress.add_task(trace.name, total=len(trace.chains) * len(works))
+        return side_by_side(works, partial(progress.advance, task))
 
 
-def simulate(trace: Trace | BlockTrace, sizes: Sequence[float], options: SimulateOptions, tick: Tick) -> list[Cell]:
-    """Return all cells of one trace: every policy at every size, with the best possible, or by chunks and by blocks."""
+def _works(trace: Trace | BlockTrace, sizes: Sequence[float], options: SimulateOptions) -> list[Callable[..., Cell]]:
+    """Return the work for each cell of a trace: every policy at every size, with the best possible, or by blocks."""
+    disk, scale = options.disk, options.scale
     if isinstance(trace, BlockTrace):
+        ways = itertools.product(options.policies, (False, True), sizes)
         return [
-            replay_blocks(trace, policy, size, disk=options.disk, scale=options.scale, tick=tick, block_ends=block_ends)
-            for policy in options.policies
-            for block_ends in (False, True)
-            for size in sizes
+            partial(replay_blocks, trace, policy, size, disk=disk, scale=scale, block_ends=block_ends)
+            for policy, block_ends, size in ways
         ]
-    cells = [
-        replay(trace, policy, size, disk=options.disk, scale=options.scale, tick=tick)
-        for policy in options.policies
-        for size in sizes
+    _ = trace.forest  # made once, before processes are forked
+    return [
+        *(
+            partial(replay, trace, policy, size, disk=disk, scale=scale)
+            for policy, size in itertools.product(options.policies, sizes)
+        ),
+        *(partial(best, trace, size, disk=disk, scale=scale) for size in sizes if options.best),
     ]
-    for size in sizes if options.best else ():
-        cells.append(best(trace, size, options.disk, options.scale))
-        tick(len(trace.chains))
-    return cells

@@ -246,9 +246,12 @@ class StoreScheduler:
         tracker = self._trackers.pop(request_id, None)
         if tracker is None:
             return False
+        answer_tokens = tracker.request.num_tokens - tracker.request.num_prompt_tokens
         if self._recorder is not None:
-            _record(self._recorder, tracker.hasher)
+            _record(self._recorder, tracker.hasher, answer_tokens)
         keeps_blocks = connected is not None and self._save_rest(connected, tracker, tables)
+        if connected is not None:
+            connected.index.end_request(tracker.noted, answer_tokens)
         if tracker.params.pin and connected is not None:
             last_step = self._steps.number + connected.saves.has_coming
             connected.pins.add(tracker.pin_name, tracker.hasher, last_step)
@@ -401,8 +404,8 @@ class StoreScheduler:
             self._recorder.close()
 
 
-def _record(recorder: TraceRecorder, hasher: PrefixHasher) -> None:
+def _record(recorder: TraceRecorder, hasher: PrefixHasher, answer_tokens: int) -> None:
     """Record the chunks that a request used, its tail included."""
     if refs := chunk_refs(hasher, with_tail=True):
         num_blocks = sum(ref.num_blocks for ref in refs)
-        recorder.record([ref.prefix_key for ref in refs], num_blocks * hasher.block_tokens)
+        recorder.record([ref.prefix_key for ref in refs], num_blocks * hasher.block_tokens, answer_tokens)

@@ -10,7 +10,17 @@ from kvstore.index.index import ChunkIndex
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import ConfigError
 from kvstore.policies import ARC, LFU, LRU, POLICIES, S3FIFO, Adaptive, Policy, choose_policy, open_policy
-from kvstore.policies.survival import EDGES, NUM_BUCKETS, NUM_CLASSES, SurvivalTable, bucket_of
+from kvstore.policies.survival import (
+    EDGES,
+    NUM_ANSWERS,
+    NUM_BUCKETS,
+    NUM_CLASSES,
+    NUM_HALVES,
+    NUM_USES,
+    SurvivalTable,
+    answer_of,
+    bucket_of,
+)
 
 P = TypeVar("P", bound=Policy)
 
@@ -58,6 +68,11 @@ def test_lru_skips_what_it_does_not_know() -> None:
     lru = full(LRU(2), "ab")
     lru.touch_chain(iter([b"a", b"z"]))
     assert (order_of(lru), lru.num_ghosts) == ("ba", 0)
+
+
+def class_of(uses: int, answer_tokens: int | None = None) -> int:
+    """Return the class of a chunk after so many uses, the last of them by a request with this answer."""
+    return (uses - 1) * NUM_ANSWERS + (0 if answer_tokens is None else answer_of(answer_tokens))
 
 
 def test_lfu_keeps_what_was_used_most() -> None:
@@ -128,15 +143,17 @@ def test_one_request_is_one_use() -> None:
     policy.touch_chain([b"a", b"c"], {b"a"})
     assert policy._units[b"a"].cls == 0
     policy.touch_chain([b"a"])
-    assert policy._units[b"a"].cls == 1, "another request may follow at once"
+    assert policy._units[b"a"].cls == NUM_ANSWERS, "another request may follow at once"
 
 
 def test_what_all_use_says_nothing_about_others() -> None:
     """A system prompt is in every request, and no other chunk in frequent use would be evicted for a while."""
     policy = full(Adaptive(4), "a" * 100)
-    assert (policy._units[b"a"].cls, policy._units[b"a"].time) == (NUM_CLASSES - 1, policy._clock)
-    policy._table.update()
-    assert policy._table.values[NUM_CLASSES - 1][0] == policy._table.values[NUM_CLASSES - 2][0]
+    assert (policy._units[b"a"].cls, policy._units[b"a"].time) == (class_of(NUM_USES), policy._ranking.clock)
+    policy._ranking.table.update()
+    assert (
+        policy._ranking.table.values[class_of(NUM_USES)][0] == policy._ranking.table.values[class_of(NUM_USES - 1)][0]
+    )
 
 
 def test_values_follow_experience() -> None:
@@ -144,13 +161,90 @@ def test_values_follow_experience() -> None:
     flat = table.values[0]
     assert flat == sorted(flat, reverse=True), "without experience the oldest goes first"
     for _ in range(50):
-        table.hit(1, 100, 20)
-        table.lose(0, 5_000, 20)
+        table.hit(class_of(2), 0, 100, 20)
+        table.lose(class_of(1), 0, 5_000, 20)
         table.update()
     at = bucket_of(90)
-    assert table.values[1][at] > 10 * table.values[0][at]
-    assert table.values[1][bucket_of(2_000)] < table.values[1][at]
-    assert all(upper >= lower for lower, upper in zip(table.values[0], table.values[3], strict=True))
+    once, twice, often = (table.values[class_of(uses)] for uses in (1, 2, NUM_USES))
+    assert twice[at] > 10 * once[at]
+    assert twice[bucket_of(2_000)] < twice[at]
+    assert all(upper >= lower for lower, upper in zip(once, often, strict=True))
+
+
+def taught(returns_after_short: int, returns_after_long: int, *, rounds: int = 40) -> SurvivalTable:
+    """Return a table that saw 100 chunks a round after short answers, and as many after long ones, return or not."""
+    table = SurvivalTable()
+    for number in range(rounds):
+        for answer_tokens, returns in ((20, returns_after_short), (4_000, returns_after_long)):
+            cls, half = class_of(1, answer_tokens), number % NUM_HALVES
+            table.hit(cls, half, 100, returns)
+            table.lose(cls, half, 5_000, 100 - returns)
+    table.update()
+    return table
+
+
+def test_answers_tell_where_they_do() -> None:
+    at = bucket_of(90)
+    table = taught(90, 10)
+    short, none, long = (table.values[class_of(1, answer)][at] for answer in (20, None, 4_000))
+    assert short > 1.5 * none > 3 * long
+    table = taught(50, 50)
+    short, none, long = (table.values[class_of(1, answer)][at] for answer in (20, None, 4_000))
+    assert short == pytest.approx(none, rel=0.02) == pytest.approx(long, rel=0.02)
+
+
+def test_a_few_requests_with_many_chunks_are_not_taken_for_a_rule() -> None:
+    """Chunks of one request share their fate. What holds in one half of the requests only does not count."""
+    table, at = SurvivalTable(), bucket_of(90)
+    for half, answer_tokens in enumerate((20, 4_000)):
+        table.hit(class_of(1, answer_tokens), half, 100, 5_000)
+        table.lose(class_of(1, 4_000 if answer_tokens == 20 else 20), half, 5_000, 5_000)
+    table.update()
+    short, none, long = (table.values[class_of(1, answer)][at] for answer in (20, None, 4_000))
+    assert short == none == long
+
+
+def test_lengths_of_answers() -> None:
+    assert [answer_of(tokens) for tokens in (0, 63, 64, 127, 128, 1_023, 1_024, 1 << 40)] == [1, 1, 2, 2, 3, 5, 6, 6]
+    assert answer_of(1 << 40) == NUM_ANSWERS - 1
+
+
+def test_the_answer_belongs_to_the_request_that_ended() -> None:
+    """The stem belongs to nobody: several conversations go on from there."""
+    policy = Adaptive(8)
+    use(policy, "abc")
+    use(policy, "abde")
+    policy.end_chain([b"c", b"a", b"b", b"unknown"], 20)
+    classes = {key: policy._units[key.encode()].cls for key in "abcde"}
+    assert classes == {"a": class_of(2), "b": class_of(2), "c": class_of(1, 20), "d": class_of(1), "e": class_of(1)}
+    policy.end_chain([b"a", b"b", b"d", b"e"], 4_000)
+    assert [policy._units[key].cls for key in (b"b", b"e")] == [class_of(2), class_of(1, 4_000)]
+    use(policy, "abde")
+    assert policy._units[b"e"].cls == class_of(2), "the next request has no answer yet"
+
+
+def test_chunks_of_requests_that_will_not_return_go_first() -> None:
+    policy = Adaptive(40)
+    for number in range(4_000):
+        for name, length in (("tool", 20), ("report", 4_000)):
+            chain = [f"{name} {number}".encode()]
+            for _ in range(1 + (name == "tool")):
+                policy.touch_chain(chain)
+                for key in chain:
+                    if (
+                        key not in policy
+                        and (victims := policy.make_room(policy.used_bytes - 39, anything)) is not None
+                    ):
+                        for victim in victims:
+                            policy.evict(victim)
+                        policy.add(key)
+                policy.end_chain(chain, length)
+    use(policy, "ab")
+    policy.end_chain([b"a", b"b"], 20)
+    use(policy, "cd")
+    policy.end_chain([b"c", b"d"], 4_000)
+    order = list(policy._order(None))
+    assert order.index(b"d") < order.index(b"b"), "although it was used later"
 
 
 def test_age_buckets() -> None:
@@ -294,7 +388,7 @@ def test_a_request_does_not_give_up_its_own_front_for_its_end() -> None:
 def test_experience_fades() -> None:
     table = SurvivalTable()
     at_first = table.values[0][0]
-    table.hit(0, 0, 300)
+    table.hit(0, 0, 0, 300)
     table.update()
     assert table.values[0][0] > 2 * at_first
     for _ in range(2_000):

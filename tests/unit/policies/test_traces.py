@@ -23,13 +23,14 @@ def write(path: Path, *lines: object) -> Path:
 
 def test_what_is_recorded_is_read(tmp_path: Path) -> None:
     with closing(TraceRecorder(tmp_path / "trace", 256)) as recorder:
-        recorder.record(KEYS[:3], 600)
-        recorder.record(KEYS[:2], 512)
-        recorder.record([], 0)
+        recorder.record(KEYS[:3], 600, 40)
+        recorder.record(KEYS[:2], 512, 40)
+        recorder.record([], 0, 40)
     first, second = read_trace(tmp_path / "trace")
     assert (recorder.recorded, recorder.dropped) == (3, 0)
     assert (len(first.keys), first.chunk_tokens, first.tail_tokens) == (3, 256, 88)
     assert (second.keys, second.tail_tokens) == (first.keys[:2], 256)
+    assert (first.answer_tokens, second.answer_tokens) == (40, 40)
     assert [first.tokens_of(place) for place in range(3)] == [256, 256, 88]
     assert 0 <= first.time_s <= second.time_s
 
@@ -37,7 +38,7 @@ def test_what_is_recorded_is_read(tmp_path: Path) -> None:
 def test_nobody_can_tell_a_prompt_from_its_trace(tmp_path: Path) -> None:
     for name in "ab":
         with closing(TraceRecorder(tmp_path / name, 256)) as recorder:
-            recorder.record(KEYS, 1280)
+            recorder.record(KEYS, 1280, 40)
     texts = [(tmp_path / name).read_text() for name in "ab"]
     assert not any(key.hex() in text for key in KEYS for text in texts)
     assert next(read_trace(tmp_path / "a")).keys != next(read_trace(tmp_path / "b")).keys
@@ -54,11 +55,11 @@ def test_a_trace_is_never_overwritten(tmp_path: Path) -> None:
 def test_a_full_trace_ends(tmp_path: Path) -> None:
     recorder = TraceRecorder(tmp_path / "trace", 256, max_bytes=400)
     for _ in range(20):
-        recorder.record(KEYS, 1280)
-    recorder.record([], 0)
+        recorder.record(KEYS, 1280, 40)
+    recorder.record([], 0, 40)
     recorder.close()
     recorder.close()
-    recorder.record(KEYS, 1280)
+    recorder.record(KEYS, 1280, 40)
     assert 0 < recorder.recorded == len(list(read_trace(tmp_path / "trace")))
     assert recorder.recorded + recorder.dropped == 22
     assert (tmp_path / "trace").stat().st_size <= 400
@@ -68,8 +69,8 @@ def test_a_full_disk_ends_the_trace(tmp_path: Path) -> None:
     recorder = TraceRecorder(tmp_path / "trace", 256)
     recorder._file.close()
     recorder._file = Path("/dev/full").open("w", encoding="ascii", buffering=1)  # noqa: SIM115
-    recorder.record(KEYS, 1280)
-    recorder.record(KEYS, 1280)
+    recorder.record(KEYS, 1280, 40)
+    recorder.record(KEYS, 1280, 40)
     assert (recorder.recorded, recorder.dropped) == (0, 2)
     recorder.close()
 
@@ -79,7 +80,7 @@ def test_threads_may_record(tmp_path: Path) -> None:
 
     def record() -> None:
         for _ in range(100):
-            recorder.record(KEYS, 1280)
+            recorder.record(KEYS, 1280, 40)
 
     threads = [threading.Thread(target=record) for _ in range(4)]
     for thread in threads:
@@ -94,7 +95,7 @@ def test_mooncake_format(tmp_path: Path) -> None:
     line = {"timestamp": 1500, "input_length": 1100, "output_length": 7, "hash_ids": [0, 1, 46]}
     (found,) = read_trace(write(tmp_path / "trace", line, {**line, "hash_ids": []}))
     keys = tuple(number.to_bytes(8, "little") for number in (0, 1, 46))
-    assert found == Request(1.5, keys, 512, 1100 - 1024, 1100)
+    assert found == Request(1.5, keys, 512, 1100 - 1024, 1100, 7)
 
 
 HEADER = {"format": "kvstore-trace", "version": 1, "chunk_tokens": 256}

@@ -19,8 +19,8 @@ from kvstore.adapters.vllm.scheduler.choice import LoadChoice
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.config import StoreConfig
-from kvstore.index.plans import Place
-from kvstore.model.keys import NO_EXTRAS, Namespace, PrefixKey
+from kvstore.index.plans import Place, chunk_refs
+from kvstore.model.keys import NO_EXTRAS, Namespace, PrefixHasher, PrefixKey
 from kvstore.model.layout import KVLayout
 from kvstore.policies import Adaptive
 from kvstore.policies.traces import read_trace
@@ -290,6 +290,28 @@ def test_a_trace_of_what_requests_used(tmp_path: Path) -> None:
         assert len(trace) == 2
         assert trace[0].keys == trace[1].keys
         assert len(trace[0].keys) == -(-len(PROMPT) // CHUNK)
+        assert trace[0].answer_tokens == 0
+
+
+@pytest.mark.parametrize("save_decode", [False, True])
+def test_policies_hear_of_the_answer_when_the_request_has_ended(
+    build: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, save_decode: bool
+) -> None:
+    """The chunks that are stored with the end of the answer count, too."""
+    vllm = build(save_decode=save_decode, folder=tmp_path)
+    heard: list[tuple[type, set[bytes], int]] = []
+    for order in vllm.index._orders:
+        monkeypatch.setattr(
+            order, "end_chain", lambda keys, tokens, order=order: heard.append((type(order), {*keys}, tokens))
+        )
+    request = vllm.ask("one", PROMPT, max_tokens=2 * CHUNK)
+    vllm.settle()
+    assert [(kind, tokens) for kind, _, tokens in heard] == [(Adaptive, 2 * CHUNK)] * 2
+    hasher = PrefixHasher(CHUNK, BLOCK)
+    hasher.update(request.all_token_ids)
+    stored = {ref.prefix_key for ref in chunk_refs(hasher, with_tail=True) if ref.prefix_key in vllm.index}
+    assert len(stored) >= 3
+    assert all(stored <= keys for _, keys, _ in heard)
 
 
 @pytest.mark.parametrize("failed", [False, True])
