@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,8 +12,8 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-from kvstore.adapters.vllm.telemetry.announcer import Blocks, Removed, Stored
-from kvstore.adapters.vllm.telemetry.events import as_kv_events
+from kvstore.adapters.vllm.telemetry.announcer import NO_CONTEXT, Blocks, Context, Removed, Stored
+from kvstore.adapters.vllm.telemetry.events import _known, as_kv_events
 from kvstore.index.plans import Place
 
 pytestmark = pytest.mark.vllm
@@ -30,9 +31,10 @@ def published(announced: list[Stored | Removed], spec: FullAttentionSpec = SPEC)
 def test_stored_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
     adapter = LoRARequest("style", 7, "/adapters/style")
+    context = Context((("style",), ("style", "salt")), "session 1")
     stored, removed = published(
         [
-            Stored(Place.MEMORY, Blocks((TWO, THREE), ONE, array("I", [5, 6, 7, 8]), adapter)),
+            Stored(Place.MEMORY, Blocks((TWO, THREE), ONE, array("I", [5, 6, 7, 8]), adapter, context)),
             Removed(Place.DISK, [ONE, TWO]),
         ]
     )
@@ -46,8 +48,34 @@ def test_stored_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
         lora_name="style",
         group_idx=0,
         kv_cache_spec_kind="full_attention",
+        extra_keys=[("style",), ("style", "salt")],
+        locality="LOCAL",
+        session_id="session 1",
     )
-    assert removed == BlockRemoved(block_hashes=[ONE, TWO], medium="STORAGE", group_idx=0)
+    assert removed == BlockRemoved(block_hashes=[ONE, TWO], medium="STORAGE", group_idx=0, locality="LOCAL")
+
+
+def test_fields_that_an_older_vllm_does_not_have_are_left_out() -> None:
+    """vLLM 0.30 knows neither sessions nor localities."""
+
+    class Older(msgspec.Struct):
+        extra_keys: list[Any] | None = None
+
+    assert _known(Older, extra_keys=[None], locality="LOCAL", session_id="one") == {"extra_keys": [None]}
+
+
+def test_parts_of_blocks_keep_their_context() -> None:
+    blocks = Blocks((ONE, TWO, THREE), None, array("I", range(6)), None, Context(((1,), (2,), (3,)), "one"))
+    behind, front = blocks.behind(1), blocks.up_to(2)
+    assert (behind.hashes, behind.parent, list(behind.token_ids)) == ((TWO, THREE), ONE, [2, 3, 4, 5])
+    assert behind.context == Context(((2,), (3,)), "one")
+    assert (front.hashes, list(front.token_ids), front.context) == (
+        (ONE, TWO),
+        [0, 1, 2, 3],
+        Context(((1,), (2,)), "one"),
+    )
+    assert blocks.behind(0) is blocks
+    assert Blocks((ONE, TWO), None, array("I", range(4)), None).behind(1).context == NO_CONTEXT
 
 
 def test_mla_and_hashes_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ class Router:
         self._socket.subscribe(b"")
         self.blocks: dict[str, set[Any]] = {"GPU": set(), "CPU": set(), "STORAGE": set()}
         self.named: dict[Any, tuple[int, ...]] = {}  # a block's tokens by its hash, from vLLM's own events
+        self.extra_keys: dict[Any, object] = {}  # what else the hash covers, likewise
         self.removed: set[str] = set()
 
     def __enter__(self) -> Self:
@@ -64,10 +65,12 @@ class Router:
         assert (event.group_idx, event.kv_cache_spec_kind) == (0, "full_attention")
         for number, name in enumerate(event.block_hashes):
             tokens = tuple(event.token_ids[number * BLOCK_TOKENS : (number + 1) * BLOCK_TOKENS])
+            extra_keys = event.extra_keys[number] if event.extra_keys else None
             if event.medium == "GPU":
-                self.named[name] = tokens
+                self.named[name], self.extra_keys[name] = tokens, extra_keys
             else:
                 assert self.named[name] == tokens, "the hash is vLLM's own for these tokens"
+                assert self.extra_keys[name] == extra_keys
                 assert event.parent_block_hash is None or event.parent_block_hash in self.named
 
 
@@ -108,6 +111,11 @@ def test_routers_know_what_is_where(tiny_model: Path, tmp_path: Path) -> None:
             engine.forget_local()
         assert router.removed >= {"CPU", "STORAGE"}
         assert router.blocks["STORAGE"] - router.blocks["CPU"]
+        engine.generate(prompts[:1], salts=["red"])
+        engine.settle()
+        router.hear()
+        salted = {name for name, extra_keys in router.extra_keys.items() if extra_keys}
+        assert [router.extra_keys[name] for name in salted & router.blocks["CPU"]] == [("red",)]
         assert engine.llm.reset_prefix_cache(reset_connector=True)
         engine.settle()
         router.hear()

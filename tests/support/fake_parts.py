@@ -149,6 +149,7 @@ class Listener:
                 continue
             blocks = event.blocks
             assert len(blocks.token_ids) == BLOCK * len(blocks.hashes)
+            assert len(blocks.context.extra_keys) == len(blocks.hashes)
             for number, name in enumerate(blocks.hashes):
                 assert name not in held, "said twice"
                 held[name] = tuple(blocks.token_ids[number * BLOCK : (number + 1) * BLOCK])

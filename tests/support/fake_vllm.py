@@ -19,7 +19,7 @@ from kvstore.adapters.vllm.requests.params import NO_PARAMS, RequestParams
 from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadRules
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
-from kvstore.adapters.vllm.telemetry.announcer import Removed
+from kvstore.adapters.vllm.telemetry.announcer import Context, Removed
 from kvstore.adapters.vllm.worker.pushes import PushOptions
 from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
 from kvstore.engine.options import RemoteOptions
@@ -66,7 +66,7 @@ class FakeVllm(FakeScheduler):
             loads=setup.loads,
             saves=setup.saves,
             config=options.config.model_copy(update={"priority_limit": setup.priority_limit}),
-            announces=True,
+            announces=lambda request, blocks: Context((None,) * len(blocks), request.request_id),
             handover=setup.handover or HandoverOptions(),
         )
         stages = setup.stages or (LAYERS,) * setup.ranks

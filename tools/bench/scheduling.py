@@ -19,7 +19,7 @@ from kvstore.adapters.vllm.scheduler.choice import LoadRules
 from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
-from kvstore.adapters.vllm.telemetry.announcer import Adapter, Announcer
+from kvstore.adapters.vllm.telemetry.announcer import NO_CONTEXT, Adapter, Announcer
 from kvstore.adapters.vllm.worker.background import Background
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import LoadStep, Place, StoreStep, chunk_refs
@@ -98,7 +98,8 @@ class _Hanging(TierWrapper):
 )
 def _events() -> list[float]:
     """Return the seconds of each of the last events, after many chunks with the same first blocks were announced."""
-    announcer, index = Announcer(block_tokens=1), ChunkIndex(EVENT_CHUNKS + EVENT_ROUNDS, tracks_changes=True)
+    announcer = Announcer(1, lambda *_: NO_CONTEXT)
+    index = ChunkIndex(EVENT_CHUNKS + EVENT_ROUNDS, tracks_changes=True)
     system = [b"system %d" % number for number in range(_BLOCKS // 4)]
     seconds = []
     for number in range(EVENT_CHUNKS + EVENT_ROUNDS):

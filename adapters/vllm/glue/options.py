@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -26,6 +27,8 @@ from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadRules
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+from kvstore.adapters.vllm.telemetry.announcer import ContextOf
+from kvstore.adapters.vllm.telemetry.events import context_of
 from kvstore.adapters.vllm.worker.pushes import PushOptions
 from kvstore.adapters.vllm.worker.worker import WorkerOptions
 from kvstore.config.schema import PD_ROLES
@@ -91,16 +94,16 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
     )
 
 
-def _announces(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+def _announces(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ContextOf | None:
     events = vllm_config.kv_events_config
     if events is None or not events.enable_kv_cache_events:
-        return False
+        return None
     if announced_group(kv_cache_config) is None:
         logger.warning(
             "KV events are not published: vLLM's block hashes cover other numbers of tokens than this model's blocks"
         )
-        return False
-    return True
+        return None
+    return partial(context_of, block_tokens=block_tokens_of(kv_cache_config))
 
 
 def worker_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> WorkerOptions:

@@ -122,7 +122,7 @@ def _new_index(
         max_sends=options.remote.max_queue if options.remote else None,
         cache_policy=options.config.cache_policy,
         disk_policy=options.config.disk_cache_policy,
-        tracks_changes=options.announces,
+        tracks_changes=options.announces is not None,
         checkpoints=checkpoints,
         slots_take_turns=any(rank.slots_take_turns for rank in facts),
         reads_fronts=all(rank.reads_fronts for rank in facts),

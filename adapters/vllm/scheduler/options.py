@@ -7,13 +7,17 @@ from dataclasses import dataclass, field, replace
 from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadRules
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
+from kvstore.adapters.vllm.telemetry.announcer import ContextOf
 from kvstore.config import StoreConfig
 from kvstore.engine.options import RemoteOptions
 
 
 @dataclass(frozen=True)
 class SchedulerOptions:
-    """The configuration, and what the scheduler side derives from it and from vLLM's."""
+    """The configuration, and what the scheduler side derives from it and from vLLM's.
+
+    Blocks are announced if ``announces`` tells their contexts.
+    """
 
     rules: SaveRules
     config: StoreConfig = field(default_factory=StoreConfig)
@@ -22,7 +26,7 @@ class SchedulerOptions:
     remote: RemoteOptions | None = None
     load_rules: LoadRules = field(default_factory=LoadRules)
     async_save: bool = False
-    announces: bool = False
+    announces: ContextOf | None = None
     handover: HandoverOptions = field(default_factory=HandoverOptions)
 
     def load_rules_for(self, num_ranks: int) -> LoadRules:

@@ -67,7 +67,7 @@ class StoreScheduler:
         self._stats = SchedulerStats(rules.block_tokens, end_tokens, config.log_request_sample)
         self.count_wrong_field = self._stats.wrong_field
         self._handovers = Handovers(options.handover, rules, self._steps)
-        self._announcer = Announcer(rules.block_tokens) if options.announces else None
+        self._announcer = Announcer(rules.block_tokens, options.announces) if options.announces else None
         self.enabled = True
         self.totals = self._stats.totals
         self._actions: SimpleQueue[Callable[[], object]] = SimpleQueue()

@@ -8,9 +8,9 @@ withdrawn with the last. No vLLM types.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from kvstore.index.plans import Place
 from kvstore.model.chunks import ChunkRef
@@ -49,6 +49,24 @@ class Described(Protocol):
         """The hashes that vLLM gives its whole blocks."""
 
 
+class Context(NamedTuple):
+    """Parts of events that only vLLM can tell.
+
+    Attributes:
+        extra_keys: for each block what its hash covers besides tokens; empty if it covers nothing else.
+        session_id: the session of the request that has the blocks; None without one.
+    """
+
+    extra_keys: tuple[tuple[object, ...] | None, ...] = ()
+    session_id: str | None = None
+
+
+NO_CONTEXT: Final = Context()
+
+ContextOf = Callable[[Any, range], Context]
+"""Function that returns the context of some of a request's blocks. The request is vLLM's."""
+
+
 @dataclass(frozen=True)
 class Blocks:
     """Consecutive blocks as vLLM names them; ``parent`` is the hash of the block before."""
@@ -57,18 +75,22 @@ class Blocks:
     parent: bytes | None
     token_ids: array[int]
     lora: Adapter | None
+    context: Context = NO_CONTEXT
 
     def behind(self, num_blocks: int) -> Blocks:
         """Return the blocks without the first ``num_blocks``."""
-        if not num_blocks:
-            return self
-        num_tokens = num_blocks * len(self.token_ids) // len(self.hashes)
-        return Blocks(self.hashes[num_blocks:], self.hashes[num_blocks - 1], self.token_ids[num_tokens:], self.lora)
+        return self._cut(slice(num_blocks, None), self.hashes[num_blocks - 1]) if num_blocks else self
 
     def up_to(self, num_blocks: int) -> Blocks:
         """Return the first ``num_blocks``."""
-        num_tokens = num_blocks * len(self.token_ids) // len(self.hashes)
-        return Blocks(self.hashes[:num_blocks], self.parent, self.token_ids[:num_tokens], self.lora)
+        return self._cut(slice(0, num_blocks), self.parent)
+
+    def _cut(self, part: slice, parent: bytes | None) -> Blocks:
+        block_tokens = len(self.token_ids) // len(self.hashes)
+        end = None if part.stop is None else part.stop * block_tokens
+        token_ids = self.token_ids[part.start * block_tokens : end]
+        context = self.context._replace(extra_keys=self.context.extra_keys[part])
+        return Blocks(self.hashes[part], parent, token_ids, self.lora, context)
 
 
 class Stored(NamedTuple):
@@ -90,10 +112,15 @@ class Announcer:
 
     Chunks that a disk held at start are known by their keys alone. They are announced when a request has their tokens,
     or when a chunk that shares blocks with them is removed, as these blocks can still be found.
+
+    Args:
+        block_tokens: tokens of a block.
+        context_of: returns the context of a request's blocks.
     """
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, context_of: ContextOf) -> None:
         self._block_tokens = block_tokens
+        self._context_of = context_of
         self._known: dict[PrefixKey, Blocks] = {}  # of chunks in the index
         self._trails: dict[PrefixKey, bytes] = {}  # of these, as far as they are known
         self._described: list[PrefixKey] = []  # since the last call
@@ -112,6 +139,7 @@ class Announcer:
             hashes[first_block - 1] if first_block else None,
             array("I", tokens),
             request.lora_request,
+            self._context_of(request, blocks),
         )
         self._described.append(ref.prefix_key)
 
