@@ -10,10 +10,12 @@ import pytest
 import torch
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.request import Request
 
 from kvstore.adapters.vllm.telemetry.announcer import NO_CONTEXT, Blocks, Context, Removed, Stored
-from kvstore.adapters.vllm.telemetry.events import _known, as_kv_events
+from kvstore.adapters.vllm.telemetry.events import _known, as_kv_events, context_of
 from kvstore.index.plans import Place
 
 pytestmark = pytest.mark.vllm
@@ -62,6 +64,15 @@ def test_fields_that_an_older_vllm_does_not_have_are_left_out() -> None:
         extra_keys: list[Any] | None = None
 
     assert _known(Older, extra_keys=[None], locality="LOCAL", session_id="one") == {"extra_keys": [None]}
+
+
+def test_the_context_is_what_vllm_hashes_besides_tokens() -> None:
+    adapter = LoRARequest("style", 7, "/adapters/style")
+    salted = Request("one", [1] * 8, SamplingParams(), None, lora_request=adapter, cache_salt="salt")
+    salted.session_id = "session 1"
+    assert context_of(salted, range(3), 2) == Context((("style", "salt"), ("style",), ("style",)), "session 1")
+    assert context_of(salted, range(1, 2), 2).extra_keys == (("style",),)
+    assert context_of(Request("two", [1] * 8, SamplingParams(), None), range(3), 2) == NO_CONTEXT
 
 
 def test_parts_of_blocks_keep_their_context() -> None:
