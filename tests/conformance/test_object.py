@@ -294,3 +294,24 @@ class TestAzure(InBucket):
 
     def address(self) -> str:
         return self.server.url(BUCKET, self.prefix)
+
+
+@pytest.mark.parametrize("codec", ["none", "lz4"])
+@pytest.mark.parametrize("by_layers", [False, True])
+def test_an_object_whose_writer_was_killed_at_its_begin_is_a_miss(
+    tmp_path: Path, codec: str, *, by_layers: bool
+) -> None:
+    """SeaweedFS stores it with no byte. A bucket is not damaged by that, and the next engine stores the chunk again."""
+    tier = ObjectTier.open(TierSetup(MINE, EVEN, UNBOUNDED_BYTES, {"url": f"file://{tmp_path}/kv", "codec": codec}))
+    transfer = make_transfer(EVEN, make_ref(1))
+    assert tier.put([transfer]) == [Outcome.STORED]
+    (path,) = (tmp_path / "kv").rglob("*.safetensors")
+    path.write_bytes(b"")
+    into = Transfer(transfer.ref, make_buffer(EVEN.slot_bytes))
+    found = tier.get_layers([into], range(1)) if by_layers and tier.reads_layers else tier.get([into])
+    assert found == [Outcome.MISS]
+    assert tier.contains([transfer.ref]) == [False]
+    assert not path.exists()
+    assert tier.put([transfer]) == [Outcome.STORED]
+    assert tier.get([into]) == [Outcome.HIT]
+    tier.close()

@@ -33,7 +33,8 @@ class Fetched(NamedTuple):
     Attributes:
         size_bytes: that were read.
         damage: of the chunk; None if it is sound.
-        is_foreign: it was encoded with a codec that the reader does not have.
+        is_foreign: it was encoded with a codec that the reader does not have; or it is empty, as SeaweedFS leaves an
+            object whose writer was killed before the first byte.
         is_absent: there is no such chunk.
     """
 
@@ -124,7 +125,7 @@ class ChunkIO:
         size_bytes = reading.found.size_bytes
         header = bytearray(self._header_bytes)
         if not reading.fill(memoryview(header)):
-            return Fetched(size_bytes, Damage.SIZE)
+            return Fetched(size_bytes, Damage.SIZE, is_foreign=not size_bytes)
         if size_bytes != chunkfile.file_bytes(self._layout, place.ref.num_blocks):
             return Fetched(size_bytes, Damage.SIZE, self._is_foreign(header))
         sums = chunkfile.RunningSums(self._layout, place.ref.num_blocks)
@@ -162,7 +163,8 @@ class ChunkIO:
             size_bytes = reading.found.size_bytes
             is_whole = reading.fill(memoryview(header))
             if not is_whole or size_bytes != chunkfile.file_bytes(self._layout, place.ref.num_blocks):
-                return None, Fetched(size_bytes, Damage.SIZE, is_whole and self._is_foreign(header))
+                is_foreign = self._is_foreign(header) if is_whole else not size_bytes
+                return None, Fetched(size_bytes, Damage.SIZE, is_foreign)
             head = _Head(bytes(header), reading.found.version)
             self._keep(place, head, layers)
             return head, self._take(reading, place, payload, layers, head) if end else ABSENT
@@ -237,7 +239,8 @@ class CodedIO(ChunkIO):
             size_bytes = reading.found.size_bytes
             if not self._coder.may_be(place.ref.num_blocks, size_bytes):
                 header = bytearray(self._header_bytes)
-                return Fetched(size_bytes, Damage.SIZE, reading.fill(memoryview(header)) and self._is_foreign(header))
+                is_foreign = self._is_foreign(header) if reading.fill(memoryview(header)) else not size_bytes
+                return Fetched(size_bytes, Damage.SIZE, is_foreign)
             image = scratch[:size_bytes]
             if not reading.fill(image.data):
                 return Fetched(size_bytes, Damage.SIZE)
