@@ -6,12 +6,14 @@ oldest and the newest units are compared.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Final, Generic, TypeVar
 
 from kvstore.policies.survival import (
+    EDGES,
     NO_ANSWER,
     NUM_ANSWERS,
     NUM_CLASSES,
@@ -77,7 +79,8 @@ class Ranking(Generic[U]):
         self._num_surveyed = 0  # units, in this survey so far
         self._history = _History[U]()
         self._queues: list[OrderedDict[U, None]] = [OrderedDict() for _ in range(NUM_CLASSES)]  # units in the tier
-        self._ends: list[_End[U]] = []  # a heap; empty if it has to be made anew
+        self._ends: list[list[_End[U]]] = [[] for _ in range(NUM_CLASSES)]  # by class, up to date but for ...
+        self._changed = {*range(NUM_CLASSES)}  # ... these
 
     # -- what happened -----------------------------------------------------------------------------------------------
 
@@ -85,7 +88,7 @@ class Ranking(Generic[U]):
         """Advance the clock and return the time before."""
         now = self.clock
         self.clock += num_chunks
-        self._ends.clear()
+        self._changed.update(range(NUM_CLASSES))
         return now
 
     def begin(self, unit: U, uses: int) -> U:
@@ -132,12 +135,12 @@ class Ranking(Generic[U]):
         queue[unit] = None
         if unit.time < self.clock:
             queue.move_to_end(unit, last=False)
-        self._ends.clear()
+        self._changed.add(unit.cls)
 
     def dequeue(self, unit: U) -> None:
         """Note that a unit has no more chunks in the tier."""
         del self._queues[unit.cls][unit]
-        self._ends.clear()
+        self._changed.add(unit.cls)
 
     def drop(self, unit: U, count: int = 1) -> None:
         """Take keys from a unit."""
@@ -161,7 +164,7 @@ class Ranking(Generic[U]):
             if units is None:
                 self._count_waiting(self.stripped)
                 self.table.update()
-                self._ends.clear()
+                self._changed.update(range(NUM_CLASSES))
                 self._next_survey = self.clock + max(_SURVEY_INTERVAL, _CHUNKS_PER_UNIT * self._num_surveyed)
                 self._num_surveyed = 0
                 return
@@ -185,9 +188,9 @@ class Ranking(Generic[U]):
 
     def by_value(self) -> Iterator[tuple[float, U]]:
         """Merge the ends of all classes' queues; at equal value the older unit comes first."""
-        if not self._ends:
-            self._ends = sorted(self._both_ends())
-        ends = self._ends.copy()
+        self._refresh()
+        ends = [end for both in self._ends for end in both]
+        heapify(ends)
         left = [len(queue) for queue in self._queues]
         walks: dict[tuple[int, bool], Iterator[U]] = {}
         while ends:
@@ -205,17 +208,19 @@ class Ranking(Generic[U]):
             if following is not None:
                 heappush(ends, (self.value(following), following.time, cls, is_newest, following))
 
-    def _both_ends(self) -> Iterator[_End[U]]:
-        """Yield the ends of all queues; written for speed, since every request needs them."""
-        values, clock = self.table.values, self.clock
-        for cls, queue in enumerate(self._queues):
-            if not queue:
-                continue
-            unit = next(iter(queue))
-            yield values[cls][bucket_of(clock - unit.time)], unit.time, cls, False, unit
-            if len(queue) > 1:
-                unit = next(reversed(queue))
-                yield values[cls][bucket_of(clock - unit.time)], unit.time, cls, True, unit
+    def _refresh(self) -> None:
+        """Bring the ends of the queues up to date. Written for speed, since every request needs them."""
+        values, clock, edges = self.table.values, self.clock, EDGES
+        for cls in self._changed:
+            queue, ends = self._queues[cls], list[_End[U]]()
+            if queue:
+                unit = next(iter(queue))
+                ends.append((values[cls][bisect_right(edges, clock - unit.time)], unit.time, cls, False, unit))
+                if len(queue) > 1:
+                    unit = next(reversed(queue))
+                    ends.append((values[cls][bisect_right(edges, clock - unit.time)], unit.time, cls, True, unit))
+            self._ends[cls] = ends
+        self._changed.clear()
 
 
 class _History(Generic[U]):
