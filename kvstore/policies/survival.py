@@ -166,11 +166,9 @@ def _best_weight(hits: Array, censored: Array) -> float:
 
 def _values(hazards: Array) -> Array:
     """Return the steepest slope from each bucket to a later one, over time held and expected uses."""
-    survival = np.cumprod(1 - hazards, axis=-1)
-    before = np.concatenate((np.ones_like(survival[..., :1]), survival[..., :-1]), axis=-1)
-    held = np.cumsum(before * (1 - hazards / 2) * _WIDTHS, axis=-1)
-    start = np.zeros_like(held[..., :1])
-    time, uses = np.concatenate((start, held), axis=-1), np.concatenate((start, 1 - survival), axis=-1)
+    time, uses = np.zeros((2, *hazards.shape[:-1], NUM_BUCKETS + 1))
+    uses[..., 1:] = 1 - np.cumprod(1 - hazards, axis=-1)
+    time[..., 1:] = np.cumsum((1 - uses[..., :-1]) * (1 - hazards / 2) * _WIDTHS, axis=-1)
     rise = uses[..., np.newaxis, 1:] - uses[..., :-1, np.newaxis]
     run = np.maximum(time[..., np.newaxis, 1:] - time[..., :-1, np.newaxis], _LEAST)
     values: Array = np.where(_IS_LATER, rise / run, 0.0).max(axis=-1)
