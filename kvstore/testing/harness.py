@@ -44,6 +44,7 @@ class TierHarness(ABC):
         keeps_trails: True if the tier keeps the trails of chunks, for lookups of other engines.
         exact_sizes: True if a chunk takes at least the bytes of its payload; False with a codec.
         equal_bytes: True if two writes of a chunk are stored as the same bytes; False with encryption.
+        empty_is_absent: True if a value without a byte counts as none, since the storage leaves one when a writer dies.
         folder: an empty folder for this harness alone.
     """
 
@@ -52,6 +53,7 @@ class TierHarness(ABC):
     keeps_trails: ClassVar[bool] = False
     exact_sizes: ClassVar[bool] = True
     equal_bytes: ClassVar[bool] = True
+    empty_is_absent: ClassVar[bool] = False
     folder: Path
     tier: Tier
     layout: KVLayout

@@ -32,6 +32,7 @@ class Objects(TierConformance):
     persistent = True
     keeps_trails = True
     checks_bytes = True
+    empty_is_absent = True
 
     def url(self) -> str:
         """Return the URL of a storage that is empty at first, for this harness alone."""

@@ -6,9 +6,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from support.redis_server import free_port
 from support.runner import staying_elsewhere
 from support.vllm_engine import Completion, Engine, Prompt, StoreSetup, assert_same_outputs, whole_blocks
+
+from kvstore.tools.processes import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.cache_server import ServerProcess
-from support.redis_server import free_port, wait_for
+from support.redis_server import wait_for
 from support.runner import run_elsewhere
 from support.vllm_engine import (
     BLOCK_TOKENS,
@@ -22,6 +22,8 @@ from support.vllm_engine import (
     is_all_cached,
     through_memory,
 )
+
+from kvstore.tools.processes import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 

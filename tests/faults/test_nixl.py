@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.channel_ends import LAYOUT, NUM_CHUNKS, End, open_receiver, payload_of, ref_of
-from support.redis_server import free_port, wait_for
+from support.redis_server import wait_for
 
 from kvstore.channels.base import State
 from kvstore.server import offers
@@ -17,6 +17,7 @@ from kvstore.server.embedded import EmbeddedServer
 from kvstore.testing.harness import MINE
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup, Transfer
+from kvstore.tools.processes import free_port
 
 nixl = pytest.importorskip("kvstore.channels.nixl", reason="needs NIXL: the extra `nixl`", exc_type=ImportError)
 pytestmark = pytest.mark.slow

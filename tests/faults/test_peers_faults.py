@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 from support.cache_server import ServerProcess, short_folder
 from support.checks import check_idle
-from support.redis_server import free_port, wait_for
+from support.redis_server import wait_for
 from support.rig import NAMESPACE, Rig, tokens_of
 
 from kvstore.engine import opening
@@ -19,6 +19,7 @@ from kvstore.model.keys import Namespace
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from kvstore.tiers.guards import BreakerState, CircuitBreaker, find
 from kvstore.tiers.peers import PeersTier
+from kvstore.tools.processes import free_port
 
 TOKENS = tokens_of(1, 40)
 OTHERS = tokens_of(2, 40)

@@ -13,14 +13,7 @@ from typing import Any
 import pytest
 import redis
 from support.diskwork import get, make_slot, put
-from support.redis_server import (
-    RedisServer,
-    free_port,
-    make_certificates,
-    running,
-    tls_options,
-    wait_for,
-)
+from support.redis_server import RedisServer, make_certificates, running, tls_options, wait_for
 from support.redis_tiers import (
     BOUND_S,
     LARGE,
@@ -40,6 +33,7 @@ from kvstore.model.errors import ConfigError, TierError, TierSetupError, TierTim
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.guards import Guard
 from kvstore.tiers.redis.chunk import PART_BYTES
+from kvstore.tools.processes import free_port
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import zmq
 from support.cache_server import ServerProcess, ServerThread, mapped_pools, serving_ipc, serving_tcp
-from support.redis_server import free_port, wait_for
+from support.redis_server import wait_for
 from support.served import BIG, WAIT_S, A, B, check_quiet, check_read, open_connection, open_tier, works
 
 from kvstore.model.chunks import Outcome
@@ -29,6 +29,7 @@ from kvstore.testing.harness import EVEN, make_buffer, make_ref, make_transfer
 from kvstore.tiers.guards import GuardOptions, guarded
 from kvstore.tiers.server.connection import ServerConnection
 from kvstore.tiers.server.moves import Mapped
+from kvstore.tools.processes import free_port
 
 
 class TestServerGoesAway:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from support.cache_server import ServerProcess, ServerThread, serving_ipc, serving_tcp
-from support.redis_server import free_port, wait_for
+from support.redis_server import wait_for
 from support.served import BIG, A, check_quiet, check_read, open_tier, scan, used_bytes
 
 from kvstore.model.chunks import Outcome
@@ -18,6 +18,7 @@ from kvstore.model.layout import KVLayout
 from kvstore.protocol.payload import PAGE_BYTES
 from kvstore.server.disk_tiers import DiskOptions
 from kvstore.testing.harness import EVEN, make_ref, make_transfer
+from kvstore.tools.processes import free_port
 
 
 class TestManyNamespaces:

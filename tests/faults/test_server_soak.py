@@ -13,11 +13,12 @@ import psutil
 import pytest
 from support.cache_server import ServerProcess, short_folder
 from support.forked import ForkedProcess, forker
-from support.redis_server import free_port, wait_for
+from support.redis_server import wait_for
 from support.server_client import Result
 
 from kvstore.tiers.server.operator import Operator
 from kvstore.tiers.server.url import parse_server
+from kvstore.tools.processes import free_port
 
 
 class Clients:

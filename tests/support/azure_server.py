@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from support.redis_server import free_port, wait_for
+from kvstore.tools.processes import free_port
+from support.redis_server import wait_for
 
 ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # Azurite's own

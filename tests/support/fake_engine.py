@@ -17,7 +17,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from support.redis_server import free_port, wait_for
+from kvstore.tools.processes import free_port
+from support.redis_server import wait_for
 
 # Odd on purpose: a proxy that passes it on byte for byte keeps its spaces, its escapes and its letters.
 EVENTS = (

@@ -16,10 +16,10 @@ from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.protocol.progress import Progress
 from kvstore.server.hub import Hub
+from kvstore.tools.processes import free_port
 from support.fake_parts import FakeRequest, Setup
 from support.fake_vllm import FakeVllm
 from support.gate import HANG_GUARD_S
-from support.redis_server import free_port
 
 HOST = "127.0.0.1"
 NEVER_S = 3600.0  # a deadline that is never reached

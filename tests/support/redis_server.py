@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from random import SystemRandom
 from typing import Any
 
 import pytest
@@ -20,8 +18,9 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from kvstore.tools.processes import free_port
+
 WAIT_S = 20.0
-_random = SystemRandom()  # hypothesis resets the module's generator
 
 
 def require_server() -> str:
@@ -33,16 +32,6 @@ def require_server() -> str:
             pytest.fail(reason)
         pytest.skip(reason)
     return path
-
-
-def free_port() -> int:
-    """Return a port on which nothing listens. The kernel gives neither this port, nor the next ones, nor the one 10,000
-    above (of a cluster's bus) to connections made meanwhile, as Linux takes their ports from 32,768 on."""
-    while True:
-        port = _random.randrange(15_000, 22_000)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)):
-                return port
 
 
 def wait_for(what: str, condition: Any, timeout_s: float = WAIT_S) -> None:

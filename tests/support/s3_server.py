@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from support.redis_server import free_port, wait_for
+from kvstore.tools.processes import free_port
+from support.redis_server import wait_for
 
 ACCESS_KEY, SECRET_KEY = "kvaccess", "kvsecretkvsecret"
 _READY_S = 60.0

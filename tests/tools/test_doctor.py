@@ -14,7 +14,7 @@ import pytest
 from support.cache_server import POOL_BYTES, serving, serving_ipc, short_folder
 from support.diskwork import EVEN, MINE
 from support.example_tier import MODULE, install_example
-from support.redis_server import RedisServer, free_port, running
+from support.redis_server import RedisServer, running
 
 from kvstore.config import StoreConfig
 from kvstore.format.pack import PackWriter, Shard
@@ -24,6 +24,7 @@ from kvstore.tiers.disk.folder import FolderLock, make_folder
 from kvstore.tools.doctor import machine
 from kvstore.tools.doctor.findings import Finding
 from kvstore.tools.doctor.machine import diagnose
+from kvstore.tools.processes import free_port
 from kvstore.tools.workers import Workers
 
 

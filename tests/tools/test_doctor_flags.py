@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from support.cache_server import POOL_BYTES, serving, short_folder
-from support.redis_server import free_port
 
 from kvstore.config import load_config
 from kvstore.protocol.keyfiles import make_keys, read_list, read_pair
@@ -22,6 +21,7 @@ from kvstore.tools.doctor import machine
 from kvstore.tools.doctor.findings import Finding
 from kvstore.tools.doctor.flags import check_flags, extra_config
 from kvstore.tools.doctor.together import check_together
+from kvstore.tools.processes import free_port
 from kvstore.tools.vllmflags import parse_serve
 
 GOOD = {"kv_connector": "KVStoreConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from support.cache_server import short_folder
 from support.diskwork import make_ref, path_of
-from support.redis_server import free_port
 
 from kvstore.format.pack import PackWriter
 from kvstore.model.chunks import Outcome
@@ -22,6 +21,7 @@ from kvstore.tiers.base import Transfer
 from kvstore.tiers.disk.folder import FolderLock, make_folder
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tools.pack import Source, Target, export, import_pack
+from kvstore.tools.processes import free_port
 from kvstore.tools.warm import warming
 from kvstore.tools.warm.warming import WarmReport
 

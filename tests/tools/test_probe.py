@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from support.answers import Answers, answering
-from support.redis_server import free_port
 
 from kvstore.index.plans import MissReason
 from kvstore.ops.metrics import METRICS
 from kvstore.tools.probe import reasons
 from kvstore.tools.probe.counters import PREFIX
 from kvstore.tools.probe.run import END_TOKEN_ID, LOWEST_TOKEN_ID, made_up
+from kvstore.tools.processes import free_port
 
 RunJson = Any
 KEY = "the-key"

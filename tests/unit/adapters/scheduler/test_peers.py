@@ -11,12 +11,12 @@ import pytest
 from support.fake_parts import BLOCK, CHUNK, Setup
 from support.fake_vllm import FakeVllm
 from support.gate import HANG_GUARD_S
-from support.redis_server import free_port
 
 from kvstore.adapters.vllm.requests.params import Handover, Source
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.server.tier import ServerTier
+from kvstore.tools.processes import free_port
 
 PROMPT = list(range(3 * CHUNK + 2 * BLOCK + 1))  # three chunks, a tail of two blocks, one token
 WHOLE = len(PROMPT) - 1
