@@ -15,25 +15,22 @@ class KeyUnit(Unit):
     """Unit with its keys.
 
     Attributes:
-        keys: head first; includes keys that have moved to another unit since.
+        keys: head first; includes keys that have moved to another unit since, among them always the last one.
         here: the unit's keys whose chunks are in the tier.
         depth: a position after all keys in ``here``.
-        leaf: the deepest key at first.
     """
 
-    __slots__ = ("depth", "here", "keys", "leaf")
+    __slots__ = ("depth", "here", "keys")
 
     def __init__(self) -> None:
         super().__init__()
         self.keys: list[PrefixKey] = []
         self.here: set[PrefixKey] = set()
         self.depth = 0
-        self.leaf: PrefixKey = b""
 
     def append(self, key: PrefixKey) -> None:
         """Add a key as the deepest."""
         self.keys.append(key)
-        self.leaf = key
         self.num_keys += 1
 
     def enter(self, key: PrefixKey) -> None:
@@ -103,7 +100,7 @@ class Adaptive(Policy):
         units = {unit for key in chain if (unit := self._units.get(key)) is not None}
         for unit in sorted(units, key=lambda unit: (unit.time, unit.cls)):
             # Another request may have used them last, or several go on from here, and may return at any time.
-            if unit.leaf in own and self._children.get(unit.leaf, 0) <= 1:
+            if unit.keys[-1] in own and self._children.get(unit.keys[-1], 0) <= 1:
                 self._ranking.end(unit, answer_tokens)
 
     def _on_add(self, key: PrefixKey) -> None:
@@ -183,5 +180,6 @@ class Adaptive(Policy):
 
     def _trim(self, unit: KeyUnit) -> None:
         if len(unit.keys) > 2 * unit.num_keys + 8:  # most keys are in other units by now
-            unit.keys = [key for key in unit.keys if self._units.get(key) is unit]
+            *keys, leaf = unit.keys
+            unit.keys = [*(key for key in keys if self._units.get(key) is unit), leaf]
             unit.depth = len(unit.keys)

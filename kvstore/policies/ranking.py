@@ -6,14 +6,12 @@ oldest and the newest units are compared.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Final, Generic, TypeVar
 
 from kvstore.policies.survival import (
-    EDGES,
     NO_ANSWER,
     NUM_ANSWERS,
     NUM_CLASSES,
@@ -210,15 +208,15 @@ class Ranking(Generic[U]):
 
     def _refresh(self) -> None:
         """Bring the ends of the queues up to date. Written for speed, since every request needs them."""
-        values, clock, edges = self.table.values, self.clock, EDGES
+        values, clock = self.table.values, self.clock
         for cls in self._changed:
             queue, ends = self._queues[cls], list[_End[U]]()
             if queue:
                 unit = next(iter(queue))
-                ends.append((values[cls][bisect_right(edges, clock - unit.time)], unit.time, cls, False, unit))
+                ends.append((values[cls][bucket_of(clock - unit.time)], unit.time, cls, False, unit))
                 if len(queue) > 1:
                     unit = next(reversed(queue))
-                    ends.append((values[cls][bisect_right(edges, clock - unit.time)], unit.time, cls, True, unit))
+                    ends.append((values[cls][bucket_of(clock - unit.time)], unit.time, cls, True, unit))
             self._ends[cls] = ends
         self._changed.clear()
 

@@ -99,8 +99,8 @@ class SurvivalTable:
             self._weight = _best_weight(hits, censored)
         self._num_updates += 1
         values = _values(_hazards_by_answer(hits.sum(0), censored.sum(0), self._weight))
-        rows = np.broadcast_to(np.maximum.accumulate(values, axis=0), _SHAPE[1:])
-        self.values = rows.reshape(NUM_CLASSES, NUM_BUCKETS).tolist()
+        by_uses = np.maximum.accumulate(values, axis=0).tolist()
+        self.values = [row for rows in by_uses for row in rows * (NUM_ANSWERS // len(rows))]
 
 
 class _Counts:
@@ -124,7 +124,7 @@ class _Counts:
     def take(self) -> Array:
         """Return all counts by half, uses, answer and bucket, and let them become the past."""
         counts = self._past + self._new
-        self._past = self._share * counts
+        np.multiply(counts, self._share, out=self._past)
         self._new[:] = 0.0
         return counts
 

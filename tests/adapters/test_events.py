@@ -14,6 +14,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.request import Request
 
+from kvstore.adapters.vllm.telemetry import events as events_module
 from kvstore.adapters.vllm.telemetry.announcer import NO_CONTEXT, Blocks, Context, Removed, Stored
 from kvstore.adapters.vllm.telemetry.events import _known, as_kv_events, context_of
 from kvstore.index.plans import Place
@@ -73,6 +74,20 @@ def test_the_context_is_what_vllm_hashes_besides_tokens() -> None:
     assert context_of(salted, range(3), 2) == Context((("style", "salt"), ("style",), ("style",)), "session 1")
     assert context_of(salted, range(1, 2), 2).extra_keys == (("style",),)
     assert context_of(Request("two", [1] * 8, SamplingParams(), None), range(3), 2) == NO_CONTEXT
+
+
+def test_a_block_does_not_look_at_every_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand images in 128k tokens would hold up the scheduler."""
+    looked: list[int] = []
+
+    def extra_keys(_: object, begin: int, end: int, feature: int) -> tuple[None, int]:
+        looked.append(feature)
+        return None, feature + (end - begin)
+
+    monkeypatch.setattr(events_module, "generate_block_hash_extra_keys", extra_keys)
+    salted = Request("one", [1] * 8, SamplingParams(), None, cache_salt="salt")
+    context_of(salted, range(3), 2)
+    assert looked == [0, 2, 4], "the next block begins where the last one ended"
 
 
 def test_parts_of_blocks_keep_their_context() -> None:

@@ -108,7 +108,8 @@ def _works(trace: Trace | BlockTrace, sizes: Sequence[float], options: SimulateO
             partial(replay_blocks, trace, policy, size, disk=disk, scale=scale, block_ends=block_ends)
             for policy, block_ends, size in ways
         ]
-    _ = trace.forest  # made once, before processes are forked
+    if scale.bytes_per_token is None:
+        _ = trace.forest  # made once, before processes are forked
     return [
         *(
             partial(replay, trace, policy, size, disk=disk, scale=scale)

@@ -33,10 +33,11 @@ def context_of(request: Request, blocks: range, block_tokens: int) -> Context:
     session_id = getattr(request, "session_id", None)  # new in vLLM 0.32
     if not (request.lora_request or request.cache_salt or request.mm_features or request.prompt_embeds is not None):
         return Context(session_id=session_id)  # the usual case
-    keys = [
-        generate_block_hash_extra_keys(request, block * block_tokens, (block + 1) * block_tokens, 0)[0]
-        for block in blocks
-    ]
+    keys, feature = list[Any](), 0
+    for block in blocks:
+        begin = block * block_tokens
+        own, feature = generate_block_hash_extra_keys(request, begin, begin + block_tokens, feature)
+        keys.append(own)
     untagged = getattr(kv_cache_utils, "to_event_extra_keys", list)(keys)  # tagged since vLLM 0.32
     return Context(tuple(untagged or ()), session_id)
 

@@ -155,7 +155,7 @@ def test_a_chunk_takes_at_most_a_kibibyte_of_index(monkeypatch: pytest.MonkeyPat
     line = calls.index_bytes.line()
     assert line.bound == Bound(1.0, 1.0)
     assert (line.limit_s, line.subject.unit) == (1024, "bytes")
-    assert 512 < line.path_s < 940
+    assert 512 < line.path_s < 930
 
 
 def test_chunks_that_are_not_stored_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
