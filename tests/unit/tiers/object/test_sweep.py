@@ -117,15 +117,28 @@ def test_those_used_longest_ago_leave(
     assert sweep(store, Limits(max_bytes=14 * CHUNK_BYTES)).removed_chunks == 0
 
 
-@pytest.mark.slow
-def test_of_one_prompt_the_tail_leaves_first(open_tier: Open, store: FolderStore) -> None:
+@pytest.mark.parametrize(("ends_after", "stay"), [(5, (0, 1, 2)), (3, (0, 3, 4)), (1, (1, 2, 3))])
+def test_of_one_prompt_the_tail_leaves_first(
+    open_tier: Open,
+    root: Path,
+    store: FolderStore,
+    monkeypatch: pytest.MonkeyPatch,
+    ends_after: int,
+    stay: tuple[int, ...],
+) -> None:
     """Chunks stored one after the other within minutes are a prompt, of which the head is worth more."""
-    tier = open_tier()
-    for ref in REFS[:5]:
-        put(tier, ref)
-        time.sleep(1.01)
+    end_s = (time.time() // sweeping._SESSION_S - 1) * sweeping._SESSION_S
+    stored_s = [end_s - ends_after + number for number in range(5)]
+    for ref, at_s in zip(REFS, stored_s, strict=False):
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda at_s=at_s: at_s)
+            tier = open_tier()
+            put(tier, ref)
+            tier.close()
+        (name,) = (name for name in names(store) if (place := parse_place(name)) is not None and place.ref == ref)
+        os.utime(root / name, (at_s, at_s))
     sweep(store, Limits(max_bytes=3 * CHUNK_BYTES))
-    assert chunks(store) in (set(REFS[:3]), set(REFS[2:5])), "the latter if a session ended in between"
+    assert chunks(store) == {REFS[number] for number in stay}
 
 
 def test_use_keeps_a_chunk(open_tier: Open, root: Path, store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
