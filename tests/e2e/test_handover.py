@@ -351,7 +351,7 @@ def test_receivers_that_are_slow_refuse_hang_or_are_cut_off(tiny_model: Path, tm
     port = free_port()
     foreign = EmbeddedServer(Namespace({"model": "another"}), EVEN, EmbeddedOptions(1 << 20, "127.0.0.1", 0))
     # A call may wait for a busy processor; one that is hung is given up long before ten minutes all the same.
-    lines = LINES.format(both_ways="false", cpu_gib=0.25, timeout_ms=600_000, call_s=10)
+    lines = LINES.format(both_ways="false", cpu_gib=0.25, timeout_ms=600_000, call_s=10, lookup_ms=10_000)
     with closing(foreign), Relay(port) as relay:
         decode = f"{lines}pd_peer_init_port: {port}\n"
         options = ["--decode-kv", f"kvs://127.0.0.1:{relay.port}"]
@@ -390,7 +390,7 @@ def test_a_receiver_that_is_full_and_a_sender_that_dies(tiny_model: Path, tmp_pa
     by_length = {len(turn.prompt): turn for turn in turns}
     *_, short, kept, dying, long, longest = (by_length[length] for length in sorted(by_length))
     port, kept_port, num_chunks = free_port(), free_port(), 8
-    lines = LINES.format(both_ways="true", cpu_gib=0.25, timeout_ms=600_000, call_s=3)
+    lines = LINES.format(both_ways="true", cpu_gib=0.25, timeout_ms=600_000, call_s=3, lookup_ms=3_000)
     lines = "".join(f"{line}\n" for line in lines.splitlines() if "pd_buffer_size" not in line) + "chunk_size: 64\n"
     where = f"pd_peer_init_port: {port}\npd_allowed_hosts: 127.0.0.1:{kept_port}\n"
     with Disaggregation(
