@@ -6,16 +6,17 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from support.diskwork import EVEN, MINE, make_ref, make_slot, make_transfer
 from support.object_worker import NUM_REFS, WRONG
 from support.s3_server import S3Server
 
-from kvstore.model.chunks import Outcome
+from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import TierError
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup, Transfer
 from kvstore.tiers.object import sweep as sweeping
@@ -28,6 +29,7 @@ from kvstore.tiers.object.url import parse_target
 SOAK_S = 600.0
 MAX_BYTES = 150 * (4096 + EVEN.payload_bytes(8))
 SUPPORT = Path(__file__).resolve().parents[1]
+Answer = TypeVar("Answer")
 
 
 @pytest.fixture(params=["s3", "folder"])
@@ -47,15 +49,23 @@ def start(kind: str, url: str, number: int, log: Path) -> subprocess.Popen[str]:
         return subprocess.Popen(command, cwd=SUPPORT, stdout=output, stderr=output, text=True)
 
 
-def swept(store: Store) -> SweepReport:
-    """Sweep; a busy server may answer 500, which ends a sweep."""
+def patiently(ask: Callable[[], Answer]) -> Answer:
+    """Ask until there is an answer; a busy server may answer 500, or too late."""
     for _ in range(10):
         try:
-            return sweep(store, Limits(max_bytes=MAX_BYTES))
+            return ask()
         except TierError as error:
             print(error)
             time.sleep(1.0)
-    raise AssertionError("no sweep came to its end")
+    raise AssertionError("no answer")
+
+
+def swept(store: Store) -> SweepReport:
+    return patiently(lambda: sweep(store, Limits(max_bytes=MAX_BYTES)))
+
+
+def chunks_in(store: Store) -> set[ChunkRef]:
+    return {place.ref for listed in store.list("") if (place := parse_place(listed.name)) is not None}
 
 
 @pytest.mark.soak
@@ -94,7 +104,7 @@ def test_engines_and_a_sweeper_that_are_killed(url: str, tmp_path: Path, monkeyp
         again = swept(store)
         assert again.size_bytes <= MAX_BYTES
         assert (again.removed_chunks, again.found_chunks, again.lost_chunks, again.garbage_objects) == (0, 0, 0, 0)
-        there = {place.ref for listed in store.list("") if (place := parse_place(listed.name)) is not None}
+        there = patiently(lambda: chunks_in(store))
     assert len(there) == again.chunks
     tier = ObjectTier.open(TierSetup(MINE, EVEN, UNBOUNDED_BYTES, {"url": url}))
     refs = [make_ref(number, blocks) for number in range(NUM_REFS) for blocks in (1, 4, 8)]
