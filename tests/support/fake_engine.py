@@ -31,6 +31,7 @@ USAGE = (
     b'"usage":{"prompt_tokens":5,"completion_tokens":2,"total_tokens":7}}\n\n'
 )
 DONE = b"data: [DONE]\n\n"
+_GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
 
 
 class HttpThread:
@@ -109,7 +110,7 @@ class FakeEngine(HttpThread):
         self.gate = threading.Event()
         routes = [
             Route("/health", self._health),
-            *(Route(path, self._answer, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")),
+            *(Route(path, self._answer, methods=["POST"]) for path in _GENERATING),
             *(Route(path, self._answer, methods=["GET", "POST"]) for path in ("/v1/models", "/version", "/tokenize")),
         ]
         super().__init__(Starlette(routes=routes), **uvicorns)

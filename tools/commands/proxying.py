@@ -42,6 +42,14 @@ class Engines:
             "config caps max_new_tokens or sets penalties.",
         ),
     ] = False
+    retain: Annotated[
+        bool,
+        typer.Option(
+            "--retain",
+            help="Pass prompt_cache_retention, prompt_cache_options and cache_control to engines as kvstore.retain, "
+            "which they must list in request_fields.",
+        ),
+    ] = False
     bidirectional: Annotated[
         bool, typer.Option("--bidirectional", help="Tell clients of streams where the KV of an answer is.")
     ] = False
@@ -81,6 +89,7 @@ def proxy(
         engines_file=engines.engines,
         choice=engines.choice,
         first_token=engines.first_token,
+        retain=engines.retain,
         bidirectional=engines.bidirectional,
         host=entrance.host,
         port=entrance.port,

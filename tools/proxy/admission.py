@@ -16,6 +16,7 @@ from kvstore.protocol.loopback import is_from_here
 from kvstore.tools.proxy.meters import ProxyMeters
 from kvstore.tools.proxy.options import ProxyOptions
 from kvstore.tools.proxy.reply import AnswerError, ClientGoneError, Reason, Reply
+from kvstore.tools.proxy.sessions import SESSION_HEADER, SESSION_ID
 from kvstore.tools.proxy.shares import Bound, Taken
 
 HEALTH: Final = "/health"
@@ -215,6 +216,8 @@ class Gate:
         told = {"content-type": "application/json", "x-request-id": request_id, "accept-encoding": "identity"}
         if authorization and authorization.isascii():  # engines' keys are ASCII
             told["authorization"] = authorization
+        if SESSION_ID.fullmatch(session := headers.get(SESSION_HEADER, "")):
+            told[SESSION_HEADER] = session
         parent, state = headers.get("traceparent", ""), headers.get("tracestate", "")
         if _TRACE_PARENT.fullmatch(parent):
             told["traceparent"] = parent

@@ -1,8 +1,8 @@
 """Choice of the engine that answers a request, without I/O or clock.
 
-The least loaded engine is chosen. As an exception, requests with the same beginning are sent to the same engine, which
-has the KV of that beginning, as long as it does not have many more requests than the others. Engines with equal load
-take turns in proportion to their weights.
+The least loaded engine is chosen. As an exception, requests of the same session, or else with the same beginning, are
+sent to the same engine, which has the KV of that beginning, as long as it does not have many more requests than the
+others. Engines with equal load take turns in proportion to their weights.
 """
 
 from __future__ import annotations
@@ -77,6 +77,17 @@ def beginnings_of(kind: Iterable[Buffer], prompt: Buffer) -> list[Beginning]:
         found.append(Beginning(digest.intdigest(), end / len(view)))
         begin, end = end, 2 * end
     return found[::-1]
+
+
+def session_beginning(kind: Iterable[Buffer], session: str) -> list[Beginning]:
+    """Return the beginning that stands for a session, which counts like the whole prompt; none without a name."""
+    if not session:
+        return []
+    digest = xxhash.xxh3_64(b"session", seed=_SEED)
+    for part in (*kind, session.encode()):
+        digest.update(len(memoryview(part)).to_bytes(8, "little"))
+        digest.update(part)
+    return [Beginning(digest.intdigest(), 1.0)]
 
 
 class Rota(Generic[E]):

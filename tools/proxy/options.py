@@ -70,6 +70,7 @@ class ProxyOptions(Limits, Tls):
         receivers: addresses at which ``decode`` receive KV, in the same order; empty if engines only share a store.
         engines_file: file that names the engines instead, and may change.
         choice: criterion by which the engine of a request is chosen.
+        retain: ask engines to retain prompts as clients of OpenAI and Anthropic wish.
         bidirectional: tell clients of streams the address of an answer's KV.
         first_token: begin streams with the prefill engine's token, if the stream is the same.
         host: address to listen on; beyond loopback only with ``api_keys``.
@@ -83,6 +84,7 @@ class ProxyOptions(Limits, Tls):
     receivers: tuple[Receiver, ...] = ()
     engines_file: Path | None = None
     choice: Choice = Choice.PREFIX
+    retain: bool = False
     bidirectional: bool = False
     first_token: bool = False
     host: str = "127.0.0.1"

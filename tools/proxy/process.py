@@ -50,7 +50,7 @@ except ImportError as missing:
 
 logger = logging.getLogger(__name__)
 
-_GENERATING: Final = ("/v1/completions", "/v1/chat/completions")
+_GENERATING: Final = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
 _FORWARDED: Final = {"/v1/models": "GET", "/version": "GET", "/tokenize": "POST"}
 _METRICS: Final = "/metrics"
 _OWN: Final = ("GET", "HEAD")  # no engine is asked for a HEAD: the proxy would wait for the body of its answer

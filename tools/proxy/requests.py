@@ -7,23 +7,25 @@ set by the operator, never by a client.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
 import msgspec
 from msgspec import Raw
 
 from kvstore.model.errors import InvalidCallError
-from kvstore.tools.proxy.choice import Beginning, beginnings_of
+from kvstore.tools.proxy.choice import Beginning, beginnings_of, session_beginning
 from kvstore.tools.proxy.first_token import First, is_text, may_begin
 from kvstore.tools.proxy.listing import Receiver
 from kvstore.tools.proxy.objects import Parts, is_list_of_several, members_of, says, written
+from kvstore.tools.proxy.sessions import retention_s
 
 _PARAMS: Final = "kv_transfer_params"
 _SPEC: Final = "disagg_spec"
 _OF_ONE: Final = frozenset({"num_transferred_tokens", "num_coming_tokens", "sender", "handover"})
 _OURS: Final = frozenset({_SPEC, "ret_first_tok"})  # only the proxy may set these
 _WISHES: Final = ("kvstore.", "lmcache.")
+_RETAIN: Final = "kvstore.retain"
 _PROMPT: Final = "prompt_token_ids"  # vLLM's own: a prompt in kv_transfer_params
 _KINDS: Final = ("model", "cache_salt")  # other members that KV depends on, and that differ between requests
 _NOT_FOR_PREFILL: Final = frozenset({"stream_options", "min_tokens"})  # meaningless for one token, or refused
@@ -56,10 +58,17 @@ class Ask:
             raise InvalidCallError(f"{_PARAMS} must be an object of few members") from error
         return cls(body, {name: value for name, value in params.items() if name not in _OURS})
 
-    def beginnings(self) -> list[Beginning]:
-        """Return the request's beginnings, by which to choose engines that have its KV."""
+    def beginnings(self, session: str = "") -> list[Beginning]:
+        """Return the request's session and beginnings, by which to choose engines that have its KV."""
         prompt = self.params.get(_PROMPT) or self.body.get("prompt") or self.body.get("messages") or Raw(b"")
-        return beginnings_of([self.body.get(name, Raw(b"")) for name in _KINDS], prompt)
+        kind = [self.body.get(name, Raw(b"")) for name in _KINDS]
+        system = self.body.get("system", Raw(b""))  # Anthropic's, before the messages
+        return [*session_beginning(kind, session), *beginnings_of([*kind, system], prompt)]
+
+    def retaining(self) -> Self:
+        """Return the request with the retention that its client asks for, unless it names ours."""
+        ttl_s = 0 if _RETAIN in self.params else retention_s(self.body)
+        return replace(self, params={**self.params, _RETAIN: Raw(b"%d" % ttl_s)}) if ttl_s else self
 
     def may_begin(self, path: str) -> bool:
         """Tell if the stream may begin with the prefill engine's token; see ``firsts``."""

@@ -30,8 +30,10 @@ from kvstore.tools.proxy.objects import Parts
 from kvstore.tools.proxy.options import Choice, ProxyOptions
 from kvstore.tools.proxy.reply import AnswerError, Reason, Reply
 from kvstore.tools.proxy.requests import Ask, sent_kv
+from kvstore.tools.proxy.sessions import SESSION_HEADER, session_of
 from kvstore.tools.proxy.upstream import UpstreamAnswer, UpstreamError
 
+MESSAGES: Final = "/v1/messages"  # Anthropic's
 _EVENTS: Final = "text/event-stream"
 
 
@@ -68,12 +70,13 @@ class Router:
         self._bidirectional = options.bidirectional
         self._first_token = options.first_token
         self._prefill_timeout_s = options.prefill_timeout_s
+        self._retains = options.retain
         self._by_prefix = options.choice is Choice.PREFIX
         self._fleet = fleet
         self._meters = meters
 
     async def generate(self, call: Call, reply: Reply) -> None:
-        """Answer a request for a completion or a chat.
+        """Answer a request for a completion, a chat or a message.
 
         Raises:
             AnswerError: error for the client, even if its answer has begun.
@@ -83,7 +86,12 @@ class Router:
             ask = Ask.parse(call.content)
         except InvalidCallError as error:
             raise AnswerError(Reason.MALFORMED, str(error)) from error
-        beginnings = ask.beginnings() if self._by_prefix else ()
+        session = session_of(ask.body, call.headers.get(SESSION_HEADER, ""))
+        if session:
+            call = call._replace(headers={**call.headers, SESSION_HEADER: session})
+        if self._retains:
+            ask = ask.retaining()
+        beginnings = ask.beginnings(session) if self._by_prefix else ()
         decoders = self._fleet.decode.candidates(beginnings)
         if not decoders:
             raise AnswerError(Reason.NO_DECODE_ENGINE, "no decode engine answers: try again later")
@@ -156,7 +164,7 @@ class Router:
             await reply.piece(first.event)
         for engine in engines:
             filters: list[Filter] = [] if first is None else [recounted]
-            tells = self._bidirectional and engine.receiver is not None and ask.is_one_stream
+            tells = self._bidirectional and call.path != MESSAGES and engine.receiver is not None and ask.is_one_stream
             if tells and engine.receiver is not None:
                 filters.append(Handover(engine.receiver, shows_usage=ask.shows_usage).pass_on)
             content = ask.for_decode(spec, counted=tells, first=first)
