@@ -22,6 +22,7 @@ from kvstore.index.plans import Place
 pytestmark = pytest.mark.vllm
 
 SPEC = FullAttentionSpec(block_size=2, num_kv_heads=2, head_size=64, dtype=torch.float32)
+OURS = {"locality": "LOCAL", "ownership": "kvstore"}
 ONE, TWO, THREE = (bytes([number]) * 32 for number in (1, 2, 3))
 
 
@@ -52,10 +53,10 @@ def test_stored_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
         group_idx=0,
         kv_cache_spec_kind="full_attention",
         extra_keys=[("style",), ("style", "salt")],
-        locality="LOCAL",
+        **OURS,
         session_id="session 1",
     )
-    assert removed == BlockRemoved(block_hashes=[ONE, TWO], medium="STORAGE", group_idx=0, locality="LOCAL")
+    assert removed == BlockRemoved(block_hashes=[ONE, TWO], medium="STORAGE", group_idx=0, **OURS)
 
 
 def test_fields_that_an_older_vllm_does_not_have_are_left_out() -> None:

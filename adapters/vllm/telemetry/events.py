@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _MEDIA: Final = {Place.MEMORY: MEDIUM_CPU, Place.DISK: MEDIUM_STORAGE}
-_LOCAL: Final = "LOCAL"
+_OURS: Final = {"locality": "LOCAL", "ownership": "kvstore"}
 
 
 def context_of(request: Request, blocks: range, block_tokens: int) -> Context:
@@ -50,7 +50,7 @@ def as_kv_events(announced: Iterable[Stored | Removed], spec: KVCacheSpec, group
             yield _stored(event.blocks, medium, spec, group)
         else:
             hashes = [_as_published(name) for name in event.hashes]
-            yield BlockRemoved(hashes, medium, group_idx=group, **_known(BlockRemoved, locality=_LOCAL))
+            yield BlockRemoved(hashes, medium, group_idx=group, **_known(BlockRemoved, **_OURS))
 
 
 def _stored(blocks: Blocks, medium: str, spec: KVCacheSpec, group: int) -> BlockStored:
@@ -67,8 +67,8 @@ def _stored(blocks: Blocks, medium: str, spec: KVCacheSpec, group: int) -> Block
         **_known(
             BlockStored,
             extra_keys=list(blocks.context.extra_keys) or None,
-            locality=_LOCAL,
             session_id=blocks.context.session_id,
+            **_OURS,
         ),
     )
 
