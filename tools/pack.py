@@ -20,7 +20,7 @@ from kvstore.model.keys import Namespace
 from kvstore.tiers import leads_to, open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
 from kvstore.tiers.disk.inventory import Inventory, inventories
-from kvstore.tiers.disk.striped import open_folders
+from kvstore.tiers.disk.opening import open_folders
 from kvstore.tiers.disk.survey import held_bytes
 from kvstore.tiers.pack import PackTier
 from kvstore.tools.ends import Ends

@@ -34,7 +34,14 @@ from kvstore.adapters.vllm.glue.groups import announced_group, group_ids, has_st
 from kvstore.adapters.vllm.glue.metadata import FactsMetadata, PlanMetadata, ReportMetadata
 from kvstore.adapters.vllm.glue.opening import admin_server, open_worker
 from kvstore.adapters.vllm.glue.options import fitting_config, scheduler_options
-from kvstore.adapters.vllm.glue.requests import adapter_of, extra_args_of, features_of, is_shareable, key_extras
+from kvstore.adapters.vllm.glue.requests import (
+    adapter_of,
+    extra_args_of,
+    features_of,
+    hints_of,
+    is_shareable,
+    key_extras,
+)
 from kvstore.adapters.vllm.glue.support import check_supported, frees_blocks, log_limits, stores_nothing
 from kvstore.adapters.vllm.plan import WorkerFacts
 from kvstore.adapters.vllm.requests.arrivals import Arrivals, Known
@@ -268,8 +275,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         """Track a request if its KV may be shared. A request with wrong fields does not use the cache."""
-        transfer_params = request.kv_transfer_params
-        params, handover = self._fields.read(request.request_id, extra_args_of(request), transfer_params)
+        weakest_first = (hints_of(request), extra_args_of(request), request.kv_transfer_params)
+        params, handover = self._fields.read(request.request_id, *weakest_first)
 
         def admit(known: Known | None) -> None:
             """Track the request, without the cache if the inputs of its keys are unknown."""

@@ -16,6 +16,7 @@ from kvstore.model.groups import Groups
 from kvstore.model.heads import Division
 from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.model.layout import KVLayout
+from kvstore.model.retention import Retention
 from kvstore.ops.metrics import Tally
 from kvstore.protocol.progress import Progress
 from kvstore.transfer.mover import LoadJob, StoreJob
@@ -87,6 +88,7 @@ class StepPlan:
         preempts: blocks of preempted requests are about to be overwritten.
         removals: chunks to remove from the disk before anything else.
         recalls: chunks to remove from the remote tier, too.
+        retained: chunks that stay on disk, also after a restart, until a time in seconds since 1970.
         epoch: unless empty, forget every chunk first, and store later ones under this epoch of the namespace.
         sourced: chunks to load for requests that name an engine to read them from.
     """
@@ -98,6 +100,7 @@ class StepPlan:
     preempts: bool = False
     removals: list[ChunkRef] = field(default_factory=list)
     recalls: list[ChunkRef] = field(default_factory=list)
+    retained: list[Retention] = field(default_factory=list)
     epoch: str = ""
     sourced: list[Sourced] = field(default_factory=list)
     used: list[ChunkRef] = field(default_factory=list)
@@ -246,6 +249,7 @@ class WorkerFacts:
         stored_bytes: bytes on disk of a chunk of 1, 2, ... blocks.
         survivors: the chunks that its disk tier held, with their bytes, least recently used first.
         trails: those of the survivors, as far as the tier knows them.
+        retained: those of the survivors that stay until a time, in seconds since 1970.
         namespace: that of the chunks in its tiers.
         layout: their geometry.
         server_url: address of its server for other engines, as this engine's processes reach it; None without one.
@@ -270,6 +274,7 @@ class WorkerFacts:
     slots_take_turns: bool = False
     gpu_bytes: int = 0
     trails: Mapping[PrefixKey, bytes] = field(default_factory=dict)
+    retained: Sequence[Retention] = ()
     reads_fronts: bool = False
     divisions: tuple[Division, ...] = ()
 

@@ -9,10 +9,10 @@ from pydantic_core import PydanticCustomError
 
 from kvstore.config.keys.base import Keys, Seconds, Switch, Tokens, Unit, as_tuple
 
-REQUEST_FIELDS: Final = ("skip_save", "skip_load", "max_save_tokens", "ttl", "tag", "pin")
+REQUEST_FIELDS: Final = ("skip_save", "skip_load", "max_save_tokens", "ttl", "tag", "retain", "pin")
 """Fields that a client may set for one request, if the operator allows it."""
-_SAFE_FIELDS: Final = REQUEST_FIELDS[:-1]  # these affect the request's own KV; a pin takes room
-_MAX_PIN_S: Final = 365 * 86_400
+_SAFE_FIELDS: Final = REQUEST_FIELDS[:-2]  # these affect the request's own KV; retention and pins take room
+_MOST_S: Final = 365 * 86_400
 
 
 def _read_bit(value: object) -> object:
@@ -38,10 +38,15 @@ class RequestKeys(Keys):
     """Store nothing; what is stored is still loaded. Meant for the variable `KVSTORE_FORCE_SKIP_SAVE`, which may also
     be 1 or 0."""
     request_fields: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = _SAFE_FIELDS
-    """[Fields of requests](per-request.md) that count, of `skip_save`, `skip_load`, `max_save_tokens`, `ttl`, `tag` and
-    `pin`: a list, or text with commas. With `pin`, any client may keep up to half of the pool."""
-    pin_max_secs: Annotated[float, Unit("seconds"), Field(gt=0, le=_MAX_PIN_S)] = 86_400.0
+    """[Fields of requests](per-request.md) that count, of `skip_save`, `skip_load`, `max_save_tokens`, `ttl`, `tag`,
+    `retain` and `pin`: a list, or text with commas. With `pin`, any client may keep up to half of the pool."""
+    pin_max_secs: Annotated[float, Unit("seconds"), Field(gt=0, le=_MOST_S)] = 86_400.0
     """Duration of a pin, unless it is renewed."""
+    retain_max_secs: Annotated[float, Unit("seconds"), Field(gt=0, le=_MOST_S)] = 86_400.0
+    """Longest time for which a request may retain its chunks on disk; a longer one is cut to this."""
+    retain_share: Annotated[float, Field(ge=0, le=0.5)] = 0.25
+    """Share of `max_local_disk_size` that the requests of one salt and tags may retain. All together retain at most
+    half of it."""
     min_retrieve_tokens: Tokens = 0
     """A shorter hit is computed instead of loaded."""
     max_tokens_per_load: Tokens = 0

@@ -18,12 +18,14 @@ from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import ConfigError, TierError
 from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.model.layout import KVLayout
+from kvstore.model.retention import Retention
 from kvstore.paged.base import PagedKV
 from kvstore.paged.footprint import device_bytes
 from kvstore.tiers import open_tier, tier_behind
-from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Tier, TierSetup, trails_in
+from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Tier, TierSetup
 from kvstore.tiers.directory import RemoteDirectory
-from kvstore.tiers.disk.striped import open_folders
+from kvstore.tiers.disk.notes import retained_in, trails_in
+from kvstore.tiers.disk.opening import open_folders
 from kvstore.tiers.disk.survey import describe_foreign
 from kvstore.tiers.guards import GuardOptions, Statistics, find, guarded
 from kvstore.tiers.peers import PeersTier, at_rank
@@ -48,6 +50,7 @@ class OpenTiers:
         hot: copies on the device, or None.
         survivors: the chunks that the disk held, the longest untouched first.
         trails: their trails, as far as the disk knows them.
+        retained: those of them that stay until a time.
         namespace_id: id of the namespace of all their chunks.
         slots_take_turns: see ``ChunkIndex``; True if a device copies to and from the pool.
     """
@@ -58,6 +61,7 @@ class OpenTiers:
     hot: HotChunks | None = None
     survivors: list[tuple[ChunkRef, int]] = field(default_factory=list)
     trails: dict[PrefixKey, bytes] = field(default_factory=dict)
+    retained: list[Retention] = field(default_factory=list)
     namespace_id: bytes | None = None
     slots_take_turns: bool = False
 
@@ -129,7 +133,7 @@ def open_tiers(
         )
     named = (options.local_disk,) if isinstance(options.local_disk, str | Path) else options.local_disk or ()
     folders = tuple(map(Path, named))
-    disk, remote, hot, survivors, trails = None, None, None, [], {}
+    disk, remote, hot, survivors, trails, retained = None, None, None, [], {}, []
     with ExitStack() as opened:
         pool = SlabPool(num_slots, slot_bytes, paged.device, pin_in_background=options.pin_in_background)
         cpu = LabelledPool(pool, paged.streams)
@@ -149,7 +153,7 @@ def open_tiers(
                 wrap=lambda tier: guarded(tier, _guard_options(options.io_timeout_s, options.disk_io_threads)),
             )
             opened.callback(disk.close)
-            survivors, trails = disk.scan(), trails_in(disk)
+            survivors, trails, retained = disk.scan(), trails_in(disk), retained_in(disk)
             _log_foreign(folders, namespace)
         if options.max_local_gpu_bytes and paged.moves_layers:
             hot = HotChunks(paged, options.max_local_gpu_bytes)
@@ -160,7 +164,7 @@ def open_tiers(
             )
         opened.pop_all()
     is_on_device = paged.device.type != "cpu"
-    return OpenTiers(cpu, disk, remote, hot, survivors, trails, namespace.id, slots_take_turns=is_on_device)
+    return OpenTiers(cpu, disk, remote, hot, survivors, trails, retained, namespace.id, is_on_device)
 
 
 def log_device_bytes(paged: PagedKV, tiers: OpenTiers, *, threads: int) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import islice
-from typing import Final, Generic, TypeVar
+from typing import Final
 
+from kvstore.index.deadlines import Deadlines
 from kvstore.index.plans import IndexCounters, MissReason, Place
 from kvstore.index.trails import Trails
 from kvstore.model.chunks import ChunkRef, is_trail_of
@@ -17,10 +17,7 @@ from kvstore.model.keys import PREFIX_KEY_BYTES, PrefixHasher, PrefixKey
 MAX_HOLDERS: Final = 8  # chunks examined, of each kind, that may hold one tail
 MAX_DEPARTED = 65_536  # about 8 MB; beyond that the older half is dropped, as if never stored
 _MAX_PROBES: Final = 64  # chunks examined with a slot, and without, while better ones do not fit
-_SLACK: Final = 64  # stale entries of a heap that are not worth clearing away
 _MEMORY, _DISK = Place.MEMORY, Place.DISK  # module names for speed, as for the states of an entry
-
-Name = TypeVar("Name", bound=str | bytes)
 
 
 class InMemory(Enum):
@@ -84,43 +81,6 @@ class Entry:
     def on_disk(self) -> bool:
         """True if its file is complete."""
         return self.disk is STORED or self.disk is UNREAD
-
-
-class Deadlines(Generic[Name]):
-    """Named deadlines. Memory is proportional to the names, time to those that expire."""
-
-    def __init__(self) -> None:
-        self._at_s: dict[Name, float] = {}
-        self._heap: list[tuple[float, Name]] = []  # includes stale entries of deadlines that were moved or withdrawn
-
-    def set(self, name: Name, at_s: float) -> None:
-        """Set or move the deadline of a name; infinity means never."""
-        self._at_s[name] = at_s
-        heapq.heappush(self._heap, (at_s, name))
-        self._clear_away()
-
-    def withdraw(self, name: Name) -> None:
-        """Remove the deadline of a name. Unknown names are ignored."""
-        if self._at_s.pop(name, None) is not None:
-            self._clear_away()
-
-    def take_due(self, now_s: float) -> list[Name]:
-        """Remove and return the names that have expired by now, earliest first."""
-        due: list[Name] = []
-        while self._heap and self._heap[0][0] <= now_s:
-            at_s, name = heapq.heappop(self._heap)
-            if self._at_s.get(name) == at_s:
-                del self._at_s[name]
-                due.append(name)
-        if due:
-            self._clear_away()
-        return due
-
-    def _clear_away(self) -> None:
-        """Drop stale entries once they are the majority, so that each costs constant time."""
-        if len(self._heap) > 2 * len(self._at_s) + _SLACK:
-            self._heap = [(at_s, name) for name, at_s in self._at_s.items()]
-            heapq.heapify(self._heap)
 
 
 class Departed:

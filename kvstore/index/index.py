@@ -25,6 +25,7 @@ from kvstore.index.loads import Loads
 from kvstore.index.lookup import Lookup
 from kvstore.index.plans import Place, TierState
 from kvstore.index.remote_view import RemoteView
+from kvstore.index.retained import NO_RETENTION, Limits, Retained
 from kvstore.index.slots import Slots, Uses
 from kvstore.index.stores import StorePlanner
 from kvstore.index.writes import DiskWrites, RemoteSends
@@ -59,6 +60,7 @@ class ChunkIndex:
         checkpoints: Checkpoints | None = None,
         slots_take_turns: bool = False,
         reads_fronts: bool = False,
+        retention: Limits = NO_RETENTION,
     ) -> None:
         """Start empty.
 
@@ -77,6 +79,7 @@ class ChunkIndex:
             slots_take_turns: as ``take_turns`` of ``Slots``, for a device.
             reads_fronts: True if the remote tier can read only the leading blocks of a chunk. Not used if the pool is a
                 staging area, where borrowed bytes are not copied.
+            retention: bounds of ``retain``. Beyond half of the disk it leaves no room for others.
 
         Raises:
             ConfigError: no policy has this name.
@@ -93,7 +96,7 @@ class ChunkIndex:
         disk_order = open_policy(disk_policy or cache_policy, disk_capacity_bytes)
         self._chunks = chunks = Entries(tracks_changes=tracks_changes)
         self._slots = Slots(chunks, num_slots, memory_order, take_turns=slots_take_turns)
-        self._disk = DiskWrites(chunks, disk_order, stored_bytes, max_writes)
+        self._disk = DiskWrites(chunks, disk_order, stored_bytes, max_writes, Retained(disk_order, retention))
         has_remote = remote is not None
         self._remote = RemoteSends(chunks, remote or RemoteView(0.0), has_remote, max_sends, answers=has_remote)
         self._leases = Leases(num_slots)
@@ -106,7 +109,8 @@ class ChunkIndex:
         loads = Loads(chunks, self._slots, self._remote, uses, lookup)
         self.checkpoints, self.question_rounds, self.counters = checkpoints, lookup.rounds, chunks.counters
         # Calls that one part carries out alone.
-        self.adopt = self._disk.adopt
+        self.adopt, self.retain = self._disk.adopt, self._disk.retain
+        self.take_retentions = self._disk.take_retentions
         self.holds, self.is_loading = chunks.holds, chunks.is_loading
         self.lookup, self.why_missing = lookup.lookup, lookup.why_missing
         self.longest, self.nearest, self.longer = lookup.longest, lookup.nearest, lookup.longer
@@ -137,6 +141,11 @@ class ChunkIndex:
     def disk_used_bytes(self) -> int:
         """Bytes accounted to the disk tier, writes in flight included."""
         return self._disk.order.used_bytes
+
+    @property
+    def retained(self) -> int:
+        """Number of chunks that stay on disk until a time."""
+        return len(self._disk.retained)
 
     @property
     def leases(self) -> int:
@@ -176,6 +185,7 @@ class ChunkIndex:
             self._uses.discard(part)
         for lease_id in self._leases.ends.take_due(now_s):
             self.release(lease_id)
+        self._disk.retained.end_due(now_s)
 
     def end_request(self, keys: Iterable[PrefixKey], answer_tokens: int) -> None:
         """Note that a request that used these chunks has ended, after an answer of so many tokens."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from kvstore.index.entries import Deadlines
+from kvstore.index.deadlines import Deadlines
 from kvstore.model.keys import PrefixKey
 
 HOLDS_PER_SLOT: Final = 16  # a shared chunk takes one slot, but each hold takes memory here

@@ -211,6 +211,7 @@ class Uses:
         if is_read or lacks_slot or lacks_file or not chunk.lasts_until(tail.expires_s):
             return False
         self.chunks.counters.superseded_tails += 1
+        self.disk.retained.move(tail.ref.prefix_key, chunk.ref.prefix_key)
         freed, added = self.leases.move(tail.ref.prefix_key, chunk.ref.prefix_key)
         if added:
             self.begin(chunk, added)

@@ -25,8 +25,10 @@ from kvstore.index.entries import (
     Entry,
 )
 from kvstore.index.remote_view import RemoteView
+from kvstore.index.retained import Retained
 from kvstore.model.chunks import ChunkRef, chunk_of
 from kvstore.model.keys import PREFIX_KEY_BYTES, PrefixKey
+from kvstore.model.retention import Retention
 from kvstore.policies import Policy
 
 _MAX_SENT_TAILS: Final = 1 << 14  # about 4 MB; older ones stay until the tier evicts them
@@ -41,6 +43,7 @@ class DiskWrites:
         order: the policy for the disk; it also counts the bytes.
         stored_bytes: maps a chunk's number of blocks to its bytes on disk; None without a disk tier.
         max_writes: maximum of concurrent writes.
+        retained: chunks that stay until a time.
         num_writes: writes in flight.
         removals: chunks dropped from the disk and not announced yet.
     """
@@ -49,6 +52,7 @@ class DiskWrites:
     order: Policy
     stored_bytes: Callable[[int], int] | None
     max_writes: int
+    retained: Retained
     num_writes: int = 0
     removals: list[ChunkRef] = field(default_factory=list)
 
@@ -89,9 +93,26 @@ class DiskWrites:
         if chunk.forgotten:  # its removal may have been carried out before the write began
             self.removals.append(chunk.ref)
 
+    def retain(self, refs: Iterable[ChunkRef], until_s: float, tenant: bytes = b"") -> int:
+        """Keep chunks until a time on the index's clock, or for longer if that was asked before.
+
+        Returns how many of them, from the front, are kept: those that are here or being written, within the limits.
+        """
+        keys = (ref.prefix_key for ref in takewhile(self._has, refs))
+        return self.retained.keep(keys, until_s, tenant)
+
+    def take_retentions(self) -> list[Retention]:
+        """Return the retention begun or extended since the last call, also of chunks that are being written."""
+        return [self.retained.of(self.chunks[key].ref) for key in self.retained.take_fresh()]
+
+    def _has(self, ref: ChunkRef) -> bool:
+        chunk = self.chunks.get(ref.prefix_key)
+        return chunk is not None and not chunk.forgotten and chunk.disk is not NO_FILE
+
     def drop(self, chunk: Entry, *, announce: bool) -> None:
         """Remove a chunk from the disk."""
         self.chunks.note_change(chunk)
+        self.retained.drop(chunk.ref.prefix_key)
         self.order.evict(chunk.ref.prefix_key)
         if announce:
             self.removals.append(chunk.ref)

@@ -64,6 +64,7 @@ def _index_levels(index: ChunkIndex) -> dict[str, float]:
         metrics.SLOTS.key(): index.num_slots,
         metrics.USED_SLOTS.key(): index.slots_in_use,
         metrics.LEASES.key(): index.leases,
+        metrics.RETAINED_CHUNKS.key(): index.retained,
         metrics.QUEUED_WRITES.key(_DISK): index.queued_writes(Place.DISK),
         metrics.QUEUED_WRITES.key(_REMOTE): index.queued_writes(Place.REMOTE),
     }

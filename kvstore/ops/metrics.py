@@ -85,8 +85,14 @@ MISSES = _counter(
 )
 REQUEST_FIELD_ERRORS = _counter(
     "request_field_errors",
-    "Requests served without the cache because of a wrong field, by the one that it is or is nearest to",
-    field=("skip_save", "skip_load", "max_save_tokens", "ttl", "tag", "pin", "probe", "handover", "other"),
+    "Requests served without the cache because of a wrong field, by that or the nearest field",
+    field=("skip_save", "skip_load", "max_save_tokens", "ttl", "tag", "retain", "pin", "probe", "handover", "other"),
+)
+HINTS = _counter(
+    "hints",
+    "Prompts that requests asked to pin or retain, by result",
+    hint=("pin", "retain"),
+    result=("done", "partly", "refused"),
 )
 LOOKUP_TIMEOUTS = _counter("lookup_timeouts", "Lookups that the remote tier did not answer in time")
 STORED_CHUNKS = _counter("stored_chunks", "Chunks stored in memory")
@@ -121,7 +127,7 @@ VERIFIED_CHUNKS = _counter(
 )
 VERIFY_DEVIATION = _gauge(
     "verify_deviation",
-    "Largest deviation of these, relative to the layer's largest value; fraction of bytes where values are no floats",
+    "Largest deviation of these, relative to the layer's largest value; else fraction of bytes",
     worst=True,
 )
 TIER_ERRORS = _counter("tier_errors", "Calls in which a tier failed as a whole, time-outs included", tier=_SLOW_TIERS)
@@ -151,6 +157,7 @@ KNOWN_CHUNKS = _gauge("known_chunks", "Chunks in memory and on disk")
 SLOTS = _gauge("slots", "Memory slots, equal in every worker")
 USED_SLOTS = _gauge("used_slots", "Slots that hold a chunk or are being filled")
 LEASES = _gauge("leases", "Leases that keep chunks from eviction")
+RETAINED_CHUNKS = _gauge("retained_chunks", "Chunks that requests keep on disk until a time")
 QUEUED_WRITES = _gauge("queued_writes", "Chunks waiting to be written, or being written", "tier")
 DISK_USED_BYTES = _gauge("disk_used_bytes", "Bytes on disk, of all workers, spare files included")
 DISK_CAPACITY_BYTES = _gauge("disk_capacity_bytes", "Bytes that they may fill")

@@ -29,9 +29,10 @@ from kvstore.protocol.payload import scatter
 from kvstore.server.disk_tiers import WRITE_THREADS, DiskOptions, DiskTiers, read_home
 from kvstore.server.file_order import FileOrder, Work
 from kvstore.server.spaces import Chunk, Space
-from kvstore.tiers.base import Transfer, trails_in
+from kvstore.tiers.base import Transfer
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk import survey
+from kvstore.tiers.disk.notes import trails_in
 
 logger = logging.getLogger(__name__)
 

@@ -57,7 +57,7 @@ def everything(key: PrefixKey) -> bool:  # noqa: ARG001 - a caller who holds not
 
 
 class PolicyMachine(RuleBasedStateMachine):
-    """A policy for a small tier; the model has the sizes of the chunks, and those that are leased.
+    """A policy for a small tier; the model has the sizes of the chunks, and those that are leased or held.
 
     Args:
         open_policy: makes a policy for a capacity.
@@ -68,6 +68,7 @@ class PolicyMachine(RuleBasedStateMachine):
         self.policy = open_policy(_CAPACITY_BYTES)
         self.here: dict[PrefixKey, int] = {}
         self.leased: set[PrefixKey] = set()
+        self.held: set[PrefixKey] = set()
         self.linked: set[PrefixKey] = set()  # keys whose prefix the policy was shown
 
     @rule(
@@ -114,11 +115,33 @@ class PolicyMachine(RuleBasedStateMachine):
         """Lease the front of a chain, in place of the earlier lease."""
         self.leased = {*chain[:length]}
 
+    @rule(keys=st.lists(st.sampled_from(_KEYS), max_size=3))
+    def hold(self, keys: list[PrefixKey]) -> None:
+        """Hold chunks, unknown ones and held ones, too."""
+        for key in keys:
+            self.policy.hold(key)
+        self.held.update({*keys} & {*self.here})
+
+    @rule(keys=st.lists(st.sampled_from(_KEYS), max_size=3))
+    def free(self, keys: list[PrefixKey]) -> None:
+        """Free chunks, held or not."""
+        for key in keys:
+            self.policy.free(key)
+        self.held.difference_update(keys)
+
+    @rule(key=st.sampled_from(_KEYS), size_bytes=st.integers(1, 6))
+    def shrink(self, key: PrefixKey, size_bytes: int) -> None:
+        """Correct the size of a chunk to a smaller one."""
+        if size_bytes <= self.here.get(key, 0):
+            self.policy.resize(key, size_bytes)
+            self.here[key] = size_bytes
+
     def store(self, key: PrefixKey, size_bytes: int, own: set[PrefixKey], newcomer: PrefixKey | None) -> bool:
         """Make room for a chunk and add it; return False if it was refused."""
         missing_bytes = sum(self.here.values()) + size_bytes - _CAPACITY_BYTES
         may_go = {other for other in self.here if other not in self.leased | own}
         victims = self.policy.make_room(missing_bytes, may_go.__contains__, newcomer)
+        may_go -= self.held
         if victims is None:
             room_bytes = sum(self.here[other] for other in may_go)
             is_choice = self.policy.filters and newcomer is not None
@@ -146,6 +169,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def forget(self, key: PrefixKey) -> None:
         """Forget a chunk that is no longer held."""
         self.here.pop(key, None)
+        self.held.discard(key)
         self.linked.discard(key)
 
     @invariant()
@@ -232,6 +256,28 @@ class PolicyConformance:
         assert policy.make_room(1, lambda key: key != keys[2]) == [keys[1]]
         assert policy.make_room(2, lambda key: key != keys[2]) == [keys[1], keys[0]]
         assert policy.make_room(3, lambda key: key != keys[2]) is None
+
+    def test_what_is_held_is_not_offered(self) -> None:
+        """Held chunks are not offered until they are freed; they are counted, resized and removed like others."""
+        policy, keys = self.fill(2, 2, 2, 2)
+        for key in (keys[3], keys[3], keys[2], b"unknown"):
+            policy.hold(key)
+        assert policy.make_room(6, everything) is None
+        assert policy.make_room(4, {*keys[:2]}.__contains__) == [keys[1], keys[0]]
+        assert (len(policy), policy.used_bytes) == (4, 8)
+        policy.resize(keys[3], 1)
+        policy.touch_chain(keys)
+        for key in (keys[3], keys[3], b"unknown"):
+            policy.free(key)
+        assert policy.make_room(1, everything) == [keys[3]]
+        policy.evict(keys[2])
+        policy.free(keys[2])
+        assert (len(policy), policy.used_bytes) == (3, 5)
+        policy.hold(keys[1])
+        policy.remove(keys[1])
+        policy.free(keys[1])
+        assert (set(policy), policy.used_bytes) == ({keys[0], keys[3]}, 3)
+        assert {*(policy.make_room(3, everything) or ())} == {keys[0], keys[3]}
 
     def test_a_chunk_goes_before_its_prefix(self) -> None:
         """Chunks are evicted before a shared prefix, although it is older and only other chains used it since."""

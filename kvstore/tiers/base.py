@@ -30,9 +30,10 @@ from typing import Final, NamedTuple, Protocol, Self
 import numpy as np
 
 from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.model.errors import ConfigError, InvalidCallError, TierError
+from kvstore.model.errors import ConfigError, InvalidCallError
 from kvstore.model.keys import PREFIX_KEY_BYTES, Namespace, PrefixKey
 from kvstore.model.layout import ALIGNMENT_BYTES, KVLayout, round_up
+from kvstore.model.retention import Retention
 
 logger = logging.getLogger(__name__)
 
@@ -401,6 +402,19 @@ class BoundedTier(Tier):
         """Return the trails of the chunks held, as far as the storage keeps those given to ``put``."""
         return {}
 
+    def retain(self, retentions: Sequence[Retention]) -> None:
+        """Note which chunks stay until when, in seconds since 1970, for ``retained`` after a restart.
+
+        A tier that keeps no such notes loses retention with the process.
+
+        Raises:
+            TierError: the storage did not answer.
+        """
+
+    def retained(self) -> list[Retention]:
+        """Return the last retention noted of each chunk held, ended ones included; none from before ``clear``."""
+        return []
+
     def drop_spares(self, wanted_bytes: int) -> None:
         """Free storage that is only kept for reuse, until ``wanted_bytes`` are free or none of it is left.
 
@@ -431,12 +445,3 @@ class BoundedTier(Tier):
     @abstractmethod
     def used_bytes(self) -> int:
         """Bytes occupied now, including all overhead."""
-
-
-def trails_in(tier: BoundedTier) -> dict[PrefixKey, bytes]:
-    """Return the trails that a tier has kept; on failure, log it and return none, because only hits are lost."""
-    try:
-        return tier.trails()
-    except TierError as error:
-        logger.warning("cannot read the stored trails, so chunks on disk are found only by their whole keys: %s", error)
-        return {}

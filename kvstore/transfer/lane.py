@@ -27,8 +27,9 @@ from kvstore.memory.slabs import LabelledPool
 from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.model.errors import KVStoreError, TierError, TierTimeoutError
 from kvstore.model.keys import Namespace
+from kvstore.model.retention import Retention
 from kvstore.model.throttle import Throttle
-from kvstore.tiers.base import Loan, Tier, Transfer, late_outcomes
+from kvstore.tiers.base import BoundedTier, Loan, Tier, Transfer, late_outcomes
 from kvstore.transfer.removal_queue import RemovalQueue
 
 logger = logging.getLogger(__name__)
@@ -207,6 +208,12 @@ class Lane:
             leaving -= {write.ref for write in self._writing}
             if leaving:
                 self._removals.remove(leaving)
+
+    def retain(self, retentions: Sequence[Retention]) -> None:
+        """Have a tier with a bound note which of its chunks stay until when."""
+        tier = self._tier
+        if isinstance(tier, BoundedTier) and not self._leaves_writes:
+            self._removals.follow("note retention in", partial(tier.retain, retentions))
 
     def clear(self, refs: Iterable[ChunkRef] = ()) -> None:
         """Start to remove all chunks from the tier; if that fails, at least these."""

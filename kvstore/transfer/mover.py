@@ -25,6 +25,7 @@ from kvstore.index.plans import LoadStep, Place, StoreStep
 from kvstore.memory.slabs import Filling, LabelledPool
 from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.model.keys import Namespace, PrefixKey
+from kvstore.model.retention import Retention
 from kvstore.paged.base import BlockIds, ChunkBlocks, Copiers, PagedKV
 from kvstore.paged.streams import DeviceEvent, Direction
 from kvstore.tiers.base import start_closing
@@ -34,7 +35,6 @@ from kvstore.transfer.lane import Arrival, Flushed, Lane
 from kvstore.transfer.launcher import Launcher
 
 logger = logging.getLogger(__name__)
-
 _END_WAIT_S = 5.0
 
 
@@ -68,7 +68,7 @@ class LoadResult(NamedTuple):
 
 
 class StartedStores(NamedTuple):
-    """StartedStores that have begun.
+    """Stores that have begun.
 
     Attributes:
         waiting: those not known to be complete, each with the end of its copy; on the host they are not copied yet.
@@ -310,8 +310,7 @@ class Mover:
         return StartedStores(deque((job, ends.get(job.step.slot)) for job in ours), failed, generations)
 
     def _launch_gathers(self, jobs: Sequence[StoreJob]) -> Sequence[DeviceEvent] | None:
-        slots = [job.step.slot for job in jobs]
-        chunks = [self._source(job) for job in jobs]
+        slots, chunks = [job.step.slot for job in jobs], [self._source(job) for job in jobs]
         return self.launcher.launch(slots, Direction.OUT, lambda: self.paged.gather_chunks(chunks))
 
     def _source(self, job: StoreJob) -> ChunkBlocks:
@@ -365,6 +364,11 @@ class Mover:
         """Start to remove chunks from a slower tier, if there is one; ``settle`` waits for it."""
         if place in self._lanes:
             self._lanes[place].remove(refs)
+
+    def retain(self, retentions: Sequence[Retention]) -> None:
+        """Start to note which chunks stay on disk until when, in seconds since 1970."""
+        if retentions and Place.DISK in self._lanes:
+            self._lanes[Place.DISK].retain(retentions)
 
     def clear(self, on_disk: Iterable[ChunkRef] = ()) -> None:
         """Clear every tier without waiting; if the disk fails to, at least the chunks ``on_disk`` are removed."""

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import ClosedError, TierError
@@ -109,6 +109,12 @@ class RemovalQueue:
     def reset(self, namespace: Namespace) -> None:
         """Remove all chunks from the tier, which enters another namespace."""
         self._sweep(namespace, ())
+
+    def follow(self, what: str, action: Callable[[], None]) -> None:
+        """Carry out another action of the tier on the same thread; nobody waits for it."""
+        with self._changed:
+            if not self._is_closed:
+                self._thread.submit(self._attempt, what, action).add_done_callback(_tell)
 
     def wait(self, number: int, timeout_s: float | None = None) -> bool:
         """Wait until the calls up to a number have been tried; False after a time-out or ``close``."""
@@ -217,7 +223,7 @@ def _call(then: Iterable[Then]) -> None:
         _tell(called)
 
 
-def _tell(removal: Future[None]) -> None:
+def _tell(removal: Future[Any]) -> None:
     """Log an unexpected error, which would otherwise stay unseen in its future."""
     if not removal.cancelled() and (error := removal.exception()) is not None:
         logger.error("removing chunks from a tier failed", exc_info=error)

@@ -24,12 +24,19 @@ from vllm.renderers.base import BaseRenderer
 from vllm.utils.counter import AtomicCounter
 from vllm.v1.request import Request
 
-from kvstore.adapters.vllm.glue.requests import adapter_of, extra_args_of, features_of, is_shareable, key_extras
+from kvstore.adapters.vllm.glue.requests import (
+    adapter_of,
+    extra_args_of,
+    features_of,
+    hints_of,
+    is_shareable,
+    key_extras,
+)
 from kvstore.adapters.vllm.identity import fingerprint_adapter
 from kvstore.adapters.vllm.requests.adapterfiles import Adapter
 from kvstore.adapters.vllm.requests.arrivals import Known
 from kvstore.adapters.vllm.requests.contents import Unnamed, content_name
-from kvstore.adapters.vllm.requests.params import NO_PARAMS, RequestParams, parse_params
+from kvstore.adapters.vllm.requests.params import MAX_TTL_S, NO_PARAMS, RequestParams, parse_params
 from kvstore.config.schema import REQUEST_FIELDS
 from kvstore.model.keys import Feature, PrefixHasher
 
@@ -239,3 +246,20 @@ def test_lora_loaded_in_place_is_known_as_such(lora: LoRARequest) -> None:
 )
 def test_what_tokens_do_not_tell_is_not_shared(fields: dict[str, Any]) -> None:
     assert not is_shareable(request(**fields))
+
+
+def test_a_routers_hint_to_retain() -> None:
+    """The envelope of vLLM's own types; actions and values that we do not know do not count."""
+    hints = pytest.importorskip("vllm.v1.kv_hints", reason="new in vLLM 0.32")
+
+    def asked(*actions: tuple[str, dict[str, Any]]) -> dict[str, object]:
+        named = [hints.KvHintAction("1", kind, "1", payload) for kind, payload in actions]
+        return hints_of(request(kv_hints=hints.KvHintsEnvelope("0.1", "message", named)))
+
+    assert hints_of(request()) == {}
+    assert asked() == asked(("demote", {"ttl_seconds": 5})) == asked(("retain", {})) == {}
+    assert asked(("retain", {"ttl_seconds": 300}), ("retain", {"ttl_seconds": 20})) == {"kvstore.retain": 300}
+    assert asked(("retain", {"ttl_seconds": float("inf")})) == {"kvstore.retain": MAX_TTL_S}
+    for wrong in (-1, 0, "300", None, float("nan"), [3]):
+        assert asked(("retain", {"ttl_seconds": wrong})) == {}
+    assert asked(*[("retain", {"ttl_seconds": number}) for number in range(1000)]) == {"kvstore.retain": 63}

@@ -23,7 +23,7 @@ from kvstore.model.errors import ConfigError
 from kvstore.model.layout import KVLayout
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import BoundedTier, Tier, TierSetup, Transfer
-from kvstore.tiers.disk.striped import open_folders
+from kvstore.tiers.disk.opening import open_folders
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.guards import GuardOptions, guarded
 from kvstore.tiers.pack import PackTier

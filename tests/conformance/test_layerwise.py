@@ -23,7 +23,7 @@ from kvstore.model.chunks import Outcome
 from kvstore.model.errors import InvalidCallError
 from kvstore.model.layout import KVLayout
 from kvstore.tiers.base import Transfer
-from kvstore.tiers.disk.striped import open_folders
+from kvstore.tiers.disk.opening import open_folders
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.transfer import layerwise
 from kvstore.transfer.layerwise import layer_groups

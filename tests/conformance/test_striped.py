@@ -10,7 +10,7 @@ from kvstore.model.chunks import ChunkRef
 from kvstore.testing import BoundedTierConformance
 from kvstore.testing.harness import MINE
 from kvstore.tiers.base import BoundedTier, Tier, TierSetup
-from kvstore.tiers.disk.striped import open_folders
+from kvstore.tiers.disk.opening import open_folders
 from kvstore.tiers.guards import GuardOptions, guarded
 
 NOT_COUNTED = {".lock", "namespace.json", "layout.json", "trails"}

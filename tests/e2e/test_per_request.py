@@ -22,6 +22,7 @@ from support.vllm_engine import (
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 
 PROMPT = make_prompts()[18]  # 513 tokens
+LATER = [3, *PROMPT]
 
 
 def hit(engine: Engine, asks: dict[str, object] | None = None) -> bool:
@@ -60,6 +61,38 @@ def test_what_a_client_asks(tiny_model: Path, tmp_path: Path, caplog: pytest.Log
 
         assert engine.store_scheduler.index.leases == 1
         engine.generate([PROMPT], asks={"kvstore.tag.team": "red", "kvstore.pin": False})
+        engine.assert_idle()
+
+
+def test_a_retained_prompt_outlives_others_on_disk(tiny_model: Path, tmp_path: Path) -> None:
+    """Memory and disk hold far less than what other clients ask for; the answer stays plain vLLM's."""
+    others = make_prompts()[19:40]
+    with Engine(tiny_model) as engine:
+        plain = engine.generate([PROMPT], logprobs=2)
+    every = {"kvstore.request_fields": "retain", "kvstore.retain_share": 0.5, "kvstore.cache_policy": "LRU"}
+    setup = StoreSetup(tmp_path / "disk", cpu_gib=0.01, disk_gib=0.02, extra=every)
+    with Engine(tiny_model, setup) as engine:
+        engine.generate([PROMPT], asks={"kvstore.retain": 3600})
+        for _ in range(3):
+            engine.generate(others)
+            engine.settle()
+        index = engine.store_scheduler.index
+        assert index.counters.evicted_disk > 10
+        assert index.retained == 2
+        engine.forget_local()
+        loaded = engine.generate([PROMPT], logprobs=2)
+        assert loaded[0].cached_tokens >= whole_blocks(len(PROMPT))
+        assert_same_outputs(plain, loaded)
+        engine.generate([LATER], asks={"kvstore.retain": 3600})
+        engine.settle()
+    with Engine(tiny_model, setup) as engine:
+        assert engine.store_scheduler.index.retained == 4
+        for _ in range(3):
+            engine.generate(others)
+            engine.settle()
+        engine.forget_local()
+        for prompt in (PROMPT, LATER):
+            assert engine.generate([prompt])[0].cached_tokens >= whole_blocks(len(prompt))
         engine.assert_idle()
 
 

@@ -25,7 +25,8 @@ from kvstore.model.chunks import Outcome
 from kvstore.model.errors import FolderOwnedError, TierTimeoutError
 from kvstore.tiers.base import BoundedTier, Transfer
 from kvstore.tiers.disk.chunkio import ChunkIO
-from kvstore.tiers.disk.striped import StripedTier, open_folders
+from kvstore.tiers.disk.opening import open_folders
+from kvstore.tiers.disk.striped import StripedTier
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.guards import Guard
 from kvstore.transfer import mover

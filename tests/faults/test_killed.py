@@ -10,7 +10,7 @@ import pytest
 from support.diskwork import CHUNK_BYTES, EVEN, MINE, bytes_on_disk, get, start_storing
 
 from kvstore.model.chunks import Outcome
-from kvstore.tiers.disk.striped import open_folders
+from kvstore.tiers.disk.opening import open_folders
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -110,7 +110,7 @@ def flip_header(path: Path) -> None:
 _STORE = """
 import random, sys
 from pathlib import Path
-from kvstore.tiers.disk.striped import open_folders
+from kvstore.tiers.disk.opening import open_folders
 from support.diskwork import EVEN, MINE, make_ref, put
 tier = open_folders([Path(name) for name in sys.argv[3:]], MINE, EVEN, int(sys.argv[1]))
 tier.scan()

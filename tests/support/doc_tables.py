@@ -35,7 +35,7 @@ TOPICS: Final = {
     ),
     "Requests": (
         "save_decode_cache save_unfull_chunk discard_partial_chunks skip_last_n_tokens priority_limit force_skip_save "
-        "request_fields pin_max_secs"
+        "request_fields retain_max_secs retain_share pin_max_secs"
     ),
     "Prefill and decode": (
         "enable_pd pd_role pd_bidirectional pd_buffer_size pd_peer_host pd_peer_init_port pd_allowed_hosts "

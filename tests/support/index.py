@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import Place, chunk_refs
+from kvstore.index.retained import NO_RETENTION, Limits
 from kvstore.index.trails import keys_of
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.keys import PrefixHasher, PrefixKey
@@ -49,13 +50,21 @@ def shared_blocks(one: bytes, other: bytes) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def make(num_slots: int = 4, *, disk_chunks: int = 0, keep: bool = True, max_writes: int | None = 8) -> ChunkIndex:
+def make(
+    num_slots: int = 4,
+    *,
+    disk_chunks: int = 0,
+    keep: bool = True,
+    max_writes: int | None = 8,
+    retention: Limits = NO_RETENTION,
+) -> ChunkIndex:
     return ChunkIndex(
         num_slots,
         keep_in_memory=keep,
         disk_capacity_bytes=disk_chunks * FULL_BYTES,
         stored_bytes=stored_bytes if disk_chunks else None,
         max_writes=max_writes,
+        retention=retention,
     )
 
 

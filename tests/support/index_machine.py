@@ -16,17 +16,16 @@ from hypothesis.stateful import (
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import LoadStep, Place, StoreStep, TierState, chunk_refs
 from kvstore.index.remote_view import RemoteView
+from kvstore.index.retained import Limits
 from kvstore.model.keys import PrefixKey
 from kvstore.policies import POLICIES
 from support.index import trails_of
-from support.index_model import BLOCK, CHUNK, FAMILIES, IndexModel, World, all_trails, stored_bytes
+from support.index_model import BLOCK, CHUNK, FAMILY, LENGTH, IndexModel, World, all_trails, stored_bytes
 from support.invariants import check_invariants
 from support.uses import uses_of
 
 if TYPE_CHECKING:
     from kvstore.model.chunks import ChunkRef
-
-FAMILY, LENGTH = st.integers(0, len(FAMILIES) - 1), st.integers(0, 36)
 
 
 class IndexMachine(IndexModel):
@@ -53,9 +52,8 @@ class IndexMachine(IndexModel):
         cache_policy: str,
         reads_fronts: bool,
     ) -> None:
-        capacity_bytes = capacity * stored_bytes(CHUNK // BLOCK)
+        self.capacity_bytes = capacity_bytes = capacity * stored_bytes(CHUNK // BLOCK)
         self.has_disk, self.keeps = capacity_bytes > 0, keep
-        self.capacity_bytes = capacity_bytes
         self.world = World()
         self.now_s = 0.0
         self.tiers = TierState()
@@ -74,6 +72,7 @@ class IndexMachine(IndexModel):
             cache_policy=cache_policy,
             checkpoints=self.checkpoints,
             reads_fronts=reads_fronts,
+            retention=Limits(capacity // 2, of_tenant=2),
         )
         adopted = chunk_refs(hasher := self.hasher(2, CHUNK * min(survivors, capacity)), with_tail=True)
         if self.has_disk:
@@ -100,8 +99,10 @@ class IndexMachine(IndexModel):
         until_s = None if ttl_s is None else self.now_s + ttl_s
         held = {ref for ref in refs[first:] if self.is_held(ref, until_s)}
         self.check_sent_longer(held if ttl_s is None else set())
+        retained = self.retained()
         steps = self.index.prepare_store(refs[first:], hasher.chunk_keys()[:first], hasher=hasher, ttl_s=ttl_s)
         self.check_leases(leased)
+        self.check_retained(retained)
         kept = self.index._chunks
         assert all(ref.prefix_key in kept for ref in before if ref in refs and ref not in held), (
             "a store displaced its own prefix"

@@ -7,7 +7,8 @@ from functools import cache
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from hypothesis.stateful import RuleBasedStateMachine
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from kvstore.index.entries import LOADING, NO_FILE, NO_SLOT, SENDING, STORED, UNSENT
 from kvstore.index.plans import LoadStep, Match, Place, StoreStep, chunk_refs
@@ -94,6 +95,9 @@ class World:
         return {step.slot for step in steps} | {step.slot for step in reads} | set(self.writes.values())
 
 
+FAMILY, LENGTH = st.integers(0, len(FAMILIES) - 1), st.integers(0, 36)
+
+
 class IndexModel(RuleBasedStateMachine):
     checkpoints: Checkpoints | None = None
     index: ChunkIndex
@@ -113,6 +117,25 @@ class IndexModel(RuleBasedStateMachine):
                 self.world.doomed.add((Place.DISK, ref))
             else:
                 self.world.disk.discard(ref)
+
+    @rule(family=FAMILY, length=LENGTH, ttl_s=st.integers(1, 9), tenant=st.sampled_from([b"", b"a"]))
+    def retain(self, family: int, length: int, ttl_s: int, tenant: bytes) -> None:
+        refs = self.index.lookup(self.hasher(family, length)).refs
+        count = self.index.retain(refs, self.now_s + ttl_s, tenant)
+        kept = self.index._disk.retained
+        assert [ref.prefix_key in kept for ref in refs[:count]] == [True] * count
+
+    def retained(self) -> list[ChunkRef]:
+        """Return the chunks that stay on disk whatever is stored."""
+        chunks = [self.index._chunks[key] for key in self.index._disk.retained._stays]
+        stay = [chunk.ref for chunk in chunks if chunk.disk is STORED and not chunk.forgotten]
+        return stay if self.tiers.disk_answers else []  # else a chunk that was computed again is stored again
+
+    def check_retained(self, before: Iterable[ChunkRef]) -> None:
+        """Check that chunks have stayed on disk, unless a longer one there holds them now."""
+        on_disk = {chunk.ref for chunk in self.index._chunks.values() if chunk.on_disk}
+        for ref in before:
+            assert ref in on_disk or on_disk.intersection(self.longer(ref)), "a retained chunk was evicted"
 
     def carry_out_recalls(self) -> None:
         for ref in self.index.take_recalls():

@@ -5,18 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from kvstore.index.entries import (
-    _SLACK,
-    GATHERING,
-    LOADING,
-    NO_FILE,
-    NO_SLOT,
-    SENDING,
-    WRITING,
-    Deadlines,
-    Entries,
-    Name,
-)
+from kvstore.index.deadlines import _SLACK, Deadlines, Name
+from kvstore.index.entries import GATHERING, LOADING, NO_FILE, NO_SLOT, SENDING, WRITING, Entries
 from kvstore.index.index import ChunkIndex
 from kvstore.index.leases import Leases
 from kvstore.index.slots import Slots, Uses
@@ -32,6 +22,7 @@ def check_invariants(index: ChunkIndex) -> None:
     check_disk(index._disk)
     check_sends(index._remote)
     check_leases(index._leases)
+    check_retained(index._disk)
     check_uses(index._uses)
     check_checkpoints(index._chunks)
 
@@ -49,6 +40,18 @@ def check_deadlines(deadlines: Deadlines[Name], expected_s: Mapping[Name, float]
     assert {(at_s, name) for name, at_s in expected_s.items()} <= set(heap)
     assert len(heap) <= 2 * len(expected_s) + _SLACK
     assert all(heap[(place - 1) // 2] <= entry for place, entry in enumerate(heap) if place)
+
+
+def check_retained(disk: DiskWrites) -> None:
+    """Assert that retained chunks are on disk, held by its policy, within the limits, and that all ends are known."""
+    retained = disk.retained
+    assert retained._stays.keys() == disk.order._held
+    assert all(disk.chunks[key].disk is not NO_FILE for key in retained._stays)
+    assert retained._of_tenant == Counter(stay.tenant for stay in retained._stays.values())
+    assert retained._fresh.keys() <= retained._stays.keys()
+    assert len(retained) <= retained._limits.chunks
+    assert max(retained._of_tenant.values(), default=0) <= retained._limits.of_tenant
+    check_deadlines(retained._ends, {key: stay.until_s for key, stay in retained._stays.items()})
 
 
 def check_checkpoints(chunks: Entries) -> None:

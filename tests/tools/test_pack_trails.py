@@ -283,7 +283,7 @@ def test_the_chunks_of_several_workers_have_one_trail(tmp_path: Path, run_json: 
 
 def test_few_chunks_of_many_keep_their_trails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The age of their notes does not matter."""
-    monkeypatch.setattr("kvstore.format.trailrecords._SLACK", 0)
+    monkeypatch.setattr("kvstore.format.notes._SLACK", 0)
     folder = stored(tmp_path / "disk", [ONE, *OTHERS])
     export(Source(folder), tmp_path / "a.kvpack", refs=refs_of(ONE)[:1])
     with open_pack(tmp_path / "a.kvpack") as pack:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvstore.adapters.vllm.requests.adapterfiles import Adapter
 from kvstore.adapters.vllm.requests.arrivals import NOTHING_KNOWN, Known
 from kvstore.adapters.vllm.requests.contents import Unnamed
-from kvstore.adapters.vllm.requests.params import NO_PARAMS, RequestParams
+from kvstore.adapters.vllm.requests.params import MAX_TTL_S, NO_PARAMS, RequestParams
 from kvstore.model.keys import Feature, KeyExtras
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
 
+_MAX_HINTS: Final = 64
 _PROBES: Final = "kvstore.probe\0"
 _COUNTED: Final = re.compile(r"(?:^|:)renderer\d+-mm-\d+-")  # from a renderer elsewhere, or behind a LoRA's name
 
@@ -23,6 +24,18 @@ _COUNTED: Final = re.compile(r"(?:^|:)renderer\d+-mm-\d+-")  # from a renderer e
 def extra_args_of(request: Request) -> dict[str, Any] | None:
     """Return the arguments of a request that vLLM only passes on; None without any."""
     return request.sampling_params.extra_args if request.sampling_params is not None else None
+
+
+def hints_of(request: Request) -> dict[str, object]:
+    """Return the fields that a router's hints stand for: the longest ``retain`` of an envelope; others are ignored.
+
+    Dynamo and SGLang send the same envelope, new in vLLM 0.32, and name the time ``ttl_seconds``.
+    """
+    envelope = getattr(request, "kv_hints", None)
+    actions = envelope.actions[:_MAX_HINTS] if envelope is not None else ()
+    asked = [action.payload.get("ttl_seconds") for action in actions if action.action_type == "retain"]
+    times_s = [ttl_s for ttl_s in asked if isinstance(ttl_s, int | float) and ttl_s > 0]
+    return {"kvstore.retain": min(max(times_s), MAX_TTL_S)} if times_s else {}
 
 
 def is_shareable(request: Request) -> bool:

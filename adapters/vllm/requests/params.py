@@ -116,7 +116,8 @@ _TokensOrNone = Annotated[int | None, Field(ge=0, le=_MAX_TOKENS, description="a
 _NumberOrNone = Annotated[int | None, Field(ge=0, le=1 << 62, description="a number")]
 _NameOrNone = Annotated[str | None, Field(min_length=1, max_length=64, description="text of 1 to 64 characters")]
 _STRICT = ConfigDict(strict=True)
-_SHOWN: Final = {"ttl_s": "ttl", "tags": f"{_TAG}<name>"}  # what clients call a field
+_SHOWN: Final = {"ttl_s": "ttl", "retain_s": "retain", "tags": f"{_TAG}<name>"}  # what clients call a field
+_IN_SECONDS: Final = ("ttl", "retain")
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -128,6 +129,7 @@ class RequestParams:
         max_save_tokens: store no more than its first tokens, in whole blocks; None for all of them.
         skip_load: compute it even if it is stored.
         ttl_s: the time for which its chunks may be found; None for as long as there is room.
+        retain_s: the time for which its chunks stay on disk; None for as long as there is room.
         pin: True keeps its prompt's chunks from eviction, False ends that, None does neither.
         tags: (name, value) pairs, sorted, that another request must have, too, to share its KV.
         probe: a name that replaces its ``cache_salt`` in its key. vLLM's own cache uses the salt, so a prompt sent
@@ -139,6 +141,7 @@ class RequestParams:
     max_save_tokens: _TokensOrNone = None
     skip_load: _Flag = False
     ttl_s: _Seconds = None
+    retain_s: _Seconds = None
     pin: _FlagOrNone = None
     tags: _Tags = ()
     probe: _ProbeOrNone = None
@@ -256,7 +259,7 @@ def parse_params(*sources: object, counted: Collection[str] = REQUEST_FIELDS) ->
         elif kind == _TAGS:
             tags.append((name.removeprefix(_TAG), value))
         else:
-            asked["ttl_s" if name == "ttl" else name] = value
+            asked[f"{name}_s" if name in _IN_SECONDS else name] = value
     few = tags[: MAX_TAGS + 1]  # one too many is enough to refuse all of them
     asked.update(tags=tuple(sorted(few, key=lambda tag: tag[0])), ignored=tuple(sorted(ignored)))
     return _checked(RequestParams, asked, _OURS)
@@ -310,7 +313,7 @@ def _checked(kind: type[_Kind], given: Mapping[Any, object], prefix: str = "") -
         found: _Kind = build(**{name: given[name] for name in fields if given.get(name) is not None})
     except ValidationError as error:
         name = str(error.errors()[0]["loc"][0])
-        field = {"ttl_s": "ttl", "tags": _TAGS}.get(name, name) if kind is RequestParams else HANDOVER_FIELD
+        field = {**_SHOWN, "tags": _TAGS}.get(name, name) if kind is RequestParams else HANDOVER_FIELD
         message = f"{prefix}{_SHOWN.get(name, name)} must be {fields[name].description}"
         raise FieldError(message, field) from None
     return found

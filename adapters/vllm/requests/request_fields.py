@@ -37,20 +37,18 @@ class RequestFields:
         self._throttle = Throttle(logger)
         self._problems: dict[str, str] = {}  # by request, until it ends
 
-    def read(
-        self, request_id: str, extra_args: object, transfer_params: object
-    ) -> tuple[RequestParams, Handover | None]:
+    def read(self, request_id: str, *sources: object) -> tuple[RequestParams, Handover | None]:
         """Return the fields of a request that count. With a wrong field it is served without the cache.
 
-        Those in ``transfer_params`` override those in ``extra_args``.
+        Of the sources the last, its ``kv_transfer_params``, overrides the others; it also names the hand-over.
         Such a request is still tracked, because it may share blocks whose load fails.
         """
         try:
-            asked = parse_params(extra_args, transfer_params, counted=self._config.request_fields)
+            asked = parse_params(*sources, counted=self._config.request_fields)
             for name in asked.ignored:
                 said = "kvstore.%s of a request is ignored: request_fields does not list it"
                 self._throttle.log(f"ignored {name}", said, name)
-            return asked, parse_handover(transfer_params, request_id) if self._config.enable_pd else None
+            return asked, parse_handover(sources[-1], request_id) if self._config.enable_pd else None
         except FieldError as error:
             self._count(error.field)
             self._problems[request_id] = str(error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvstore.adapters.vllm.plan import WorkerFacts, shards_of
@@ -20,6 +20,7 @@ from kvstore.adapters.vllm.scheduler.steps import StepTracker
 from kvstore.engine.opening import open_directory
 from kvstore.index.index import ChunkIndex
 from kvstore.index.remote_view import RemoteView
+from kvstore.index.retained import Limits
 from kvstore.model.checkpoints import Checkpoints
 from kvstore.model.groups import Group, GroupKind, Groups
 from kvstore.model.layout import KVLayout
@@ -38,7 +39,7 @@ class Connected:
         matching: makes offers to requests.
         loads: plans loads.
         saves: plans stores.
-        pins: keep prompts from eviction.
+        pins: keep prompts from eviction, in memory and on disk, or on disk only.
         rows: maps block tables to the rows of chunks and checkpoints.
     """
 
@@ -60,6 +61,8 @@ class Connected:
         handovers: Handovers,
         canary: Canary,
         steps: StepTracker,
+        *,
+        count_hint: Callable[[str, str], None],
     ) -> Connected:
         """Connect to the workers. A chunk counts only if every rank holds its part.
 
@@ -74,13 +77,14 @@ class Connected:
         index = _new_index(facts, options, remote, rows.checkpoints)
         found = ((ref, max(rank[ref] for rank in sizes)) for ref, _ in facts[0].survivors if ref in complete)
         index.adopt(found, {key: trail for rank in facts for key, trail in rank.trails.items()})
+        pins = PromptPins(index, steps, options.config, count_hint)
+        pins.restore(one for rank in facts for one in rank.retained)
         handovers.connect(num_ranks, takes_parts=bool(facts[0].divisions))
         choice = LoadChoice(options.load_rules_for(num_ranks))
         loads = LoadPlanner(index, options.rules, choice, num_ranks, rows, plans=steps)
         saves = SavePlanner(index, num_ranks, rows, steps)
         steps.next.removals += set.union(*held) - complete
         matching = Matching(options, index, remote, loads, choice, handovers, canary)
-        pins = PromptPins(index, steps, options.config.pin_max_secs)
         return cls(num_ranks, index, remote, choice, matching, loads, saves, pins, rows)
 
 
@@ -112,10 +116,12 @@ def _new_index(
     def stored_bytes(num_blocks: int) -> int:
         return max(rank.stored_bytes[num_blocks - 1] for rank in facts)
 
+    disk_capacity_bytes = min(rank.disk_capacity_bytes for rank in facts)
+    chunk_bytes = max(rank.stored_bytes[-1] for rank in facts) if disk_capacity_bytes else 1
     return ChunkIndex(
         min(rank.num_slots for rank in facts),
         keep_in_memory=options.config.local_cpu,
-        disk_capacity_bytes=min(rank.disk_capacity_bytes for rank in facts),
+        disk_capacity_bytes=disk_capacity_bytes,
         stored_bytes=stored_bytes,
         max_writes=options.config.max_write_queue,
         remote=remote.view if options.remote else None,
@@ -126,4 +132,5 @@ def _new_index(
         checkpoints=checkpoints,
         slots_take_turns=any(rank.slots_take_turns for rank in facts),
         reads_fronts=all(rank.reads_fronts for rank in facts),
+        retention=Limits.of_disk(disk_capacity_bytes // chunk_bytes, options.config.retain_share),
     )

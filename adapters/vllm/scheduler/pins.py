@@ -1,55 +1,115 @@
-"""Prompts that clients have pinned, whose chunks a lease keeps from eviction."""
+"""Prompts that clients have pinned, or whose chunks they retain on disk."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import takewhile
+from typing import Final, NamedTuple
+
 from kvstore.adapters.vllm.scheduler.steps import StepTracker
+from kvstore.config import StoreConfig
 from kvstore.index.index import ChunkIndex
+from kvstore.index.plans import chunk_refs
+from kvstore.model.chunks import ChunkRef
 from kvstore.model.keys import PrefixHasher
+from kvstore.model.retention import Retention
+
+PIN: Final = "pin"
+RETAIN: Final = "retain"
+
+
+class _Coming(NamedTuple):
+    """Hint that is carried out once a step has ended.
+
+    Attributes:
+        hint: ``PIN`` or ``RETAIN``.
+        hasher: of the prompt.
+        last_step: the step to wait for.
+        hold: holds chunks, and returns how many of them, from the front.
+    """
+
+    hint: str
+    hasher: PrefixHasher
+    last_step: int
+    hold: Callable[[Sequence[ChunkRef]], int]
 
 
 class PromptPins:
-    """Pinned prompts of one engine. For the scheduler's thread.
+    """Pinned and retained prompts of one engine. For the scheduler's thread.
 
-    A pin begins when the steps that store its chunks have ended, of its request and of others with the same prompt.
+    Both begin when the steps that store their chunks have ended, of their request and of others with the same prompt.
 
     Args:
         index: of all chunks.
         steps: tells which steps have ended.
-        max_s: the duration of a pin.
+        config: the duration of a pin, and the longest retention.
+        count: counts a hint and its result.
     """
 
-    def __init__(self, index: ChunkIndex, steps: StepTracker, max_s: float) -> None:
+    def __init__(
+        self, index: ChunkIndex, steps: StepTracker, config: StoreConfig, count: Callable[[str, str], None]
+    ) -> None:
         self._index = index
         self._steps = steps
-        self._max_s = max_s
-        self._coming: dict[str, tuple[PrefixHasher, int]] = {}  # with the last step to wait for
+        self._config = config
+        self._count = count
+        self._coming: dict[str, _Coming] = {}  # by the name of the pin, or the request
 
     def add(self, name: str, hasher: PrefixHasher, last_step: int) -> None:
         """Pin the chunks of a request that has just ended, once ``last_step`` is over."""
-        self._coming[name] = (hasher, last_step)
+        hold = partial(self._index.lease, name, ttl_s=self._config.pin_max_secs)
+        self._coming[name] = _Coming(PIN, hasher, last_step, hold)
         self.hold()
 
-    def hold(self) -> None:
-        """Begin the pins whose steps have ended."""
-        for name, (hasher, last_step) in list(self._coming.items()):
-            if self._steps.is_over(last_step):
-                self._lease(name, hasher)
-                del self._coming[name]
+    def retain(self, request_id: str, hasher: PrefixHasher, last_step: int, ttl_s: float) -> None:
+        """Retain the chunks of a request that has just ended: what is known now, and the rest after ``last_step``.
 
-    def _lease(self, name: str, hasher: PrefixHasher) -> None:
+        The next plan tells the workers; after that vLLM may be idle for long.
+        """
+        until_s = time.monotonic() + min(ttl_s, self._config.retain_max_secs)
+        hold = partial(self._index.retain, until_s=until_s, tenant=hasher.tenant)
+        hold(takewhile(lambda ref: ref.prefix_key in self._index, chunk_refs(hasher, with_tail=True)))
+        self._coming[f"{RETAIN} {request_id}"] = _Coming(RETAIN, hasher, last_step, hold)
+        self.hold()
+
+    def restore(self, found: Iterable[Retention]) -> None:
+        """Retain the chunks that were retained before a restart, those for the longest time first."""
+        now_s = time.time()
+        for one in sorted(found, key=lambda one: -one.until_s):
+            if one.until_s > now_s:  # a clock that was set back does not make it longer than what is allowed
+                ttl_s = min(one.until_s - now_s, self._config.retain_max_secs)
+                self._index.retain([one.ref], time.monotonic() + ttl_s, one.tenant)
+        self._index.take_retentions()  # the disk knows them
+
+    def take_retained(self) -> list[Retention]:
+        """Return the retention begun since the last call, for the workers to note."""
+        ahead_s = time.time() - time.monotonic()
+        return [one.later(ahead_s) for one in self._index.take_retentions()]
+
+    def hold(self) -> None:
+        """Begin what waited for steps that have ended."""
+        for name, coming in list(self._coming.items()):
+            if self._steps.is_over(coming.last_step):
+                del self._coming[name]
+                self._count(coming.hint, self._hold(coming))
+
+    def _hold(self, coming: _Coming) -> str:
         """Hold the known chunks of a prompt with the checkpoint behind them, without which they may be of no use.
 
-        If there is no room for all, hold those up to an earlier checkpoint for which there is.
+        If there is no room for all, hold those up to an earlier checkpoint for which there is. Returns the result.
         """
-        match = self._index.lookup(hasher)
+        match = self._index.lookup(coming.hasher)
+        wanted = len(match.checkpoint) + len(match.refs)
         while True:
             refs = (*match.checkpoint, *match.refs)
-            num_held = self._index.lease(name, refs, self._max_s)
+            num_held = coming.hold(refs)
             if num_held == len(refs) or not match.checkpoint:
-                return
+                return _result(num_held, wanted)
             num_chunks = max(0, num_held - len(match.checkpoint))
-            limit_tokens = min(match.num_tokens - 1, num_chunks * hasher.chunk_tokens)
-            match = self._index.lookup(hasher, limit_tokens=limit_tokens)
+            limit_tokens = min(match.num_tokens - 1, num_chunks * coming.hasher.chunk_tokens)
+            match = self._index.lookup(coming.hasher, limit_tokens=limit_tokens)
 
     def end(self, name: str) -> None:
         """End a pin, also one that has yet to begin."""
@@ -58,11 +118,18 @@ class PromptPins:
 
     def end_all(self) -> int:
         """End all pins, and return how many there were."""
-        names = {*self._coming, *(view.name for view in self._index.lease_views())}
+        coming = (name for name, other in self._coming.items() if other.hint == PIN)
+        names = {*coming, *(view.name for view in self._index.lease_views())}
         for name in names:
             self.end(name)
         return len(names)
 
     def cancel_coming(self) -> None:
-        """Forget the pins that have yet to begin."""
+        """Forget what has yet to begin."""
         self._coming.clear()
+
+
+def _result(num_held: int, wanted: int) -> str:
+    if not num_held:
+        return "refused"
+    return "done" if num_held >= wanted else "partly"

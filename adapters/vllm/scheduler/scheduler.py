@@ -83,7 +83,9 @@ class StoreScheduler:
         Raises:
             KVStoreError: the remote tier cannot be opened.
         """
-        self._connected = Connected.to(facts, self._options, self._handovers, self._canary, self._steps)
+        self._connected = Connected.to(
+            facts, self._options, self._handovers, self._canary, self._steps, count_hint=self._stats.hint
+        )
 
     # -- operators -----------------------------------------------------------------------------------------------------
 
@@ -252,11 +254,17 @@ class StoreScheduler:
         keeps_blocks = connected is not None and self._save_rest(connected, tracker, tables)
         if connected is not None:
             connected.index.end_request(tracker.noted, answer_tokens)
-        if tracker.params.pin and connected is not None:
-            last_step = self._steps.number + connected.saves.has_coming
-            connected.pins.add(tracker.pin_name, tracker.hasher, last_step)
+            self._hold_prompt(connected, tracker)
         self._stats.log_request(request_id, tracker.stats)
         return keeps_blocks
+
+    def _hold_prompt(self, connected: Connected, tracker: RequestTracker) -> None:
+        """Pin or retain the prompt of a request that has ended, if it asks for that."""
+        params, last_step = tracker.params, self._steps.number + connected.saves.has_coming
+        if params.pin:
+            connected.pins.add(tracker.pin_name, tracker.hasher, last_step)
+        if params.retain_s is not None:
+            connected.pins.retain(tracker.request.request_id, tracker.hasher, last_step, params.retain_s)
 
     def _save_rest(self, connected: Connected, tracker: RequestTracker, tables: Tables) -> bool:
         """Store the rest of a request that has ended. Return True if a worker has yet to read its blocks."""
@@ -265,7 +273,9 @@ class StoreScheduler:
             return False  # it has computed nothing; vLLM itself keeps blocks that are being loaded
         if self.enabled and (save := tracker.take_final_save()):
             self._plan_save(connected, tracker, save, tables, NO_STATES)
-        if not saves.is_coming(request_id) and not (self._options.async_save and saves.is_storing(request_id)):
+        is_stored = not saves.is_coming(request_id) and not (self._options.async_save and saves.is_storing(request_id))
+        tells_more = self._options.saves and tracker.params.retain_s is not None  # it needs one more step
+        if is_stored and not tells_more:
             return False
         saves.end_with(request_id)
         return True
@@ -299,6 +309,7 @@ class StoreScheduler:
         self, connected: Connected, num_scheduled_tokens: Mapping[str, int], tables_of: TablesOf, states_of: StatesOf
     ) -> None:
         """Add to the next plan what its step moves, besides the loads, which vLLM has decided on before."""
+        self._steps.next.retained = connected.pins.take_retained()
         self._steps.next.recalls = connected.index.take_recalls()  # first: what it stores is recalled with a later one
         if self.enabled:
             for req_id in self._canary.waiting:

@@ -175,6 +175,10 @@ class SchedulerStats:
         """Count a request that is served without the cache because of a wrong field."""
         self._tally.count(metrics.REQUEST_FIELD_ERRORS.key(field))
 
+    def hint(self, hint: str, result: str) -> None:
+        """Count a request's hint, and its result."""
+        self._tally.count(metrics.HINTS.key(hint, result))
+
     # -- sums --------------------------------------------------------------------------------------------------------
 
     def add(self, tally: Tally) -> None:

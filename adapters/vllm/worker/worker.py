@@ -135,8 +135,9 @@ class StoreWorker:
     def facts(self) -> WorkerFacts:
         """Return this worker's facts for the scheduler. Call it once."""
         disk, survivors, trails = self._tiers.disk, list(self._tiers.survivors), dict(self._tiers.trails)
-        self._tiers.survivors.clear()
-        self._tiers.trails.clear()
+        retained = list(self._tiers.retained)
+        for found in (self._tiers.survivors, self._tiers.trails, self._tiers.retained):
+            found.clear()
         return WorkerFacts(
             num_slots=self._tiers.cpu.num_slots,
             slot_bytes=self._layout.slot_bytes,
@@ -146,6 +147,7 @@ class StoreWorker:
             ),
             survivors=survivors,
             trails=trails,
+            retained=retained,
             namespace=self._namespace,
             layout=self._layout,
             server_url=self._server.url if self._server else None,
@@ -181,6 +183,7 @@ class StoreWorker:
         for sourced in plan.sourced:
             self._tiers.read_from(sourced.source, sourced.refs)
         self._mover.remove(Place.DISK, plan.removals)
+        self._mover.retain(plan.retained)
         if plan.recalls and not plan.epoch:  # or a write that an earlier step planned would begin after its removal
             self._background.follow_saves(partial(self._mover.remove, Place.REMOTE, plan.recalls))
         for fetch in plan.fetches:

@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING
 from kvstore.format.chunkfile import Damage
 from kvstore.format.coding import open_coder
 from kvstore.format.sealing import open_ring
-from kvstore.format.trailrecords import TrailNote
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import ClosedError, ConfigError, TierError
 from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.model.layout import KVLayout
+from kvstore.model.retention import Retention
 from kvstore.model.throttle import Throttle
 from kvstore.tiers.base import BoundedTier, TierCounters, TierSetup, Transfer, check_layers
 from kvstore.tiers.disk import folder as _folder
@@ -41,6 +41,7 @@ from kvstore.tiers.disk import survey
 from kvstore.tiers.disk.chunkio import Body, ChunkIO, Writable
 from kvstore.tiers.disk.chunks import Chunks
 from kvstore.tiers.disk.codedio import CodedIO
+from kvstore.tiers.disk.notes import ChunkNotes
 from kvstore.tiers.disk.space import Space
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class DiskTier(BoundedTier):
         self._warn = _log_of(self._folder)
         self._space = Space(capacity_bytes, self._folder / _folder.FREE_NAME, self._changed)
         self._chunks = Chunks(self._folder, namespace, layout, self._space, self._warn)
-        self._trails = TrailNote(layout)
+        self._notes = ChunkNotes(self._chunks, layout, self._warn)
         self._running = 0
         self._scanned = False
         self._closed = False
@@ -182,11 +183,17 @@ class DiskTier(BoundedTier):
     def trails(self) -> dict[PrefixKey, bytes]:
         """Return the trails of the chunks held that were stored with one; none if the note cannot be read."""
         with self._operation():
-            try:
-                return self._trails.read(self._chunks.home, self._chunks.keys())
-            except OSError as error:
-                self._warn("trail", f"cannot read the note of trails: {_folder.reason(error)}")
-                return {}
+            return self._notes.trails()
+
+    def retain(self, retentions: Sequence[Retention]) -> None:
+        """Note which chunks stay until when. A failure is logged, and they stay only until a restart."""
+        with self._operation():
+            self._notes.retain(retentions)
+
+    def retained(self) -> list[Retention]:
+        """Return the retention of the chunks held; none if the note cannot be read."""
+        with self._operation():
+            return self._notes.retained()
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """Tell for each chunk if it is held. Answers from memory."""
@@ -379,19 +386,12 @@ class DiskTier(BoundedTier):
                     self._revive()
                     outcome = self._store(chunk, generation)
                 if outcome is Outcome.STORED:
-                    self._note_trail(trail)
+                    self._notes.add_trail(trail)
             except OSError as error:
                 is_full = error.errno in _folder.NO_ROOM
                 self._warn("full" if is_full else "write", f"cannot write a chunk: {_folder.reason(error)}")
                 outcome = Outcome.FULL if is_full else Outcome.FAILED
             return outcome, chunk.size_bytes
-
-    def _note_trail(self, trail: bytes) -> None:
-        try:
-            with suppress(FileNotFoundError):  # cleared meanwhile
-                self._trails.add(self._chunks.home, trail, len(self._chunks), self._chunks.keys)
-        except OSError as error:
-            self._warn("trail", f"cannot note a trail: {_folder.reason(error)}")
 
     def _store(self, chunk: Writable, generation: int) -> Outcome:
         """Write a chunk under a number, then give the file its name.

@@ -28,6 +28,7 @@ from typing import TypeVar
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import InvalidCallError, TierError, TierTimeoutError
 from kvstore.model.keys import Namespace
+from kvstore.model.retention import Retention
 from kvstore.tiers.base import Loan, Tier, Transfer, late_outcomes
 from kvstore.tiers.guards.guard import TierWrapper
 
@@ -295,6 +296,12 @@ class CircuitBreaker(TierWrapper):
             has_recovered = self._state is BreakerState.CLOSED
         if has_recovered:  # between the check and the record
             self.remove(())
+
+    def retain(self, retentions: Sequence[Retention]) -> None:
+        """Forward; forget it while open."""
+        with self._passage(may_probe=False) as passage:
+            if passage:
+                super().retain(retentions)
 
     def clear(self) -> None:
         """Forward in any state; if it succeeds, it settles removals recorded before."""

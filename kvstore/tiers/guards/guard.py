@@ -24,6 +24,7 @@ from typing import Any, Final, TypeVar, cast
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import ClosedError, InvalidCallError, KVStoreError, TierError, TierTimeoutError
 from kvstore.model.keys import Namespace, PrefixKey
+from kvstore.model.retention import Retention
 from kvstore.model.throttle import Throttle
 from kvstore.tiers.abandonable_threads import AbandonableThreads, start_aside
 from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Loan, Tier, Transfer, end_late_loan
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 SomeTier = TypeVar("SomeTier", bound=Tier)
 Result = TypeVar("Result")
 
-_SLOW: Final = frozenset({"scan", "trails", "clear"})  # reset and close are also slow, but run on separate threads
+_SLOW: Final = frozenset({"scan", "trails", "retained", "clear"})  # so are reset and close, on separate threads
 _TIMED: Final = {"get": "get", "borrow": "get", "put": "put"}  # the operation that a call is timed as
 MAX_TIMES: Final = 4096  # of each operation, kept until they are taken
 
@@ -82,6 +83,15 @@ class TierWrapper(BoundedTier):
     def trails(self) -> dict[PrefixKey, bytes]:
         """Forward."""
         return self._call("trails", self._bounded.trails)
+
+    def retain(self, retentions: Sequence[Retention]) -> None:
+        """Forward."""
+        bounded = self._bounded
+        self._call("retain", lambda: bounded.retain(retentions))
+
+    def retained(self) -> list[Retention]:
+        """Forward."""
+        return self._call("retained", self._bounded.retained)
 
     @property
     def parts(self) -> tuple[Tier, ...]:

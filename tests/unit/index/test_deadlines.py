@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.invariants import check_deadlines
 
-from kvstore.index.entries import Deadlines
+from kvstore.index.deadlines import Deadlines
 
 STEPS = st.lists(
     st.tuples(st.sampled_from(["set", "withdraw", "take"]), st.sampled_from("abc"), st.integers(0, 20)), max_size=60

@@ -233,7 +233,7 @@ class TestPins:
         assert vllm.index.leases == uses_of(vllm.index) == 0
 
     def test_one_that_waits_for_what_its_request_stored(self, vllm: FakeVllm) -> None:
-        vllm.connected.pins._coming["pin x"] = (PrefixHasher(CHUNK, BLOCK), 10**9)
+        vllm.connected.pins.add("pin x", PrefixHasher(CHUNK, BLOCK), 10**9)
         assert vllm.scheduler.unpin_all() == 1
         assert not vllm.connected.pins._coming
 

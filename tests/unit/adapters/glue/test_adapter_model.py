@@ -79,7 +79,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Client(RandomClient):
-    """Client that also pins prompts, and lets the engine sleep."""
+    """Client that also pins and retains prompts, and lets the engine sleep."""
 
     vllm: FakeVllm
     reset_preempts = 0.5
@@ -97,6 +97,7 @@ class _Client(RandomClient):
         return replace(
             super().wishes(),
             pin=self.random.choice([None, True, False]),
+            retain_s=self.random.choice([None, None, 60.0, 0.001]),
             tags=self.random.choice([(), (("team", "red"),)]),
         )
 

@@ -62,19 +62,22 @@ def test_fields_that_do_not_count_are_not_looked_at() -> None:
         parse_params({"kvstore.pinn": True}, counted=[])
 
 
-def test_pins_do_not_count_unless_the_operator_says_so() -> None:
-    """All other fields concern only the KV of the request; a pin takes room from others."""
+def test_pins_and_retention_do_not_count_unless_the_operator_says_so() -> None:
+    """All other fields concern only the KV of the request; these take room from others."""
     default = load_config(environ={}).config.request_fields
-    assert default == tuple(name for name in REQUEST_FIELDS if name != "pin")
+    assert default == tuple(name for name in REQUEST_FIELDS if name not in ("retain", "pin"))
     every = load_config({"kvstore.request_fields": ", ".join(REQUEST_FIELDS)}, environ={}).config.request_fields
     assert every == REQUEST_FIELDS
     assert load_config({"kvstore.request_fields": []}, environ={}).config.request_fields == ()
     with pytest.raises(
-        ConfigError, match=r"request_fields.*must be some of skip_save, skip_load, max_save_tokens, ttl, tag, pin"
+        ConfigError,
+        match=r"request_fields.*must be some of skip_save, skip_load, max_save_tokens, ttl, tag, retain, pin",
     ):
         load_config({"kvstore.request_fields": ["pins"]}, environ={})
     with pytest.raises(ConfigError, match="pin_max_secs"):
         load_config({"kvstore.pin_max_secs": 0}, environ={})
+    with pytest.raises(ConfigError, match="retain_share"):
+        load_config({"kvstore.retain_share": 0.6}, environ={})
 
 
 def test_ours_count_over_lmcaches_and_the_last_source_over_the_first() -> None:
@@ -98,6 +101,8 @@ def test_vllm_turns_true_into_1(value: float, *, expected: bool) -> None:
         ("skip_load", []),
         ("pin", "no"),
         ("ttl", 0),
+        ("retain", 0),
+        ("retain", "24h"),
         ("ttl", -1),
         ("ttl", True),
         ("ttl", "60"),

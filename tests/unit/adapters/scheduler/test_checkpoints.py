@@ -11,6 +11,7 @@ from support.uses import uses_of
 from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup, find_tokens
 from kvstore.adapters.vllm.scheduler.pins import PromptPins
 from kvstore.adapters.vllm.scheduler.steps import StepTracker
+from kvstore.config import StoreConfig
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import Place, chunk_refs
 from kvstore.index.remote_view import RemoteView
@@ -64,7 +65,7 @@ def store(index: ChunkIndex, num_tokens: int, ends: Sequence[int]) -> None:
 
 
 def pinned(index: ChunkIndex, num_tokens: int) -> set[bytes]:
-    pins = PromptPins(index, StepTracker(), 100.0)
+    pins = PromptPins(index, StepTracker(), StoreConfig(), lambda _hint, _result: None)
     pins.add("pin", hasher_of(num_tokens), 0)
     held = set(index._leases._holders)
     pins.end("pin")

@@ -1,4 +1,4 @@
-"""Lifetimes of chunks: times to live, and pins."""
+"""Lifetimes of chunks: times to live, pins, and retention."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 from support.fake_parts import CHUNK
+from support.fake_vllm import FakeVllm
 from support.situations import PROMPT, Build, again
 
 from kvstore.adapters.vllm.requests.params import WITHOUT_CACHE, RequestParams
 from kvstore.config import StoreConfig
 from kvstore.model.keys import NO_EXTRAS
+from kvstore.ops.metrics import HINTS
 
 
 def test_a_time_to_live(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,3 +151,88 @@ def test_pins_hold_half_of_the_pool_and_end_with_new_weights(build: Build) -> No
     assert vllm.index.leases == 0
     vllm.settle()
     vllm.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+@pytest.mark.parametrize("retain_s", [60.0, None])
+def test_a_retained_prompt_stays_on_disk(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_ahead: int, retain_s: float | None
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("kvstore.adapters.vllm.scheduler.scheduler.time.monotonic", lambda: now_s)
+    vllm = build(slots=8, run_ahead=run_ahead, gpu_blocks=200, folder=tmp_path, disk_chunks=16)
+    vllm.ask("first", PROMPT, params=RequestParams(retain_s=retain_s))
+    crowd_out(vllm, 0)
+    vllm.forget_local()
+    vllm.ask("in time", PROMPT, params=RequestParams(skip_save=True))
+    assert vllm.loaded_tokens["in time"] == (len(PROMPT) - 1 if retain_s else 0)
+    now_s += 61
+    vllm.ask("advances", range(100, 100 + CHUNK))
+    assert vllm.index.retained == 0
+    for number in (20, 40):
+        crowd_out(vllm, number)
+    assert again(vllm) == 0
+    vllm.settle()
+    vllm.assert_nothing_leaked()
+
+
+def crowd_out(vllm: FakeVllm, first: int) -> None:
+    """Ask for prompts that fill the disk, each twice, or the policy would refuse the later ones."""
+    for number in range(first, first + 12):
+        for turn in range(2):
+            vllm.ask(f"other {number} {turn}", [100 + number, *range(3 * CHUNK - 1)])
+            vllm.settle()
+
+
+def test_clients_that_retain_everything_stay_within_their_shares(build: Build, tmp_path: Path) -> None:
+    vllm = build(slots=8, gpu_blocks=200, folder=tmp_path, disk_chunks=32)
+    for number in range(30):
+        prompt = [100 + number, *range(3 * CHUNK - 1)]
+        vllm.ask(f"{number}", prompt, salt="greedy", params=RequestParams(retain_s=1e6))
+        vllm.settle()
+        assert vllm.index.retained <= 8
+    for salt in "abc":
+        vllm.ask(salt, PROMPT, salt=salt, params=RequestParams(retain_s=1e6))
+        vllm.settle()
+    assert vllm.index.retained == 16, "half of the disk, of all together"
+    vllm.scheduler.take_tally()
+    results = [vllm.scheduler.totals[HINTS.key("retain", result)] for result in ("done", "partly", "refused")]
+    assert sum(results) == 33
+    assert all(results)
+    vllm.reset(preempt=True)
+    assert vllm.index.retained == 0
+    vllm.settle()
+    vllm.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize(("away_s", "is_there"), [(30.0, True), (61.0, False), (-1e6, True)])
+def test_retention_outlives_a_restart(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away_s: float, *, is_there: bool
+) -> None:
+    """It ends at its time on the wall, and a clock that is set back does not make it longer than what is allowed."""
+    monkeypatch.setattr("kvstore.adapters.vllm.scheduler.pins.time.time", lambda: 1e9)
+    vllm = build(slots=8, gpu_blocks=200, folder=tmp_path, disk_chunks=16)
+    vllm.ask("first", PROMPT, params=RequestParams(retain_s=60.0))
+    vllm.settle()
+    vllm.ask("another", range(100, 100 + CHUNK))
+    vllm.settle()
+    monkeypatch.setattr("kvstore.adapters.vllm.scheduler.pins.time.time", lambda: 1e9 + away_s)
+    vllm = build(slots=8, gpu_blocks=200, folder=tmp_path, disk_chunks=16)
+    assert vllm.index.retained == (4 if is_there else 0)
+    for number in (0, 20):
+        crowd_out(vllm, number)
+    assert again(vllm) == (len(PROMPT) - 1 if is_there else 0)
+    longest_s = max((stay.until_s for stay in vllm.index._disk.retained._stays.values()), default=0.0)
+    assert longest_s <= vllm.index._chunks.now_s + StoreConfig().retain_max_secs
+    vllm.settle()
+    vllm.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_nothing_has_to_follow_a_request_that_retains(build: Build, tmp_path: Path, run_ahead: int) -> None:
+    """It stores nothing, and vLLM is idle after it, but the workers hear of the retention."""
+    vllm = build(folder=tmp_path, disk_chunks=16, run_ahead=run_ahead)
+    vllm.ask("stores", PROMPT)
+    vllm.settle()
+    vllm.ask("retains", PROMPT, params=RequestParams(retain_s=60.0))
+    assert build(folder=tmp_path, disk_chunks=16).index.retained == 4

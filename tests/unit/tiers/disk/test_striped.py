@@ -38,7 +38,8 @@ from kvstore.model.errors import (
 )
 from kvstore.tiers.base import BoundedTier, Transfer
 from kvstore.tiers.disk import survey
-from kvstore.tiers.disk.striped import StripedTier, open_folders
+from kvstore.tiers.disk.opening import open_folders
+from kvstore.tiers.disk.striped import StripedTier
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.guards import Guard
 

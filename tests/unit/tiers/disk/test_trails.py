@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.diskwork import CAPACITY_BYTES, EVEN, MINE, OTHER, bytes_on_disk, get, make_ref, make_transfer
 
-from kvstore.format import trailrecords
+from kvstore.format import notes
 from kvstore.format.trailrecords import TRAILS_FILE, TrailNote
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.keys import PREFIX_KEY_BYTES, PrefixKey
@@ -82,7 +82,7 @@ def test_no_flipped_bit_leads_anywhere(note: TrailNote, tmp_path: Path) -> None:
 
 
 def test_it_is_shortened_to_what_is_held(note: TrailNote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trailrecords, "_SLACK", 4)
+    monkeypatch.setattr(notes, "_SLACK", 4)
     path = tmp_path / TRAILS_FILE
     sizes = []
     for number in range(40):
@@ -94,7 +94,7 @@ def test_it_is_shortened_to_what_is_held(note: TrailNote, tmp_path: Path, monkey
 
 
 def test_it_is_read_in_pieces(note: TrailNote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trailrecords, "_PIECE_RECORDS", 2)
+    monkeypatch.setattr(notes, "_PIECE_RECORDS", 2)
     fill(note, tmp_path, 1, 2, 3, 4, 5)
     assert note.read(tmp_path, keys(1, 2, 3, 4, 5)).keys() == keys(1, 2, 3, 4, 5)
 
@@ -141,6 +141,6 @@ def test_of_a_note_that_is_too_long_the_end_is_read(
     note: TrailNote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(note, tmp_path, *range(20))
-    monkeypatch.setattr(trailrecords, "_SLACK", 1)
+    monkeypatch.setattr(notes, "_SLACK", 1)
     assert note.read(tmp_path, keys(19)).keys() == keys(19)
     assert note.read(tmp_path, keys(0)) == {}

@@ -1,0 +1,47 @@
+"""Deadlines by name."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Final, Generic, TypeVar
+
+_SLACK: Final = 64  # stale entries of the heap that are not worth clearing away
+
+Name = TypeVar("Name", bound=str | bytes)
+
+
+class Deadlines(Generic[Name]):
+    """Named deadlines. Memory is proportional to the names, time to those that expire."""
+
+    def __init__(self) -> None:
+        self._at_s: dict[Name, float] = {}
+        self._heap: list[tuple[float, Name]] = []  # includes stale entries of deadlines that were moved or withdrawn
+
+    def set(self, name: Name, at_s: float) -> None:
+        """Set or move the deadline of a name; infinity means never."""
+        self._at_s[name] = at_s
+        heapq.heappush(self._heap, (at_s, name))
+        self._clear_away()
+
+    def withdraw(self, name: Name) -> None:
+        """Remove the deadline of a name. Unknown names are ignored."""
+        if self._at_s.pop(name, None) is not None:
+            self._clear_away()
+
+    def take_due(self, now_s: float) -> list[Name]:
+        """Remove and return the names that have expired by now, earliest first."""
+        due: list[Name] = []
+        while self._heap and self._heap[0][0] <= now_s:
+            at_s, name = heapq.heappop(self._heap)
+            if self._at_s.get(name) == at_s:
+                del self._at_s[name]
+                due.append(name)
+        if due:
+            self._clear_away()
+        return due
+
+    def _clear_away(self) -> None:
+        """Drop stale entries once they are the majority, so that each costs constant time."""
+        if len(self._heap) > 2 * len(self._at_s) + _SLACK:
+            self._heap = [(at_s, name) for name, at_s in self._at_s.items()]
+            heapq.heapify(self._heap)
