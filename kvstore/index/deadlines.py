@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import sys
 from typing import Final, Generic, TypeVar
 
 _SLACK: Final = 64  # stale entries of the heap that are not worth clearing away
@@ -28,10 +29,10 @@ class Deadlines(Generic[Name]):
         if self._at_s.pop(name, None) is not None:
             self._clear_away()
 
-    def take_due(self, now_s: float) -> list[Name]:
-        """Remove and return the names that have expired by now, earliest first."""
+    def take_due(self, now_s: float, at_most: int = sys.maxsize) -> list[Name]:
+        """Remove and return the names that have expired by now, earliest first; the rest at a later call."""
         due: list[Name] = []
-        while self._heap and self._heap[0][0] <= now_s:
+        while self._heap and self._heap[0][0] <= now_s and len(due) < at_most:
             at_s, name = heapq.heappop(self._heap)
             if self._at_s.get(name) == at_s:
                 del self._at_s[name]

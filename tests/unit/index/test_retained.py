@@ -6,6 +6,7 @@ import pytest
 from support.index import FULL_BYTES, hasher_of, keys, known_tokens, load, make, refs_of, store
 from support.invariants import check_invariants
 
+from kvstore.index import retained as retaining
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import Place
 from kvstore.index.retained import Limits
@@ -148,3 +149,14 @@ def test_what_is_fresh_is_told_once() -> None:
         index.complete_write(step.ref.prefix_key, Place.DISK, stored=False)
     check_invariants(index)
     assert index.take_retentions() == []
+
+
+def test_thousands_do_not_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retaining, "_ENDED_AT_ONCE", 2)
+    index = make(8, disk_chunks=8, retention=Limits(5, of_tenant=5))
+    store(index, 80)
+    index.retain(refs_of(80), 100)
+    for left in (3, 1, 0, 0):
+        index.advance(1000)
+        check_invariants(index)
+        assert index.retained == left
