@@ -84,13 +84,13 @@ class Doorkeeper:
             await self._app(scope, receive, counted)
         else:
             self._meters.errors.labels(refusal.reason.label).inc()
-            await Reply(counted, request_id_of(headers)).error(refusal)
+            await Reply(counted, request_id_of(headers), path).error(refusal)
 
     def _refusal(self, path: str, headers: Headers) -> AnswerError | None:
         if not self._expected:
             message = "only programs on this machine may ask, under a loopback name"
             return None if is_from_here(headers) else AnswerError(Reason.FROM_A_BROWSER, message)
-        given = headers.get("authorization", "").encode("latin-1")
+        given = authorization_of(headers).encode("latin-1")
         if path == HEALTH or sum(hmac.compare_digest(given, expected) for expected in self._expected):
             return None
         return AnswerError(Reason.WRONG_KEY, "the API key is missing or wrong", {"www-authenticate": "Bearer"})
@@ -156,7 +156,7 @@ class Gate:
     async def carry_out(self, answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, with an error answer for every ``AnswerError``, and count failures."""
         headers = headers_of(scope)
-        reply = Reply(send, request_id_of(headers))
+        reply = Reply(send, request_id_of(headers), scope["path"])
         try:
             try:
                 await self._attend(answer, scope, headers, receive, reply)
@@ -170,7 +170,7 @@ class Gate:
                 self._meters.errors.labels(reply.failure).inc()
 
     async def _attend(self, answer: Answer, scope: Scope, headers: Headers, receive: Receive, reply: Reply) -> None:
-        key = headers.get("authorization", "") if self._options.api_keys else ""
+        key = authorization_of(headers) if self._options.api_keys else ""
         running = _Running(reply, self._running)
         with Taken(self._bodies, key) as bodies, Taken(self._requests, key) as requests, running:
             if self._is_halted:
@@ -212,7 +212,7 @@ class Gate:
     def _told(self, headers: Headers, request_id: str) -> dict[str, str]:
         """Return the headers for engines."""
         key = self._options.engine_api_key
-        authorization = headers.get("authorization", "") if key is None else f"Bearer {key}"
+        authorization = authorization_of(headers) if key is None else f"Bearer {key}"
         told = {"content-type": "application/json", "x-request-id": request_id, "accept-encoding": "identity"}
         if authorization and authorization.isascii():  # engines' keys are ASCII
             told["authorization"] = authorization
@@ -229,6 +229,12 @@ class Gate:
 def headers_of(scope: Scope) -> Headers:
     """Return the headers of a request."""
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+def authorization_of(headers: Headers) -> str:
+    """Return how a client authorizes itself; Anthropic's clients send a key in a header of their own."""
+    key = headers.get("x-api-key", "")
+    return headers.get("authorization") or (f"Bearer {key}" if key else "")
 
 
 def request_id_of(headers: Headers) -> str:

@@ -18,7 +18,7 @@ from msgspec import Raw
 Buffer = bytes | bytearray | Raw
 
 _FIRST_BYTES: Final = 512  # computing less is faster than waiting in another engine's queue
-_MOST_BYTES: Final = 64 << 10
+MOST_BYTES: Final = 64 << 10
 _MAX_BEGINNINGS: Final = 1 << 16
 _MORE_REQUESTS: Final = 4.0  # requests more than the least loaded engine that one with the whole prompt may have
 _SEED: Final = secrets.randbits(64)  # random, so that clients cannot construct beginnings with the same key
@@ -62,7 +62,7 @@ def beginnings_of(kind: Iterable[Buffer], prompt: Buffer) -> list[Beginning]:
         kind: other members that must be equal, such as the model.
         prompt: the prompt as JSON from the client.
     """
-    view = memoryview(prompt)[:_MOST_BYTES]
+    view = memoryview(prompt)[:MOST_BYTES]
     if len(view) < _FIRST_BYTES:
         return []
     digest = xxhash.xxh3_64(seed=_SEED)

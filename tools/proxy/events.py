@@ -14,7 +14,7 @@ from kvstore.tools.proxy.reply import AnswerError, Reason, event_of
 _MAX_EVENT_BYTES: Final = 64 << 20
 _END: Final = re.compile(rb"\r?\n\r?\n")
 _LAST: Final = b"data: [DONE]"
-_MESSAGE_STOP: Final = b"event: message_stop"  # the last event of Anthropic's streams
+_ENDS: Final = (b"event: message_stop", b"event: error")  # of Anthropic's streams
 
 
 class EventCutter:
@@ -77,7 +77,7 @@ class Handover:
 def is_last(event: bytes) -> bool:
     """Tell if this event ends a stream."""
     event = event.strip()
-    return event == _LAST or event.startswith(_MESSAGE_STOP)
+    return event == _LAST or event.startswith(_ENDS)
 
 
 class _Usage(msgspec.Struct):

@@ -23,6 +23,7 @@ _HARMLESS: Final = frozenset(
     {
         *("model", "prompt", "max_tokens", "stream", "stream_options", "n", "user", "cache_salt", "priority"),
         *("temperature", "top_p", "top_k", "min_p", "ignore_eos", "stop_token_ids", "session_id"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
         *("skip_special_tokens", "spaces_between_special_tokens", "add_special_tokens"),
     }
 )

@@ -51,7 +51,7 @@ def members_of(content: bytes | bytearray | Raw) -> dict[str, Raw]:
     """
     try:
         members = _OBJECT.decode(content)
-    except (DecodeError, RecursionError) as error:
+    except (DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidCallError("the body must be a JSON object") from error
     if len(members) > MAX_MEMBERS:
         raise InvalidCallError(f"the body has an object of more than {MAX_MEMBERS} members")
@@ -82,6 +82,21 @@ def says(value: Raw | None, literal: bytes) -> bool:
     if value is None:
         return literal == b"null"
     return len(value) == len(literal) and bytes(value) == literal
+
+
+class _Typed(msgspec.Struct):
+    type: str = ""
+
+
+_TYPED: Final = msgspec.json.Decoder(_Typed)
+
+
+def type_of(value: Raw | None) -> str:
+    """Return the ``type`` of a member that is an object; empty for any other one."""
+    try:
+        return _TYPED.decode(value).type if value is not None and len(value) <= _LARGE_BYTES else ""
+    except (DecodeError, RecursionError, UnicodeDecodeError):
+        return ""
 
 
 def is_list_of_several(value: Raw | None) -> bool:

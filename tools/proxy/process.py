@@ -42,7 +42,7 @@ try:
     from kvstore.tools.proxy.admission import HEALTH, Doorkeeper, Gate
     from kvstore.tools.proxy.fleet import Fleet
     from kvstore.tools.proxy.meters import ProxyMeters
-    from kvstore.tools.proxy.reply import error_tree
+    from kvstore.tools.proxy.reply import MESSAGES, error_tree
     from kvstore.tools.proxy.routes import Router
 except ImportError as missing:
     raise ConfigError(f"the proxy: {missing.name} is not installed: pip install 'vllm-kvstore[proxy]'") from missing
@@ -50,8 +50,13 @@ except ImportError as missing:
 
 logger = logging.getLogger(__name__)
 
-_GENERATING: Final = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
-_FORWARDED: Final = {"/v1/models": "GET", "/version": "GET", "/tokenize": "POST"}
+_GENERATING: Final = ("/v1/completions", "/v1/chat/completions", MESSAGES)
+_FORWARDED: Final = {
+    "/v1/models": "GET",
+    "/version": "GET",
+    "/tokenize": "POST",
+    "/v1/messages/count_tokens": "POST",
+}
 _METRICS: Final = "/metrics"
 _OWN: Final = ("GET", "HEAD")  # no engine is asked for a HEAD: the proxy would wait for the body of its answer
 _KEEP_ALIVE_S: Final = 5

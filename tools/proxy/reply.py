@@ -6,11 +6,14 @@ import json
 from collections.abc import Mapping
 from enum import Enum
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Final
 
 from starlette.types import Message, Send
 
 from kvstore.model.errors import KVStoreError
+
+MESSAGES: Final = "/v1/messages"
+"""Path of Anthropic's API, whose clients know errors by another form, and events by their names."""
 
 
 class Reason(Enum):
@@ -57,10 +60,11 @@ class ClientGoneError(Exception):
     """The client hung up, or does not read its answer."""
 
 
-def error_tree(status: int, message: str) -> dict[str, Any]:
-    """Return an error in the format of OpenAI's API."""
+def error_tree(status: int, message: str, path: str = "") -> dict[str, Any]:
+    """Return an error in the format of OpenAI's API, or of Anthropic's."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return {"type": "error", "error": error} if path == MESSAGES else {"error": error}
 
 
 def event_of(tree: dict[str, Any]) -> bytes:
@@ -74,9 +78,11 @@ class Reply:
     Args:
         send: ASGI's ``send``.
         request_id: id for the header ``X-Request-Id``.
+        path: of the request.
     """
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, path: str) -> None:
+        self._path = path
         self.status: int | None = None
         self.failure: str | None = None
         self._send = send
@@ -108,12 +114,13 @@ class Reply:
         if self.has_ended:
             return
         self.failure = error.reason.label
-        tree = error_tree(error.reason.status, str(error))
+        tree = error_tree(error.reason.status, str(error), self._path)
         if self.status is None:
             headers = {"content-type": "application/json", **error.headers}
             await self.whole(error.reason.status, json.dumps(tree).encode(), headers)
         else:
-            await self.piece(event_of(tree))
+            name = b"event: error\n" if self._path == MESSAGES else b""  # an event without a name would be skipped
+            await self.piece(name + event_of(tree))
             await self.end_stream()
 
     def _head(self, status: int, headers: Mapping[str, str]) -> Message:

@@ -14,10 +14,10 @@ import msgspec
 from msgspec import Raw
 
 from kvstore.model.errors import InvalidCallError
-from kvstore.tools.proxy.choice import Beginning, beginnings_of, session_beginning
+from kvstore.tools.proxy.choice import MOST_BYTES, Beginning, beginnings_of, session_beginning
 from kvstore.tools.proxy.first_token import First, is_text, may_begin
 from kvstore.tools.proxy.listing import Receiver
-from kvstore.tools.proxy.objects import Parts, is_list_of_several, members_of, says, written
+from kvstore.tools.proxy.objects import Parts, is_list_of_several, members_of, says, type_of, written
 from kvstore.tools.proxy.sessions import retention_s
 
 _PARAMS: Final = "kv_transfer_params"
@@ -62,8 +62,9 @@ class Ask:
         """Return the request's session and beginnings, by which to choose engines that have its KV."""
         prompt = self.params.get(_PROMPT) or self.body.get("prompt") or self.body.get("messages") or Raw(b"")
         kind = [self.body.get(name, Raw(b"")) for name in _KINDS]
-        system = self.body.get("system", Raw(b""))  # Anthropic's, before the messages
-        return [*session_beginning(kind, session), *beginnings_of([*kind, system], prompt)]
+        if (system := self.body.get("system")) is not None:  # Anthropic's, before the messages
+            prompt = Raw(bytes(memoryview(system)[:MOST_BYTES]) + bytes(memoryview(prompt)[:MOST_BYTES]))
+        return [*session_beginning(kind, session), *beginnings_of(kind, prompt)]
 
     def retaining(self) -> Self:
         """Return the request with the retention that its client asks for, unless it names ours."""
@@ -85,6 +86,10 @@ class Ask:
             if not says(self.body.get(name), b"null"):
                 body[name] = 1
         body |= {"max_tokens": 1, "stream": False}
+        if type_of(self.body.get("thinking")) == "enabled":  # its budget would exceed the one token
+            del body["thinking"]
+        if type_of(self.body.get("tool_choice")) == "tool":  # whose arguments one token cannot be
+            body["tool_choice"] = {"type": "any"}
         params: dict[str, Any] = dict(self.params)
         if receiver is not None:
             ports = [receiver.port, *receiver.more_ports] if receiver.more_ports else receiver.port

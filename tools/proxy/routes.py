@@ -28,12 +28,11 @@ from kvstore.tools.proxy.listing import Receiver
 from kvstore.tools.proxy.meters import ProxyMeters
 from kvstore.tools.proxy.objects import Parts
 from kvstore.tools.proxy.options import Choice, ProxyOptions
-from kvstore.tools.proxy.reply import AnswerError, Reason, Reply
+from kvstore.tools.proxy.reply import MESSAGES, AnswerError, Reason, Reply
 from kvstore.tools.proxy.requests import Ask, sent_kv
 from kvstore.tools.proxy.sessions import SESSION_HEADER, session_of
 from kvstore.tools.proxy.upstream import UpstreamAnswer, UpstreamError
 
-MESSAGES: Final = "/v1/messages"  # Anthropic's
 _EVENTS: Final = "text/event-stream"
 
 
@@ -147,7 +146,8 @@ class Router:
                     spec=None if receiver is None else sent_kv(answer.content),
                     first=first_of(answer.content, ask.body) if wants_first else None,
                 )
-            if HTTPStatus.BAD_REQUEST <= answer.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            is_refusal = HTTPStatus.BAD_REQUEST <= answer.status < HTTPStatus.INTERNAL_SERVER_ERROR
+            if is_refusal and call.path != MESSAGES:  # its checks depend on the number of tokens, so decode decides
                 return Prefilled(refusal=answer)
             reason = "prefill_error"
             break

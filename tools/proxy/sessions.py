@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from hashlib import blake2s
+from itertools import islice
 from typing import Final
 
 import msgspec
@@ -22,6 +23,7 @@ _CACHED: Final = ("system", "messages", "tools")  # members in which Anthropic's
 _CONTROL: Final = re.compile(rb'"cache_control"\s*:\s*(\{[^{}]{0,256}\})')  # not in text, whose quotes are escaped
 _TIME: Final = re.compile(r"(\d{1,5})([smhd])")
 _IN_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_MAX_CONTROLS: Final = 64  # of a request; Anthropic allows 4
 _ANTHROPIC_S: Final = 300  # without a ttl
 _MOST_S: Final = 365 * 86_400  # which engines accept
 
@@ -30,7 +32,7 @@ class _Control(msgspec.Struct):
     """Value of ``cache_control`` or ``prompt_cache_options``."""
 
     type: str = ""
-    ttl: str = ""
+    ttl: str | None = None
 
 
 _CONTROLS: Final = msgspec.json.Decoder(_Control)
@@ -56,14 +58,11 @@ def retention_s(body: Mapping[str, Raw]) -> int:
     times_s = [_seconds(_text(body.get("prompt_cache_retention")))]
     options = _control(body.get("prompt_cache_options"))
     if options is not None:
-        times_s.append(_seconds(options.ttl))
+        times_s.append(_seconds(options.ttl or ""))
     controls = [_control(body.get("cache_control"))]
-    controls += [
-        _control(Raw(found))
-        for name in _CACHED
-        if (part := body.get(name)) is not None
-        for found in _CONTROL.findall(part)
-    ]
+    parts = (part for name in _CACHED if (part := body.get(name)) is not None)
+    marks = (found for part in parts for found in _CONTROL.finditer(part))
+    controls += [_control(Raw(found[1])) for found in islice(marks, _MAX_CONTROLS)]
     times_s += [
         _seconds(control.ttl) if control.ttl else _ANTHROPIC_S
         for control in controls
@@ -76,14 +75,14 @@ def _text(member: Raw | None) -> str:
     """Return a member that is text; empty for any other one."""
     try:
         return _TEXT.decode(member) if member is not None and len(member) <= _MOST_BYTES else ""
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return ""
 
 
 def _control(member: Raw | None) -> _Control | None:
     try:
         return _CONTROLS.decode(member) if member is not None and len(member) <= _MOST_BYTES else None
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None
 
 
