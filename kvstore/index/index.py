@@ -110,7 +110,7 @@ class ChunkIndex:
         self.checkpoints, self.question_rounds, self.counters = checkpoints, lookup.rounds, chunks.counters
         # Calls that one part carries out alone.
         self.adopt, self.retain = self._disk.adopt, self._disk.retain
-        self.take_retentions = self._disk.take_retentions
+        self.retainable, self.take_retentions = self._disk.retainable, self._disk.take_retentions
         self.holds, self.is_loading = chunks.holds, chunks.is_loading
         self.lookup, self.why_missing = lookup.lookup, lookup.why_missing
         self.longest, self.nearest, self.longer = lookup.longest, lookup.nearest, lookup.longer

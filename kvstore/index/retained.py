@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple, Self
 
 from kvstore.index.deadlines import Deadlines
@@ -81,6 +81,15 @@ class Retained:
             count += 1
         return count
 
+    def admitted(self, keys: Sequence[PrefixKey], tenant: bytes) -> int:
+        """Return how many of these chunks, from the front, ``keep`` would let stay."""
+        room = min(self._limits.chunks - len(self._stays), self._limits.of_tenant - self._of_tenant[tenant])
+        for count, key in enumerate(keys):
+            room -= key not in self._stays
+            if room < 0:
+                return count
+        return len(keys)
+
     def take_fresh(self) -> Iterable[PrefixKey]:
         """Return the chunks whose time has begun or become longer since the last call."""
         fresh, self._fresh = self._fresh, {}
@@ -91,17 +100,18 @@ class Retained:
         stay = self._stays[ref.prefix_key]
         return Retention(ref, stay.until_s, stay.tenant)
 
-    def drop(self, key: PrefixKey) -> None:
-        """Let a chunk stay no longer. Unknown keys are ignored."""
+    def drop(self, key: PrefixKey) -> bool:
+        """Let a chunk stay no longer. Returns True if it had to."""
         stay = self._stays.pop(key, None)
         if stay is None:
-            return
+            return False
         self._order.free(key)
         self._fresh.pop(key, None)
         self._ends.withdraw(key)
         self._of_tenant[stay.tenant] -= 1
         if not self._of_tenant[stay.tenant]:
             del self._of_tenant[stay.tenant]
+        return True
 
     def move(self, key: PrefixKey, to: PrefixKey) -> None:
         """Let a chunk stay in place of another one, which it holds."""

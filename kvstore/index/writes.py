@@ -46,6 +46,7 @@ class DiskWrites:
         retained: chunks that stay until a time.
         num_writes: writes in flight.
         removals: chunks dropped from the disk and not announced yet.
+        ended: retention of dropped chunks, not announced yet.
     """
 
     chunks: Entries
@@ -55,6 +56,7 @@ class DiskWrites:
     retained: Retained
     num_writes: int = 0
     removals: list[ChunkRef] = field(default_factory=list)
+    ended: list[Retention] = field(default_factory=list)
 
     def adopt(
         self, survivors: Iterable[tuple[ChunkRef, int]], trails: Mapping[PrefixKey, bytes] = MappingProxyType({})
@@ -101,9 +103,17 @@ class DiskWrites:
         keys = (ref.prefix_key for ref in takewhile(self._has, refs))
         return self.retained.keep(keys, until_s, tenant)
 
+    def retainable(self, refs: Iterable[ChunkRef], tenant: bytes = b"") -> int:
+        """Return how many of these chunks, from the front, ``retain`` would keep."""
+        return self.retained.admitted([ref.prefix_key for ref in takewhile(self._has, refs)], tenant)
+
     def take_retentions(self) -> list[Retention]:
-        """Return the retention begun or extended since the last call, also of chunks that are being written."""
-        return [self.retained.of(self.chunks[key].ref) for key in self.retained.take_fresh()]
+        """Return the retention begun or extended since the last call, also of chunks that are being written.
+
+        That of removed chunks, which may be stored again, is told as over.
+        """
+        ended, self.ended = self.ended, []
+        return [*ended, *(self.retained.of(self.chunks[key].ref) for key in self.retained.take_fresh())]
 
     def _has(self, ref: ChunkRef) -> bool:
         chunk = self.chunks.get(ref.prefix_key)
@@ -112,7 +122,8 @@ class DiskWrites:
     def drop(self, chunk: Entry, *, announce: bool) -> None:
         """Remove a chunk from the disk."""
         self.chunks.note_change(chunk)
-        self.retained.drop(chunk.ref.prefix_key)
+        if self.retained.drop(chunk.ref.prefix_key):
+            self.ended.append(Retention(chunk.ref, 0.0, b""))
         self.order.evict(chunk.ref.prefix_key)
         if announce:
             self.removals.append(chunk.ref)

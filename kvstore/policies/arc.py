@@ -71,6 +71,9 @@ class ARC(Policy):
         while self.num_ghosts and self._gone_once.used_bytes + self._gone_again.used_bytes > self.capacity_bytes:
             (self._gone_again or self._gone_once).pop_oldest()
 
+    def _on_hold(self, key: PrefixKey) -> None:  # its uses are no misses, by which the target would move
+        (self._once if key in self._once else self._again).take(key)
+
     def _on_remove(self, key: PrefixKey) -> None:
         for queue in (self._once, self._again, self._gone_once, self._gone_again):
             queue.discard(key)

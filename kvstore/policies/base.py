@@ -125,11 +125,11 @@ class Policy(ABC):
     def hold(self, key: PrefixKey) -> None:
         """Offer a chunk for eviction no more, until ``free``: that is faster than to ask for it each time.
 
-        To the policy's own order it is as if the chunk had been evicted. Unknown keys are ignored.
+        Most policies treat it like an evicted one, whose key is remembered. Unknown keys are ignored.
         """
         if key in self._sizes and key not in self._held:
             self._held.add(key)
-            self._on_evict(key)
+            self._on_hold(key)
 
     def free(self, key: PrefixKey) -> None:
         """Offer a held chunk for eviction again, as one that has just been added. Other keys are ignored."""
@@ -193,6 +193,10 @@ class Policy(ABC):
     @abstractmethod
     def _on_evict(self, key: PrefixKey) -> None:
         """Drop a chunk that makes room; its key may be remembered."""
+
+    def _on_hold(self, key: PrefixKey) -> None:
+        """Take a chunk out of the order until it is added again."""
+        self._on_evict(key)
 
     @abstractmethod
     def _on_remove(self, key: PrefixKey) -> None:

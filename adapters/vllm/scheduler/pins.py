@@ -69,10 +69,18 @@ class PromptPins:
         The next plan tells the workers; after that vLLM may be idle for long.
         """
         until_s = time.monotonic() + min(ttl_s, self._config.retain_max_secs)
-        hold = partial(self._index.retain, until_s=until_s, tenant=hasher.tenant)
-        hold(takewhile(lambda ref: ref.prefix_key in self._index, chunk_refs(hasher, with_tail=True)))
+        hold = partial(self._retain, until_s=until_s, tenant=hasher.tenant)
+        if self._index.checkpoints is None:
+            hold([*takewhile(lambda ref: ref.prefix_key in self._index, chunk_refs(hasher, with_tail=True))])
         self._coming[f"{RETAIN} {request_id}"] = _Coming(RETAIN, hasher, last_step, hold)
         self.hold()
+
+    def _retain(self, refs: Sequence[ChunkRef], until_s: float, tenant: bytes) -> int:
+        """Retain chunks, and return how many; where there is a checkpoint, all or none, as a part is of no use."""
+        count = self._index.retainable(refs, tenant)
+        if self._index.checkpoints is None or count == len(refs):
+            self._index.retain(refs, until_s, tenant)
+        return count
 
     def restore(self, found: Iterable[Retention]) -> None:
         """Retain the chunks that were retained before a restart, those for the longest time first."""

@@ -398,6 +398,7 @@ class StoreScheduler:
             self._connected.saves.cancel_coming()
             self._connected.index.clear()
             self._connected.index.take_removals()  # they belong to the old epoch, which is removed as a whole
+            self._connected.index.take_retentions()
             self._connected.pins.cancel_coming()
             self._connected.remote.reset(self._epoch)
         for req_id, tracker in list(self._trackers.items()):

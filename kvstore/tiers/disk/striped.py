@@ -104,11 +104,9 @@ class StripedTier(BoundedTier):
         return {key: trail for trails in found for key, trail in trails.items()}
 
     def retain(self, retentions: Sequence[Retention]) -> None:
-        """Note which chunks stay until when, in each one's folder; one that refuses does not affect the others."""
+        """Note which chunks stay until when, in every folder, as one that is being written may become a stray."""
         self._check_open()
-        by_folder: dict[int, list[Retention]] = {}
-        for retention in retentions:
-            by_folder.setdefault(self._place(retention.ref), []).append(retention)
+        by_folder = {number: list(retentions) for number in range(len(self._tiers))}
         self._tell(by_folder, lambda tier, staying: tier.retain(staying))
 
     def retained(self) -> list[Retention]:

@@ -11,6 +11,7 @@ from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import Place
 from kvstore.index.retained import Limits
 from kvstore.policies import POLICIES
+from kvstore.policies.arc import ARC
 
 ROOM = Limits(2, of_tenant=2)
 
@@ -148,6 +149,7 @@ def test_what_is_fresh_is_told_once() -> None:
     for step in steps:
         index.complete_write(step.ref.prefix_key, Place.DISK, stored=False)
     check_invariants(index)
+    assert {(one.ref, one.until_s) for one in index.take_retentions()} == {(ref, 0.0) for ref in refs_of(32)}
     assert index.take_retentions() == []
 
 
@@ -160,3 +162,26 @@ def test_thousands_do_not_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         index.advance(1000)
         check_invariants(index)
         assert index.retained == left
+
+
+def test_uses_of_what_is_retained_do_not_change_what_arc_keeps_of_others() -> None:
+    index = make_full("ARC")
+    arc = index._disk.order
+    assert isinstance(arc, ARC)
+    arc._target_bytes = 200.0
+    index.retain(refs_of(32), 100)
+    for _ in range(5):
+        load(index, 32)
+    assert (arc._target_bytes, arc.num_ghosts) == (200.0, 0)
+
+
+def test_how_many_would_be_kept() -> None:
+    index = make(8, disk_chunks=8, retention=Limits(5, of_tenant=3))
+    store(index, 80)
+    assert index.retainable(refs_of(80), b"one") == 3
+    index.retain(refs_of(32), 100, b"one")
+    assert index.retainable(refs_of(80), b"one") == 3
+    assert index.retainable(refs_of(80)[2:], b"one") == 1
+    assert index.retainable(refs_of(80)[2:], b"other") == 3
+    assert index.retainable(refs_of(96)[5:], b"other") == 0
+    assert index.retained == 2

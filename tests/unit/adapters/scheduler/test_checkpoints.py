@@ -15,6 +15,7 @@ from kvstore.config import StoreConfig
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import Place, chunk_refs
 from kvstore.index.remote_view import RemoteView
+from kvstore.index.retained import Limits
 from kvstore.model.checkpoints import Checkpoints
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.groups import Group, GroupKind, Groups
@@ -129,3 +130,28 @@ def test_windows_alone_are_known_up_to_their_checkpoint_by_its_slowest_part() ->
     remote = RemoteHolding(parts_at(index, 2 * CHUNK)[1:])
     index.remove([parts_at(index, 2 * CHUNK)[1].prefix_key])
     assert find_tokens(hasher_of(3 * CHUNK), index, remote) == {Place.REMOTE: 2 * CHUNK}
+
+
+def test_retention_keeps_the_longest_front_that_fits_with_its_checkpoint() -> None:
+    checkpoints = Checkpoints((Groups((FULL, WINDOW)),), (LAYOUT,))
+    index = ChunkIndex(
+        40,
+        disk_capacity_bytes=4000,
+        stored_bytes=stored_bytes,
+        checkpoints=checkpoints,
+        retention=Limits(4, of_tenant=4),
+    )
+    hasher = hasher_of(8 * CHUNK)
+    refs = chunk_refs(hasher, with_tail=True)
+    parts = [parts_at(index, end) for end in (2 * CHUNK, 8 * CHUNK)]
+    steps = index.prepare_store([*refs, *parts[0], *parts[1]], checkpoints=parts)
+    index.complete_store(steps, set())
+    for step in steps:
+        for target in step.targets:
+            index.complete_write(step.ref.prefix_key, target, stored=True)
+    counted: list[tuple[str, str]] = []
+    pins = PromptPins(index, StepTracker(), StoreConfig(), lambda hint, result: counted.append((hint, result)))
+    pins.retain("one", hasher, 0, 60.0)
+    kept = {*index._disk.retained._stays}
+    assert kept == {ref.prefix_key for ref in (*refs[:2], *parts[0])}
+    assert counted == [("retain", "partly")]

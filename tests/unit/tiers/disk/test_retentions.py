@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from support.diskwork import CAPACITY_BYTES, EVEN, MINE, OTHER, make_ref, put
+from support.diskwork import CAPACITY_BYTES, CHUNK_BYTES, EVEN, MINE, OTHER, make_ref, put
 
 from kvstore.format import notes
 from kvstore.format.retentions import RETAINED_FILE, RetentionNote, RetentionRecords
@@ -95,6 +95,20 @@ def test_several_folders(tmp_path: Path) -> None:
         put(tier, *REFS)
         tier.retain(said)
     with closing(open_folders(folders, MINE, EVEN, 3 * CAPACITY_BYTES, wrap=CircuitBreaker)) as tier:
+        tier.scan()
+        assert set(tier.retained()) == set(said)
+
+
+def test_a_chunk_that_becomes_a_stray_after_it_was_noted(tmp_path: Path) -> None:
+    folders = [tmp_path / f"disk{number}" for number in range(3)]
+    said = [until(number, 10.0) for number in range(9)]
+    share_bytes = 3 * CHUNK_BYTES  # so some homes are too small
+    with closing(open_folders(folders, MINE, EVEN, 3 * share_bytes)) as tier:
+        tier.scan()
+        tier.retain(said)
+        assert put(tier, *REFS) == [Outcome.STORED] * 9
+        assert tier._strays  # type: ignore[attr-defined]
+    with closing(open_folders(folders, MINE, EVEN, 3 * share_bytes)) as tier:
         tier.scan()
         assert set(tier.retained()) == set(said)
 
