@@ -71,7 +71,7 @@ class Note(Generic[Item]):
     def __init__(self, name: str, records: Records[Item]) -> None:
         self._name = name
         self._records = records
-        self._lock = threading.Lock()  # held during a write of a few hundred bytes, on threads that write chunks
+        self._lock = threading.Lock()  # held during a write, mostly of some hundred bytes, on threads that write chunks
 
     def add(self, home: Path, item: Item, num_held: int, held: Callable[[], Collection[PrefixKey]]) -> None:
         """Note an item; see ``add_all``."""

@@ -65,20 +65,17 @@ class Retained:
     def __contains__(self, key: PrefixKey) -> bool:
         return key in self._stays
 
-    def keep(self, keys: Iterable[PrefixKey], until_s: float, tenant: bytes) -> int:
+    def keep(self, keys: Sequence[PrefixKey], until_s: float, tenant: bytes) -> int:
         """Let chunks stay until a time, or for longer if they do already. Returns how many do, from the front."""
-        count = 0
-        for key in keys:
+        count = self.admitted(keys, tenant)
+        for key in keys[:count]:
             stay = self._stays.get(key)
             if stay is None:
-                if not self._has_room(tenant):
-                    break
                 self._order.hold(key)
                 self._of_tenant[tenant] += 1
                 self._set(key, _Stay(until_s, tenant))
             elif stay.until_s < until_s:
                 self._set(key, stay._replace(until_s=until_s))
-            count += 1
         return count
 
     def admitted(self, keys: Sequence[PrefixKey], tenant: bytes) -> int:
@@ -125,9 +122,6 @@ class Retained:
         """End what has expired by now, or if that is much, a part of it."""
         for key in self._ends.take_due(now_s, _ENDED_AT_ONCE):
             self.drop(key)
-
-    def _has_room(self, tenant: bytes) -> bool:
-        return len(self._stays) < self._limits.chunks and self._of_tenant[tenant] < self._limits.of_tenant
 
     def _set(self, key: PrefixKey, stay: _Stay) -> None:
         self._stays[key] = stay

@@ -100,12 +100,11 @@ class DiskWrites:
 
         Returns how many of them, from the front, are kept: those that are here or being written, within the limits.
         """
-        keys = (ref.prefix_key for ref in takewhile(self._has, refs))
-        return self.retained.keep(keys, until_s, tenant)
+        return self.retained.keep(self._front(refs), until_s, tenant)
 
     def retainable(self, refs: Iterable[ChunkRef], tenant: bytes = b"") -> int:
         """Return how many of these chunks, from the front, ``retain`` would keep."""
-        return self.retained.admitted([ref.prefix_key for ref in takewhile(self._has, refs)], tenant)
+        return self.retained.admitted(self._front(refs), tenant)
 
     def take_retentions(self) -> list[Retention]:
         """Return the retention begun or extended since the last call, also of chunks that are being written.
@@ -114,6 +113,10 @@ class DiskWrites:
         """
         ended, self.ended = self.ended, []
         return [*ended, *(self.retained.of(self.chunks[key].ref) for key in self.retained.take_fresh())]
+
+    def _front(self, refs: Iterable[ChunkRef]) -> list[PrefixKey]:
+        """Return the keys of chunks that are here or being written, up to the first one that is not."""
+        return [ref.prefix_key for ref in takewhile(self._has, refs)]
 
     def _has(self, ref: ChunkRef) -> bool:
         chunk = self.chunks.get(ref.prefix_key)

@@ -65,11 +65,7 @@ def beginnings_of(kind: Iterable[Buffer], prompt: Buffer) -> list[Beginning]:
     view = memoryview(prompt)[:MOST_BYTES]
     if len(view) < _FIRST_BYTES:
         return []
-    digest = xxhash.xxh3_64(seed=_SEED)
-    for part in kind:
-        data = memoryview(part)
-        digest.update(len(data).to_bytes(8, "little"))
-        digest.update(data)
+    digest = _digest_of(kind)
     found, begin, end = [], 0, _FIRST_BYTES
     while begin < len(view):
         end = min(end, len(view))
@@ -83,11 +79,17 @@ def session_beginning(kind: Iterable[Buffer], session: str) -> list[Beginning]:
     """Return the beginning that stands for a session, which counts like the whole prompt; none without a name."""
     if not session:
         return []
-    digest = xxhash.xxh3_64(b"session", seed=_SEED)
-    for part in (*kind, session.encode()):
-        digest.update(len(memoryview(part)).to_bytes(8, "little"))
-        digest.update(part)
-    return [Beginning(digest.intdigest(), 1.0)]
+    return [Beginning(_digest_of([b"session", *kind, session.encode()]).intdigest(), 1.0)]
+
+
+def _digest_of(parts: Iterable[Buffer]) -> xxhash.xxh3_64:
+    """Return the hash of parts and of their lengths, to which more can be added."""
+    digest = xxhash.xxh3_64(seed=_SEED)
+    for part in parts:
+        data = memoryview(part)
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest
 
 
 class Rota(Generic[E]):

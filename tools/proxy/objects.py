@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec import DecodeError, Raw
@@ -20,9 +20,11 @@ Members = Mapping[str, Any]
 Part = bytes | bytearray | memoryview | Raw
 Parts = Sequence[Part]
 """Pieces of bytes to send one after the other."""
+Kind = TypeVar("Kind")
 MAX_MEMBERS: Final = 1024  # of a parsed object; more than any request has
 
 _LARGE_BYTES: Final = 16 << 10
+_SMALL_BYTES: Final = 4096
 _OBJECT: Final = msgspec.json.Decoder(dict[str, Raw])
 _OF_TEXTS_OR_LISTS: Final = re.compile(rb"\[\s*[\"\[]")
 
@@ -91,12 +93,18 @@ class _Typed(msgspec.Struct):
 _TYPED: Final = msgspec.json.Decoder(_Typed)
 
 
-def type_of(value: Raw | None) -> str:
-    """Return the ``type`` of a member that is an object; empty for any other one."""
+def small(decoder: msgspec.json.Decoder[Kind], value: Raw | None) -> Kind | None:
+    """Decode a member of a few KiB; None if it is missing, larger, or something else."""
     try:
-        return _TYPED.decode(value).type if value is not None and len(value) <= _LARGE_BYTES else ""
+        return decoder.decode(value) if value is not None and len(value) <= _SMALL_BYTES else None
     except (DecodeError, RecursionError, UnicodeDecodeError):
-        return ""
+        return None
+
+
+def type_of(value: Raw | None) -> str:
+    """Return the ``type`` of a member that is a small object; empty for any other one."""
+    found = small(_TYPED, value)
+    return "" if found is None else found.type
 
 
 def is_list_of_several(value: Raw | None) -> bool:

@@ -15,10 +15,11 @@ from typing import Final
 import msgspec
 from msgspec import Raw
 
+from kvstore.tools.proxy.objects import small
+
 SESSION_HEADER: Final = "x-session-id"
 SESSION_ID: Final = re.compile(r"[\x21-\x7e]{1,256}")  # sent to engines unchanged
 
-_MOST_BYTES: Final = 4096  # of a member with a name or a time
 _CACHED: Final = ("system", "messages", "tools")  # members in which Anthropic's clients mark the ends of prefixes
 _CONTROL: Final = re.compile(rb'"cache_control"\s*:\s*(\{[^{}]{0,256}\})')  # not in text, whose quotes are escaped
 _TIME: Final = re.compile(r"(\d{1,5})([smhd])")
@@ -72,18 +73,12 @@ def retention_s(body: Mapping[str, Raw]) -> int:
 
 
 def _text(member: Raw | None) -> str:
-    """Return a member that is text; empty for any other one."""
-    try:
-        return _TEXT.decode(member) if member is not None and len(member) <= _MOST_BYTES else ""
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return ""
+    """Return a member that is a short text; empty for any other one."""
+    return small(_TEXT, member) or ""
 
 
 def _control(member: Raw | None) -> _Control | None:
-    try:
-        return _CONTROLS.decode(member) if member is not None and len(member) <= _MOST_BYTES else None
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return None
+    return small(_CONTROLS, member)
 
 
 def _seconds(time: str) -> int:
