@@ -17,8 +17,8 @@ from typing import Final
 import numpy as np
 import torch
 
-from kvstore.memory.pinning import find_runtime
 from kvstore.model.chunks import ByteArray
+from kvstore.paged.runtime import find_runtime
 
 logger = logging.getLogger(__name__)
 

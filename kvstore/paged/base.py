@@ -250,8 +250,8 @@ def check_chunks(chunks: Sequence[ChunkBlocks], allowed: range) -> None:
     Raises:
         InvalidCallError: names the first bad id.
     """
-    for chunk in chunks:
-        check_block_ids(chunk.block_ids, allowed)
+    if chunks:
+        check_block_ids(np.concatenate([chunk.block_ids for chunk in chunks]), allowed)
 
 
 class _Run(NamedTuple):

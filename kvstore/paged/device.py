@@ -6,14 +6,15 @@ blocks, and kernels launched after a scatter see it. Copies to and from the host
 gives another thread a separate stream instead of the current one.
 
 All device memory is allocated at start (``device_bytes``): buffers, and rings for the places of blocks. Chunks that are
-smaller than a buffer share one: one launch gathers all of them, and one copy for each chunk moves it to the host. Small
-layers are moved together, until a copy is large enough to pay for its launch.
+smaller than a buffer share one: one launch gathers all of them, and one call copies each to its slot in the host. Small
+layers are moved together, until their copies are large enough to pay for a launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from functools import partial
 
 import torch
 
@@ -26,10 +27,11 @@ from kvstore.paged.kernels import Kernels, Launch, kernels_for
 from kvstore.paged.places import Part, Piece, PlaceRing
 from kvstore.paged.planes import PlaneRows
 from kvstore.paged.staging import COPY_BYTES, Staging, regions_of
-from kvstore.paged.streams import DeviceEvent, Direction, Streams, streams_of
+from kvstore.paged.streams import Copy, DeviceEvent, Direction, Streams, streams_of
 
-_Copy = tuple[torch.Tensor, int]
-"""Bytes in host memory, and their offset in a staging buffer."""
+# Copies of so many bytes reach 98% of PCIe's bandwidth, those of 256 KiB 90%. A launch takes the host as long as
+# copying several of them.
+GROUP_BYTES = 1 << 20
 
 
 class DevicePagedKV(PagedKV):
@@ -43,7 +45,8 @@ class DevicePagedKV(PagedKV):
         streams: the order of work on the device; None for the device's own streams.
         staging_bytes: of each buffer, at least ``piece_bytes``.
         piece_bytes: the most that is moved at once; 0 for a chunk of these layers.
-        copy_bytes: launching a copy takes about as long as copying so many bytes.
+        copy_bytes: see ``COPY_BYTES``.
+        group_bytes: layers of a chunk that move together have at least so many bytes, if there are so many.
         beside: a cache whose streams and buffers are used, instead of new ones by the arguments above.
     """
 
@@ -58,6 +61,7 @@ class DevicePagedKV(PagedKV):
         staging_bytes: int = STAGING_BYTES,
         piece_bytes: int = 0,
         copy_bytes: int = COPY_BYTES,
+        group_bytes: int = GROUP_BYTES,
         beside: DevicePagedKV | None = None,
     ) -> None:
         self.layout = layout
@@ -72,7 +76,7 @@ class DevicePagedKV(PagedKV):
         self._planes_per_layer = len(layers[0])
         self._all_layers = range(layout.num_layers)
         self._copy_bytes = copy_bytes
-        self._together = [group for group in layout.layer_groups(copy_bytes) for _ in group]
+        self._together = [group for group in layout.layer_groups(group_bytes) for _ in group]
         self.device = rows[0].device
         self._gathered: dict[Streams, DeviceEvent] = {}  # the end of each thread's last gather
         if beside is None:
@@ -149,11 +153,8 @@ class DevicePagedKV(PagedKV):
         """See ``PagedKV``; each is at most as long as a payload."""
         most_bytes = max(map(len, parts))
         self._check_fits(most_bytes)
-
-        def copy_out(staged: torch.Tensor) -> None:
-            for part in parts:
-                torch.from_numpy(part).copy_(staged[: len(part)], non_blocking=True)
-
+        copies = [Copy(part, 0, len(part), 0) for part in parts]
+        copy_out = partial(self.streams.copy, Direction.OUT, copies)
         return self._staging.carry_out(lambda staged: staged[:most_bytes].zero_(), copy_out)
 
     def layers_with(self, layer: int) -> range:
@@ -253,11 +254,10 @@ class DevicePagedKV(PagedKV):
     def _carry(self, direction: Direction, layers: range, chunks: Sequence[ChunkBlocks], part: Part) -> DeviceEvent:
         """Carry chunks that fit into one buffer. On the way out only the blocks are written to payloads."""
         block_bytes, begin = self._block_bytes(layers), 0
-        copies: list[_Copy] = []
+        copies: list[Copy] = []
         for chunk in chunks:
-            payload = torch.from_numpy(chunk.payload)
             regions = regions_of(chunk, layers, self.layout, self._copy_bytes, exactly=direction is Direction.OUT)
-            copies += [(payload[region.begin : region.end], begin + region.staged) for region in regions]
+            copies += [Copy(chunk.payload, region.begin, region.end, begin + region.staged) for region in regions]
             begin += chunk.chunk_blocks * block_bytes
         launch = Launch(range(layers.start * self._planes_per_layer, layers.stop * self._planes_per_layer), part)
         places, has_to_be_sent = part.places, not part.places.is_sent
@@ -270,18 +270,17 @@ class DevicePagedKV(PagedKV):
             send_places()
             self._kernels.gather(launch, staged)
 
-        def copy_out(staged: torch.Tensor) -> None:
-            for payload, begin in copies:
-                payload.copy_(staged[begin : begin + len(payload)], non_blocking=True)
+        def copy_all(staged: torch.Tensor) -> None:
+            if copies:
+                self.streams.copy(direction, copies, staged)
 
         def copy_in(staged: torch.Tensor) -> None:
             send_places()
-            for payload, begin in copies:
-                staged[begin : begin + len(payload)].copy_(payload, non_blocking=True)
+            copy_all(staged)
 
         try:
             if direction is Direction.OUT:
-                event = self._staging.carry_out(gather, copy_out)
+                event = self._staging.carry_out(gather, copy_all)
             else:
                 event = self._staging.carry_in(copy_in, lambda staged: self._kernels.scatter(launch, staged))
         finally:

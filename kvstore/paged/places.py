@@ -10,7 +10,7 @@ overwritten only when its last use has ended.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -161,14 +161,23 @@ def _are_same(pieces: Sequence[Sequence[Piece]], others: Sequence[Sequence[Piece
     return all(one.block_ids is other.block_ids and one[1:] == other[1:] for one, other in pairs)
 
 
-def _fill(numbers: np.ndarray[tuple[int, int], np.dtype[np.int64]], launches: Iterable[Iterable[Piece]]) -> None:
-    begin = 0
-    for pieces in launches:
+def _fill(numbers: np.ndarray[tuple[int, int], np.dtype[np.int64]], launches: Sequence[Sequence[Piece]]) -> None:
+    """Write the places of all pieces in a few calls, because numpy takes as long for one piece as for all of them."""
+    pieces: list[Piece] = []
+    before: list[int] = []
+    shifts: list[int] = []
+    num_blocks = 0
+    for launch in launches:
         blocks_before = 0
-        for block_ids, chunk_blocks, first_block in pieces:
-            end = begin + len(block_ids)
-            numbers[0, begin:end] = block_ids
-            numbers[1, begin:end] = blocks_before
-            numbers[2, begin:end] = chunk_blocks
-            numbers[3, begin:end] = np.arange(first_block, first_block + len(block_ids))
-            begin, blocks_before = end, blocks_before + chunk_blocks
+        for piece in launch:
+            pieces.append(piece)
+            before.append(blocks_before)
+            shifts.append(piece.first_block - num_blocks)
+            blocks_before += piece.chunk_blocks
+            num_blocks += len(piece.block_ids)
+    if num_blocks:
+        lengths = [len(piece.block_ids) for piece in pieces]
+        np.concatenate([piece.block_ids for piece in pieces], out=numbers[0])
+        numbers[1] = np.repeat(before, lengths)
+        numbers[2] = np.repeat([piece.chunk_blocks for piece in pieces], lengths)
+        numbers[3] = np.arange(num_blocks) + np.repeat(shifts, lengths)

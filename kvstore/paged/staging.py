@@ -23,8 +23,7 @@ from kvstore.paged.base import ChunkBlocks
 from kvstore.paged.footprint import BUFFERS
 from kvstore.paged.streams import DeviceEvent, Direction, Streams, Work
 
-COPY_BYTES = 256 << 10  # launching a copy takes about as long as copying so many bytes
-PIECE_COPIES = 4  # a piece counts as so many copies, because launching one takes the host longer than the device
+COPY_BYTES = 256 << 10  # adding a copy to a launch takes the host about as long as the device to copy so many bytes
 
 Use = Callable[[torch.Tensor], object]  # of a buffer
 
@@ -129,7 +128,7 @@ def regions_of(
     last = end - (num_blocks - chunk.first_block - num_wanted) * layout.page_bytes[layers[-1]]
     num_pieces = len(layers) * layout.planes
     wanted_bytes = (end - begin) // num_blocks * num_wanted
-    if not exactly and last - first + copy_bytes <= wanted_bytes + num_pieces * PIECE_COPIES * copy_bytes:
+    if not exactly and last - first + copy_bytes <= wanted_bytes + num_pieces * copy_bytes:
         yield Region(first, last, first - begin)
         return
     for layer in layers:

@@ -1,4 +1,4 @@
-"""A fake CUDA runtime for pinning: registered memory, a capture of graphs, each thread's last error."""
+"""A fake CUDA runtime: registered memory, a capture of graphs, each thread's last error, and batches of copies."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from kvstore.memory import pinning
-from kvstore.memory.pinning import CudaRuntime
+from kvstore.paged.runtime import CudaRuntime
 
 GLOBAL, RELAXED = 0, 2  # capture modes of a thread
 OUT_OF_MEMORY, UNSUPPORTED = 2, 900
+STREAM = 7  # handle of every stream
 HANG_GUARD_S = 30.0
 
 
@@ -29,6 +30,8 @@ class FakeCuda:
         registered: size of each range, by its address.
         calls: how often memory was registered, or should have been.
         broken: how many captures were broken.
+        batches: number of copies of each batch.
+        batch_error: what a batch fails with, after its first copy; 0 for none.
     """
 
     def __init__(self) -> None:
@@ -38,6 +41,8 @@ class FakeCuda:
         self.registered: dict[int, int] = {}
         self.calls = 0
         self.broken = 0
+        self.batches: list[int] = []
+        self.batch_error = 0
         self._ended = threading.Event()
         self._of_thread = threading.local()
 
@@ -47,8 +52,10 @@ class FakeCuda:
         monkeypatch.setattr(pinning, "_cudart", lambda: module)
         monkeypatch.setattr(torch.cuda, "device", nullcontext)
 
-    def runtime(self) -> CudaRuntime:
+    def runtime(self, major: int = 13) -> CudaRuntime:
         """Return the calls that torch does not offer, through ctypes as in a process with CUDA."""
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        batch = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, size, pointer, pointer, size, pointer)
         exchange = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))(self._exchange)
         address = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_char), ctypes.c_int, ctypes.c_int)
         library = SimpleNamespace(
@@ -56,7 +63,9 @@ class FakeCuda:
             cudaThreadExchangeStreamCaptureMode=exchange,
             cudaDeviceGetPCIBusId=address(self._address),
         )
-        return CudaRuntime(library)
+        if major >= 13:
+            library.cudaMemcpyBatchAsync = batch(self._copy_batch)
+        return CudaRuntime(library, major)
 
     def end_capture(self) -> None:
         """End the capture, and let the calls that wait for it continue."""
@@ -104,6 +113,19 @@ class FakeCuda:
         mode[0], self._of_thread.mode = self.mode(), mode[0]
         return 0
 
+    def _copy_batch(
+        self, targets: int, sources: int, sizes: int, count: int, attributes: int, firsts: int, kinds: int, stream: int
+    ) -> int:
+        """Copy at once, because the caller launches a batch where the device does its work."""
+        assert (kinds, _words(firsts, 1), stream) == (1, [0], STREAM)
+        assert (ctypes.c_uint32 * 6).from_address(attributes)[:] == [1, 0, 0, 0, 0, 0]  # in the order of the stream
+        self.batches.append(count)
+        for target, source, size in zip(*(_words(table, count) for table in (targets, sources, sizes)), strict=True):
+            ctypes.memmove(target, source, size)
+            if self.batch_error:
+                break
+        return self._end(self.batch_error)
+
     def _address(self, text: Any, size: int, index: int) -> int:
         if index > 1:
             return self._end(101)  # cudaErrorInvalidDevice
@@ -112,3 +134,7 @@ class FakeCuda:
         for place, letter in enumerate(written):
             text[place] = letter
         return 0
+
+
+def _words(address: int, count: int) -> list[int]:
+    return (ctypes.c_uint64 * count).from_address(address)[:]

@@ -175,6 +175,7 @@ class FakeHost(FakeTables):
             streams=streams,
             staging_bytes=staging_bytes,
             copy_bytes=copy_bytes,
+            group_bytes=copy_bytes,
             beside=beside,
         )
 

@@ -378,4 +378,5 @@ def late_paged(
         streams=streams or LateStreams(device),
         staging_bytes=staging_bytes,
         copy_bytes=copy_bytes,
+        group_bytes=copy_bytes,
     )

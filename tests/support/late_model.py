@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from kvstore.paged.base import ChunkBlocks, PagedKV
+from kvstore.paged.runtime import CudaRuntime
 from kvstore.paged.streams import CudaStreams, DeviceEvent, Direction, Streams, Work
 from kvstore.transfer.mover import as_block_ids
+from support.fake_cuda import STREAM
 from support.late_device import CPU, LateDevice, LateEvent, LateStream, late_paged
 
 BLOCKS, N, CHUNK_BLOCKS, SLOTS, LAYERS = 12, 4, 2, 5, 3
@@ -164,11 +166,14 @@ class CudaEvent:
         return float(end.event.stream.done_at[end.event.place] - self.event.stream.done_at[self.event.place]) * 1e3
 
 
-def late_cuda(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> CudaStreams:
+def late_cuda(device: LateDevice, monkeypatch: pytest.MonkeyPatch, runtime: CudaRuntime | None = None) -> CudaStreams:
     """Return the streams of a CUDA device that is a late one. Work is launched to torch's current stream."""
 
-    def on(stream: LateStream | None) -> AbstractContextManager[None]:
-        return nullcontext() if stream is None else device.on(stream)
+    entered: list[AbstractContextManager[None]] = []
+
+    def enter(stream: LateStream) -> None:
+        entered.append(device.on(stream))
+        entered[-1].__enter__()
 
     def deferred(launch: Callable[..., Any]) -> Callable[..., Any]:
         def defer(streams: CudaStreams, *arguments: Any) -> Any:
@@ -183,14 +188,16 @@ def late_cuda(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> CudaStream
     monkeypatch.setattr(CudaStreams, "_run", deferred(CudaStreams._run))
     monkeypatch.setattr(CudaStreams, "_launch", deferred(CudaStreams._launch))
     monkeypatch.setattr(LateStream, "wait_event", lambda self, event: self.hold(event.event), raising=False)
+    monkeypatch.setattr(LateStream, "cuda_stream", STREAM, raising=False)
+    monkeypatch.setattr(LateStream, "__enter__", enter, raising=False)
+    monkeypatch.setattr(LateStream, "__exit__", lambda *_: entered.pop().__exit__(None, None, None), raising=False)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda _memory, _stream: None)
     replacements: dict[str, Any] = {
         "Stream": lambda _device: device.make_stream(),
         "Event": lambda **_options: CudaEvent(device),
         "current_stream": lambda _device: device.current,
-        "stream": on,
         "device": lambda _device: nullcontext(),
     }
     for name, replacement in replacements.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
-    return CudaStreams(CPU)
+    return CudaStreams(CPU, runtime=runtime)

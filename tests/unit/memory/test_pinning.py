@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
 from support.fake_cuda import GLOBAL, OUT_OF_MEMORY, UNSUPPORTED, FakeCuda
 
-from kvstore.memory.pinning import CudaPinner, Refusal, find_pinner, find_runtime
+from kvstore.memory.pinning import CudaPinner, Refusal, find_pinner
 
 GPU = torch.device("cuda", 0)
 
@@ -66,23 +63,3 @@ def test_a_device_that_is_broken_refuses(cuda: FakeCuda, monkeypatch: pytest.Mon
     monkeypatch.setattr(cuda, "register", fail)
     cuda.install(monkeypatch)
     assert CudaPinner(GPU, None).pin(4096, 8192) == Refusal("CUDA error: an illegal memory access was encountered")
-
-
-def test_where_a_gpu_is_plugged_in(cuda: FakeCuda) -> None:
-    runtime = cuda.runtime()
-    assert [runtime.pci_address(index) for index in range(3)] == ["0000:3a:00.0", "0000:3b:00.0", None]
-    assert cuda.take_error() == 0
-
-
-def test_the_runtime_is_found_among_what_is_mapped_or_not(tmp_path: Path) -> None:
-    maps = tmp_path / "maps"
-    assert find_runtime(maps, "13.0") is None  # the file cannot be read
-    maps.write_text("7f00-7f01 r-xp 00000000 08:01 42 /usr/lib/libcudart.so.12\n7f02-7f03 rw-p 0 00:00 0\n")
-    assert find_runtime(maps, "13.0") is None  # another version
-    assert find_runtime(maps, None) is None  # torch without CUDA
-    library = tmp_path / "libcudart.so.13.0.96"
-    maps.write_text(f"7f00-7f01 r-xp 00000000 08:01 42 {library}\n")
-    assert find_runtime(maps, "13.0") is None  # is not there
-    system = next(path for path in Path("/proc/self/maps").read_text().split() if path.endswith("/libc.so.6"))
-    shutil.copy(system, library)
-    assert find_runtime(maps, "13.0") is None  # has none of the calls

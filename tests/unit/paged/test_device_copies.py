@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.fake_cuda import FakeCuda
 from support.late_device import LateDevice, LateStream, late_paged
 from support.late_model import BLOCKS, LAYERS, SMALL_BUFFERS, TWO_LAYERS, CudaEvent, Model, N, by_layer, late_cuda
 
@@ -69,13 +70,19 @@ class CudaCalls(Counter[str]):
         return counted
 
 
+@pytest.mark.parametrize("in_batches", [False, True])
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize(("chunks", "in_a_buffer", "launches"), [(1, 1, 1), (5, 1, 5), (3, 3, 1), (5, 3, 2)])
 def test_calls_of_the_runtime(
-    direction: Direction, chunks: int, in_a_buffer: int, launches: int, monkeypatch: pytest.MonkeyPatch
+    direction: Direction,
+    chunks: int,
+    in_a_buffer: int,
+    launches: int,
+    in_batches: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each launch of a kernel has two waits and two events, each chunk a copy, and each call the places."""
-    device = LateDevice(0)
+    """Each launch of a kernel has two waits and two events, each chunk or launch a copy, and each call the places."""
+    device, cuda = LateDevice(0), FakeCuda()
     caches = {
         f"l{n}": torch.zeros((BLOCKS, 512), dtype=torch.uint8) for n in range(4)
     }  # a chunk has as much as a buffer
@@ -86,7 +93,7 @@ def test_calls_of_the_runtime(
         block_tokens=N,
         chunk_tokens=2 * N,
         staging_bytes=in_a_buffer * 4096,
-        streams=late_cuda(device, monkeypatch),
+        streams=late_cuda(device, monkeypatch, cuda.runtime() if in_batches else None),
     )
     payloads = np.zeros((chunks, paged.layout.slot_bytes), np.uint8)
     moved = [paged.chunk(as_block_ids([2 * n, 2 * n + 1]), payload) for n, payload in enumerate(payloads)]
@@ -94,7 +101,9 @@ def test_calls_of_the_runtime(
     calls = CudaCalls(monkeypatch)
     (paged.gather_chunks if direction is Direction.OUT else paged.scatter_chunks)(moved)
     device.run_all()
-    assert calls == {"wait_event": 2 * launches, "record": 2 * launches, "copy_": chunks + 1}
+    copies = 1 if in_batches else chunks + 1
+    assert calls == {"wait_event": 2 * launches, "record": 2 * launches, "copy_": copies}
+    assert (len(cuda.batches), sum(cuda.batches)) == ((launches, chunks) if in_batches else (0, 0))
 
 
 @pytest.mark.parametrize("direction", Direction)

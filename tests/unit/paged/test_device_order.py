@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from support.fake_cuda import OUT_OF_MEMORY, FakeCuda
 from support.late_device import Failure, LateDevice, LateStreams
 from support.late_model import BLOCKS, CHUNK_BLOCKS, LAYERS, SMALL_BUFFERS, TWO_LAYERS, Model, Slot, late_cuda
 from support.schedules import seeds
@@ -40,10 +41,17 @@ def test_late_work_has_the_same_results(seed: int, copy_bytes: int, staging_byte
     work_at_random(Model(device, staging_bytes, copy_bytes=copy_bytes))
 
 
+@pytest.mark.parametrize("batch_error", [None, 0, OUT_OF_MEMORY])
 @pytest.mark.parametrize("seed", range(12))
-def test_cuda_streams_put_it_in_the_same_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = LateDevice(seed, eagerness=device_eagerness(seed))
-    work_at_random(Model(device, SMALL_BUFFERS, late_cuda(device, monkeypatch)))
+def test_cuda_streams_put_it_in_the_same_order(
+    seed: int, batch_error: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies of a launch go one by one, or in a batch, or one by one after a batch that failed."""
+    device, cuda = LateDevice(seed, eagerness=device_eagerness(seed)), FakeCuda()
+    cuda.batch_error = batch_error or 0
+    runtime = None if batch_error is None else cuda.runtime()
+    work_at_random(Model(device, 3 * SMALL_BUFFERS, late_cuda(device, monkeypatch, runtime)))
+    assert max(cuda.batches, default=0) > 1 or runtime is None
 
 
 def work_at_random(model: Model) -> None:
