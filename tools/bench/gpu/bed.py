@@ -32,6 +32,7 @@ class Scale:
     Attributes:
         device: device of the paged cache.
         batch_bytes: bytes moved by one call, in whole chunks.
+        long_batch_bytes: the same for a long prompt.
         rounds: samples of each path, warm-up excluded.
         model_steps: steps of the computing model in each mode.
         model_side: rows of the model's matrices.
@@ -46,6 +47,7 @@ class Scale:
 
     device: torch.device
     batch_bytes: int = 192 * MIB
+    long_batch_bytes: int = 1536 * MIB
     rounds: int = 9
     model_steps: int = 300
     model_side: int = 4096
@@ -80,7 +82,8 @@ def make_scale(device: torch.device, *, small: bool, folder: Path = Path("bench-
     """Return the scale of a GPU, or a small one that takes seconds on a CPU."""
     if not small:
         return Scale(device, folder=folder)
-    sizes = {"batch_bytes": 2 * MIB, "pool_bytes": 8 * MIB, "pinned_bytes": 8 * MIB, "layers": 2, "seeds": 2}
+    batches = {"batch_bytes": 2 * MIB, "long_batch_bytes": 4 * MIB}
+    sizes = {**batches, "pool_bytes": 8 * MIB, "pinned_bytes": 8 * MIB, "layers": 2, "seeds": 2}
     return Scale(device, **sizes, rounds=3, model_steps=12, model_side=32, products=2, is_small=True, folder=folder)
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -79,6 +80,12 @@ def measure_moves(geometry: Geometry, scale: Scale) -> Iterator[Figure]:
                 chunk_s = [seconds / bed.num_chunks for seconds in batch_s]
                 name = f"{geometry.name}: a chunk {way}, {what}"
                 yield duration(name, median(chunk_s), copy_s, US, more={"samples_s": chunk_s})
+
+
+def measure_long_moves(geometry: Geometry, scale: Scale) -> Iterator[Figure]:
+    """Measure the paths of a long prompt, to which the fixed costs of a call matter less."""
+    for figure in measure_moves(geometry, replace(scale, batch_bytes=scale.long_batch_bytes)):
+        yield replace(figure, figure=f"long prompt, {figure.figure}")
 
 
 def _one_way(bed: Bed, copies: PinnedCopies, rounds: int) -> dict[str, tuple[Pair, ...]]:

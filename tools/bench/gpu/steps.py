@@ -18,6 +18,7 @@ from kvstore.tools.bench.gpu.figures import Figure
 from kvstore.tools.bench.gpu.moves import (
     measure_launches,
     measure_limit,
+    measure_long_moves,
     measure_moves,
     measure_offloading,
     why_no_offloading,
@@ -102,12 +103,12 @@ _CHECKS = [
 _SPEED = [
     Step("limit", 40, measure_limit),
     *(Step(f"moves-{name}", 60, partial(measure_moves, geometry)) for name, geometry in GEOMETRIES.items()),
+    Step("long-llama-8b", 60, partial(measure_long_moves, _LLAMA)),
     *(Step(f"beside-{name}", 45, partial(measure_beside, geometry)) for name, geometry in GEOMETRIES.items()),
     Step("pinning", 50, measure_pinning),
 ]
 _VLLM = Step("offloading", 300, measure_offloading, why_not=why_no_offloading)
 _AGAIN = [
-    Step("again-llama-8b", 60, partial(measure_moves, _LLAMA)),
     Step("launches", 40, partial(measure_launches, _LLAMA)),
     Step("ncu", 80, program=_ncu, needs="ncu", why_not=_needs_cuda),
     Step("collisions", 60, find_collisions, is_question=True),  # last: it may hang the driver
