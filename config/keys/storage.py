@@ -48,7 +48,7 @@ class StorageKeys(Keys):
     """GPU memory for the chunks loaded most often ([gpu-tier.md](gpu-tier.md)). vLLM must leave it free: lower
     `--gpu-memory-utilization`."""
     pin_in_background: bool = False
-    """On a GPU, pin memory while vLLM starts and serves, not before, which takes about 0.1 s a GiB
+    """On a GPU, pin memory while vLLM starts and serves, not before, which takes up to 0.2 s a GiB
     ([gpu.md](gpu.md#pinned-memory)). Copies are slower until then."""
     local_disk: Annotated[str | tuple[str, ...] | None, BeforeValidator(_as_folders)] = None
     """Folder for chunks: a path or a `file://` URI, or a list with one folder on each of several disks (in a file or in

@@ -47,7 +47,7 @@ class Scale:
 
     device: torch.device
     batch_bytes: int = 192 * MIB
-    long_batch_bytes: int = 1536 * MIB
+    long_batch_bytes: int = 1024 * MIB
     rounds: int = 9
     model_steps: int = 300
     model_side: int = 4096

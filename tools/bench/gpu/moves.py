@@ -37,6 +37,7 @@ BOTH_WAYS_GOAL = 0.85
 PROFILED_CHUNKS = 10
 # Launches for a chunk: a gather or a scatter; the payload, and one copy of all block addresses.
 MOST_LAUNCHES = {"kernels": 1, "copies": 1 + 1 / PROFILED_CHUNKS}
+_LONG_ROUNDS = 5  # comparing every byte takes longer than moving them
 _OTHER_GOAL = 0.85  # of geometries not listed above
 _PIECES_BYTES = tuple(1 << power for power in (16, 18, 20, 22))  # and MEMCPY_PIECE_BYTES, the limit itself
 
@@ -84,7 +85,8 @@ def measure_moves(geometry: Geometry, scale: Scale) -> Iterator[Figure]:
 
 def measure_long_moves(geometry: Geometry, scale: Scale) -> Iterator[Figure]:
     """Measure the paths of a long prompt, to which the fixed costs of a call matter less."""
-    for figure in measure_moves(geometry, replace(scale, batch_bytes=scale.long_batch_bytes)):
+    long = replace(scale, batch_bytes=scale.long_batch_bytes, rounds=min(scale.rounds, _LONG_ROUNDS))
+    for figure in measure_moves(geometry, long):
         yield replace(figure, figure=f"long prompt, {figure.figure}")
 
 

@@ -89,7 +89,7 @@ def _sanitizer(tool: str) -> Step:
 
 _LLAMA, _QWEN = GEOMETRIES["llama-8b"], GEOMETRIES["qwen-0.5b"]
 _PYTEST = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", *GPU_TESTS]
-_TESTS = Step("tests", 200, program=lambda _: _PYTEST)
+_TESTS = Step("tests", 150, program=lambda _: _PYTEST)
 _CHECKS = [
     _TESTS,
     Step("capture", 60, partial(check_captures, "global")),
@@ -103,7 +103,7 @@ _CHECKS = [
 _SPEED = [
     Step("limit", 40, measure_limit),
     *(Step(f"moves-{name}", 60, partial(measure_moves, geometry)) for name, geometry in GEOMETRIES.items()),
-    Step("long-llama-8b", 60, partial(measure_long_moves, _LLAMA)),
+    Step("long-llama-8b", 120, partial(measure_long_moves, _LLAMA)),
     *(Step(f"beside-{name}", 45, partial(measure_beside, geometry)) for name, geometry in GEOMETRIES.items()),
     Step("pinning", 50, measure_pinning),
 ]
