@@ -6,6 +6,7 @@ the work launched on a stream so far is an *event*, and another stream, or the h
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
@@ -168,7 +169,8 @@ class CudaStreams(Streams):
     """Streams of a CUDA device, which need not be the current device of the calling thread: new threads begin on 0.
 
     Torch gets the device's number and not its ``torch.device``, which it takes 5 us to look into, and streams are
-    entered by themselves and not by ``torch.cuda.stream``, which takes 17 us: a launch has a dozen such calls.
+    entered by themselves and not by ``torch.cuda.stream``, which takes 17 us: a launch has a dozen such calls. A stream
+    that is entered remembers the former one, so only one thread may be in it, although several may launch.
 
     Args:
         device: with its number.
@@ -183,6 +185,7 @@ class CudaStreams(Streams):
         self._number = device.index
         self._own = own
         self._runtime = runtime
+        self._entering = threading.Lock()
         self._copying = {direction: torch.cuda.Stream(device) for direction in Direction}  # type: ignore[no-untyped-call]
 
     def now(self) -> DeviceEvent:
@@ -195,14 +198,14 @@ class CudaStreams(Streams):
             self._current().wait_event(event)
 
     def _run(self, work: Work) -> None:
-        with self._as_current():
+        with self._entering, self._as_current():
             work()
 
     def _launch(self, direction: Direction, work: Work, after: DeviceEvent) -> DeviceEvent:
         stream = self._copying[direction]
         if after is not None:
             stream.wait_event(after)
-        with stream:
+        with self._entering, stream:
             work()
         return _end_of(stream)
 

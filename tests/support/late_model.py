@@ -169,11 +169,15 @@ class CudaEvent:
 def late_cuda(device: LateDevice, monkeypatch: pytest.MonkeyPatch, runtime: CudaRuntime | None = None) -> CudaStreams:
     """Return the streams of a CUDA device that is a late one. Work is launched to torch's current stream."""
 
-    entered: list[AbstractContextManager[None]] = []
+    entered: dict[LateStream, AbstractContextManager[None]] = {}
 
     def enter(stream: LateStream) -> None:
-        entered.append(device.on(stream))
-        entered[-1].__enter__()
+        assert stream not in entered, "torch refuses to enter a stream that is entered"
+        entered[stream] = device.on(stream)
+        entered[stream].__enter__()
+
+    def leave(stream: LateStream, *_: object) -> None:
+        entered.pop(stream).__exit__(None, None, None)
 
     def deferred(launch: Callable[..., Any]) -> Callable[..., Any]:
         def defer(streams: CudaStreams, *arguments: Any) -> Any:
@@ -190,7 +194,7 @@ def late_cuda(device: LateDevice, monkeypatch: pytest.MonkeyPatch, runtime: Cuda
     monkeypatch.setattr(LateStream, "wait_event", lambda self, event: self.hold(event.event), raising=False)
     monkeypatch.setattr(LateStream, "cuda_stream", STREAM, raising=False)
     monkeypatch.setattr(LateStream, "__enter__", enter, raising=False)
-    monkeypatch.setattr(LateStream, "__exit__", lambda *_: entered.pop().__exit__(None, None, None), raising=False)
+    monkeypatch.setattr(LateStream, "__exit__", leave, raising=False)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda _memory, _stream: None)
     replacements: dict[str, Any] = {
         "Stream": lambda _device: device.make_stream(),

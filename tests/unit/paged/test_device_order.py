@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from support.fake_cuda import OUT_OF_MEMORY, FakeCuda
+from support.gate import HANG_GUARD_S
 from support.late_device import Failure, LateDevice, LateStreams
 from support.late_model import BLOCKS, CHUNK_BLOCKS, LAYERS, SMALL_BUFFERS, TWO_LAYERS, Model, Slot, late_cuda
 from support.schedules import seeds
@@ -19,10 +21,11 @@ from kvstore.paged import device as device_module
 from kvstore.paged import places as places_module
 from kvstore.paged.device import DevicePagedKV
 from kvstore.paged.planes import find_planes
-from kvstore.paged.streams import DeviceEvent, Direction, Streams
+from kvstore.paged.streams import CudaStreams, DeviceEvent, Direction, Streams
 from kvstore.transfer.mover import as_block_ids
 
 MAX_BLOCKS = 6  # of a launch: three chunks
+CUDA_LAUNCH = CudaStreams._launch
 
 
 @pytest.fixture(autouse=True)
@@ -218,6 +221,27 @@ def test_streams_have_ended_when_all_of_them_have(
     assert not all(map(streams.is_reached, streams.ends()))
     device.run_all()
     assert all(map(streams.is_reached, streams.ends()))
+
+
+def test_only_one_thread_is_in_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four threads of a worker share the streams of its slow loads."""
+    streams = late_cuda(LateDevice(8), monkeypatch)
+    monkeypatch.setattr(CudaStreams, "_launch", CUDA_LAUNCH)  # at once, not on the late device
+    is_in, may_leave = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        is_in.set()
+        assert may_leave.wait(HANG_GUARD_S)
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(streams.launch, Direction.IN, stay, None)
+        assert is_in.wait(HANG_GUARD_S)
+        second = threads.submit(streams.launch, Direction.IN, lambda: None, None)
+        with pytest.raises(TimeoutError):
+            second.result(0.05)
+        may_leave.set()
+        assert first.result(HANG_GUARD_S) is not None
+        assert second.result(HANG_GUARD_S) is not None
 
 
 @pytest.mark.parametrize("are_caches_made_in_it", [False, True])

@@ -250,6 +250,24 @@ def test_a_ring_never_lends_a_part_twice(seed: int) -> None:
         ring.write([[Piece(as_block_ids(range(4)), 4, 0)], [Piece(as_block_ids(range(2)), 2, 0)]])
 
 
+def test_places_of_several_launches() -> None:
+    """Blocks of chunks before are counted within a launch, and blocks of a chunk from the first that is moved."""
+    ring = PlaceRing(12, Streams(torch.device("cpu")))
+    whole, end, nothing = (
+        Piece(as_block_ids([7, 3, 5]), 3, 0),
+        Piece(as_block_ids([9, 2]), 4, 2),
+        Piece(as_block_ids([]), 2, 1),
+    )
+    places = ring.write([[whole, nothing, end], [end, whole]])
+    assert places.on_host.view(4, 10).tolist() == [
+        [7, 3, 5, 9, 2, 9, 2, 7, 3, 5],
+        [0, 0, 0, 5, 5, 0, 0, 4, 4, 4],
+        [3, 3, 3, 4, 4, 4, 4, 3, 3, 3],
+        [0, 1, 2, 2, 3, 2, 3, 0, 1, 2],
+    ]
+    assert [part.on_device.shape[1] for part in places.parts()] == [5, 5]
+
+
 def test_places_are_sent_when_what_their_memory_was_used_for_is_done() -> None:
     device = LateDevice(0, eagerness=0.0)
     ring = PlaceRing(4, streams := LateStreams(device))
