@@ -15,7 +15,8 @@ import torch
 _MAPS: Final = Path("/proc/self/maps")
 _RELAXED: Final = 2  # cudaStreamCaptureModeRelaxed
 _ADDRESS_BYTES: Final = 32  # "0000:65:00.0" and a zero
-_BATCH_MAJOR: Final = 13  # CUDA 12.8 has another signature, and older ones have no such call
+_BATCH_MAJOR: Final = 13  # the call has another signature in CUDA 12.8, and may get another one in 14
+_HOST_POINTERS: Final = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 _BATCH_TYPES: Final = (
     *3 * (ctypes.c_void_p,),  # targets, sources, sizes
     ctypes.c_size_t,  # copies
@@ -56,7 +57,8 @@ class CudaRuntime:
         self._take_error = library.cudaGetLastError
         self._exchange_mode = library.cudaThreadExchangeStreamCaptureMode
         self._pci_bus_id = library.cudaDeviceGetPCIBusId
-        self._copy_batch = library.cudaMemcpyBatchAsync if major >= _BATCH_MAJOR else None
+        self._attribute = library.cudaDeviceGetAttribute
+        self._copy_batch = library.cudaMemcpyBatchAsync if major == _BATCH_MAJOR else None
         if self._copy_batch is not None:
             self._copy_batch.argtypes = _BATCH_TYPES
 
@@ -82,25 +84,37 @@ class CudaRuntime:
             return None
         return text.value.decode("ascii").lower()
 
-    def copy_all(self, table: npt.NDArray[np.uint64], stream: int) -> bool:
+    def takes_batches(self, device_index: int) -> bool:
+        """Tell if ``copy_all`` works for a device.
+
+        It must use the host's addresses of pinned memory. Where it does not, as on WSL2, a batch fails after the call.
+        """
+        value = ctypes.c_int(0)
+        if self._attribute(ctypes.byref(value), ctypes.c_int(_HOST_POINTERS), ctypes.c_int(device_index)):
+            self.clear_error()
+            return False
+        return self._copy_batch is not None and bool(value.value)
+
+    def copy_all(self, table: npt.NDArray[np.uint64], stream: int) -> int:
         """Launch copies between host and device in one call, in the order of a stream.
 
-        Returns False if the runtime does not take them; some of them may have been launched.
+        Returns 0, or CUDA's error. Then some of them may have been launched. Needs ``takes_batches``.
 
         Args:
             table: addresses of targets, addresses of sources, and sizes in bytes: uint64 ``[3, copies]``, at least one.
             stream: handle of a stream that is not the default one.
         """
-        if self._copy_batch is None:
-            return False
+        assert self._copy_batch is not None
         targets, row_bytes = table.ctypes.data, table.strides[0]
         sources, sizes = targets + row_bytes, targets + 2 * row_bytes
-        error = self._copy_batch(
-            targets, sources, sizes, table.shape[1], ctypes.byref(_IN_ORDER), ctypes.byref(_FROM_FIRST), 1, stream
+        error = int(
+            self._copy_batch(
+                targets, sources, sizes, table.shape[1], ctypes.byref(_IN_ORDER), ctypes.byref(_FROM_FIRST), 1, stream
+            )
         )
         if error:
             self.clear_error()
-        return not error
+        return error
 
 
 def find_runtime(maps: Path = _MAPS, version: str | None = torch.version.cuda) -> CudaRuntime | None:

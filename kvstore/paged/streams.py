@@ -6,9 +6,10 @@ the work launched on a stream so far is an *event*, and another stream, or the h
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from enum import Enum
 from typing import NamedTuple
 
@@ -17,8 +18,10 @@ import numpy.typing as npt
 import torch
 
 from kvstore.model.chunks import ByteArray
-from kvstore.model.errors import ConfigError, DeviceFullError
+from kvstore.model.errors import ConfigError, DeviceFullError, InvalidCallError
 from kvstore.paged.runtime import CudaRuntime, find_runtime
+
+logger = logging.getLogger(__name__)
 
 # None where work is done when its call returns. Valid for the streams that made it only.
 DeviceEvent = torch.cuda.Event | None
@@ -170,7 +173,8 @@ class CudaStreams(Streams):
 
     Torch gets the device's number and not its ``torch.device``, which it takes 5 us to look into, and streams are
     entered by themselves and not by ``torch.cuda.stream``, which takes 17 us: a launch has a dozen such calls. A stream
-    that is entered remembers the former one, so only one thread may be in it, although several may launch.
+    that is entered remembers the former one, so only one thread may be in it, although several may launch. When it is
+    left, it would open a context on the thread's former device, so the device is entered first.
 
     Args:
         device: with its number.
@@ -198,22 +202,28 @@ class CudaStreams(Streams):
             self._current().wait_event(event)
 
     def _run(self, work: Work) -> None:
-        with self._entering, self._as_current():
+        with self._entering, torch.cuda.device(self._number), self._own or nullcontext():
             work()
 
     def _launch(self, direction: Direction, work: Work, after: DeviceEvent) -> DeviceEvent:
         stream = self._copying[direction]
         if after is not None:
             stream.wait_event(after)
-        with self._entering, stream:
+        with self._entering, torch.cuda.device(self._number), stream:
             work()
         return _end_of(stream)
 
     def copy(self, direction: Direction, copies: Sequence[Copy], buffer: torch.Tensor) -> None:
         """See ``Streams``."""
-        stream = self._copying[direction].cuda_stream
-        if self._runtime is None or not self._runtime.copy_all(_addresses(direction, copies, buffer), stream):
-            super().copy(direction, copies, buffer)
+        if self._runtime is not None:
+            stream = self._copying[direction].cuda_stream
+            error = self._runtime.copy_all(_addresses(direction, copies, buffer), stream)
+            if not error:
+                return
+            if error != _CUDA_OUT_OF_MEMORY:
+                logger.warning("copies go one by one from now on, because CUDA refuses a batch with error %d", error)
+                self._runtime = None
+        super().copy(direction, copies, buffer)
 
     def reach(self, event: DeviceEvent) -> None:
         """See ``Streams``."""
@@ -251,12 +261,8 @@ class CudaStreams(Streams):
             stream.synchronize()
 
     def _empty(self, size_bytes: int) -> torch.Tensor:
-        with self._as_current():  # the stream to which the allocator assigns it
+        with self._entering, self._own or nullcontext():  # the stream to which the allocator assigns it
             return super()._empty(size_bytes)
-
-    def _as_current(self) -> AbstractContextManager[object]:
-        """Enter the device, and the own stream if there is one."""
-        return self._own or torch.cuda.device(self._number)
 
     def _current(self) -> torch.cuda.Stream:
         return self._own or torch.cuda.current_stream(self._number)
@@ -270,11 +276,25 @@ class CudaStreams(Streams):
 
 def streams_of(device: torch.device) -> Streams:
     """Return the streams of a device, with the caller's current one."""
-    return CudaStreams(device, runtime=find_runtime()) if device.type == "cuda" else Streams(device)
+    if device.type != "cuda":
+        return Streams(device)
+    runtime = find_runtime()
+    takes_batches = runtime is not None and runtime.takes_batches(device.index)
+    return CudaStreams(device, runtime=runtime if takes_batches else None)
 
 
 def _addresses(direction: Direction, copies: Sequence[Copy], buffer: torch.Tensor) -> npt.NDArray[np.uint64]:
-    """Return addresses of targets, addresses of sources, and sizes: ``[3, copies]``."""
+    """Return addresses of targets, addresses of sources, and sizes: ``[3, copies]``.
+
+    Raises:
+        InvalidCallError: a copy would leave its payload or the buffer.
+    """
+    for payload, begin, end, staged in copies:
+        is_inside = 0 <= begin < end <= payload.nbytes and 0 <= staged <= buffer.nbytes - (end - begin)
+        if not (is_inside and payload.flags.c_contiguous):
+            raise InvalidCallError(
+                f"cannot copy bytes {begin}..{end} of {payload.nbytes} to or from {staged} of {buffer.nbytes}"
+            )
     table = np.empty((3, len(copies)), np.uint64)
     host, device = (0, 1) if direction is Direction.OUT else (1, 0)
     buffer_begin = buffer.data_ptr()

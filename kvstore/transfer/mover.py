@@ -252,6 +252,8 @@ class Mover:
         if not self.launcher.attempt(
             slots, Direction.OUT, lambda: ends.append(self.paged.gather(job.block_ids, fresh))
         ):
+            for end in self.paged.streams.ends():  # a part of it may have been launched, and writes to ``fresh``
+                self.paged.streams.reach(end)
             return None
         self.paged.streams.reach(ends[0])
         return deviation(fresh, stored, self.paged.layout, num_blocks)

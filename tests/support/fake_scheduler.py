@@ -97,7 +97,9 @@ class FakeScheduler(FakeHost):
                 self._let_time_pass()
             else:
                 steps += 1
-        raise AssertionError(f"not done after {steps} steps: {self.waiting} {self.running} {self.kept}")
+        raise AssertionError(
+            f"not done after {steps} steps, or {HANG_GUARD_S:.0f} s: {self.waiting} {self.running} {self.kept}"
+        )
 
     def ask(self, name: str, tokens: Iterable[int], **how: Any) -> FakeRequest:
         """Add a request and run until all are done."""

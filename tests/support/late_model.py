@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from kvstore.paged.base import ChunkBlocks, PagedKV
-from kvstore.paged.runtime import CudaRuntime
 from kvstore.paged.streams import CudaStreams, DeviceEvent, Direction, Streams, Work
 from kvstore.transfer.mover import as_block_ids
-from support.fake_cuda import STREAM
+from support.fake_cuda import FakeCuda
 from support.late_device import CPU, LateDevice, LateEvent, LateStream, late_paged
 
 BLOCKS, N, CHUNK_BLOCKS, SLOTS, LAYERS = 12, 4, 2, 5, 3
@@ -166,25 +165,36 @@ class CudaEvent:
         return float(end.event.stream.done_at[end.event.place] - self.event.stream.done_at[self.event.place]) * 1e3
 
 
-def late_cuda(device: LateDevice, monkeypatch: pytest.MonkeyPatch, runtime: CudaRuntime | None = None) -> CudaStreams:
-    """Return the streams of a CUDA device that is a late one. Work is launched to torch's current stream."""
+def late_cuda(device: LateDevice, monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda | None = None) -> CudaStreams:
+    """Return the streams of a CUDA device that is a late one. Work is launched to torch's current stream.
+
+    Args:
+        device: does the work.
+        monkeypatch: of the test.
+        cuda: takes batches of copies; None without.
+    """
 
     entered: dict[LateStream, AbstractContextManager[None]] = {}
 
     def enter(stream: LateStream) -> None:
-        assert stream not in entered, "torch refuses to enter a stream that is entered"
+        assert stream not in entered, "torch keeps the former stream of one entry"
         entered[stream] = device.on(stream)
         entered[stream].__enter__()
 
     def leave(stream: LateStream, *_: object) -> None:
         entered.pop(stream).__exit__(None, None, None)
 
+    def done_on(stream: LateStream, work: Work) -> None:
+        if cuda is not None:
+            cuda.stream = stream.cuda_stream  # type: ignore[attr-defined]
+        work()
+
     def deferred(launch: Callable[..., Any]) -> Callable[..., Any]:
         def defer(streams: CudaStreams, *arguments: Any) -> Any:
             place = 0 if callable(arguments[0]) else 1  # ``way`` may come first
             work: Work = arguments[place]
             later = [*arguments]
-            later[place] = lambda: device.current.launch(work)
+            later[place] = lambda: device.current.launch(partial(done_on, device.current, work))
             return launch(streams, *later)
 
         return defer
@@ -192,7 +202,7 @@ def late_cuda(device: LateDevice, monkeypatch: pytest.MonkeyPatch, runtime: Cuda
     monkeypatch.setattr(CudaStreams, "_run", deferred(CudaStreams._run))
     monkeypatch.setattr(CudaStreams, "_launch", deferred(CudaStreams._launch))
     monkeypatch.setattr(LateStream, "wait_event", lambda self, event: self.hold(event.event), raising=False)
-    monkeypatch.setattr(LateStream, "cuda_stream", STREAM, raising=False)
+    monkeypatch.setattr(LateStream, "cuda_stream", property(lambda stream: 1000 + stream.number), raising=False)
     monkeypatch.setattr(LateStream, "__enter__", enter, raising=False)
     monkeypatch.setattr(LateStream, "__exit__", leave, raising=False)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda _memory, _stream: None)
@@ -204,4 +214,4 @@ def late_cuda(device: LateDevice, monkeypatch: pytest.MonkeyPatch, runtime: Cuda
     }
     for name, replacement in replacements.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
-    return CudaStreams(CPU, runtime=runtime)
+    return CudaStreams(CPU, runtime=None if cuda is None else cuda.runtime())

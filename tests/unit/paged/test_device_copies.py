@@ -93,7 +93,7 @@ def test_calls_of_the_runtime(
         block_tokens=N,
         chunk_tokens=2 * N,
         staging_bytes=in_a_buffer * 4096,
-        streams=late_cuda(device, monkeypatch, cuda.runtime() if in_batches else None),
+        streams=late_cuda(device, monkeypatch, cuda if in_batches else None),
     )
     payloads = np.zeros((chunks, paged.layout.slot_bytes), np.uint8)
     moved = [paged.chunk(as_block_ids([2 * n, 2 * n + 1]), payload) for n, payload in enumerate(payloads)]
@@ -104,6 +104,7 @@ def test_calls_of_the_runtime(
     copies = 1 if in_batches else chunks + 1
     assert calls == {"wait_event": 2 * launches, "record": 2 * launches, "copy_": copies}
     assert (len(cuda.batches), sum(cuda.batches)) == ((launches, chunks) if in_batches else (0, 0))
+    assert not cuda.wrong
 
 
 @pytest.mark.parametrize("direction", Direction)

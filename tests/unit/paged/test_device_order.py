@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from support.fake_cuda import OUT_OF_MEMORY, FakeCuda
+from support.fake_cuda import OUT_OF_MEMORY, UNSUPPORTED, FakeCuda
 from support.gate import HANG_GUARD_S
-from support.late_device import Failure, LateDevice, LateStreams
+from support.late_device import Failure, LateDevice, LateStream, LateStreams
 from support.late_model import BLOCKS, CHUNK_BLOCKS, LAYERS, SMALL_BUFFERS, TWO_LAYERS, Model, Slot, late_cuda
 from support.schedules import seeds
 
-from kvstore.model.errors import ConfigError, DeviceFullError
+from kvstore.model.errors import ConfigError, DeviceFullError, InvalidCallError
 from kvstore.model.layout import KVLayout
 from kvstore.paged import device as device_module
 from kvstore.paged import places as places_module
+from kvstore.paged import streams as streams_module
 from kvstore.paged.device import DevicePagedKV
 from kvstore.paged.planes import find_planes
-from kvstore.paged.streams import CudaStreams, DeviceEvent, Direction, Streams
+from kvstore.paged.streams import Copy, CudaStreams, DeviceEvent, Direction, Streams, Work, streams_of
 from kvstore.transfer.mover import as_block_ids
 
 MAX_BLOCKS = 6  # of a launch: three chunks
-CUDA_LAUNCH = CudaStreams._launch
+CUDA_LAUNCH, CUDA_RUN = CudaStreams._launch, CudaStreams._run
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +47,7 @@ def test_late_work_has_the_same_results(seed: int, copy_bytes: int, staging_byte
     work_at_random(Model(device, staging_bytes, copy_bytes=copy_bytes))
 
 
-@pytest.mark.parametrize("batch_error", [None, 0, OUT_OF_MEMORY])
+@pytest.mark.parametrize("batch_error", [None, 0, OUT_OF_MEMORY, UNSUPPORTED])
 @pytest.mark.parametrize("seed", range(12))
 def test_cuda_streams_put_it_in_the_same_order(
     seed: int, batch_error: int | None, monkeypatch: pytest.MonkeyPatch
@@ -52,9 +55,63 @@ def test_cuda_streams_put_it_in_the_same_order(
     """The copies of a launch go one by one, or in a batch, or one by one after a batch that failed."""
     device, cuda = LateDevice(seed, eagerness=device_eagerness(seed)), FakeCuda()
     cuda.batch_error = batch_error or 0
-    runtime = None if batch_error is None else cuda.runtime()
-    work_at_random(Model(device, 3 * SMALL_BUFFERS, late_cuda(device, monkeypatch, runtime)))
-    assert max(cuda.batches, default=0) > 1 or runtime is None
+    streams = late_cuda(device, monkeypatch, None if batch_error is None else cuda)
+    work_at_random(Model(device, 3 * SMALL_BUFFERS, streams))
+    assert not cuda.wrong
+    batches = {None: range(1), 0: range(20, 1000), OUT_OF_MEMORY: range(20, 1000), UNSUPPORTED: range(1, 3)}
+    assert len(cuda.batches) in batches[batch_error]  # both threads try it once if it is not supported
+
+
+def test_a_copy_beyond_its_payload_or_buffer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch notices it by itself, but a batch would write to other memory."""
+    streams = late_cuda(LateDevice(0), monkeypatch, FakeCuda())
+    payload, buffer = np.zeros(8, np.uint8), torch.zeros(16, dtype=torch.uint8)
+    wide = np.zeros(16, np.uint8)[::2]
+    for copy in (Copy(payload, 0, 9, 0), Copy(payload, -1, 4, 0), Copy(payload, 0, 8, 9), Copy(wide, 0, 8, 0)):
+        with pytest.raises(InvalidCallError, match="cannot copy bytes"):
+            streams.copy(Direction.OUT, [copy], buffer)
+
+
+def test_other_threads_also_copy_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, cuda = LateDevice(0), FakeCuda()
+    model = Model(device, 3 * SMALL_BUFFERS, late_cuda(device, monkeypatch, cuda))
+    model.gather(model.side, 3, layered=False)
+    model.check()
+    assert (len(cuda.batches), cuda.wrong) == (1, [])
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_no_other_device_is_touched(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread begins on device 0, where each use would open a context of 0.5 GB."""
+    current, touched = [0], set[int]()
+
+    def touch(number: int) -> None:
+        current[0] = number
+        touched.add(number)
+
+    @contextmanager
+    def device(number: int) -> Iterator[None]:
+        former = current[0]
+        touch(number)
+        yield
+        current[0] = former  # and not more: torch opens no context when it leaves a device
+
+    former: list[int] = []
+
+    def enter(_: LateStream) -> None:
+        former.append(current[0])
+        touch(1)
+
+    late = LateDevice(9)
+    late_cuda(late, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(LateStream, "__enter__", enter)
+    monkeypatch.setattr(LateStream, "__exit__", lambda *_: touch(former.pop()))
+    streams = CudaStreams(torch.device("cuda", 1), late.make_stream() if own else None)  # type: ignore[arg-type]
+    streams.run(lambda: None)
+    for direction in Direction:
+        streams.reach(streams.launch(direction, lambda: None, streams.now()))
+    assert (current, touched) == ([0], {1})
 
 
 def work_at_random(model: Model) -> None:
@@ -223,10 +280,13 @@ def test_streams_have_ended_when_all_of_them_have(
     assert all(map(streams.is_reached, streams.ends()))
 
 
-def test_only_one_thread_is_in_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("runs", [False, True])
+def test_only_one_thread_is_in_a_stream(runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four threads of a worker share the streams of its slow loads."""
-    streams = late_cuda(LateDevice(8), monkeypatch)
+    streams = late_cuda(LateDevice(8), monkeypatch).for_thread()
     monkeypatch.setattr(CudaStreams, "_launch", CUDA_LAUNCH)  # at once, not on the late device
+    monkeypatch.setattr(CudaStreams, "_run", CUDA_RUN)
+    start: Callable[[Work], object] = streams.run if runs else lambda work: streams.launch(Direction.IN, work, None)
     is_in, may_leave = threading.Event(), threading.Event()
 
     def stay() -> None:
@@ -234,14 +294,27 @@ def test_only_one_thread_is_in_a_stream(monkeypatch: pytest.MonkeyPatch) -> None
         assert may_leave.wait(HANG_GUARD_S)
 
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(streams.launch, Direction.IN, stay, None)
+        first = threads.submit(start, stay)
         assert is_in.wait(HANG_GUARD_S)
-        second = threads.submit(streams.launch, Direction.IN, lambda: None, None)
+        second = threads.submit(start, lambda: None)
+        assert not second.done()
         with pytest.raises(TimeoutError):
             second.result(0.05)
         may_leave.set()
-        assert first.result(HANG_GUARD_S) is not None
-        assert second.result(HANG_GUARD_S) is not None
+        first.result(HANG_GUARD_S)
+        second.result(HANG_GUARD_S)
+
+
+@pytest.mark.parametrize("takes_batches", [False, True])
+def test_batches_are_used_where_they_are_taken(takes_batches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, late = FakeCuda(), LateDevice(0)
+    cuda.uses_host_pointers = takes_batches
+    late_cuda(late, monkeypatch)
+    monkeypatch.setattr(streams_module, "find_runtime", cuda.runtime)
+    streams = streams_of(torch.device("cuda", 1))
+    copy = Copy(np.ones(4, np.uint8), 0, 4, 0)
+    streams.copy(Direction.IN, [copy], buffer := torch.zeros(4, dtype=torch.uint8))
+    assert (len(cuda.batches), buffer.tolist()) == (int(takes_batches), [1] * 4)
 
 
 @pytest.mark.parametrize("are_caches_made_in_it", [False, True])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.fake_cuda import OUT_OF_MEMORY, STREAM, FakeCuda
+from support.fake_cuda import OUT_OF_MEMORY, FakeCuda
 
 from kvstore.paged.runtime import find_runtime
 
@@ -34,16 +34,30 @@ def test_the_runtime_is_found_among_what_is_mapped_or_not(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("major", "error", "is_taken"), [(13, 0, True), (14, 0, True), (13, OUT_OF_MEMORY, False), (12, 0, False)]
+    ("major", "index", "uses_host_pointers", "takes"),
+    [
+        (13, 0, True, True),
+        (13, 1, True, True),
+        (13, 0, False, False),
+        (13, 2, True, False),  # there is no such device
+        (12, 0, True, False),
+        (14, 0, True, False),
+    ],
 )
-def test_copies_of_a_batch(major: int, error: int, is_taken: bool) -> None:
+def test_where_batches_are_taken(major: int, index: int, uses_host_pointers: bool, takes: bool) -> None:
+    """That is in CUDA 13, where the device uses the host's pointers."""
+    cuda = FakeCuda()
+    cuda.uses_host_pointers = uses_host_pointers
+    assert cuda.runtime(major).takes_batches(index) is takes
+    assert cuda.take_error() == 0
+
+
+@pytest.mark.parametrize("error", [0, OUT_OF_MEMORY])
+def test_copies_of_a_batch(error: int) -> None:
     """Each goes from its source to its target, byte for byte. One that fails leaves no error for torch to raise."""
     cuda = FakeCuda()
-    cuda.batch_error = error
+    cuda.batch_error, cuda.stream = error, 5
     source, target = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
-    wanted = target.copy()
-    if is_taken:
-        wanted[:3], wanted[50:60] = source[7:10], source[20:30]
     table = np.array(
         [
             [target.ctypes.data, target.ctypes.data + 50],
@@ -52,8 +66,11 @@ def test_copies_of_a_batch(major: int, error: int, is_taken: bool) -> None:
         ],
         np.uint64,
     )
-    assert cuda.runtime(major).copy_all(table, STREAM) is is_taken
-    if is_taken:
-        assert target.tolist() == wanted.tolist()
+    assert cuda.runtime().copy_all(table, 5) == error
+    wanted = np.zeros(64, np.uint8)
+    wanted[:3] = source[7:10]
+    if not error:
+        wanted[50:60] = source[20:30]
+    assert target.tolist() == wanted.tolist()
     assert cuda.take_error() == 0
-    assert cuda.batches == ([] if major < 13 else [2])
+    assert (cuda.batches, cuda.wrong) == ([2], [])
