@@ -102,6 +102,14 @@ def test_what_is_verified_is_compared_when_it_has_come(bench: Bench) -> None:
     assert bench.mover.deviation(computed_again) == 0
 
 
+def test_a_comparison_that_fails_gives_its_memory_up_when_no_copy_writes_to_it(bench: Bench) -> None:
+    bench.mover.store([store_job(1, 0)])
+    bench.device.failures.extend([None, Failure(FULL, is_under_way=True)])  # the gather is launched, and a copy of some
+    computed_again = LoadJob(LoadStep(ref_of(1), 0, Place.MEMORY), as_block_ids(blocks_of(1)), 0)
+    assert bench.mover.deviation(computed_again) is None
+    assert bench.device.is_idle
+
+
 # -- waits -----------------------------------------------------------------------------------------------------
 
 
