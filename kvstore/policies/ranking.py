@@ -210,7 +210,8 @@ class Ranking(Generic[U]):
         """Bring the ends of the queues up to date. Written for speed, since every request needs them."""
         values, clock = self.table.values, self.clock
         for cls in self._changed:
-            queue, ends = self._queues[cls], list[_End[U]]()
+            queue = self._queues[cls]
+            ends: list[_End[U]] = []  # list[_End[U]]() would take 3 us
             if queue:
                 unit = next(iter(queue))
                 ends.append((values[cls][bucket_of(clock - unit.time)], unit.time, cls, False, unit))

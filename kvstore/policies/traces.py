@@ -62,6 +62,7 @@ def read_trace(path: Path, key_tokens: int | None = None) -> Iterator[Request]:
         ConfigError: the file cannot be read, or a line is in neither format or has keys of another size.
     """
     number, chunk_tokens = 0, 0
+    keys_of = _MooncakeKeys()
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
@@ -72,7 +73,7 @@ def read_trace(path: Path, key_tokens: int | None = None) -> Iterator[Request]:
                 request = (
                     _own_request(fields, chunk_tokens)
                     if chunk_tokens
-                    else _mooncake_request(fields, key_tokens or MOONCAKE_BLOCK_TOKENS)
+                    else _mooncake_request(fields, key_tokens or MOONCAKE_BLOCK_TOKENS, keys_of)
                 )
                 if key_tokens is not None:
                     _check_keys(request, key_tokens)
@@ -103,8 +104,16 @@ def _own_request(fields: dict[str, Any], chunk_tokens: int) -> Request:
     return _request(float(fields["time_s"]), keys, chunk_tokens, int(fields["num_tokens"]), fields.get("answer_tokens"))
 
 
-def _mooncake_request(fields: dict[str, Any], chunk_tokens: int) -> Request:
-    keys = tuple(int(block).to_bytes(_KEY_BYTES, "little") for block in fields["hash_ids"])
+class _MooncakeKeys(dict[int, PrefixKey]):
+    """Keys of blocks, each made once, as agents ask with the same ones a hundred times."""
+
+    def __missing__(self, block: int) -> PrefixKey:
+        key = self[block] = int(block).to_bytes(_KEY_BYTES, "little")
+        return key
+
+
+def _mooncake_request(fields: dict[str, Any], chunk_tokens: int, keys_of: _MooncakeKeys) -> Request:
+    keys = tuple(map(keys_of.__getitem__, fields["hash_ids"]))
     answer = fields.get("output_length")
     return _request(fields["timestamp"] / 1000, keys, chunk_tokens, int(fields["input_length"]), answer)
 

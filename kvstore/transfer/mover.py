@@ -248,15 +248,12 @@ class Mover:
             return None
         num_blocks = job.step.ref.num_blocks
         fresh = np.zeros(self.paged.layout.payload_bytes(num_blocks), np.uint8)  # as where no row is gathered
-        slots, ends = [job.step.slot], list[DeviceEvent]()
-        if not self.launcher.attempt(
-            slots, Direction.OUT, lambda: ends.append(self.paged.gather(job.block_ids, fresh))
-        ):
-            for end in self.paged.streams.ends():  # a part of it may have been launched, and writes to ``fresh``
-                self.paged.streams.reach(end)
-            return None
-        self.paged.streams.reach(ends[0])
-        return deviation(fresh, stored, self.paged.layout, num_blocks)
+        is_launched = self.launcher.attempt(
+            [job.step.slot], Direction.OUT, lambda: self.paged.gather(job.block_ids, fresh)
+        )
+        for end in self.paged.streams.ends():  # what failed may have been launched in part, and writes to ``fresh``
+            self.paged.streams.reach(end)
+        return deviation(fresh, stored, self.paged.layout, num_blocks) if is_launched else None
 
     def in_background(self, work: Callable[[], None]) -> Future[None]:
         """Start work on the thread that scatters layers while the model computes."""

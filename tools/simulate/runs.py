@@ -33,6 +33,14 @@ if TYPE_CHECKING:
 _NONE: Final = -1
 
 
+class _Numbers(dict[bytes, int]):
+    """Numbers of keys in the order of their first use."""
+
+    def __missing__(self, key: bytes) -> int:
+        number = self[key] = len(self)
+        return number
+
+
 class Forest(NamedTuple):
     """Chunks of a trace by number.
 
@@ -47,11 +55,8 @@ class Forest(NamedTuple):
     @classmethod
     def of(cls, chains: Sequence[Sequence[bytes]]) -> Forest | None:
         """Number the chunks of a trace; None if its keys do not name prefixes."""
-        numbers: dict[bytes, int] = {}
-        numbered = [
-            np.fromiter((numbers.setdefault(key, len(numbers)) for key in chain), np.int32, len(chain))
-            for chain in chains
-        ]
+        numbers = _Numbers()
+        numbered = [np.fromiter(map(numbers.__getitem__, chain), np.int32, len(chain)) for chain in chains]
         parents = np.full(len(numbers) + 1, _NONE, np.int32)
         for chain in numbered:
             before = np.concatenate(([len(numbers)], chain[:-1]))
@@ -195,7 +200,8 @@ class AdaptiveRuns(RunTier):
 
     def _touch(self, number: int, chain: Chunks) -> list[_RunUnit]:
         """Move a chain's chunks to new units, and return these in order."""
-        ranking, fresh = self._ranking, list[_RunUnit]()
+        ranking = self._ranking
+        fresh: list[_RunUnit] = []
         now = ranking.touch(len(chain))
         by_uses: list[_RunUnit | None] = [None] * NUM_USES
         for begin, end, unit_number in _runs(self._unit_of[chain]):
