@@ -231,8 +231,7 @@ class IndexMachine(IndexModel):
         self.index.advance(self.now_s)
         self.leases = {name: lease for name, lease in self.leases.items() if lease[0] > self.now_s}
         over = [key for key, end_s in self.expiries.items() if end_s <= self.now_s]
-        for key in over:
-            del self.expiries[key]
+        self.expiries = {key: end_s for key, end_s in self.expiries.items() if key not in over}
         chunks = self.index._chunks
         assert all(key not in chunks or chunks[key].forgotten for key in over), "a chunk outlived its time"
         assert all(
@@ -325,12 +324,13 @@ class IndexMachine(IndexModel):
         front_blocks = 0 if self.checkpoints else match.front_blocks(BLOCK, CHUNK // BLOCK)
         steps = self.index.prepare_load(match.refs, front_blocks=front_blocks)
         self.check_held(held)
-        if steps:
-            self.world.loads.append(steps)
+        self.world.loads += [steps] if steps else []
         assert [step.read for step in steps] == list(match.refs), "lookup promised more than can be loaded"
         earlier = [step for load in self.world.loads[:-1] for step in load]
         coming = {step.slot: step.ref for step in earlier if step.source is not Place.MEMORY}
         for step in steps:
+            if step.source is not Place.MEMORY:
+                self.expiries.pop(step.ref.prefix_key, None)  # of one that was stored here, and displaced
             if step.holder is not None:
                 assert step.source is Place.REMOTE
                 assert step.ref.num_blocks == front_blocks, "not the blocks that are wanted"

@@ -38,11 +38,13 @@ class FakePinner:
         self.calls = 0
         self.gate = threading.Semaphore(100_000)
         self.threads: set[str] = set()
+        self.is_called = threading.Event()
         self._refuse_from = refuse_from
         self._refusal = refusal
         self._lock = threading.Lock()
 
     def pin(self, address: int, num_bytes: int) -> Refusal | None:
+        self.is_called.set()
         assert self.gate.acquire(timeout=HANG_GUARD_S)
         with self._lock:
             self.calls += 1
@@ -177,6 +179,7 @@ def test_a_driver_that_does_not_answer_does_not_hold_up_the_end(
     pinner = FakePinner()
     pinner.gate = threading.Semaphore(0)
     pool = SlabPool(4, 4096, pinner=pinner, pace=BEHIND)
+    assert pinner.is_called.wait(HANG_GUARD_S)
     pool.close()
     assert lines == ["memory stays pinned: the driver has not answered for 0 s"]
     pinner.gate.release(100)
