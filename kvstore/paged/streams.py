@@ -11,7 +11,8 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from enum import Enum
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 # None where work is done when its call returns. Valid for the streams that made it only.
 DeviceEvent = torch.cuda.Event | None
 Work = Callable[[], object]
+T = TypeVar("T")
 
 _GIB = 2**30
 _CUDA_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
@@ -202,15 +204,13 @@ class CudaStreams(Streams):
             self._current().wait_event(event)
 
     def _run(self, work: Work) -> None:
-        with self._entering, torch.cuda.device(self._number), self._own or nullcontext():
-            work()
+        self._on(self._own, work)
 
     def _launch(self, direction: Direction, work: Work, after: DeviceEvent) -> DeviceEvent:
         stream = self._copying[direction]
         if after is not None:
             stream.wait_event(after)
-        with self._entering, torch.cuda.device(self._number), stream:
-            work()
+        self._on(stream, work)
         return _end_of(stream)
 
     def copy(self, direction: Direction, copies: Sequence[Copy], buffer: torch.Tensor) -> None:
@@ -261,8 +261,12 @@ class CudaStreams(Streams):
             stream.synchronize()
 
     def _empty(self, size_bytes: int) -> torch.Tensor:
-        with self._entering, self._own or nullcontext():  # the stream to which the allocator assigns it
-            return super()._empty(size_bytes)
+        return self._on(self._own, partial(super()._empty, size_bytes))  # the allocator assigns it to that stream
+
+    def _on(self, stream: torch.cuda.Stream | None, work: Callable[[], T]) -> T:
+        """Do work with a stream as the current one; None for that of the calling thread."""
+        with self._entering, torch.cuda.device(self._number), stream or nullcontext():
+            return work()
 
     def _current(self) -> torch.cuda.Stream:
         return self._own or torch.cuda.current_stream(self._number)

@@ -248,12 +248,11 @@ class Mover:
             return None
         num_blocks = job.step.ref.num_blocks
         fresh = np.zeros(self.paged.layout.payload_bytes(num_blocks), np.uint8)  # as where no row is gathered
-        is_launched = self.launcher.attempt(
-            [job.step.slot], Direction.OUT, lambda: self.paged.gather(job.block_ids, fresh)
-        )
-        for end in self.paged.streams.ends():  # what failed may have been launched in part, and writes to ``fresh``
+        slots, ends = [job.step.slot], []
+        self.launcher.attempt(slots, Direction.OUT, lambda: ends.append(self.paged.gather(job.block_ids, fresh)))
+        for end in ends or self.paged.streams.ends():  # a part of what failed may write to ``fresh``
             self.paged.streams.reach(end)
-        return deviation(fresh, stored, self.paged.layout, num_blocks) if is_launched else None
+        return deviation(fresh, stored, self.paged.layout, num_blocks) if ends else None
 
     def in_background(self, work: Callable[[], None]) -> Future[None]:
         """Start work on the thread that scatters layers while the model computes."""

@@ -135,6 +135,7 @@ def measure_beside(geometry: Geometry, scale: Scale) -> Iterator[Figure]:
         times: dict[str, list[float]] = {mode: [] for mode in MODES}
         each = max(2, scale.model_steps // _TURNS)
         _freeze_garbage()
+        opened.callback(gc.unfreeze)
         for turn in range(1 + _TURNS):
             for mode in MODES:
                 taken = _steps(model, traffic, mode, each)
