@@ -48,6 +48,7 @@ _STRANGER_BYTES: Final = 1 << 20  # before a hello
 _ALL_STRANGERS_BYTES: Final = 64 << 20
 # More than a client may have under way.
 _CLIENT_BYTES: Final = (MAX_PIECES + 4) * (messages.PIECE_BYTES + messages.MAX_MESSAGE_BYTES)
+_RESET: Final = struct.pack("ii", 1, 0)  # SO_LINGER: end the connection with a reset
 _RECEIVED = struct.Struct("<Q")
 _RECEIVED_OFFSET: Final = 128  # of tcpi_bytes_received in struct tcp_info
 _MONITOR: Final = "inproc://connections"
@@ -219,6 +220,8 @@ class _Connection:
 
     def cut(self) -> None:
         with suppress(OSError):  # it has already ended
+            # Or a peer that has filled the window would hear of the end a minute later, if ever.
+            self.own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             self.own.shutdown(socket.SHUT_RDWR)
 
 

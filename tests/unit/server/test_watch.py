@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 
 import psutil
 import pytest
+from support.gate import HANG_GUARD_S
 
 from kvstore.server.connections import Watch
 
@@ -62,6 +64,26 @@ def test_what_is_heard_does_not_count(pair: tuple[socket.socket, socket.socket])
     watch.close()
     client.close()
     server.close()
+
+
+def test_a_peer_that_has_filled_the_window_hears_that_it_is_cut_off(pair: tuple[socket.socket, socket.socket]) -> None:
+    """Nothing tells it, once its bytes are read, that there is room again, and it waits in vain to send more."""
+    client, server = pair
+    client.setblocking(False)
+    with suppress(BlockingIOError):
+        while True:
+            client.send(bytes(1 << 20))
+    watch = Watch(server.getsockname()[1], 0)
+    watch.add(server.fileno())  # one too many
+    while server.recv(1 << 20):  # as ZeroMQ, which then reports the end
+        pass
+    fd = server.fileno()
+    server.close()
+    watch.remove(fd)
+    client.settimeout(HANG_GUARD_S)
+    with pytest.raises(ConnectionError):
+        client.sendall(bytes(16 << 20))
+    client.close()
 
 
 def test_beyond_the_bound_the_oldest_goes_that_said_no_hello() -> None:
