@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from support.disaggregated import Disaggregation, Work
+from support.disaggregated import PATIENT, Disaggregation, Work
 from support.vllm_engine import BLOCK_TOKENS, Engine, Prompt
 
 from kvstore.tools.models import TINY, random_tokens
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 
 ANSWER_TOKENS = 100
 SAID_TOKENS = (300, 45, 70)  # tokens of the user in each turn
-LINES = "enable_pd: true\npd_bidirectional: true\nmax_local_cpu_size: 0.25\nload_only_if_faster: false\n"
+LINES = f"enable_pd: true\npd_bidirectional: true\nmax_local_cpu_size: 0.25\nload_only_if_faster: false\n{PATIENT}"
 
 
 class Turn(NamedTuple):

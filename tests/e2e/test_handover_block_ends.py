@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.disaggregated import Disaggregation, Work
+from support.disaggregated import PATIENT, Disaggregation, Work
 from support.redis_server import wait_for
 from support.vllm_engine import BLOCK_TOKENS, CHUNK_TOKENS, Engine, Prompt
 
@@ -18,7 +18,12 @@ from kvstore.tools.vllmclient import read_counter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 
-LINES = f"enable_pd: true\npd_buffer_size: {64 << 20}\nmax_local_cpu_size: 0.25\nload_only_if_faster: false\n"
+LINES = f"""
+enable_pd: true
+pd_buffer_size: {64 << 20}
+max_local_cpu_size: 0.25
+load_only_if_faster: false
+{PATIENT}"""
 HEAD = random_tokens(2 * CHUNK_TOKENS + 3 * BLOCK_TOKENS + 1, vocab=TINY.vocab, seed=1)
 NUM_CHUNKS = 3
 INSIDE = (CHUNK_TOKENS + 5 * BLOCK_TOKENS + 7, 2 * CHUNK_TOKENS + 2 * BLOCK_TOKENS + 7)  # a whole chunk, and a tail

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.disaggregated import Disaggregation, Work
+from support.disaggregated import PATIENT, Disaggregation, Work
 from support.hybrid_engines import words
 from support.hybrid_models import MAKERS
 from support.vllm_engine import BLOCK_TOKENS, Completion, Engine, Prompt
@@ -28,7 +28,7 @@ pd_timeout_ms: 600000
 max_local_cpu_size: 0.25
 load_only_if_faster: false
 chunk_size: {CHUNK_TOKENS}
-"""
+{PATIENT}"""
 PLUGIN = """
 [vllm.general_plugins]
 end_steps_at_states = kvstore.tools.dev.mamba2:end_steps_at_states

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.cache_server import serving_tcp
-from support.disaggregated import Disaggregation, Work, unshared
+from support.disaggregated import PATIENT, Disaggregation, Work, unshared
 from support.vllm_engine import Engine, Prompt
 
 from kvstore.tools.models import TINY, random_tokens
@@ -28,7 +28,7 @@ pd_timeout_ms: 600000
 max_local_cpu_size: 0.25
 load_only_if_faster: false
 chunk_size: {CHUNK_TOKENS}
-"""
+{PATIENT}"""
 
 
 @pytest.mark.sweep

@@ -29,6 +29,7 @@ transfer_channel: nixl
 pd_buffer_size: {128 << 20}
 pd_timeout_ms: 60000
 blocking_timeout_secs: 30
+lookup_timeout_ms: 30000
 max_local_cpu_size: 0.25
 load_only_if_faster: false
 """

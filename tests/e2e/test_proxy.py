@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 from support.cache_server import ServerProcess, short_folder
-from support.disaggregated import Disaggregation, Work, unshared
+from support.disaggregated import PATIENT, Disaggregation, Work, unshared
 from support.redis_server import wait_for
 from support.vllm_engine import BLOCK_TOKENS, Engine, Prompt
 from typer.testing import CliRunner
@@ -40,7 +40,7 @@ enable_pd: true
 pd_buffer_size: {256 << 20}
 max_local_cpu_size: 0.25
 load_only_if_faster: false
-"""
+{PATIENT}"""
 
 PROMPTS = [random_tokens(length, vocab=TINY.vocab, seed=length) for length in LENGTHS]
 SYSTEM = random_tokens(300, vocab=TINY.vocab, seed=1)

@@ -14,6 +14,7 @@ from kvstore.tools.demo.pair import EngineServer, ProxyServer
 from support.vllm_engine import Prompt, whole_blocks
 
 STOP_WAIT_S = 60.0
+PATIENT = "lookup_timeout_ms: 60000\nblocking_timeout_secs: 60\n"  # configuration for a busy machine
 
 
 class ProxyProcess(ProxyServer):
