@@ -333,6 +333,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the statistics since the last call, the workers' included; None on the worker side."""
         return StoreStats.of(self._scheduler.take_tally()) if self._scheduler else None
 
+    def has_pending_push_work(self) -> bool:
+        """Tell if vLLM should plan steps although it has no requests, because chunks are brought to memory."""
+        return self._scheduler is not None and self._scheduler.has_work
+
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the blocks that entered or left memory and disk, as events for listeners to vLLM's KV events."""
         group = announced_group(self._kv_cache_config) or 0

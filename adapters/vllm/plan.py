@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 from kvstore.adapters.vllm.requests.params import DisaggSpec
 from kvstore.engine.options import RemoteOptions, Shard
@@ -20,6 +20,9 @@ from kvstore.model.retention import Retention
 from kvstore.ops.metrics import Tally
 from kvstore.protocol.progress import Progress
 from kvstore.transfer.mover import LoadJob, StoreJob
+
+NO_REQUEST: Final = ""
+"""Id of a fetch into memory, for which no request waits."""
 
 
 @dataclass
@@ -53,7 +56,7 @@ class Fetch:
 
     Attributes:
         number: counts the fetches, from 1.
-        req_id: vLLM's id of the request.
+        req_id: vLLM's id of the request; ``NO_REQUEST`` to load chunks into their slots only.
         loads: chunks to load into its blocks.
         lost_block_ids: as in ``ReqMeta``.
         has_gaps: the request lacks blocks before those that are loaded, so it must start over if a block fails.

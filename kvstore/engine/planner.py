@@ -151,7 +151,7 @@ class Planner:
         with self.lock:
             self._begin()
             match = self.index.lookup(hasher, told=told) if self._options.local_cpu else NO_MATCH
-            return self.index.prepare_load(match.refs, told, hasher=hasher), match.num_tokens
+            return self.index.prepare_load(match.refs, told, hasher=hasher, is_use=False), match.num_tokens
 
     def plan_load(self, request: Request) -> list[LoadJob]:
         """Plan to load the known prefix of a sequence, from ``request.begin`` on."""

@@ -37,6 +37,8 @@ class Loads:
         checkpoint: Sequence[ChunkRef] = (),
         hasher: PrefixHasher | None = None,
         front_blocks: int = 0,
+        *,
+        is_use: bool = True,
     ) -> list[LoadStep]:
         """Plan to load a prefix's chunks, in order; stops before the first one that is no longer available.
 
@@ -45,7 +47,8 @@ class Loads:
 
         A chunk that the caller was ``told`` a remote tier holds counts. Every step holds its chunk until ``complete``.
         ``checkpoint`` lists those of the refs that are parts of one, which are kept or dropped together. With the
-        ``hasher`` of the sequence, chunks from a remote tier can be found by their block ends afterwards.
+        ``hasher`` of the sequence, chunks from a remote tier can be found by their block ends afterwards. Without
+        ``is_use`` no request uses them yet, and the policies learn nothing from it.
         """
         made = self.chunks.new_trails(hasher, refs)
         planned: list[tuple[Entry, Place, ChunkRef | None]] = []
@@ -74,7 +77,11 @@ class Loads:
                     break
                 self.slots.fill(chunk, slot, LOADING)
             steps.append(LoadStep(chunk.ref, chunk.slot, source, holder))
-        self.uses.touch([step.ref.prefix_key for step in steps], leaves={ref.prefix_key for ref in checkpoint})
+        keys, leaves = [step.ref.prefix_key for step in steps], {ref.prefix_key for ref in checkpoint}
+        if is_use:
+            self.uses.touch(keys, leaves=leaves)
+        else:
+            self.uses.refresh(keys, leaves)
         if checkpoint and steps and len(steps) == len(refs):
             self.chunks.note_checkpoint(checkpoint)
         return steps

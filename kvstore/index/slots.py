@@ -115,6 +115,11 @@ class Uses:
         for order in self.orders:
             order.touch_chain(chain, noted, leaves)
 
+    def refresh(self, chain: Sequence[PrefixKey], leaves: AbstractSet[PrefixKey]) -> None:
+        """Tell the policies that a chain of chunks is wanted, without a use, see ``Policy.refresh_chain``."""
+        for order in self.orders:
+            order.refresh_chain(chain, leaves)
+
     def begin(self, chunk: Entry, count: int = 1) -> None:
         """Keep a chunk from eviction until ``count`` uses have ended."""
         if chunk.uses == 0 and chunk.memory is READY:

@@ -81,8 +81,7 @@ class StorePlanner:
         steps = self._plan(refs, whole, holders, made, until_s)
         for chunk in own:
             self.uses.end(chunk)
-        for order in self.uses.orders:
-            order.refresh_chain(chain, leaves)  # includes new ones, or they would outlive their prefix
+        self.uses.refresh(chain, leaves)  # includes new ones, or they would outlive their prefix
         for parts in checkpoints:
             self.chunks.note_checkpoint(parts)
         tenant = hasher.tenant if hasher is not None else b""

@@ -18,6 +18,7 @@ from kvstore.index.plans import MissReason, Place
 _SEPARATOR = "|"
 _TIERS: Final = tuple(place.value for place in Place)
 _SLOW_TIERS: Final = (Place.DISK.value, Place.REMOTE.value)
+_REQUEST_FIELDS: Final = ("skip_save", "skip_load", "max_save_tokens", "ttl", "tag", "retain", "prefetch", "pin")
 
 
 class MetricKind(Enum):
@@ -86,12 +87,12 @@ MISSES = _counter(
 REQUEST_FIELD_ERRORS = _counter(
     "request_field_errors",
     "Requests served without the cache because of a wrong field, by that or the nearest field",
-    field=("skip_save", "skip_load", "max_save_tokens", "ttl", "tag", "retain", "pin", "probe", "handover", "other"),
+    field=(*_REQUEST_FIELDS, "probe", "handover", "other"),
 )
 HINTS = _counter(
     "hints",
-    "Prompts that requests asked to pin or retain, by result",
-    hint=("pin", "retain"),
+    "Prompts that requests asked to pin, retain or prefetch, by result",
+    hint=("pin", "retain", "prefetch"),
     result=("done", "partly", "refused"),
 )
 LOOKUP_TIMEOUTS = _counter("lookup_timeouts", "Lookups that the remote tier did not answer in time")
@@ -108,6 +109,7 @@ WRITES = _counter(
     tier=_SLOW_TIERS,
     result=("done", "failed", "dropped"),
 )
+PREFETCHED_CHUNKS = _counter("prefetched_chunks", "Chunks brought to memory before a request asked for them")
 LOADED_CHUNKS = _counter("loaded_chunks", "Chunks loaded into the paged cache, by tier", tier=_TIERS)
 GPU_LOADED_CHUNKS = _counter("gpu_loaded_chunks", "Of these, from the GPU tier")
 MOVED_BYTES = _counter(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
 from support.disaggregated import PATIENT, Disaggregation, Work
+from support.redis_server import wait_for
 from support.vllm_engine import BLOCK_TOKENS, Engine, Prompt
 
 from kvstore.tools.models import TINY, random_tokens
@@ -81,11 +83,14 @@ def ask(running: Disaggregation, prompt: Prompt, said: dict[str, Any] | None) ->
     return tokens, params
 
 
-def computed_by_prefill(running: Disaggregation, chat: Sequence[Turn], *, says: bool) -> list[int]:
+def computed_by_prefill(
+    running: Disaggregation, chat: Sequence[Turn], *, says: bool, before: Callable[[int], None] = lambda _: None
+) -> list[int]:
     """Return the tokens that prefill computes in each turn. The client ``says`` where the last answer's KV is."""
-    work, computed = Work(running.prefill), []
+    work, computed = Work(running.prefill), list[int]()
     said: dict[str, Any] = {}
-    for turn in chat:
+    for number, turn in enumerate(chat):
+        before(number)
         tokens, said = ask(running, turn.prompt, said if says else None)
         assert tokens == turn.answer
         computed.append(work.of(turn.prompt))
@@ -112,6 +117,18 @@ def test_a_client_says_where_the_kv_of_an_answer_is(tiny_model: Path, tmp_path: 
 
 @pytest.mark.soak
 def test_with_peers_clients_need_not_say_anything(tiny_model: Path, tmp_path: Path, chats: list[list[Turn]]) -> None:
-    chat = chats[0]
-    with engines(tiny_model, tmp_path, prefill="peers: kvs://127.0.0.1:PORT") as running:
-        assert computed_by_prefill(running, chat, says=False) == new_tokens(chat, with_answer=False)
+    chat, admin = chats[0], free_port()
+    new = new_tokens(chat, with_answer=False)
+    lines = f"internal_api_server_enabled: true\ninternal_api_server_port_start: {admin}\n"
+    with engines(tiny_model, tmp_path, prefill=f"{lines}peers: kvs://127.0.0.1:PORT") as running:
+
+        def is_there(number: int) -> bool:
+            """Tell if a peer has what precedes a turn; decode stores the end of its answer after it has given it."""
+            asked = {"tokens": chat[number].prompt}
+            answer = httpx.post(f"http://127.0.0.1:{admin}/kv", json=asked, trust_env=False).json()
+            return len(chat[number].prompt) - int(answer["known_tokens"]) <= new[number]
+
+        def before(number: int) -> None:
+            wait_for("decode has stored the answer", lambda: not number or is_there(number))
+
+        assert computed_by_prefill(running, chat, says=False, before=before) == new

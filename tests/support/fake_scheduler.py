@@ -90,9 +90,10 @@ class FakeScheduler(FakeHost):
         """Run steps until nothing is left to do. Those that only wait for transfers do not count."""
         steps, end_s = 0, time.monotonic() + HANG_GUARD_S
         while steps < max_steps and time.monotonic() < end_s:
-            if not (self.waiting or self.running or self.kept or self.loading or self.in_flight):
+            has_work = self.scheduler.has_work
+            if not (self.waiting or self.running or self.kept or self.loading or self.in_flight or has_work):
                 return
-            if not self.step() and (self.loading or self.kept):
+            if not self.step() and (self.loading or self.kept or has_work):
                 time.sleep(0.002)  # as vLLM does while nothing runs but transfers
                 self._let_time_pass()
             else:

@@ -272,11 +272,13 @@ class FakeVllm(FakeScheduler):
     def _assert_routers_know(self) -> None:
         """Assert that routers know exactly the blocks that can be found, except for chunks that were on disk at start.
 
-        Chunks that were loaded for a request that has only their first blocks are excepted, too.
+        Chunks that were loaded for a request that has only their first blocks are excepted, too, and those brought from
+        a remote tier before a request asked for them.
         """
         assert self.scheduler._announcer is not None
         known, chunks = self.scheduler._announcer._known, self.index._chunks
         has_parts = any(len(blocks.hashes) < chunks[key].ref.num_blocks for key, blocks in known.items())
+        has_parts |= self.setup.server is not None and self.connected.prefetches.num_chunks > 0
         for place, heard in self.heard.blocks.items():
             there = dict(block for request in self._shareable for block in self._blocks_in(request, place))
             assert heard.items() <= there.items(), place

@@ -11,6 +11,7 @@ from kvstore.index.retained import NO_RETENTION, Limits
 from kvstore.index.trails import keys_of
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.keys import PrefixHasher, PrefixKey
+from kvstore.policies import Adaptive
 from support.invariants import check_invariants
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def make(
     keep: bool = True,
     max_writes: int | None = 8,
     retention: Limits = NO_RETENTION,
+    cache_policy: str = Adaptive.name,
 ) -> ChunkIndex:
     return ChunkIndex(
         num_slots,
@@ -65,6 +67,7 @@ def make(
         stored_bytes=stored_bytes if disk_chunks else None,
         max_writes=max_writes,
         retention=retention,
+        cache_policy=cache_policy,
     )
 
 

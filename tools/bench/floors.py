@@ -86,6 +86,7 @@ COMMON: dict[str, Bound] = {
     "proxy: processor time, by a forwarder": Bound(0.10, 0.05),
     "vLLM: hit in memory, one token left": Bound(1 / 1.3, 0.55),
     "vLLM: hit in memory, any length": Bound(1.0, 0.70),
+    "vLLM: next turn, prefetched from disk": Bound(1.0, 0.70),
     "vLLM: all hooks, no hit": Bound(1.0, 0.50),
     "vLLM: throughput, no hit": Bound(0.97, 0.75),
     "vLLM: start, pool of 4 GiB": Bound(1.0, 0.70),

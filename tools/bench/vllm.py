@@ -32,14 +32,18 @@ _SETTINGS: Final = {
 }
 
 
-# The limits, in order: a hit in vLLM's prefix cache; 1.3 times that, plus a block computed; a hundredth of the steps'
-# time; vLLM without the connector; the same; its start, plus a second; a fifth of the time of a prefill.
+# The limits, in order: a hit in vLLM's prefix cache; 1.3 times that, plus a block computed; 1.2 hits in memory; a
+# hundredth of the steps' time; vLLM without the connector; the same; its start, plus a second; a fifth of the time of a
+# prefill.
 SUBJECTS: Final = {
     "one_token_left": Subject(
         "vLLM: hit in memory, one token left", "vLLM's prefix cache", "a prompt of 2,049 tokens, to its first token"
     ),
     "any_length": Subject(
         "vLLM: hit in memory, any length", "1.3 of it, a block", "four lengths, each ending inside of a block"
+    ),
+    "prefetched": Subject(
+        "vLLM: next turn, prefetched from disk", "1.2 of memory", "a prompt of 1,024 tokens, crowded out of memory"
     ),
     "hooks": Subject("vLLM: all hooks, no hit", "1% of the steps", "every hook of the connector, stores included"),
     "throughput": Subject("vLLM: throughput, no hit", "no connector", "a batch of new prompts"),

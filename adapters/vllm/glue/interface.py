@@ -19,7 +19,12 @@ TESTED: Final = ("0.30", "0.31", "0.32")
 
 _BASE: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _HOOKS_OF_MIXINS: Final = {"request_finished_all_groups"}
-_OPTIONAL_HOOKS: Final = {"get_external_cache_hit_sources", "unregister_kv_caches", "restore_kv_caches"}
+_OPTIONAL_HOOKS: Final = {
+    "get_external_cache_hit_sources",
+    "has_pending_push_work",
+    "restore_kv_caches",
+    "unregister_kv_caches",
+}
 
 
 class Use(NamedTuple):

@@ -3,8 +3,9 @@
     python -m kvstore.adapters.vllm.offline.measuring MODEL VOCABULARY ROUNDS
 
 prints its samples as one line of JSON, a pair of seconds each: first the limit's, then ours. The limit of a hit is a
-hit of the same prompt in vLLM's own prefix cache right before. The limit of the hooks is a share of the time of their
-steps. The limit of throughput is vLLM without the connector, which is also compared with itself.
+hit of the same prompt in vLLM's own prefix cache right before. The limit of a turn whose chunks were prefetched is 1.2
+hits in memory. The limit of the hooks is a share of the time of their steps. The limit of throughput is vLLM without
+the connector, which is also compared with itself.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,14 +24,26 @@ from unittest.mock import patch
 from vllm import LLM, SamplingParams, TokensPrompt
 
 from kvstore.adapters.vllm.connector import KVStoreConnector
-from kvstore.adapters.vllm.offline.engine import end_vllm, transfer_config
+from kvstore.adapters.vllm.offline.engine import connector_of, end_vllm, transfer_config
 from kvstore.model.errors import KVStoreError
+from kvstore.model.keys import PrefixHasher
 
 MARK: Final = "BENCH SAMPLES "  # before the JSON
 BLOCK_TOKENS: Final = 32
 HIT_TOKENS: Final = 2048
 HOOK_SHARE: Final = 0.01  # of a step's time
 HIT_COST: Final = 1.3  # times a hit in vLLM's own prefix cache
+PREFETCH_COST: Final = 1.2  # times a hit in memory
+_TURN_TOKENS: Final = 1024
+_CROWD: Final = 3  # prompts of so many tokens, which fill the pool
+_PATIENCE_S: Final = 20.0
+_PREFETCHING: Final = {
+    "kvstore.max_local_cpu_size": 0.06,
+    "kvstore.max_local_disk_size": 4.0,
+    "kvstore.cache_policy": "LRU",
+    "kvstore.load_only_if_faster": False,
+    "kvstore.request_fields": "prefetch,skip_save",
+}
 _BATCH_PROMPTS: Final = 4
 _BATCH_TOKENS: Final = 384
 _START_S: Final = 1.0  # may be added by the connector
@@ -64,6 +78,7 @@ class Samples(NamedTuple):
 
     one_token_left: list[Sample]
     any_length: list[Sample]
+    prefetched: list[Sample]
     hooks: list[Sample]
     throughput: list[Sample]
     control: list[Sample]
@@ -116,9 +131,9 @@ class _Asker:
     def prompt(self, num_tokens: int) -> list[int]:
         return [self._rng.randrange(5, self._vocabulary) for _ in range(num_tokens)]
 
-    def ask(self, *prompts: list[int]) -> tuple[float, int]:
+    def ask(self, *prompts: list[int], **fields: object) -> tuple[float, int]:
         """Return the seconds, and the tokens of the last prompt that were not computed."""
-        seconds, cached_tokens = ask(self.llm, prompts)
+        seconds, cached_tokens = ask(self.llm, prompts, extra_args={f"kvstore.{name}": fields[name] for name in fields})
         return seconds, cached_tokens[-1]
 
     def hit_pair(self, prompt: list[int]) -> Sample:
@@ -129,6 +144,39 @@ class _Asker:
         if our_tokens < own_tokens or not own_tokens:
             raise KVStoreError(f"of {len(prompt)} tokens vLLM's own cache had {own_tokens}, and the store {our_tokens}")
         return own_s, ours_s
+
+    def crowd(self) -> float:
+        """Fill the pool with prompts, and return the seconds that this takes."""
+        begin_s = time.perf_counter()
+        for _ in range(_CROWD):
+            self.ask(self.prompt(_TURN_TOKENS))
+        return time.perf_counter() - begin_s
+
+    def return_pair(self, away_s: float) -> Sample:
+        """Time a hit in memory, and the next turn after so many seconds, in which the chunks have left memory."""
+        prompt = self.prompt(_TURN_TOKENS)
+        self.ask(prompt)
+        memory_s, memory_tokens = self.ask(prompt, prefetch=away_s)
+        due_s = time.perf_counter() + away_s
+        self.crowd()
+        if self._is_in_memory(prompt) or time.perf_counter() > due_s:
+            raise KVStoreError("the prompt has not left memory, or not in time")
+        time.sleep(max(0.0, due_s - time.perf_counter()))
+        while not self._is_in_memory(prompt):
+            if time.perf_counter() > due_s + _PATIENCE_S:
+                raise KVStoreError(f"no prefetch in {_PATIENCE_S} s")
+            self.ask(self.prompt(BLOCK_TOKENS), skip_save=True)  # steps, without which vLLM plans nothing
+        prefetched_s, num_tokens = self.ask(prompt)
+        if num_tokens < memory_tokens or not num_tokens:
+            raise KVStoreError(f"after the prefetch {num_tokens} tokens were a hit, and before {memory_tokens}")
+        return PREFETCH_COST * memory_s, prefetched_s
+
+    def _is_in_memory(self, prompt: list[int]) -> bool:
+        connector = connector_of(self.llm)
+        layout, index = connector.facts[0].layout, connector.index
+        hasher = PrefixHasher(layout.blocks_per_chunk * layout.block_tokens, layout.block_tokens)
+        hasher.update(prompt)
+        return index is not None and all(index.in_memory(key) for key in hasher.chunk_keys())
 
 
 def _hits(llm: LLM, vocabulary: int, rounds: int) -> tuple[list[Sample], list[Sample]]:
@@ -145,6 +193,17 @@ def _hits(llm: LLM, vocabulary: int, rounds: int) -> tuple[list[Sample], list[Sa
         one_block_s, _ = asker.ask(asker.prompt(BLOCK_TOKENS))
         any_length.append((HIT_COST * own_s + one_block_s, ours_s))
     return one_token_left, any_length
+
+
+def _prefetched(model: str, vocabulary: int, rounds: int) -> list[Sample]:
+    """Time the next turn of a conversation that others have crowded out of memory, and a hit in memory before."""
+    with tempfile.TemporaryDirectory() as folder:
+        transfer = transfer_config(_PREFETCHING | {"kvstore.local_disk": folder})
+        with opened(model, transfer, enable_prefix_caching=False) as llm:
+            asker = _Asker(llm, vocabulary, seed=4)
+            asker.crowd()  # triggers work that is done only once
+            away_s = 1.5 * asker.crowd()
+            return [asker.return_pair(away_s) for _ in range(rounds)]
 
 
 @contextmanager
@@ -214,8 +273,9 @@ def measure(model: str, vocabulary: int, rounds: int) -> Samples:
         one_token_left, any_length = _hits(llm, vocabulary, rounds)
     with opened(model, None) as llm:
         control = _batches(llm, vocabulary, rounds)
+    prefetched = _prefetched(model, vocabulary, rounds)
     throughput, again = (list(zip(plain, others, strict=True)) for others in (ours, control))
-    return Samples(one_token_left, any_length, hooks, throughput, again, _starts(model, rounds))
+    return Samples(one_token_left, any_length, prefetched, hooks, throughput, again, _starts(model, rounds))
 
 
 if __name__ == "__main__":

@@ -116,8 +116,8 @@ _TokensOrNone = Annotated[int | None, Field(ge=0, le=_MAX_TOKENS, description="a
 _NumberOrNone = Annotated[int | None, Field(ge=0, le=1 << 62, description="a number")]
 _NameOrNone = Annotated[str | None, Field(min_length=1, max_length=64, description="text of 1 to 64 characters")]
 _STRICT = ConfigDict(strict=True)
-_SHOWN: Final = {"ttl_s": "ttl", "retain_s": "retain", "tags": f"{_TAG}<name>"}  # what clients call a field
-_IN_SECONDS: Final = ("ttl", "retain")
+_IN_SECONDS: Final = ("ttl", "retain", "prefetch")
+_SHOWN: Final = {"tags": f"{_TAG}<name>", **{f"{name}_s": name for name in _IN_SECONDS}}  # what clients call a field
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -130,6 +130,7 @@ class RequestParams:
         skip_load: compute it even if it is stored.
         ttl_s: the time for which its chunks may be found; None for as long as there is room.
         retain_s: the time for which its chunks stay on disk; None for as long as there is room.
+        prefetch_s: the time after its end when the conversation goes on; None if the client does not say.
         pin: True keeps its prompt's chunks from eviction, False ends that, None does neither.
         tags: (name, value) pairs, sorted, that another request must have, too, to share its KV.
         probe: a name that replaces its ``cache_salt`` in its key. vLLM's own cache uses the salt, so a prompt sent
@@ -142,6 +143,7 @@ class RequestParams:
     skip_load: _Flag = False
     ttl_s: _Seconds = None
     retain_s: _Seconds = None
+    prefetch_s: _Seconds = None
     pin: _FlagOrNone = None
     tags: _Tags = ()
     probe: _ProbeOrNone = None
@@ -340,7 +342,7 @@ def _take(fields: dict[str, object], prefix: str, name: str, value: object) -> N
         fields[name] = value
     elif prefix == _OURS:
         nearest = difflib.get_close_matches(name[:MAX_TAG_CHARACTERS], _NAMES, n=1)
-        known = ", ".join(_OURS + known for known in (*_NAMES, f"{_TAG}<name>"))
-        hint = f"did you mean {_OURS}{nearest[0]}?" if nearest else f"known fields are {known}"
+        known = ", ".join((*_NAMES, f"{_TAG}<name>"))
+        hint = f"did you mean {_OURS}{nearest[0]}?" if nearest else f"known names are {known}"
         message = f"unknown field {_OURS}<name>: {hint}"
         raise FieldError(message, nearest[0] if nearest else OTHER_FIELD)

@@ -15,6 +15,7 @@ from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup
 from kvstore.adapters.vllm.scheduler.matching import Matching
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.pins import PromptPins
+from kvstore.adapters.vllm.scheduler.prefetches import Prefetches
 from kvstore.adapters.vllm.scheduler.saves import SavePlanner
 from kvstore.adapters.vllm.scheduler.steps import StepTracker
 from kvstore.engine.opening import open_directory
@@ -40,6 +41,7 @@ class Connected:
         loads: plans loads.
         saves: plans stores.
         pins: keep prompts from eviction, in memory and on disk, or on disk only.
+        prefetches: bring prompts to memory before their conversations go on.
         rows: maps block tables to the rows of chunks and checkpoints.
     """
 
@@ -51,6 +53,7 @@ class Connected:
     loads: LoadPlanner
     saves: SavePlanner
     pins: PromptPins
+    prefetches: Prefetches
     rows: RowMap
 
     @classmethod
@@ -85,7 +88,8 @@ class Connected:
         saves = SavePlanner(index, num_ranks, rows, steps)
         steps.next.removals += set.union(*held) - complete
         matching = Matching(options, index, remote, loads, choice, handovers, canary)
-        return cls(num_ranks, index, remote, choice, matching, loads, saves, pins, rows)
+        prefetches = Prefetches(index, loads, remote, keeps=options.config.local_cpu)
+        return cls(num_ranks, index, remote, choice, matching, loads, saves, pins, prefetches, rows)
 
 
 def _open_remote(facts: Sequence[WorkerFacts], options: SchedulerOptions) -> RemoteLookup:

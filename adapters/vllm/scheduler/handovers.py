@@ -14,8 +14,8 @@ from typing import Final, Literal
 from kvstore.adapters.vllm.plan import StepReport
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover, Source
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
-from kvstore.adapters.vllm.scheduler.loads import overlapping
 from kvstore.adapters.vllm.scheduler.outgoing import NOWHERE, Kept, OutgoingHandovers, hit_tokens
+from kvstore.adapters.vllm.scheduler.parts import overlapping
 from kvstore.adapters.vllm.scheduler.steps import StepTracker
 from kvstore.adapters.vllm.scheduler.waits import Waits
 from kvstore.index.index import ChunkIndex

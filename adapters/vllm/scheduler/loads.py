@@ -7,20 +7,22 @@ Those of an asynchronous load are not shared before it has ended.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvstore.adapters.vllm.plan import Fetch, FetchResult, LoadTime, Sourced, StepResult
+from kvstore.adapters.vllm.plan import NO_REQUEST, Fetch, FetchResult, LoadTime, Sourced, StepResult
 from kvstore.adapters.vllm.requests import blocks
 from kvstore.adapters.vllm.requests.rows import RowMap, Tables, TablesOf
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice, slowest
+from kvstore.adapters.vllm.scheduler.parts import Part, overlapping, with_blocks
 from kvstore.adapters.vllm.scheduler.steps import StepTracker
 from kvstore.adapters.vllm.telemetry.stats import HitTokens
 from kvstore.index.index import ChunkIndex
-from kvstore.index.plans import LoadStep, Match, Place
+from kvstore.index.plans import LoadStep, Place
+from kvstore.index.remote_view import RemoteAnswers
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.keys import PrefixHasher, PrefixKey
 from kvstore.paged.base import BlockIds
@@ -28,6 +30,7 @@ from kvstore.paged.grouped import any_present
 from kvstore.transfer.mover import LoadJob, as_block_ids
 
 _MAX_UNTIMED = 64  # a rank may never report its time
+_NO_BLOCKS = as_block_ids(())
 _NOT_LOADED = 1  # stands for any block that a request lacks: it starts over
 
 
@@ -46,30 +49,6 @@ class _Unverified:
     block: int
     key: PrefixKey
     block_ids: set[int] = field(default_factory=set)
-
-
-class Part(NamedTuple):
-    """A chunk, the position of its first block in its request, and the positions of the wanted blocks.
-
-    Attributes:
-        is_own: the request has all tokens of the chunk, and not only those of its first blocks.
-    """
-
-    ref: ChunkRef
-    begin: int
-    start: int
-    stop: int
-    is_own: bool
-
-    @property
-    def known(self) -> range:
-        """The positions of the chunk's blocks, as far as the request has their tokens."""
-        return self.ref.blocks_from(self.begin) if self.is_own else range(self.begin, self.stop)
-
-    @property
-    def front_blocks(self) -> int:
-        """Number of leading blocks of the chunk that are wanted; 0 if the request has the others, too."""
-        return 0 if self.is_own else self.stop - self.begin
 
 
 class _Load(NamedTuple):
@@ -256,7 +235,7 @@ class LoadPlanner:
         first_block = spec.num_local_tokens // block_tokens
         end_block = -(-(spec.num_local_tokens + num_external_tokens) // block_tokens)
         parts = overlapping(spec.match, self._rules, spec.num_local_tokens, num_external_tokens)
-        wanted = list(_with_blocks(parts, table))
+        wanted = list(with_blocks(parts, table))
         steps = self._prepare(tracker, spec, [part.ref for part in wanted], wanted[-1].front_blocks if wanted else 0)
         jobs, tokens, carried, loaded_end = [], Counter[Place](), Counter[Place](), first_block
         for step, part in zip(steps, wanted, strict=False):
@@ -268,7 +247,7 @@ class LoadPlanner:
         lost_block_ids = blocks.present(table[loaded_end:end_block])
         if spec.async_load:
             has_gaps = blocks.NULL_BLOCK in table[:end_block]
-            self._plan_fetch(Fetch(0, request_id, jobs, lost_block_ids, has_gaps), carried)
+            self._plan_fetch(Fetch(0, request_id, jobs, lost_block_ids, has_gaps), carried, steps)
         else:
             self._plan_within(tracker, first_block, jobs, lost_block_ids, carried)
         return tokens
@@ -284,7 +263,7 @@ class LoadPlanner:
         jobs = [LoadJob(step, load.rows, 0) for step, load in zip(steps, loads or (), strict=False)]
         lost_block_ids = [] if is_whole else [_NOT_LOADED]
         fetch = Fetch(0, tracker.request.request_id, jobs, lost_block_ids, has_gaps=True)
-        self._plan_fetch(fetch, carried, is_whole=is_whole)
+        self._plan_fetch(fetch, carried, steps, is_whole=is_whole)
         return tokens if is_whole else Counter()
 
     def _group_loads(self, spec: LoadSpec, tables: Tables, num_external_tokens: int) -> list[_Load] | None:
@@ -317,10 +296,28 @@ class LoadPlanner:
             self._plans.next.sourced.append(Sourced(spec.told.source, remote_refs))
         return steps
 
-    def _plan_fetch(self, fetch: Fetch, carried: Counter[Place], *, is_whole: bool = True) -> None:
+    def bring(self, refs: Sequence[ChunkRef], told: RemoteAnswers, checkpoint: Sequence[ChunkRef]) -> int | None:
+        """Plan to load those of a prefix's chunks that are not in memory into slots, for no request.
+
+        Returns the number of the fetch; None if there is nothing to load, or no room.
+        """
+        steps = self._index.prepare_load(refs, told, checkpoint, is_use=False)
+        jobs = [LoadJob(step, _NO_BLOCKS, 0) for step in steps if step.source is not Place.MEMORY]
+        if not jobs:
+            self._index.complete_load(steps, frozenset(), frozenset())
+            return None
+        self._plan_fetch(Fetch(0, NO_REQUEST, jobs), Counter(), steps)
+        return self._number
+
+    def is_under_way(self, number: int) -> bool:
+        """Tell if some rank has yet to report the end of a fetch."""
+        return number in self._fetching
+
+    def _plan_fetch(
+        self, fetch: Fetch, carried: Counter[Place], steps: list[LoadStep], *, is_whole: bool = True
+    ) -> None:
         self._number += 1
         fetch.number = self._number
-        steps = [job.step for job in fetch.loads]
         self._plans.next.fetches.append(fetch)
         self._fetching[fetch.number] = _Fetching(fetch.req_id, steps, carried, is_whole)
         self._fetched_keys.update(step.ref.prefix_key for step in steps if step.source is not Place.MEMORY)
@@ -390,7 +387,8 @@ class LoadPlanner:
         self._fetched_keys -= Counter(key for key in slow if key not in fetching.brought)
         if result.failed_loads or not fetching.steps or not fetching.is_whole:
             return fetching.req_id
-        self._choice.loaded(fetching.carried, result.load_s)
+        if fetching.req_id != NO_REQUEST:
+            self._choice.loaded(fetching.carried, result.load_s)
         return None
 
     def _note_arrivals(self, fetching: _Fetching) -> None:
@@ -417,25 +415,3 @@ class LoadPlanner:
     def _block_key(self, hasher: PrefixHasher, block: int) -> PrefixKey:
         chunk, inside = divmod(block, self._rules.chunk_tokens // self._rules.block_tokens)
         return hasher.block_keys(chunk)[inside]
-
-
-def overlapping(match: Match, rules: SaveRules, begin_tokens: int, num_tokens: int) -> Iterator[Part]:
-    """Yield the chunks of a match that hold any of ``num_tokens`` from ``begin_tokens`` on, with those blocks."""
-    first_block, end_block = begin_tokens // rules.block_tokens, -(-(begin_tokens + num_tokens) // rules.block_tokens)
-    begin = match.first_chunk * rules.chunk_tokens // rules.block_tokens
-    for ref in match.refs:
-        end = begin + ref.num_blocks
-        if begin < end_block and end > first_block:
-            is_own = end * rules.block_tokens <= match.num_tokens
-            yield Part(ref, begin, max(begin, first_block), min(end, end_block), is_own)
-        begin = end
-
-
-def _with_blocks(parts: Iterable[Part], block_ids: Sequence[int]) -> Iterator[Part]:
-    """Yield the parts for which a request has blocks, up to a chunk that cannot be loaded."""
-    for part in parts:
-        run = blocks.present_run(block_ids, part.start, part.stop)
-        if run is None:
-            return
-        if run[0] < run[1]:
-            yield part._replace(start=run[0], stop=run[1])

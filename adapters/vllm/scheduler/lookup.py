@@ -86,11 +86,11 @@ class RemoteLookup:
         asking = self._requests.get(request_id)
         return asking.told if asking is not None else NO_ANSWERS
 
-    def answered(self, request_id: str, asked: Sequence[Asked]) -> bool:
+    def answered(self, request_id: str, asked: Sequence[Asked], *, may_wait: bool = True) -> bool:
         """Ask about chunks and trails for a request. Return False until all is answered or its deadline has passed.
 
-        A pass of the scheduler waits briefly at most, and not at all while the tier is slow. After a request's
-        deadline, open questions count as "no" for this request only.
+        A pass of the scheduler waits briefly at most, and not at all while the tier is slow or without ``may_wait``.
+        After a request's deadline, open questions count as "no" for this request only.
         """
         now_s = time.monotonic()
         asking = self._requests.setdefault(request_id, _Asking(RemoteAnswers()))
@@ -99,7 +99,8 @@ class RemoteLookup:
             asking.deadline_s = now_s + self._timeout_s
         if not asking.questions:
             self._ask(asking, asked, now_s)
-        self._wait(asking)
+        if may_wait:
+            self._wait(asking)
         if all(question.is_done for question in asking.questions):
             self._tell(asking)
             return True

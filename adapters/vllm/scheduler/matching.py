@@ -10,9 +10,10 @@ from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, Wai
 from kvstore.adapters.vllm.scheduler.canary import Canary
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice
 from kvstore.adapters.vllm.scheduler.handovers import Handovers
-from kvstore.adapters.vllm.scheduler.loads import LoadPlanner, overlapping
+from kvstore.adapters.vllm.scheduler.loads import LoadPlanner
 from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+from kvstore.adapters.vllm.scheduler.parts import overlapping
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import Match, Place
 

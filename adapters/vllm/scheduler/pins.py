@@ -1,4 +1,4 @@
-"""Prompts that clients have pinned, or whose chunks they retain on disk."""
+"""Prompts that clients have pinned, whose chunks they retain on disk, or which they expect back."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from typing import Final, NamedTuple
 from kvstore.adapters.vllm.scheduler.steps import StepTracker
 from kvstore.config import StoreConfig
 from kvstore.index.index import ChunkIndex
-from kvstore.index.plans import chunk_refs
+from kvstore.index.plans import Match, chunk_refs
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.keys import PrefixHasher
 from kvstore.model.retention import Retention
 
 PIN: Final = "pin"
 RETAIN: Final = "retain"
+PREFETCH: Final = "prefetch"
 
 
 class _Coming(NamedTuple):
     """Hint that is carried out once a step has ended.
 
     Attributes:
-        hint: ``PIN`` or ``RETAIN``.
+        hint: ``PIN``, ``RETAIN`` or ``PREFETCH``.
         hasher: of the prompt.
         last_step: the step to wait for.
-        hold: holds chunks, and returns how many of them, from the front.
+        hold: holds the chunks of a match, and returns how many of them, from the checkpoint and the front.
     """
 
     hint: str
     hasher: PrefixHasher
     last_step: int
-    hold: Callable[[Sequence[ChunkRef]], int]
+    hold: Callable[[Match], int]
 
 
 class PromptPins:
-    """Pinned and retained prompts of one engine. For the scheduler's thread.
+    """Pinned, retained and expected prompts of one engine. For the scheduler's thread.
 
-    Both begin when the steps that store their chunks have ended, of their request and of others with the same prompt.
+    All begin when the steps that store their chunks have ended, of their request and of others with the same prompt.
 
     Args:
         index: of all chunks.
@@ -59,7 +60,7 @@ class PromptPins:
 
     def add(self, name: str, hasher: PrefixHasher, last_step: int) -> None:
         """Pin the chunks of a request that has just ended, once ``last_step`` is over."""
-        hold = partial(self._index.lease, name, ttl_s=self._config.pin_max_secs)
+        hold = partial(self._lease, name=name)
         self._coming[name] = _Coming(PIN, hasher, last_step, hold)
         self.hold()
 
@@ -71,12 +72,22 @@ class PromptPins:
         until_s = time.monotonic() + min(ttl_s, self._config.retain_max_secs)
         hold = partial(self._retain, until_s=until_s, tenant=hasher.tenant)
         if self._index.checkpoints is None:
-            hold([*takewhile(lambda ref: ref.prefix_key in self._index, chunk_refs(hasher, with_tail=True))])
+            known = takewhile(lambda ref: ref.prefix_key in self._index, chunk_refs(hasher, with_tail=True))
+            hold(Match(tuple(known), 0))
         self._coming[f"{RETAIN} {request_id}"] = _Coming(RETAIN, hasher, last_step, hold)
         self.hold()
 
-    def _retain(self, refs: Sequence[ChunkRef], until_s: float, tenant: bytes) -> int:
+    def expect(self, request_id: str, hasher: PrefixHasher, last_step: int, hold: Callable[[Match], int]) -> None:
+        """Call ``hold`` with what is stored of a request that has just ended, once ``last_step`` is over."""
+        self._coming[f"{PREFETCH} {request_id}"] = _Coming(PREFETCH, hasher, last_step, hold)
+        self.hold()
+
+    def _lease(self, match: Match, name: str) -> int:
+        return self._index.lease(name, _refs_of(match), self._config.pin_max_secs)
+
+    def _retain(self, match: Match, until_s: float, tenant: bytes) -> int:
         """Retain chunks, and return how many; where there is a checkpoint, all or none, as a part is of no use."""
+        refs = _refs_of(match)
         count = self._index.retainable(refs, tenant)
         if self._index.checkpoints is None or count == len(refs):
             self._index.retain(refs, until_s, tenant)
@@ -109,11 +120,10 @@ class PromptPins:
         If there is no room for all, hold those up to an earlier checkpoint for which there is. Returns the result.
         """
         match = self._index.lookup(coming.hasher)
-        wanted = len(match.checkpoint) + len(match.refs)
+        wanted = len(_refs_of(match))
         while True:
-            refs = (*match.checkpoint, *match.refs)
-            num_held = coming.hold(refs)
-            if num_held == len(refs) or not match.checkpoint:
+            num_held = coming.hold(match)
+            if num_held == len(_refs_of(match)) or not match.checkpoint:
                 return _result(num_held, wanted)
             num_chunks = max(0, num_held - len(match.checkpoint))
             limit_tokens = min(match.num_tokens - 1, num_chunks * coming.hasher.chunk_tokens)
@@ -135,6 +145,10 @@ class PromptPins:
     def cancel_coming(self) -> None:
         """Forget what has yet to begin."""
         self._coming.clear()
+
+
+def _refs_of(match: Match) -> Sequence[ChunkRef]:
+    return (*match.checkpoint, *match.refs)
 
 
 def _result(num_held: int, wanted: int) -> str:

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -122,13 +123,20 @@ class StoreScheduler:
 
     def take_tally(self) -> Tally:
         """Return the counts since the last call, the workers' included."""
-        timeouts = {
-            metrics.LOOKUP_TIMEOUTS.key(): self._connected.remote.timeouts if self._connected is not None else 0,
+        connected = self._connected
+        totals = {
+            metrics.LOOKUP_TIMEOUTS.key(): connected.remote.timeouts if connected is not None else 0,
             metrics.HANDOVER_TIMEOUTS.key(): self._handovers.waits.timeouts,
+            metrics.PREFETCHED_CHUNKS.key(): connected.prefetches.num_chunks if connected is not None else 0,
         }
-        tally = self._stats.take(self.index, enabled=self.enabled, totals=timeouts)
+        tally = self._stats.take(self.index, enabled=self.enabled, totals=totals)
         self._stats.summarize(time.monotonic())
         return tally
+
+    @property
+    def has_work(self) -> bool:
+        """True if the next step moves something even if it computes nothing."""
+        return self.enabled and self._connected is not None and self._connected.prefetches.is_busy
 
     def take_events(self) -> list[Stored | Removed]:
         """Return the blocks stored and removed since the last call, if they are to be announced."""
@@ -163,8 +171,10 @@ class StoreScheduler:
                 connected.remote.begin(request.request_id, source.url)
         if params.pin is not None:
             tracker.pin_name = pin_name(tracker.hasher)
-        if params.pin is False and connected is not None:
-            connected.pins.end(tracker.pin_name)
+        if connected is not None:
+            connected.prefetches.note_prompt(tracker.hasher.chunk_keys())
+            if params.pin is False:
+                connected.pins.end(tracker.pin_name)
 
     def num_new_matched_tokens(self, request: RequestView, num_local_tokens: int) -> int | None:
         """Return the tokens to load beyond vLLM's own ``num_local_tokens``; at least one is left to compute.
@@ -259,12 +269,17 @@ class StoreScheduler:
         return keeps_blocks
 
     def _hold_prompt(self, connected: Connected, tracker: RequestTracker) -> None:
-        """Pin or retain the prompt of a request that has ended, if it asks for that."""
+        """Pin or retain the prompt of a request that has ended, or expect it back, if it asks for that."""
         params, last_step = tracker.params, self._steps.number + connected.saves.has_coming
         if params.pin:
             connected.pins.add(tracker.pin_name, tracker.hasher, last_step)
         if params.retain_s is not None:
             connected.pins.retain(tracker.request.request_id, tracker.hasher, last_step, params.retain_s)
+        num_chunks = tracker.request.num_prompt_tokens // tracker.hasher.chunk_tokens
+        if params.prefetch_s is not None and num_chunks:
+            name, due_s = tracker.hasher.chunk_keys()[num_chunks - 1], time.monotonic() + params.prefetch_s
+            hold = partial(connected.prefetches.expect, name, due_s)
+            connected.pins.expect(tracker.request.request_id, tracker.hasher, last_step, hold)
 
     def _save_rest(self, connected: Connected, tracker: RequestTracker, tables: Tables) -> bool:
         """Store the rest of a request that has ended. Return True if a worker has yet to read its blocks."""
@@ -330,6 +345,7 @@ class StoreScheduler:
                     tables, step_tokens = tables_of(req_id), (begin_tokens, begin_tokens + num_tokens)
                     states = connected.rows.states_at(tables, step_tokens, states_of(req_id))
                     self._plan_save(connected, tracker, save, tables, states)
+            connected.prefetches.plan(time.monotonic(), is_idle=not self._trackers)
         connected.loads.note_blocks(num_scheduled_tokens, tables_of)
         connected.remote.end_pass()
         connected.matching.running = set(num_scheduled_tokens)
@@ -400,6 +416,7 @@ class StoreScheduler:
             self._connected.index.take_removals()  # they belong to the old epoch, which is removed as a whole
             self._connected.index.take_retentions()
             self._connected.pins.cancel_coming()
+            self._connected.prefetches.cancel()
             self._connected.remote.reset(self._epoch)
         for req_id, tracker in list(self._trackers.items()):
             if tracker.request.num_computed_tokens:

@@ -110,8 +110,9 @@ class Removed(NamedTuple):
 class Announcer:
     """Blocks of the chunks in the index, and their announcements. For the scheduler's thread.
 
-    Chunks that a disk held at start are known by their keys alone. They are announced when a request has their tokens,
-    or when a chunk that shares blocks with them is removed, as these blocks can still be found.
+    Chunks that a disk held at start are known by their keys alone, and so are those brought from a remote tier before
+    a request asks for them. They are announced when a request has their tokens, or when a chunk that shares blocks with
+    them is removed, as these blocks can still be found.
 
     Args:
         block_tokens: tokens of a block.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch.profiler import record_function
 
 from kvstore.adapters.vllm.plan import (
+    NO_REQUEST,
     FetchResult,
     StepPlan,
     StepReport,
@@ -285,9 +286,11 @@ class StoreWorker:
 
     def _note_fetched(self, fetched: Fetched) -> None:
         fetch, loaded, seconds = fetched
-        self._reporter.report.tally.observe(metrics.LOAD_SECONDS.key(), [seconds])
         ended = FetchResult(loaded.failed, loaded.lost, ranks_ended=1, load_s=seconds)
         self._reporter.report.fetches.setdefault(fetch.number, FetchResult()).merge(ended)
+        if fetch.req_id == NO_REQUEST:
+            return
+        self._reporter.report.tally.observe(metrics.LOAD_SECONDS.key(), [seconds])
         self._fetched_requests.add(fetch.req_id)
         failed_block_ids = _blocks_of(fetch.loads, loaded.failed).union(fetch.lost_block_ids)
         if fetch.has_gaps and failed_block_ids:

@@ -189,6 +189,18 @@ def test_loading_from_disk_promotes() -> None:
     assert (index.slots_in_use, index.disk_used_bytes) == (2, 2 * FULL_BYTES)
 
 
+def test_a_load_that_no_request_uses_yet_is_no_use() -> None:
+    index = make(2, disk_chunks=4, cache_policy="LFU")
+    prefetched, used, other = (refs_of(16, family) for family in range(3))
+    index.adopt((ref, FULL_BYTES) for ref in (*prefetched, *used, *other))
+    for _ in range(3):
+        index.complete_load(index.prepare_load(prefetched, is_use=False), set(), set())
+    for _ in range(2):
+        index.complete_load(index.prepare_load(used), set(), set())
+    index.complete_load(index.prepare_load(other), set(), set())
+    assert [index.in_memory(ref.prefix_key) for ref in (*prefetched, *used)] == [False, True]
+
+
 def test_a_second_load_waits_in_line_behind_the_first() -> None:
     index = make(2, disk_chunks=4)
     index.adopt((ref, FULL_BYTES) for ref in refs_of(16))

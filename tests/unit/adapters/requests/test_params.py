@@ -62,16 +62,16 @@ def test_fields_that_do_not_count_are_not_looked_at() -> None:
         parse_params({"kvstore.pinn": True}, counted=[])
 
 
-def test_pins_and_retention_do_not_count_unless_the_operator_says_so() -> None:
+def test_what_takes_room_from_others_does_not_count_unless_the_operator_says_so() -> None:
     """All other fields concern only the KV of the request; these take room from others."""
     default = load_config(environ={}).config.request_fields
-    assert default == tuple(name for name in REQUEST_FIELDS if name not in ("retain", "pin"))
+    assert default == tuple(name for name in REQUEST_FIELDS if name not in ("retain", "prefetch", "pin"))
     every = load_config({"kvstore.request_fields": ", ".join(REQUEST_FIELDS)}, environ={}).config.request_fields
     assert every == REQUEST_FIELDS
     assert load_config({"kvstore.request_fields": []}, environ={}).config.request_fields == ()
     with pytest.raises(
         ConfigError,
-        match=r"request_fields.*must be some of skip_save, skip_load, max_save_tokens, ttl, tag, retain, pin",
+        match=r"request_fields.*must be some of skip_save, skip_load, max_save_tokens, ttl, tag, retain, prefetch, pin",
     ):
         load_config({"kvstore.request_fields": ["pins"]}, environ={})
     with pytest.raises(ConfigError, match="pin_max_secs"):

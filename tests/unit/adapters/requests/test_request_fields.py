@@ -37,7 +37,7 @@ def reader(found: list[str]) -> RequestFields:
         ({"lmcache.pin": SECRET}, "pin", "kvstore.pin must be"),
         ({"kvstore.tag.team": 7}, "tag", "kvstore.tag.<name> must be"),
         ({"kvstore.probe": ""}, PROBE, "kvstore.probe must be"),
-        ({f"kvstore.{SECRET}": 1}, OTHER_FIELD, "known fields are"),
+        ({f"kvstore.{SECRET}": 1}, OTHER_FIELD, "known names are"),
         ([SECRET], OTHER_FIELD, "mapping"),
         ({"disagg_spec": SECRET}, HANDOVER_FIELD, "disagg_spec must be"),
         ({"disagg_spec": {"receiver_host": SECRET}}, HANDOVER_FIELD, "receiver_init_port"),

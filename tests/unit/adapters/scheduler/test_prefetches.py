@@ -1,0 +1,272 @@
+"""Prompts that are brought back to memory before their conversations go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.fake_parts import CHUNK
+from support.fake_vllm import FakeVllm
+from support.remote import FakeServer
+from support.situations import PROMPT, Build, again, damage
+
+from kvstore.adapters.vllm.requests.params import RequestParams
+from kvstore.adapters.vllm.scheduler.prefetches import SPAN_S
+from kvstore.index.plans import Place
+from kvstore.model.keys import NO_EXTRAS
+from kvstore.ops.metrics import HINTS, PREFETCHED_CHUNKS
+
+SLOTS = 12
+IN_S = 600.0
+HERE = len(PROMPT) - 1  # tokens of the prompt in whole blocks
+NEXT_TURN = [*PROMPT, *range(230, 230 + CHUNK)]
+
+
+class Clock:
+    """Time of the scheduler, which passes only on demand, and of the tests, which goes on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ahead_s = 0.0
+        real = time.monotonic
+        monkeypatch.setattr("kvstore.adapters.vllm.scheduler.scheduler.time.monotonic", lambda: real() + self.ahead_s)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+@pytest.fixture
+def vllm(build: Build, tmp_path: Path) -> FakeVllm:
+    return build(slots=SLOTS, gpu_blocks=200, budget=1000, folder=tmp_path, disk_chunks=256)
+
+
+def crowd_out(vllm: FakeVllm, first: int = 100) -> None:
+    """Ask for prompts that fill the memory, each twice, or the policy would refuse the later ones."""
+    for number in range(first, first + 10):
+        for turn in range(2):
+            vllm.ask(f"other {number} {turn}", [number, *range(3 * CHUNK - 1)])
+            vllm.settle()
+
+
+def in_memory(vllm: FakeVllm, prompt: list[int] = PROMPT) -> int:
+    return vllm.scheduler.find(prompt, NO_EXTRAS)[Place.MEMORY]
+
+
+def leave(vllm: FakeVllm, prompt: list[int] = PROMPT, in_s: float = IN_S, name: str = "first") -> None:
+    """Ask for a prompt that is expected back, and have it leave memory."""
+    vllm.ask(name, prompt, params=RequestParams(prefetch_s=in_s))
+    vllm.settle()
+    crowd_out(vllm)
+    assert in_memory(vllm, prompt) < len(prompt) - 1
+
+
+def wait(vllm: FakeVllm) -> None:
+    """Let vLLM plan steps without requests as long as it is asked to."""
+    vllm.step()
+    vllm.run()
+
+
+def results(vllm: FakeVllm) -> list[float]:
+    vllm.scheduler.take_tally()
+    return [vllm.scheduler.totals[HINTS.key("prefetch", result)] for result in ("done", "partly", "refused")]
+
+
+def test_a_prompt_is_in_memory_when_its_conversation_goes_on(vllm: FakeVllm, clock: Clock) -> None:
+    leave(vllm)
+    clock.ahead_s += IN_S
+    wait(vllm)
+    assert in_memory(vllm) == HERE
+    assert results(vllm) == [1, 0, 0]
+    assert vllm.scheduler.totals[PREFETCHED_CHUNKS.key()] == 4
+    for worker in vllm.workers:
+        worker._mover.counters.chunks_loaded_from_disk = 0
+    assert again(vllm, NEXT_TURN) == HERE
+    assert [worker._mover.counters.chunks_loaded_from_disk for worker in vllm.workers] == [0]
+    vllm.settle()
+    vllm.assert_nothing_leaked()
+
+
+def test_nobody_waits_longer_than_the_client_said(vllm: FakeVllm, clock: Clock) -> None:
+    """While others run, a prompt is brought when it is due, and not before."""
+    leave(vllm)
+    clock.ahead_s += IN_S - SPAN_S / 2
+    busy = vllm.add("busy", range(200, 210), max_tokens=40)
+    for _ in range(10):
+        vllm.step()
+    assert busy.state == "running"
+    assert in_memory(vllm) < HERE
+    clock.ahead_s += SPAN_S
+    vllm.run()
+    assert in_memory(vllm) == HERE
+    vllm.settle()
+    vllm.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize(("left_s", "is_early"), [(SPAN_S - 5, True), (SPAN_S + 60, False)])
+def test_an_engine_that_falls_idle_brings_what_is_due_soon(
+    vllm: FakeVllm, clock: Clock, left_s: float, *, is_early: bool
+) -> None:
+    leave(vllm)
+    clock.ahead_s += IN_S - left_s
+    wait(vllm)
+    assert (in_memory(vllm) == HERE) == is_early
+    crowd_out(vllm, 150)  # and when it is due, it is brought again
+    clock.ahead_s += left_s
+    wait(vllm)
+    assert in_memory(vllm) == HERE
+
+
+def test_a_conversation_that_has_gone_on_is_not_expected(vllm: FakeVllm, clock: Clock) -> None:
+    leave(vllm)
+    vllm.ask("next turn", NEXT_TURN)
+    vllm.settle()
+    crowd_out(vllm, 150)
+    clock.ahead_s += IN_S
+    wait(vllm)
+    assert in_memory(vllm) < CHUNK
+    assert results(vllm) == [1, 0, 0]
+    assert vllm.scheduler.totals[PREFETCHED_CHUNKS.key()] == 0
+
+
+def test_a_request_gets_what_is_on_its_way(vllm: FakeVllm, clock: Clock) -> None:
+    leave(vllm)
+    clock.ahead_s += IN_S
+    vllm.step()
+    assert vllm.scheduler.has_work
+    assert again(vllm, NEXT_TURN) == HERE
+    vllm.settle()
+    vllm.assert_nothing_leaked()
+
+
+def test_prompts_have_half_of_the_slots_together(vllm: FakeVllm, clock: Clock) -> None:
+    prompts = [[number, *PROMPT[1:]] for number in (210, 211)]
+    for number, prompt in enumerate(prompts):
+        vllm.ask(f"{number}", prompt, params=RequestParams(prefetch_s=IN_S + number))
+        vllm.settle()
+    crowd_out(vllm)
+    clock.ahead_s += IN_S + 2
+    wait(vllm)
+    assert [in_memory(vllm, prompt) == HERE for prompt in prompts] == [True, False]
+    connected = vllm.connected.prefetches
+    assert len(connected._coming) == 1, "the other one came too late"
+    clock.ahead_s += SPAN_S + 1
+    wait(vllm)
+    assert not connected._coming
+    assert not connected._brought
+    assert connected._num_coming == 0
+
+
+def test_a_prompt_of_more_than_half_of_the_slots_is_brought_in_part(build: Build, tmp_path: Path, clock: Clock) -> None:
+    vllm = build(slots=SLOTS, gpu_blocks=200, budget=1000, folder=tmp_path)
+    long = [*range(120, 120 + 8 * CHUNK + 1)]
+    leave(vllm, long)
+    clock.ahead_s += IN_S
+    wait(vllm)
+    assert in_memory(vllm, long) >= SLOTS // 2 * CHUNK
+    assert results(vllm) == [0, 1, 0]
+
+
+def test_without_memory_nothing_is_expected(build: Build, tmp_path: Path, clock: Clock) -> None:
+    vllm = build(slots=SLOTS, gpu_blocks=200, budget=1000, folder=tmp_path, local_cpu=False)
+    vllm.ask("first", PROMPT, params=RequestParams(prefetch_s=IN_S))
+    vllm.settle()
+    clock.ahead_s += IN_S
+    wait(vllm)
+    assert results(vllm) == [0, 0, 1]
+
+
+def reset(vllm: FakeVllm) -> None:
+    vllm.reset(preempt=True)
+
+
+def clear(vllm: FakeVllm) -> None:
+    vllm.scheduler.clear()
+
+
+def switch_off(vllm: FakeVllm) -> None:
+    vllm.scheduler.enabled = False
+
+
+@pytest.mark.parametrize("event", [reset, clear, switch_off])
+@pytest.mark.parametrize("begins", [False, True])
+def test_events_in_the_middle(vllm: FakeVllm, clock: Clock, event: Callable[[FakeVllm], None], *, begins: bool) -> None:
+    leave(vllm)
+    clock.ahead_s += IN_S
+    if begins:
+        vllm.step()
+        assert vllm.scheduler.has_work
+    event(vllm)
+    wait(vllm)
+    assert not vllm.scheduler.has_work
+    vllm.scheduler.enabled = True
+    assert again(vllm) == (HERE if event is switch_off else 0)
+    vllm.settle()
+    vllm.assert_nothing_leaked()
+
+
+def test_new_weights_end_all_expectations(vllm: FakeVllm, clock: Clock) -> None:
+    leave(vllm)
+    vllm.reset(preempt=True)
+    assert not vllm.connected.prefetches._coming
+    vllm.ask("first again", PROMPT)  # now that its chunks have the same keys
+    vllm.settle()
+    crowd_out(vllm, 150)
+    clock.ahead_s += IN_S
+    wait(vllm)
+    assert in_memory(vllm) < HERE
+
+
+def test_what_cannot_be_read_now_ends_it(vllm: FakeVllm, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may take the slots again before the next look."""
+    leave(vllm)
+    looks: list[int] = []
+
+    def bring(*_: object) -> int:
+        looks.append(1)
+        return 10**6  # the number of a load that is over
+
+    monkeypatch.setattr(vllm.connected.loads, "bring", bring)
+    clock.ahead_s += IN_S
+    wait(vllm)
+    assert len(looks) == 1
+
+
+def test_what_is_damaged_ends_it(vllm: FakeVllm, clock: Clock) -> None:
+    leave(vllm)
+    for path in vllm.chunk_files():
+        damage(path)
+    clock.ahead_s += IN_S
+    wait(vllm)
+    assert in_memory(vllm) < HERE
+    assert not vllm.connected.prefetches._current
+    again(vllm)
+    vllm.settle()
+    vllm.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_prompt_that_only_a_remote_tier_has(build: Build, clock: Clock, *, is_there: bool) -> None:
+    server = FakeServer()
+    vllm = build(slots=SLOTS, gpu_blocks=200, budget=1000, server=server, hold_s=1.0)
+    leave(vllm)
+    clock.ahead_s += IN_S
+    if not is_there:
+        server.lose(list(server.all_chunks()))
+    wait(vllm)
+    assert in_memory(vllm) == (3 * CHUNK if is_there else 0), "the queue had no room for the tail"
+    vllm.settle()
+    vllm.assert_nothing_leaked()
+
+
+def test_two_ranks_bring_the_same(build: Build, tmp_path: Path, clock: Clock) -> None:
+    vllm = build(slots=SLOTS, gpu_blocks=200, budget=1000, folder=tmp_path, ranks=2, run_ahead=1)
+    leave(vllm)
+    clock.ahead_s += IN_S
+    wait(vllm)
+    assert in_memory(vllm) == HERE
+    assert again(vllm, NEXT_TURN) == HERE
+    vllm.settle()
+    vllm.assert_nothing_leaked()
