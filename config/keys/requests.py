@@ -9,9 +9,9 @@ from pydantic_core import PydanticCustomError
 
 from kvstore.config.keys.base import Keys, Seconds, Switch, Tokens, Unit, as_tuple
 
-REQUEST_FIELDS: Final = ("skip_save", "skip_load", "max_save_tokens", "ttl", "tag", "retain", "prefetch", "pin")
+_SAFE_FIELDS: Final = ("skip_save", "skip_load", "max_save_tokens", "ttl", "tag", "demote", "drop")
+REQUEST_FIELDS: Final = (*_SAFE_FIELDS, "retain", "prefetch", "pin")  # these take room
 """Fields that a client may set for one request, if the operator allows it."""
-_SAFE_FIELDS: Final = REQUEST_FIELDS[:-3]  # these affect the request's own KV; the others take room
 _MOST_S: Final = 365 * 86_400
 
 
@@ -39,8 +39,8 @@ class RequestKeys(Keys):
     be 1 or 0."""
     request_fields: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = _SAFE_FIELDS
     """[Fields of requests](per-request.md) that count, of `skip_save`, `skip_load`, `max_save_tokens`, `ttl`, `tag`,
-    `retain`, `prefetch` and `pin`: a list, or text with commas. With `pin`, any client may keep up to half of the
-    pool."""
+    `demote`, `drop`, `retain`, `prefetch` and `pin`: a list, or text with commas. With `pin`, any client may keep up to
+    half of the pool."""
     pin_max_secs: Annotated[float, Unit("seconds"), Field(gt=0, le=_MOST_S)] = 86_400.0
     """Duration of a pin, unless it is renewed."""
     retain_max_secs: Annotated[float, Unit("seconds"), Field(gt=0, le=_MOST_S)] = 86_400.0

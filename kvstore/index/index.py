@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
-from kvstore.index.entries import Entries
+from kvstore.index.entries import NO_FILE, Entries
 from kvstore.index.leases import Leases
 from kvstore.index.loads import Loads
 from kvstore.index.lookup import Lookup
@@ -191,6 +191,18 @@ class ChunkIndex:
         """Note that a request that used these chunks has ended, after an answer of so many tokens."""
         for order in self._orders:
             order.end_chain(keys, answer_tokens)
+
+    def give_up(self, refs: Sequence[ChunkRef], *, demotes: bool = False) -> int:
+        """Offer the end of a prompt for eviction before all others, until it is used again.
+
+        A stem on which other chunks depend stays. What ``demotes`` leaves memory only, and stays on disk. Returns how
+        many chunks are offered.
+        """
+        keys = [ref.prefix_key for ref in refs]
+        if demotes:
+            memory, chunks = self._orders[0], self._chunks
+            return memory.give_up(key for key in keys if key in chunks and chunks[key].disk is not NO_FILE)
+        return max(order.give_up(keys) for order in self._orders)
 
     def set_tiers(self, tiers: TierState) -> None:
         """Note the state of the slower tiers."""

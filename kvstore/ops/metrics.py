@@ -18,7 +18,8 @@ from kvstore.index.plans import MissReason, Place
 _SEPARATOR = "|"
 _TIERS: Final = tuple(place.value for place in Place)
 _SLOW_TIERS: Final = (Place.DISK.value, Place.REMOTE.value)
-_REQUEST_FIELDS: Final = ("skip_save", "skip_load", "max_save_tokens", "ttl", "tag", "retain", "prefetch", "pin")
+_HINTS: Final = ("demote", "drop", "retain", "prefetch", "pin")
+_REQUEST_FIELDS: Final = ("skip_save", "skip_load", "max_save_tokens", "ttl", "tag", *_HINTS)
 
 
 class MetricKind(Enum):
@@ -91,8 +92,8 @@ REQUEST_FIELD_ERRORS = _counter(
 )
 HINTS = _counter(
     "hints",
-    "Prompts that requests asked to pin, retain or prefetch, by result",
-    hint=("pin", "retain", "prefetch"),
+    "Prompts about which requests gave hints, by result",
+    hint=_HINTS,
     result=("done", "partly", "refused"),
 )
 LOOKUP_TIMEOUTS = _counter("lookup_timeouts", "Lookups that the remote tier did not answer in time")

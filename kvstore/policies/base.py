@@ -48,6 +48,7 @@ class Policy(ABC):
         self.used_bytes = 0
         self._sizes: dict[PrefixKey, int] = {}
         self._held: set[PrefixKey] = set()
+        self._given_up: dict[PrefixKey, None] = {}
         self._parents: dict[PrefixKey, PrefixKey] = {}  # of chunks in the tier
         self._children: dict[PrefixKey, int] = {}  # numbers of children in the tier; the parent may be absent
         self._chain: dict[PrefixKey, PrefixKey | None] = {}  # the chain touched last, with parents
@@ -129,6 +130,7 @@ class Policy(ABC):
         """
         if key in self._sizes and key not in self._held:
             self._held.add(key)
+            self._given_up.pop(key, None)
             self._on_hold(key)
 
     def free(self, key: PrefixKey) -> None:
@@ -136,6 +138,21 @@ class Policy(ABC):
         if key in self._held:
             self._held.remove(key)
             self._on_add(key)
+
+    def give_up(self, keys: Iterable[PrefixKey]) -> int:
+        """Offer the end of a chain for eviction before all others, until it is used again; return how many chunks.
+
+        The keys are given head first. A chunk on which others in the tier depend stays, with its prefix, so a stem that
+        conversations share is not given up. Held chunks stay, too.
+        """
+        here = [key for key in dict.fromkeys(keys) if key in self._sizes]
+        below = Counter[PrefixKey | None]()  # of these, given up
+        for count, key in enumerate(reversed(here)):
+            if key in self._held or self._children.get(key, 0) > below[key]:
+                return count
+            self._given_up[key] = None
+            below[self._parents.get(key)] += 1
+        return len(here)
 
     def evict(self, key: PrefixKey) -> None:
         """Drop a chunk evicted to make room; its key may be remembered. Unknown keys are ignored."""
@@ -167,8 +184,8 @@ class Policy(ABC):
         search = _Search(missing_bytes, self._sizes, self._parents, self._children)
         if missing_bytes <= 0:
             return search.victims
-        with closing(self._order(newcomer)) as order:
-            for key in order:
+        with closing(self._offers(newcomer)) as offers:
+            for key in offers:
                 if may_go(key) and search.offer(key):
                     return search.victims
         is_choice = self.filters and newcomer is not None
@@ -208,11 +225,21 @@ class Policy(ABC):
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
+    def _offers(self, newcomer: PrefixKey | None) -> Generator[PrefixKey]:
+        """Yield what was given up, and then the others in the policy's order."""
+        yield from self._given_up
+        with closing(self._order(newcomer)) as order:
+            for key in order:
+                if key not in self._given_up:
+                    yield key
+
     def _link(self, chain: Sequence[PrefixKey], leaves: AbstractSet[PrefixKey]) -> None:
         prefix: list[PrefixKey | None] = [None, *chain]
         for place, key in enumerate(chain, 1) if leaves else ():
             if key in leaves:
                 prefix[place] = prefix[place - 1]
+        for key in chain if self._given_up else ():
+            self._given_up.pop(key, None)
         self._chain = dict(zip(chain, prefix, strict=False))
         parents, sizes = self._parents, self._sizes
         for key, parent in self._chain.items():
@@ -226,6 +253,7 @@ class Policy(ABC):
 
     def _drop(self, key: PrefixKey) -> None:
         self.used_bytes -= self._sizes.pop(key, 0)
+        self._given_up.pop(key, None)
         parent = self._parents.pop(key, None)
         if parent is not None:
             self._children[parent] -= 1

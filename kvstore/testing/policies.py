@@ -122,6 +122,12 @@ class PolicyMachine(RuleBasedStateMachine):
             self.policy.hold(key)
         self.held.update({*keys} & {*self.here})
 
+    @rule(chain=st.sampled_from(_CHAINS), length=st.integers(0, 6))
+    def give_up(self, chain: list[PrefixKey], length: int) -> None:
+        """Give up the end of a chain."""
+        given_up = self.policy.give_up(iter(chain[:length]))
+        assert given_up <= len({*chain[:length]} & {*self.here} - self.held)
+
     @rule(keys=st.lists(st.sampled_from(_KEYS), max_size=3))
     def free(self, keys: list[PrefixKey]) -> None:
         """Free chunks, held or not."""
@@ -278,6 +284,28 @@ class PolicyConformance:
         policy.free(keys[1])
         assert (set(policy), policy.used_bytes) == ({keys[0], keys[3]}, 3)
         assert {*(policy.make_room(3, everything) or ())} == {keys[0], keys[3]}
+
+    def test_what_is_given_up_goes_first(self) -> None:
+        """It goes from its end, until it is used again; what others depend on, or what is held, is not given up."""
+        policy = self.open_policy(9)
+        kept, given_up, fork = chain_of(0, 3), chain_of(10, 3), chain_of(20, 3)
+        for chain in (given_up, kept, [*given_up[:1], *fork[1:]]):
+            policy.touch_chain(chain)
+            for key in chain:
+                if key not in policy:
+                    policy.add(key)
+        for _ in range(3):
+            policy.touch_chain(given_up)
+        assert policy.give_up(given_up) == 2, "the stem has another branch"
+        assert policy.give_up([b"unknown"]) == 0
+        assert policy.make_room(2, everything) == [given_up[2], given_up[1]]
+        assert policy.make_room(1, lambda key: key != given_up[2]) not in ([given_up[1]], [given_up[0]])
+        policy.evict(given_up[2])
+        policy.touch_chain(given_up[:2])
+        assert policy.give_up(given_up[:1]) == 0
+        assert given_up[1] not in (policy.make_room(1, everything) or ())
+        policy.hold(given_up[1])
+        assert policy.give_up(given_up[:2]) == 0
 
     def test_a_chunk_goes_before_its_prefix(self) -> None:
         """Chunks are evicted before a shared prefix, although it is older and only other chains used it since."""

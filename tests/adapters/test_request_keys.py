@@ -248,7 +248,7 @@ def test_what_tokens_do_not_tell_is_not_shared(fields: dict[str, Any]) -> None:
     assert not is_shareable(request(**fields))
 
 
-def test_a_routers_hint_to_retain() -> None:
+def test_a_routers_hints() -> None:
     """The envelope of vLLM's own types; actions and values that we do not know do not count."""
     hints = pytest.importorskip("vllm.v1.kv_hints", reason="new in vLLM 0.32")
 
@@ -257,7 +257,9 @@ def test_a_routers_hint_to_retain() -> None:
         return hints_of(request(kv_hints=hints.KvHintsEnvelope("0.1", "message", named)))
 
     assert hints_of(request()) == {}
-    assert asked() == asked(("demote", {"ttl_seconds": 5})) == asked(("retain", {})) == {}
+    assert asked() == asked(("unknown", {"ttl_seconds": 5})) == asked(("retain", {})) == {}
+    assert asked(("demote", {}), ("retain", {"ttl_seconds": 7})) == {"kvstore.demote": True, "kvstore.retain": 7}
+    assert asked(("drop", {"ttl_seconds": 5})) == {"kvstore.drop": True}
     assert asked(("retain", {"ttl_seconds": 300}), ("retain", {"ttl_seconds": 20})) == {"kvstore.retain": 300}
     assert asked(("retain", {"ttl_seconds": float("inf")})) == {"kvstore.retain": MAX_TTL_S}
     for wrong in (-1, 0, "300", None, float("nan"), [3]):

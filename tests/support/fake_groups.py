@@ -14,7 +14,7 @@ from math import lcm
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.adapters.vllm.plan import StepPlan
+from kvstore.adapters.vllm.plan import NO_REQUEST, StepPlan
 from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadRules
 from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
@@ -201,6 +201,9 @@ class FakeGroups(FakeScheduler):
     def _check_plan(self, plan: StepPlan) -> None:
         """Check that a load brings exactly what its request needs and does not share; stores must read whole tables."""
         for fetch in plan.fetches:
+            if fetch.req_id == NO_REQUEST:
+                assert not any(len(job.block_ids) for job in fetch.loads)
+                continue
             request = self.loading[fetch.req_id][0]
             rows = {int(row) for job in fetch.loads for row in job.block_ids}
             wanted = {row for row in rows if row & ((1 << _ROW_BITS) - 1)}

@@ -307,8 +307,8 @@ class IndexMachine(IndexModel):
         self.ask_the_remote(family, length, 0)
         self.prepare_load(family, length, 0)
 
-    @rule(family=FAMILY, length=LENGTH, skip_blocks=st.integers(0, 9))
-    def prepare_load(self, family: int, length: int, skip_blocks: int) -> None:
+    @rule(family=FAMILY, length=LENGTH, skip_blocks=st.integers(0, 9), is_use=st.booleans())
+    def prepare_load(self, family: int, length: int, skip_blocks: int, *, is_use: bool = True) -> None:
         skip_tokens = skip_blocks * BLOCK
         match = self.index.lookup(self.hasher(family, length), skip_tokens)
         end = match.first_chunk * CHUNK + sum(ref.num_blocks for ref in match.refs) * BLOCK
@@ -322,7 +322,7 @@ class IndexMachine(IndexModel):
         busy = self.world.busy_slots()
         held = self.held()
         front_blocks = 0 if self.checkpoints else match.front_blocks(BLOCK, CHUNK // BLOCK)
-        steps = self.index.prepare_load(match.refs, front_blocks=front_blocks)
+        steps = self.index.prepare_load(match.refs, front_blocks=front_blocks, is_use=is_use)
         self.check_held(held)
         self.world.loads += [steps] if steps else []
         assert [step.read for step in steps] == list(match.refs), "lookup promised more than can be loaded"

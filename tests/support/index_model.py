@@ -125,6 +125,11 @@ class IndexModel(RuleBasedStateMachine):
         kept = self.index._disk.retained
         assert [ref.prefix_key in kept for ref in refs[:count]] == [True] * count
 
+    @rule(family=FAMILY, length=LENGTH, demotes=st.booleans())
+    def give_up(self, family: int, length: int, *, demotes: bool) -> None:
+        refs = self.index.lookup(self.hasher(family, length)).refs
+        assert self.index.give_up(refs, demotes=demotes) <= len(refs)
+
     def retained(self) -> list[ChunkRef]:
         """Return the chunks that stay on disk whatever is stored."""
         chunks = [self.index._chunks[key] for key in self.index._disk.retained._stays]

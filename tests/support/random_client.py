@@ -103,6 +103,9 @@ class RandomClient:
             skip_save=self.random.random() < 0.2,
             skip_load=self.random.random() < 0.2,
             ttl_s=self.random.choice([None, 1e-6, 1000.0]),
+            demote=self.random.random() < 0.1,
+            drop=self.random.random() < 0.1,
+            prefetch_s=self.random.choice([None, 1e-6, 0.02, 30.0]),
         )
 
     def upset(self, server: FakeServer) -> None:

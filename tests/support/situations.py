@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from kvstore.index.plans import Place
+from kvstore.model.keys import NO_EXTRAS
 from support.fake_parts import BLOCK, CHUNK, Setup
 from support.fake_vllm import FakeVllm
 
@@ -18,6 +20,11 @@ def damage(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[4096] ^= 1
     path.write_bytes(content)
+
+
+def in_memory(vllm: FakeVllm, prompt: list[int] = PROMPT) -> int:
+    """Return the leading tokens of a prompt that are in memory."""
+    return vllm.scheduler.find(prompt, NO_EXTRAS)[Place.MEMORY]
 
 
 def again(vllm: FakeVllm, prompt: list[int] = PROMPT, *, salt: str = "") -> int:

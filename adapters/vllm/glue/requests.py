@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _MAX_HINTS: Final = 64
+_FLAG_HINTS: Final = {"demote", "drop"}
 _PROBES: Final = "kvstore.probe\0"
 _COUNTED: Final = re.compile(r"(?:^|:)renderer\d+-mm-\d+-")  # from a renderer elsewhere, or behind a LoRA's name
 
@@ -27,15 +28,18 @@ def extra_args_of(request: Request) -> dict[str, Any] | None:
 
 
 def hints_of(request: Request) -> dict[str, object]:
-    """Return the fields that a router's hints stand for: the longest ``retain`` of an envelope; others are ignored.
+    """Return the fields that a router's hints stand for: the longest ``retain`` of an envelope, ``demote``, ``drop``.
 
-    Dynamo and SGLang send the same envelope, new in vLLM 0.32, and name the time ``ttl_seconds``.
+    Others are ignored. Dynamo and SGLang send the same envelope, new in vLLM 0.32, and name the time ``ttl_seconds``.
     """
     envelope = getattr(request, "kv_hints", None)
     actions = envelope.actions[:_MAX_HINTS] if envelope is not None else ()
     asked = [action.payload.get("ttl_seconds") for action in actions if action.action_type == "retain"]
     times_s = [ttl_s for ttl_s in asked if isinstance(ttl_s, int | float) and ttl_s > 0]
-    return {"kvstore.retain": min(max(times_s), MAX_TTL_S)} if times_s else {}
+    fields: dict[str, object] = {
+        f"kvstore.{action.action_type}": True for action in actions if action.action_type in _FLAG_HINTS
+    }
+    return fields | ({"kvstore.retain": min(max(times_s), MAX_TTL_S)} if times_s else {})
 
 
 def is_shareable(request: Request) -> bool:

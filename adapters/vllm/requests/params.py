@@ -129,6 +129,8 @@ class RequestParams:
         max_save_tokens: store no more than its first tokens, in whole blocks; None for all of them.
         skip_load: compute it even if it is stored.
         ttl_s: the time for which its chunks may be found; None for as long as there is room.
+        demote: its chunks on disk leave memory before others.
+        drop: its conversation has ended, so its chunks go before others.
         retain_s: the time for which its chunks stay on disk; None for as long as there is room.
         prefetch_s: the time after its end when the conversation goes on; None if the client does not say.
         pin: True keeps its prompt's chunks from eviction, False ends that, None does neither.
@@ -142,6 +144,8 @@ class RequestParams:
     max_save_tokens: _TokensOrNone = None
     skip_load: _Flag = False
     ttl_s: _Seconds = None
+    demote: _Flag = False
+    drop: _Flag = False
     retain_s: _Seconds = None
     prefetch_s: _Seconds = None
     pin: _FlagOrNone = None

@@ -1,4 +1,4 @@
-"""Prompts that clients have pinned, whose chunks they retain on disk, or which they expect back."""
+"""Hints of clients about their prompts: keep, retain on disk, expect back, demote, drop."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ from kvstore.model.retention import Retention
 PIN: Final = "pin"
 RETAIN: Final = "retain"
 PREFETCH: Final = "prefetch"
+DEMOTE: Final = "demote"
+DROP: Final = "drop"
+_GIVEN_UP: Final = (DEMOTE, DROP)
 
 
 class _Coming(NamedTuple):
     """Hint that is carried out once a step has ended.
 
     Attributes:
-        hint: ``PIN``, ``RETAIN`` or ``PREFETCH``.
+        hint: its name.
         hasher: of the prompt.
         last_step: the step to wait for.
         hold: holds the chunks of a match, and returns how many of them, from the checkpoint and the front.
@@ -38,9 +41,10 @@ class _Coming(NamedTuple):
 
 
 class PromptPins:
-    """Pinned, retained and expected prompts of one engine. For the scheduler's thread.
+    """Hints about the prompts of one engine. For the scheduler's thread.
 
-    All begin when the steps that store their chunks have ended, of their request and of others with the same prompt.
+    Each is carried out when the steps that store its chunks have ended, of its request and of others with the same
+    prompt.
 
     Args:
         index: of all chunks.
@@ -81,6 +85,14 @@ class PromptPins:
         """Call ``hold`` with what is stored of a request that has just ended, once ``last_step`` is over."""
         self._coming[f"{PREFETCH} {request_id}"] = _Coming(PREFETCH, hasher, last_step, hold)
         self.hold()
+
+    def give_up(self, request_id: str, hasher: PrefixHasher, last_step: int, hint: str) -> None:
+        """Let the chunks of a request that has just ended go first, once ``last_step`` is over."""
+        self._coming[f"{hint} {request_id}"] = _Coming(hint, hasher, last_step, partial(self._give_up, hint=hint))
+        self.hold()
+
+    def _give_up(self, match: Match, hint: str) -> int:
+        return self._index.give_up((*match.refs, *match.checkpoint), demotes=hint == DEMOTE)
 
     def _lease(self, match: Match, name: str) -> int:
         return self._index.lease(name, _refs_of(match), self._config.pin_max_secs)
@@ -123,7 +135,7 @@ class PromptPins:
         wanted = len(_refs_of(match))
         while True:
             num_held = coming.hold(match)
-            if num_held == len(_refs_of(match)) or not match.checkpoint:
+            if num_held == len(_refs_of(match)) or not match.checkpoint or coming.hint in _GIVEN_UP:
                 return _result(num_held, wanted)
             num_chunks = max(0, num_held - len(match.checkpoint))
             limit_tokens = min(match.num_tokens - 1, num_chunks * coming.hasher.chunk_tokens)

@@ -21,6 +21,7 @@ from kvstore.adapters.vllm.scheduler.connected import Connected
 from kvstore.adapters.vllm.scheduler.handovers import Handovers
 from kvstore.adapters.vllm.scheduler.lookup import find_tokens
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+from kvstore.adapters.vllm.scheduler.pins import DEMOTE, DROP
 from kvstore.adapters.vllm.scheduler.steps import InFlightStep, StepTracker
 from kvstore.adapters.vllm.telemetry.announcer import Announcer, Removed, Stored
 from kvstore.adapters.vllm.telemetry.stats import NO_HIT, HitTokens, SchedulerStats
@@ -269,12 +270,15 @@ class StoreScheduler:
         return keeps_blocks
 
     def _hold_prompt(self, connected: Connected, tracker: RequestTracker) -> None:
-        """Pin or retain the prompt of a request that has ended, or expect it back, if it asks for that."""
+        """Carry out the hints of a request that has ended about its prompt."""
         params, last_step = tracker.params, self._steps.number + connected.saves.has_coming
         if params.pin:
             connected.pins.add(tracker.pin_name, tracker.hasher, last_step)
         if params.retain_s is not None:
             connected.pins.retain(tracker.request.request_id, tracker.hasher, last_step, params.retain_s)
+        if params.drop or params.demote:
+            hint = DROP if params.drop else DEMOTE
+            connected.pins.give_up(tracker.request.request_id, tracker.hasher, last_step, hint)
         num_chunks = tracker.request.num_prompt_tokens // tracker.hasher.chunk_tokens
         if params.prefetch_s is not None and num_chunks:
             name, due_s = tracker.hasher.chunk_keys()[num_chunks - 1], time.monotonic() + params.prefetch_s

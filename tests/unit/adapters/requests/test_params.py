@@ -71,7 +71,7 @@ def test_what_takes_room_from_others_does_not_count_unless_the_operator_says_so(
     assert load_config({"kvstore.request_fields": []}, environ={}).config.request_fields == ()
     with pytest.raises(
         ConfigError,
-        match=r"request_fields.*must be some of skip_save, skip_load, max_save_tokens, ttl, tag, retain, prefetch, pin",
+        match=r"request_fields.*must be some of skip_save, skip_load, max_save_tokens, ttl, tag, demote, drop, retain",
     ):
         load_config({"kvstore.request_fields": ["pins"]}, environ={})
     with pytest.raises(ConfigError, match="pin_max_secs"):

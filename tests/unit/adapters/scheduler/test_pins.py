@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from support.fake_parts import CHUNK
 from support.fake_vllm import FakeVllm
-from support.situations import PROMPT, Build, again
+from support.situations import PROMPT, Build, again, in_memory
 
-from kvstore.adapters.vllm.requests.params import WITHOUT_CACHE, RequestParams
+from kvstore.adapters.vllm.requests.params import NO_PARAMS, WITHOUT_CACHE, RequestParams
 from kvstore.config import StoreConfig
 from kvstore.model.keys import NO_EXTRAS
 from kvstore.ops.metrics import HINTS
@@ -201,6 +201,27 @@ def test_clients_that_retain_everything_stay_within_their_shares(build: Build, t
     assert all(results)
     vllm.reset(preempt=True)
     assert vllm.index.retained == 0
+    vllm.settle()
+    vllm.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+@pytest.mark.parametrize("hint", ["drop", "demote", None])
+def test_what_a_client_gives_up_goes_first(build: Build, tmp_path: Path, hint: str | None, run_ahead: int) -> None:
+    """Demoted, it stays on disk."""
+    vllm = build(slots=12, gpu_blocks=200, budget=1000, folder=tmp_path, disk_chunks=13, run_ahead=run_ahead)
+    prompts = [[number, *PROMPT[1:]] for number in range(100, 104)]
+    for number, prompt in enumerate(prompts):
+        hints = {"drop": RequestParams(drop=True), "demote": RequestParams(demote=True)}
+        vllm.ask(f"{number}", prompt, params=hints.get(hint or "", NO_PARAMS) if number == 1 else NO_PARAMS)
+        vllm.settle()
+    ends = len(PROMPT) - 1
+    assert [in_memory(vllm, prompt) == ends for prompt in prompts] == [bool(hint), not hint, True, True]
+    found = [sum(vllm.scheduler.find(prompt, NO_EXTRAS).values()) == ends for prompt in prompts]
+    assert found == [bool(hint), hint != "drop", True, True]
+    vllm.scheduler.take_tally()
+    assert not hint or vllm.scheduler.totals[HINTS.key(hint, "done")] == 1
+    assert again(vllm, prompts[1][: 2 * CHUNK + 1]) in (0, CHUNK, 2 * CHUNK)
     vllm.settle()
     vllm.assert_nothing_leaked()
 

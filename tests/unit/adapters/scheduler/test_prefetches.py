@@ -10,12 +10,10 @@ import pytest
 from support.fake_parts import CHUNK
 from support.fake_vllm import FakeVllm
 from support.remote import FakeServer
-from support.situations import PROMPT, Build, again, damage
+from support.situations import PROMPT, Build, again, damage, in_memory
 
 from kvstore.adapters.vllm.requests.params import RequestParams
 from kvstore.adapters.vllm.scheduler.prefetches import SPAN_S
-from kvstore.index.plans import Place
-from kvstore.model.keys import NO_EXTRAS
 from kvstore.ops.metrics import HINTS, PREFETCHED_CHUNKS
 
 SLOTS = 12
@@ -49,10 +47,6 @@ def crowd_out(vllm: FakeVllm, first: int = 100) -> None:
         for turn in range(2):
             vllm.ask(f"other {number} {turn}", [number, *range(3 * CHUNK - 1)])
             vllm.settle()
-
-
-def in_memory(vllm: FakeVllm, prompt: list[int] = PROMPT) -> int:
-    return vllm.scheduler.find(prompt, NO_EXTRAS)[Place.MEMORY]
 
 
 def leave(vllm: FakeVllm, prompt: list[int] = PROMPT, in_s: float = IN_S, name: str = "first") -> None:
