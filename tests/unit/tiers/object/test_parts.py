@@ -240,8 +240,9 @@ def test_a_put_that_a_clear_of_another_engine_overtakes(open_tier: Open, tmp_pat
     wait_until(partial(knows, other, [True]))
     other.clear()
     put(one, REFS[1])
-    wait_until(partial(knows, one, [False, False]))
-    assert put(one, REFS[1]) == [Outcome.STORED]
+    wait_until(partial(knows, one, [False]))
+    if one.contains([REFS[1]]) == [False]:  # else it heard of the new epoch before, on a busy machine
+        assert put(one, REFS[1]) == [Outcome.STORED]
     wait_until(partial(knows, other, [False, True]))
     assert get(other, REFS[1]) is Outcome.HIT
 
