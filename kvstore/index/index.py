@@ -156,6 +156,11 @@ class ChunkIndex:
         """Tell if a load would find the chunk in a slot."""
         return self.holds(key, Place.MEMORY)
 
+    def trails(self, refs: Iterable[ChunkRef]) -> dict[PrefixKey, bytes]:
+        """Return the trails of known chunks, as far as they are known."""
+        chunks = self._chunks
+        return {key: trail for key, _ in refs if key in chunks and (trail := chunks[key].trail)}
+
     def queued_writes(self, target: Place) -> int:
         """Return the number of chunks waiting to be written to a slower tier, or being written."""
         return self._remote.num_sends if target is Place.REMOTE else self._disk.num_writes

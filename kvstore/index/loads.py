@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
 
 from kvstore.index.entries import LOADING, NO_FILE, NO_SLOT, READY, SENT, STORED, THERE, UNREAD, Entries, Entry
 from kvstore.index.lookup import Lookup
@@ -14,6 +16,8 @@ from kvstore.index.slots import Slots, Uses
 from kvstore.index.writes import RemoteSends
 from kvstore.model.chunks import ChunkRef, chunk_of
 from kvstore.model.keys import PrefixHasher, PrefixKey
+
+NO_TRAILS: Final[Mapping[PrefixKey, bytes]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +42,7 @@ class Loads:
         hasher: PrefixHasher | None = None,
         front_blocks: int = 0,
         *,
+        trails: Mapping[PrefixKey, bytes] = NO_TRAILS,
         is_use: bool = True,
     ) -> list[LoadStep]:
         """Plan to load a prefix's chunks, in order; stops before the first one that is no longer available.
@@ -47,10 +52,10 @@ class Loads:
 
         A chunk that the caller was ``told`` a remote tier holds counts. Every step holds its chunk until ``complete``.
         ``checkpoint`` lists those of the refs that are parts of one, which are kept or dropped together. With the
-        ``hasher`` of the sequence, chunks from a remote tier can be found by their block ends afterwards. Without
-        ``is_use`` no request uses them yet, and the policies learn nothing from it.
+        ``hasher`` of the sequence, or its ``trails``, chunks from a remote tier can be found by their block ends
+        afterwards. Without ``is_use`` no request uses them yet, and the policies learn nothing from it.
         """
-        made = self.chunks.new_trails(hasher, refs)
+        made = trails or self.chunks.new_trails(hasher, refs)
         planned: list[tuple[Entry, Place, ChunkRef | None]] = []
         for position, ref in enumerate(refs, 1):
             source = self.lookup.source(ref, told)

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import closing
+from itertools import islice
 from typing import ClassVar
 
 from kvstore.model.errors import InvalidCallError
@@ -27,6 +28,7 @@ from kvstore.model.keys import PrefixKey
 
 MIN_GHOSTS = 65_536
 GHOSTS_PER_CHUNK = 8
+_OFFERED_FIRST = 64
 
 
 class Policy(ABC):
@@ -226,11 +228,14 @@ class Policy(ABC):
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _offers(self, newcomer: PrefixKey | None) -> Generator[PrefixKey]:
-        """Yield what was given up, and then the others in the policy's order."""
-        yield from self._given_up
+        """Yield some of what was given up, and then the others in the policy's order."""
+        first = dict.fromkeys(islice(self._given_up, _OFFERED_FIRST))
+        yield from first
+        for key in first:  # those that may not go yet would be asked for each time
+            self._given_up[key] = self._given_up.pop(key)
         with closing(self._order(newcomer)) as order:
             for key in order:
-                if key not in self._given_up:
+                if key not in first:
                     yield key
 
     def _link(self, chain: Sequence[PrefixKey], leaves: AbstractSet[PrefixKey]) -> None:

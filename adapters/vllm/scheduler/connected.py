@@ -88,7 +88,7 @@ class Connected:
         saves = SavePlanner(index, num_ranks, rows, steps)
         steps.next.removals += set.union(*held) - complete
         matching = Matching(options, index, remote, loads, choice, handovers, canary)
-        prefetches = Prefetches(index, loads, remote, keeps=options.config.local_cpu)
+        prefetches = Prefetches(index, loads, remote, keeps=options.config.local_cpu and options.loads)
         return cls(num_ranks, index, remote, choice, matching, loads, saves, pins, prefetches, rows)
 
 

@@ -296,12 +296,18 @@ class LoadPlanner:
             self._plans.next.sourced.append(Sourced(spec.told.source, remote_refs))
         return steps
 
-    def bring(self, refs: Sequence[ChunkRef], told: RemoteAnswers, checkpoint: Sequence[ChunkRef]) -> int | None:
+    def bring(
+        self,
+        refs: Sequence[ChunkRef],
+        told: RemoteAnswers,
+        checkpoint: Sequence[ChunkRef],
+        trails: Mapping[PrefixKey, bytes],
+    ) -> int | None:
         """Plan to load those of a prefix's chunks that are not in memory into slots, for no request.
 
         Returns the number of the fetch; None if there is nothing to load, or no room.
         """
-        steps = self._index.prepare_load(refs, told, checkpoint, is_use=False)
+        steps = self._index.prepare_load(refs, told, checkpoint, trails=trails, is_use=False)
         jobs = [LoadJob(step, _NO_BLOCKS, 0) for step in steps if step.source is not Place.MEMORY]
         if not jobs:
             self._index.complete_load(steps, frozenset(), frozenset())

@@ -88,11 +88,15 @@ class PromptPins:
 
     def give_up(self, request_id: str, hasher: PrefixHasher, last_step: int, hint: str) -> None:
         """Let the chunks of a request that has just ended go first, once ``last_step`` is over."""
-        self._coming[f"{hint} {request_id}"] = _Coming(hint, hasher, last_step, partial(self._give_up, hint=hint))
+        give_up = partial(self._give_up, hasher=hasher, hint=hint)
+        self._coming[f"{hint} {request_id}"] = _Coming(hint, hasher, last_step, give_up)
         self.hold()
 
-    def _give_up(self, match: Match, hint: str) -> int:
-        return self._index.give_up((*match.refs, *match.checkpoint), demotes=hint == DEMOTE)
+    def _give_up(self, match: Match, hasher: PrefixHasher, hint: str) -> int:
+        """Give up a prompt's own chunks, and not a longer one of another sequence with the same first blocks."""
+        is_longer = match.front_blocks(hasher.block_tokens, hasher.blocks_per_chunk) > 0
+        refs = match.refs[:-1] if is_longer else match.refs
+        return self._index.give_up((*refs, *match.checkpoint), demotes=hint == DEMOTE)
 
     def _lease(self, match: Match, name: str) -> int:
         return self._index.lease(name, _refs_of(match), self._config.pin_max_secs)

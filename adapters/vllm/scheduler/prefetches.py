@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Final
 
 from kvstore.adapters.vllm.scheduler.loads import LoadPlanner
@@ -20,10 +20,18 @@ SPAN_S: Final = 60.0
 """A prompt keeps its room for this time after it is due. An engine that falls idle plans no steps, so it brings at once
 what is due within this time."""
 
-_MOST_CHUNKS: Final = 1 << 18  # of all announced prompts; about 50 MB
+BURST_S: Final = 2.0
+"""An idle engine plans steps for this time at most, as vLLM waits for them before it pauses, sleeps or ends."""
+
+LONGEST_S: Final = 86_400.0  # until a prompt is due
+
+_MOST_CHUNKS: Final = 1 << 17  # of all announced prompts; about 70 MB
+_MOST_PROMPTS: Final = 4096
 _AT_ONCE: Final = 16  # chunks of a load, so that a request waits briefly for it
-_LOOKS: Final = 4  # at announced prompts, in a step
-_ASKER: Final = "prefetch"  # at the remote tier; a request's id is longer
+_WINDOW: Final = 64  # chunks looked at together
+_LOOKS: Final = 4  # at windows, in a step
+_TRIES: Final = 64  # prompts without room that are passed over, in a step
+_ASKER: Final = "prefetch\0"  # at the remote tier; no request has this id
 
 
 @dataclass
@@ -31,16 +39,27 @@ class _Coming:
     """A prompt that is expected back.
 
     Attributes:
+        anchor: the key of its last whole chunk, which shows that a conversation goes on.
         due_s: the time until which it should be in memory.
-        refs: its chunks, in order, behind the parts of its checkpoint.
-        checkpoint: these parts.
-        num_missing: number of its chunks that were not in memory at the last look; None before the first.
+        refs: its chunks, in order, and then the parts of its checkpoint.
+        num_parts: number of these.
+        trails: the trails of its chunks.
+        place: number of the first chunk that is not known to be in memory.
+        piece: the chunks of the load under way.
     """
 
+    anchor: PrefixKey
     due_s: float
     refs: Sequence[ChunkRef]
-    checkpoint: Sequence[ChunkRef]
-    num_missing: int | None = None
+    num_parts: int
+    trails: Mapping[PrefixKey, bytes]
+    place: int = 0
+    piece: Sequence[ChunkRef] = ()
+
+    @property
+    def checkpoint(self) -> Sequence[ChunkRef]:
+        """The parts of its checkpoint."""
+        return self.refs[len(self.refs) - self.num_parts :]
 
 
 class Prefetches:
@@ -48,133 +67,205 @@ class Prefetches:
 
     One load is under way at a time, of few chunks. It takes slots as a request's load does, so nothing in use leaves
     memory, and one of the threads for such loads. Prompts that were brought and have yet to go on have at most half as
-    many chunks as there are slots.
+    many chunks as there are slots. A step costs the same for a long prompt as for a short one.
 
     Args:
         index: of all chunks.
         loads: plans the loads.
         remote: lookups at the remote tier.
-        keeps: chunks stay in memory; False refuses all prompts.
+        keeps: chunks stay in memory, and may be loaded; False refuses all prompts.
 
     Attributes:
-        is_busy: there is more to do, so the engine should plan another step even without requests.
         num_chunks: chunks brought to memory so far.
     """
 
     def __init__(self, index: ChunkIndex, loads: LoadPlanner, remote: RemoteLookup, *, keeps: bool) -> None:
-        self.is_busy = False
         self.num_chunks = 0
         self._index = index
         self._loads = loads
         self._remote = remote
         self._most_chunks = index.num_slots // 2 if keeps else 0
-        self._coming: dict[PrefixKey, _Coming] = {}  # by a chunk that shows that the conversation goes on
+        self._coming: dict[str, _Coming] = {}  # by the request that announced it
         self._num_coming = 0  # chunks of all of them
-        self._due, self._over = Deadlines[PrefixKey](), Deadlines[PrefixKey]()
-        self._brought: dict[PrefixKey, int] = {}  # with the numbers of their chunks
-        self._early: list[PrefixKey] = []  # looked at before they were due, in this time of idleness
-        self._current: PrefixKey | None = None
+        self._anchored: dict[PrefixKey, dict[str, None]] = {}  # those that wait, also for the steps that store them
+        self._due, self._over = Deadlines[str](), Deadlines[str]()
+        self._brought: dict[str, int] = {}  # with the numbers of their chunks
+        self._early: deque[str] = deque()  # looked at before they were due, while the engine is idle
+        self._current: str | None = None
         self._fetch: int | None = None  # the number of the last load
+        self._has_more = False
+        self._planned_s = 0.0
+        self._busy_s = 0.0  # since then the engine plans steps without requests
 
-    def expect(self, name: PrefixKey, due_s: float, match: Match) -> int:
+    def is_busy(self, now_s: float) -> bool:
+        """Tell if the engine should plan another step even without requests, if it still plans any."""
+        return self._has_more and now_s < self._planned_s + BURST_S
+
+    def announce(self, request_id: str, anchor: PrefixKey) -> None:
+        """Note a request that will ``expect`` to go on, once its chunks are stored."""
+        self._anchored.setdefault(anchor, {})[request_id] = None
+
+    def expect(self, request_id: str, anchor: PrefixKey, due_s: float, match: Match) -> int:
         """Bring a prompt to memory by a time, and return how many of its chunks; 0 if there is no room for them.
 
-        With a checkpoint it is brought as a whole or not at all. ``name`` is the key of the last chunk that is surely
-        part of the next prompt.
+        With a checkpoint it is brought as a whole or not at all. ``anchor`` is the key of the last chunk that is surely
+        part of the next prompt. Of too many prompts, those that are due last are given up.
         """
-        self._forget(name)
-        wanted = (*match.checkpoint, *match.refs)
-        count = min(len(wanted), self._most_chunks, _MOST_CHUNKS - self._num_coming)
-        if count and (count == len(wanted) or not match.checkpoint):
-            self._coming[name] = _Coming(due_s, wanted[:count], match.checkpoint)
-            self._num_coming += count
-            self._due.set(name, due_s)
+        wanted = (*match.refs, *match.checkpoint)
+        if request_id not in self._anchored.get(anchor, ()):
+            return len(wanted)  # it has gone on already
+        count = min(len(wanted), self._most_chunks)
+        if not count or (match.checkpoint and count < len(wanted)) or not self._make_room(count, due_s):
+            self._forget_anchor(request_id, anchor)
+            return 0
+        refs = wanted[:count]
+        self._coming[request_id] = _Coming(anchor, due_s, refs, len(match.checkpoint), self._index.trails(refs))
+        self._num_coming += count
+        self._due.set(request_id, due_s)
         return count
 
+    def _make_room(self, count: int, due_s: float) -> bool:
+        while self._num_coming + count > _MOST_CHUNKS or len(self._coming) >= _MOST_PROMPTS:
+            last = max(self._coming, key=lambda name: self._coming[name].due_s)
+            if self._coming[last].due_s <= due_s:
+                return False
+            self._forget(last)
+        return True
+
     def note_prompt(self, keys: Iterable[PrefixKey]) -> None:
-        """End the wait for conversations that go on with a prompt, given by the keys of its chunks."""
-        if self._coming:
+        """End the wait for the conversations that go on with a prompt, given by the keys of its chunks.
+
+        Of several that share their last chunk the first announced one ends.
+        """
+        if self._anchored:
             for key in keys:
-                self._forget(key)
+                if name := next(iter(self._anchored.get(key, ())), None):
+                    self._forget(name)
+                    self._forget_anchor(name, key)
 
     def cancel(self) -> None:
         """Forget all prompts, because their chunks are out of date."""
         for name in list(self._coming):
             self._forget(name)
+        self._anchored.clear()
+
+    # -- steps -------------------------------------------------------------------------------------------------------
 
     def plan(self, now_s: float, *, is_idle: bool) -> None:
         """Add a load to the next plan if a prompt is due and no load is under way."""
-        self.is_busy = self._fetch is not None and self._loads.is_under_way(self._fetch)
-        if self.is_busy or not self._coming:
+        if not is_idle or now_s > self._planned_s + BURST_S:
+            self._busy_s = now_s
+            self._put_back()
+        self._planned_s = now_s
+        self._has_more = self._fetch is not None and self._loads.is_under_way(self._fetch)
+        if self._has_more or not self._coming or now_s > self._busy_s + BURST_S:
             return
+        self._index.advance(now_s)
         for name in self._over.take_due(now_s):
             self._forget(name)
+        self._has_more = True
         for _ in range(_LOOKS):
             self._current = self._current or self._next(now_s, is_idle=is_idle)
-            self.is_busy = self._current is not None
             if self._current is None:
+                self._has_more = False
                 return
-            if self._bring(self._coming[self._current], now_s):
+            coming = self._coming[self._current]
+            self._count(coming)
+            if (told := self._told(coming, now_s)) is None or self._bring(coming, told):
                 return
-            self._end(self._current, now_s)
+            if coming.place >= len(coming.refs):
+                self._end(self._current, now_s)
 
-    def _next(self, now_s: float, *, is_idle: bool) -> PrefixKey | None:
-        """Return a prompt to bring; None if none is due, or if those brought have their share of the slots."""
-        for name in self._due.take_due(now_s + SPAN_S if is_idle else now_s, 1):
+    def _next(self, now_s: float, *, is_idle: bool) -> str | None:
+        """Return a prompt to bring; None if none is due that fits into the share of the slots."""
+        room = self._most_chunks - sum(self._brought.values())
+        for _ in range(_TRIES):
+            name = next(iter(self._due.take_due(now_s + SPAN_S if is_idle else now_s, 1)), None)
+            if name is None:
+                return None
             coming = self._coming[name]
-            self._brought.pop(name, None)  # it was early
-            if sum(self._brought.values()) + len(coming.refs) <= self._most_chunks:
+            room += self._brought.pop(name, 0)  # it was early
+            if len(coming.refs) <= room:
+                coming.place = 0
                 return name
             if coming.due_s > now_s:
                 self._early.append(name)
             else:
                 self._forget(name)
-        for name in self._early:
-            if name in self._coming:
-                self._due.set(name, self._coming[name].due_s)
-        self._early.clear()
         return None
 
-    def _bring(self, coming: _Coming, now_s: float) -> bool:
-        """Plan to load the next chunks of a prompt, or ask the remote tier for them; False at its end."""
-        told = self._told(coming.refs, now_s)
-        if told is None:
-            return True
-        sources = [*takewhile(lambda place: place is not None, (self._index.source(ref, told) for ref in coming.refs))]
-        missing = [number for number, place in enumerate(sources, 1) if place is not Place.MEMORY]
-        before, coming.num_missing = coming.num_missing, len(missing)
-        if before is not None:
-            self.num_chunks += max(0, before - len(missing))
-        if not missing or (before is not None and len(missing) >= before):
-            return False
-        self._fetch = self._loads.bring(coming.refs[: missing[:_AT_ONCE][-1]], told, coming.checkpoint)
-        return self._fetch is not None
+    def _window(self, coming: _Coming) -> Sequence[ChunkRef]:
+        """Return the next chunks of a prompt; the parts of its checkpoint come together, and first are known whole."""
+        end, chunks = coming.place + _WINDOW, len(coming.refs) - coming.num_parts
+        return coming.refs[coming.place : len(coming.refs) if end > chunks or self._is_first(coming) else end]
 
-    def _told(self, refs: Sequence[ChunkRef], now_s: float) -> RemoteAnswers | None:
+    def _is_first(self, coming: _Coming) -> bool:
+        return bool(coming.num_parts) and not coming.place
+
+    def _told(self, coming: _Coming, now_s: float) -> RemoteAnswers | None:
         """Return the remote tier's answers about chunks that are not here; None while they are awaited."""
         if not self._remote.is_open:
             return NO_ANSWERS
         told = self._remote.told(_ASKER)
-        away = [ref for ref in refs if self._index.source(ref, told) is None]
+        away = [ref for ref in self._window(coming) if self._index.source(ref, told) is None]
         asked = self._remote.view.unknown(away, now_s, told)
         if asked and not self._remote.answered(_ASKER, asked, may_wait=False):
             return None
+        self._remote.settled(_ASKER)
         return self._remote.told(_ASKER)
 
-    def _end(self, name: PrefixKey, now_s: float) -> None:
+    def _bring(self, coming: _Coming, told: RemoteAnswers) -> bool:
+        """Plan to load the next missing chunks; False if there are none in the window, which then moves on."""
+        window = self._window(coming)
+        sources = [self._index.source(ref, told) for ref in window]
+        known = next((number for number, source in enumerate(sources) if source is None), len(window))
+        if known < len(window) and (coming.num_parts or not known):
+            coming.place = len(coming.refs)  # the rest is of no use
+            return False
+        missing = [number for number in range(known) if sources[number] is not Place.MEMORY]
+        first_part = len(coming.refs) - coming.num_parts - coming.place
+        if not missing:
+            coming.place = min(coming.place + known, len(coming.refs)) if known == len(window) else len(coming.refs)
+            return False
+        if missing[:_AT_ONCE][-1] < first_part:
+            missing = missing[:_AT_ONCE]
+        end = len(window) if missing[-1] >= first_part else missing[-1] + 1
+        coming.piece = [window[number] for number in missing]
+        begin = max(0, coming.place + missing[0] - 1)  # the policies link the first chunk to the one before
+        checkpoint = coming.checkpoint if end > first_part else ()
+        self._fetch = self._loads.bring(coming.refs[begin : coming.place + end], told, checkpoint, coming.trails)
+        coming.place += end if self._fetch is not None else len(coming.refs)
+        return self._fetch is not None
+
+    def _count(self, coming: _Coming) -> None:
+        """Count what the last load has brought; if something is missing, the rest is of no use."""
+        here = sum(self._index.in_memory(ref.prefix_key) for ref in coming.piece)
+        if here < len(coming.piece):
+            coming.place = len(coming.refs)
+        self.num_chunks += here
+        coming.piece = ()
+
+    def _end(self, name: str, now_s: float) -> None:
         """End the work on the current prompt. If it was early, it may leave memory again before its time."""
         coming, self._current = self._coming[name], None
         self._remote.end(_ASKER)
-        self._brought[name], coming.num_missing = len(coming.refs), None
+        self._brought[name] = len(coming.refs)
         if coming.due_s > now_s:
             self._early.append(name)
         else:
             self._over.set(name, now_s + SPAN_S)
 
-    def _forget(self, name: PrefixKey) -> None:
+    def _put_back(self) -> None:
+        while self._early:
+            name = self._early.popleft()
+            if name in self._coming:
+                self._due.set(name, self._coming[name].due_s)
+
+    def _forget(self, name: str) -> None:
         coming = self._coming.pop(name, None)
         if coming is None:
             return
+        self._forget_anchor(name, coming.anchor)
         self._num_coming -= len(coming.refs)
         self._due.withdraw(name)
         self._over.withdraw(name)
@@ -182,3 +273,9 @@ class Prefetches:
         if name == self._current:
             self._current = None
             self._remote.end(_ASKER)
+
+    def _forget_anchor(self, name: str, anchor: PrefixKey) -> None:
+        names = self._anchored.get(anchor, {})
+        names.pop(name, None)
+        if not names:
+            self._anchored.pop(anchor, None)

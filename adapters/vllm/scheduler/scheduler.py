@@ -22,6 +22,7 @@ from kvstore.adapters.vllm.scheduler.handovers import Handovers
 from kvstore.adapters.vllm.scheduler.lookup import find_tokens
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.pins import DEMOTE, DROP
+from kvstore.adapters.vllm.scheduler.prefetches import LONGEST_S
 from kvstore.adapters.vllm.scheduler.steps import InFlightStep, StepTracker
 from kvstore.adapters.vllm.telemetry.announcer import Announcer, Removed, Stored
 from kvstore.adapters.vllm.telemetry.stats import NO_HIT, HitTokens, SchedulerStats
@@ -137,7 +138,8 @@ class StoreScheduler:
     @property
     def has_work(self) -> bool:
         """True if the next step moves something even if it computes nothing."""
-        return self.enabled and self._connected is not None and self._connected.prefetches.is_busy
+        connected = self._connected
+        return self.enabled and connected is not None and connected.prefetches.is_busy(time.monotonic())
 
     def take_events(self) -> list[Stored | Removed]:
         """Return the blocks stored and removed since the last call, if they are to be announced."""
@@ -280,10 +282,12 @@ class StoreScheduler:
             hint = DROP if params.drop else DEMOTE
             connected.pins.give_up(tracker.request.request_id, tracker.hasher, last_step, hint)
         num_chunks = tracker.request.num_prompt_tokens // tracker.hasher.chunk_tokens
-        if params.prefetch_s is not None and num_chunks:
-            name, due_s = tracker.hasher.chunk_keys()[num_chunks - 1], time.monotonic() + params.prefetch_s
-            hold = partial(connected.prefetches.expect, name, due_s)
-            connected.pins.expect(tracker.request.request_id, tracker.hasher, last_step, hold)
+        if params.prefetch_s is not None and num_chunks and not params.drop:
+            request_id, anchor = tracker.request.request_id, tracker.hasher.chunk_keys()[num_chunks - 1]
+            due_s = time.monotonic() + min(params.prefetch_s, LONGEST_S)
+            connected.prefetches.announce(request_id, anchor)
+            hold = partial(connected.prefetches.expect, request_id, anchor, due_s)
+            connected.pins.expect(request_id, tracker.hasher, last_step, hold)
 
     def _save_rest(self, connected: Connected, tracker: RequestTracker, tables: Tables) -> bool:
         """Store the rest of a request that has ended. Return True if a worker has yet to read its blocks."""
@@ -349,7 +353,7 @@ class StoreScheduler:
                     tables, step_tokens = tables_of(req_id), (begin_tokens, begin_tokens + num_tokens)
                     states = connected.rows.states_at(tables, step_tokens, states_of(req_id))
                     self._plan_save(connected, tracker, save, tables, states)
-            connected.prefetches.plan(time.monotonic(), is_idle=not self._trackers)
+            connected.prefetches.plan(time.monotonic(), is_idle=not (num_scheduled_tokens or self._trackers))
         connected.loads.note_blocks(num_scheduled_tokens, tables_of)
         connected.remote.end_pass()
         connected.matching.running = set(num_scheduled_tokens)

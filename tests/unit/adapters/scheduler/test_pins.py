@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.fake_parts import CHUNK
+from support.fake_parts import BLOCK, CHUNK
 from support.fake_vllm import FakeVllm
 from support.situations import PROMPT, Build, again, in_memory
 
@@ -224,6 +224,18 @@ def test_what_a_client_gives_up_goes_first(build: Build, tmp_path: Path, hint: s
     assert again(vllm, prompts[1][: 2 * CHUNK + 1]) in (0, CHUNK, 2 * CHUNK)
     vllm.settle()
     vllm.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("hint", ["drop", "demote"])
+def test_what_another_sequence_has_is_not_given_up(build: Build, tmp_path: Path, hint: str) -> None:
+    """Its last chunk holds the end of the prompt, which has no chunk of its own."""
+    vllm = build(slots=12, gpu_blocks=200, budget=1000, folder=tmp_path)
+    vllm.ask("theirs", PROMPT[: 3 * CHUNK + 1])
+    vllm.settle()
+    hints = RequestParams(drop=True) if hint == "drop" else RequestParams(demote=True)
+    vllm.ask("ours", [*PROMPT[: 2 * CHUNK + BLOCK], 99], params=hints)
+    vllm.settle()
+    assert not any(order._given_up for order in vllm.index._orders)
 
 
 @pytest.mark.parametrize(("away_s", "is_there"), [(30.0, True), (61.0, False), (-1e6, True)])

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.fake_groups import FakeGroups, GroupSetup
 from support.fake_parts import CHUNK
+from support.fake_scheduler import FakeScheduler
+from support.fake_tables import FakeGroup
 from support.fake_vllm import FakeVllm
 from support.remote import FakeServer
 from support.situations import PROMPT, Build, again, damage, in_memory
 
 from kvstore.adapters.vllm.requests.params import RequestParams
-from kvstore.adapters.vllm.scheduler.prefetches import SPAN_S
+from kvstore.adapters.vllm.scheduler import prefetches as prefetching
+from kvstore.adapters.vllm.scheduler.prefetches import BURST_S, SPAN_S
+from kvstore.config import StoreConfig
+from kvstore.model.chunks import ChunkRef
+from kvstore.model.groups import GroupKind
 from kvstore.ops.metrics import HINTS, PREFETCHED_CHUNKS
 
 SLOTS = 12
@@ -57,7 +65,7 @@ def leave(vllm: FakeVllm, prompt: list[int] = PROMPT, in_s: float = IN_S, name: 
     assert in_memory(vllm, prompt) < len(prompt) - 1
 
 
-def wait(vllm: FakeVllm) -> None:
+def wait(vllm: FakeScheduler) -> None:
     """Let vLLM plan steps without requests as long as it is asked to."""
     vllm.step()
     vllm.run()
@@ -144,13 +152,133 @@ def test_prompts_have_half_of_the_slots_together(vllm: FakeVllm, clock: Clock) -
     clock.ahead_s += IN_S + 2
     wait(vllm)
     assert [in_memory(vllm, prompt) == HERE for prompt in prompts] == [True, False]
-    connected = vllm.connected.prefetches
-    assert len(connected._coming) == 1, "the other one came too late"
+    prefetches = vllm.connected.prefetches
+    assert len(prefetches._coming) == 1, "the other one came too late"
     clock.ahead_s += SPAN_S + 1
     wait(vllm)
-    assert not connected._coming
-    assert not connected._brought
-    assert connected._num_coming == 0
+    assert not any([prefetches._coming, prefetches._brought, prefetches._anchored, prefetches._num_coming])
+
+
+def test_a_prompt_behind_one_without_room_is_brought(vllm: FakeVllm, clock: Clock) -> None:
+    prompts = [
+        [number, *PROMPT[1:length]] for number, length in ((210, len(PROMPT)), (211, len(PROMPT)), (212, CHUNK + 1))
+    ]
+    for number, prompt in enumerate(prompts):
+        vllm.ask(f"{number}", prompt, params=RequestParams(prefetch_s=IN_S + number))
+        vllm.settle()
+    crowd_out(vllm)
+    clock.ahead_s += IN_S + 3
+    wait(vllm)
+    assert [in_memory(vllm, prompt) >= len(prompt) - 1 for prompt in prompts] == [True, False, True]
+
+
+def test_a_long_prompt_costs_a_step_no_more_than_a_short_one(
+    build: Build, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its chunks are looked at in windows, and loaded in pieces."""
+    monkeypatch.setattr(prefetching, "_WINDOW", 3)
+    monkeypatch.setattr(prefetching, "_AT_ONCE", 2)
+    vllm = build(slots=60, gpu_blocks=200, budget=1000, folder=tmp_path, disk_chunks=400)
+    long = [*range(100, 100 + 9 * CHUNK + 1)]
+    vllm.ask("long", long, params=RequestParams(prefetch_s=IN_S))
+    vllm.settle()
+    for first in range(3):
+        crowd_out(vllm, 10 * first)
+    assert in_memory(vllm, long) == 0
+    pieces: list[int] = []
+    prepare = vllm.connected.loads.bring
+
+    def bring(refs: Sequence[ChunkRef], *others: Any) -> int | None:
+        pieces.append(len(refs))
+        return prepare(refs, *others)
+
+    monkeypatch.setattr(vllm.connected.loads, "bring", bring)
+    clock.ahead_s += IN_S
+    wait(vllm)
+    assert in_memory(vllm, long) == 9 * CHUNK
+    assert max(pieces) <= 3
+    assert vllm.scheduler.totals[PREFETCHED_CHUNKS.key()] == 0, "not told yet"
+    results(vllm)
+    assert vllm.scheduler.totals[PREFETCHED_CHUNKS.key()] == 9
+    vllm.settle()
+    vllm.assert_nothing_leaked()
+
+
+def test_an_idle_engine_is_busy_for_a_short_time_only(vllm: FakeVllm, clock: Clock) -> None:
+    """Or vLLM could neither sleep nor end; a step whose end nobody plans is not waited for, either."""
+    leave(vllm)
+    clock.ahead_s += IN_S - 30
+    vllm.step()
+    assert vllm.scheduler.has_work
+    clock.ahead_s += BURST_S
+    assert not vllm.scheduler.has_work
+
+
+def test_an_idle_engine_begins_nothing_after_a_while(
+    vllm: FakeVllm, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetching, "_AT_ONCE", 1)
+    leave(vllm)
+    clock.ahead_s += IN_S
+    begun: list[Sequence[ChunkRef]] = []
+
+    def bring(refs: Sequence[ChunkRef], *_: object) -> int:
+        begun.append(refs)
+        return 10**6  # the number of a load that is over
+
+    monkeypatch.setattr(vllm.connected.loads, "bring", bring)
+    monkeypatch.setattr(vllm.connected.prefetches, "_count", lambda _: None)
+    for _ in range(4):
+        vllm.step()
+        clock.ahead_s += 0.9 * BURST_S
+    assert len(begun) == 2
+    vllm.ask("works", range(200, 210))
+    assert len(begun) == 4, "and goes on beside others"
+
+
+def test_pins_that_have_ended_give_way(build: Build, tmp_path: Path, clock: Clock) -> None:
+    vllm = build(slots=SLOTS, gpu_blocks=200, budget=1000, folder=tmp_path, disk_chunks=256)
+    vllm.ask("first", PROMPT, params=RequestParams(prefetch_s=IN_S, pin=True))
+    vllm.settle()
+    clock.ahead_s += StoreConfig().pin_max_secs + 1
+    wait(vllm)
+    assert vllm.index.leases == 0
+
+
+def test_far_ones_make_room_for_near_ones(vllm: FakeVllm, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetching, "_MOST_CHUNKS", 9)
+    for number, in_s in enumerate((1e7, 500.0, IN_S)):
+        vllm.ask(f"{number}", [210 + number, *PROMPT[1:]], params=RequestParams(prefetch_s=in_s))
+        vllm.settle()
+    coming = vllm.connected.prefetches._coming
+    assert [*coming] == ["1", "2"]
+    assert results(vllm) == [3, 0, 0]
+    vllm.ask("last", [220, *PROMPT[1:]], params=RequestParams(prefetch_s=1e7))
+    vllm.settle()
+    assert [*coming] == ["1", "2"]
+    assert results(vllm) == [3, 0, 1]
+    assert not vllm.connected.prefetches._anchored.keys() - {one.anchor for one in coming.values()}
+
+
+def test_conversations_that_share_their_last_chunk_are_all_expected(vllm: FakeVllm, clock: Clock) -> None:
+    """One of them goes on with the next prompt."""
+    for number in range(3):
+        vllm.add(f"{number}", [*PROMPT[: 3 * CHUNK], number, 9], params=RequestParams(prefetch_s=IN_S))
+    vllm.settle()
+    assert len(vllm.connected.prefetches._coming) == 3
+    vllm.ask("next turn", [*PROMPT[: 3 * CHUNK], 0, 9, *range(60)])
+    assert len(vllm.connected.prefetches._coming) == 2
+
+
+def test_a_next_turn_that_comes_before_the_last_step_is_over(build: Build, tmp_path: Path, clock: Clock) -> None:
+    vllm = build(slots=SLOTS, gpu_blocks=200, budget=1000, folder=tmp_path, run_ahead=1, save_decode=True)
+    first = vllm.add("first", PROMPT, max_tokens=6, params=RequestParams(prefetch_s=IN_S))
+    while first.state != "finished":
+        vllm.step()
+    vllm.add("next turn", NEXT_TURN)
+    vllm.settle()
+    prefetches = vllm.connected.prefetches
+    assert not any([prefetches._coming, prefetches._anchored])
 
 
 def test_a_prompt_of_more_than_half_of_the_slots_is_brought_in_part(build: Build, tmp_path: Path, clock: Clock) -> None:
@@ -264,3 +392,31 @@ def test_two_ranks_bring_the_same(build: Build, tmp_path: Path, clock: Clock) ->
     assert again(vllm, NEXT_TURN) == HERE
     vllm.settle()
     vllm.assert_nothing_leaked()
+
+
+def test_a_checkpoint_comes_with_its_chunks(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or nothing comes, because a part is of no use."""
+    monkeypatch.setattr(prefetching, "_AT_ONCE", 2)
+    windows = (FakeGroup(GroupKind.WINDOW, 4, 7), FakeGroup(GroupKind.FULL, 4))
+    vllm = FakeGroups(GroupSetup(groups=windows, stages=((2, 2),), chunk=CHUNK, slots=24, folder=tmp_path, budget=200))
+    prompts = [[number * 7 % 50 for number in range(shift, shift + 4 * CHUNK + 1)] for shift in (0, 1)]
+    try:
+        for name, prompt in zip("ab", prompts, strict=True):
+            vllm.ask(name, prompt, params=RequestParams(prefetch_s=IN_S))
+            vllm.settle()
+        wanted = [coming.refs for coming in vllm.connected.prefetches._coming.values()]
+        assert all(coming.num_parts for coming in vllm.connected.prefetches._coming.values())
+        for number in range(12):
+            for turn in range(2):
+                vllm.forget_local()
+                vllm.ask(f"other {number} {turn}", [number, *range(3 * CHUNK - 1)])
+                vllm.settle()
+        assert not any(vllm.index.in_memory(ref.prefix_key) for refs in wanted for ref in refs)
+        vllm.index.remove([wanted[1][1].prefix_key])
+        clock.ahead_s += IN_S
+        wait(vllm)
+        assert [{vllm.index.in_memory(ref.prefix_key) for ref in refs} for refs in wanted] == [{True}, {False}]
+        vllm.settle()
+        vllm.assert_nothing_leaked()
+    finally:
+        vllm.close()
