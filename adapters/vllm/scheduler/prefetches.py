@@ -115,7 +115,9 @@ class Prefetches:
         if request_id not in self._anchored.get(anchor, ()):
             return len(wanted)  # it has gone on already
         count = min(len(wanted), self._most_chunks)
-        if not count or (match.checkpoint and count < len(wanted)) or not self._make_room(count, due_s):
+        if count < len(wanted) and match.checkpoint:
+            return count  # the caller tries an earlier one
+        if not count or not self._make_room(count, due_s):
             self._forget_anchor(request_id, anchor)
             return 0
         refs = wanted[:count]

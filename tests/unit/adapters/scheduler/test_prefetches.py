@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from kvstore.ops.metrics import HINTS, PREFETCHED_CHUNKS
 SLOTS = 12
 IN_S = 600.0
 HERE = len(PROMPT) - 1  # tokens of the prompt in whole blocks
+WINDOWS = (FakeGroup(GroupKind.WINDOW, 4, 7), FakeGroup(GroupKind.FULL, 4))
 NEXT_TURN = [*PROMPT, *range(230, 230 + CHUNK)]
 
 
@@ -394,11 +396,28 @@ def test_two_ranks_bring_the_same(build: Build, tmp_path: Path, clock: Clock) ->
     vllm.assert_nothing_leaked()
 
 
+@pytest.mark.parametrize(("slots", "is_expected"), [(24, True), (10, True), (2, False)])
+def test_a_prompt_is_expected_up_to_a_checkpoint_for_which_there_is_room(
+    tmp_path: Path, clock: Clock, slots: int, *, is_expected: bool
+) -> None:
+    setup = GroupSetup(groups=WINDOWS, stages=((2, 2),), chunk=CHUNK, slots=slots, folder=tmp_path, budget=200)
+    vllm = FakeGroups(replace(setup, interval=CHUNK))
+    try:
+        vllm.ask("long", [number * 7 % 50 for number in range(4 * CHUNK + 1)], params=RequestParams(prefetch_s=IN_S))
+        vllm.settle()
+        prefetches = vllm.connected.prefetches
+        assert bool(prefetches._coming) == bool(prefetches._anchored) == is_expected
+        for coming in prefetches._coming.values():
+            assert coming.num_parts
+            assert len(coming.refs) <= slots // 2
+    finally:
+        vllm.close()
+
+
 def test_a_checkpoint_comes_with_its_chunks(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or nothing comes, because a part is of no use."""
     monkeypatch.setattr(prefetching, "_AT_ONCE", 2)
-    windows = (FakeGroup(GroupKind.WINDOW, 4, 7), FakeGroup(GroupKind.FULL, 4))
-    vllm = FakeGroups(GroupSetup(groups=windows, stages=((2, 2),), chunk=CHUNK, slots=24, folder=tmp_path, budget=200))
+    vllm = FakeGroups(GroupSetup(groups=WINDOWS, stages=((2, 2),), chunk=CHUNK, slots=24, folder=tmp_path, budget=200))
     prompts = [[number * 7 % 50 for number in range(shift, shift + 4 * CHUNK + 1)] for shift in (0, 1)]
     try:
         for name, prompt in zip("ab", prompts, strict=True):
