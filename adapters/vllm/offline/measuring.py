@@ -133,7 +133,8 @@ class _Asker:
 
     def ask(self, *prompts: list[int], **fields: object) -> tuple[float, int]:
         """Return the seconds, and the tokens of the last prompt that were not computed."""
-        seconds, cached_tokens = ask(self.llm, prompts, extra_args={f"kvstore.{name}": fields[name] for name in fields})
+        named = {f"kvstore.{name}": value for name, value in fields.items()}
+        seconds, cached_tokens = ask(self.llm, prompts, extra_args=named or None)
         return seconds, cached_tokens[-1]
 
     def hit_pair(self, prompt: list[int]) -> Sample:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from kvstore.adapters.vllm.scheduler.loads import LoadPlanner
@@ -23,8 +25,7 @@ what is due within this time."""
 BURST_S: Final = 2.0
 """An idle engine plans steps for this time at most, as vLLM waits for them before it pauses, sleeps or ends."""
 
-LONGEST_S: Final = 86_400.0  # until a prompt is due
-
+_LONGEST_S: Final = 86_400.0  # until a prompt is due
 _MOST_CHUNKS: Final = 1 << 17  # of all announced prompts; about 70 MB
 _MOST_PROMPTS: Final = 4096
 _AT_ONCE: Final = 16  # chunks of a load, so that a request waits briefly for it
@@ -39,7 +40,6 @@ class _Coming:
     """A prompt that is expected back.
 
     Attributes:
-        anchor: the key of its last whole chunk, which shows that a conversation goes on.
         due_s: the time until which it should be in memory.
         refs: its chunks, in order, and then the parts of its checkpoint.
         num_parts: number of these.
@@ -48,7 +48,6 @@ class _Coming:
         piece: the chunks of the load under way.
     """
 
-    anchor: PrefixKey
     due_s: float
     refs: Sequence[ChunkRef]
     num_parts: int
@@ -87,7 +86,8 @@ class Prefetches:
         self._most_chunks = index.num_slots // 2 if keeps else 0
         self._coming: dict[str, _Coming] = {}  # by the request that announced it
         self._num_coming = 0  # chunks of all of them
-        self._anchored: dict[PrefixKey, dict[str, None]] = {}  # those that wait, also for the steps that store them
+        self._anchors: dict[str, PrefixKey] = {}  # of these, and of those that wait for the steps that store them
+        self._anchored: dict[PrefixKey, dict[str, None]] = {}  # the same by anchor
         self._due, self._over = Deadlines[str](), Deadlines[str]()
         self._brought: dict[str, int] = {}  # with the numbers of their chunks
         self._early: deque[str] = deque()  # looked at before they were due, while the engine is idle
@@ -101,27 +101,30 @@ class Prefetches:
         """Tell if the engine should plan another step even without requests, if it still plans any."""
         return self._has_more and now_s < self._planned_s + BURST_S
 
-    def announce(self, request_id: str, anchor: PrefixKey) -> None:
-        """Note a request that will ``expect`` to go on, once its chunks are stored."""
-        self._anchored.setdefault(anchor, {})[request_id] = None
+    def announce(self, request_id: str, anchor: PrefixKey, in_s: float) -> Callable[[Match], int]:
+        """Note that a conversation goes on in so many seconds, and return what to call once its chunks are stored.
 
-    def expect(self, request_id: str, anchor: PrefixKey, due_s: float, match: Match) -> int:
-        """Bring a prompt to memory by a time, and return how many of its chunks; 0 if there is no room for them.
-
-        With a checkpoint it is brought as a whole or not at all. ``anchor`` is the key of the last chunk that is surely
-        part of the next prompt. Of too many prompts, those that are due last are given up.
+        ``anchor`` is the key of the last chunk that is surely part of the next prompt. The function returns how many
+        chunks will be brought to memory by then; 0 if there is no room for them. With a checkpoint a prompt is brought
+        as a whole or not at all. Of too many prompts, those that are due last are given up.
         """
+        self._forget(request_id)  # clients may choose ids, and use one twice
+        self._anchors[request_id] = anchor
+        self._anchored.setdefault(anchor, {})[request_id] = None
+        return partial(self._expect, request_id, time.monotonic() + min(in_s, _LONGEST_S))
+
+    def _expect(self, request_id: str, due_s: float, match: Match) -> int:
         wanted = (*match.refs, *match.checkpoint)
-        if request_id not in self._anchored.get(anchor, ()):
+        if request_id not in self._anchors:
             return len(wanted)  # it has gone on already
         count = min(len(wanted), self._most_chunks)
         if count < len(wanted) and match.checkpoint:
             return count  # the caller tries an earlier one
         if not count or not self._make_room(count, due_s):
-            self._forget_anchor(request_id, anchor)
+            self._forget(request_id)
             return 0
         refs = wanted[:count]
-        self._coming[request_id] = _Coming(anchor, due_s, refs, len(match.checkpoint), self._index.trails(refs))
+        self._coming[request_id] = _Coming(due_s, refs, len(match.checkpoint), self._index.trails(refs))
         self._num_coming += count
         self._due.set(request_id, due_s)
         return count
@@ -141,15 +144,13 @@ class Prefetches:
         """
         if self._anchored:
             for key in keys:
-                if name := next(iter(self._anchored.get(key, ())), None):
+                if (name := next(iter(self._anchored.get(key, ())), None)) is not None:
                     self._forget(name)
-                    self._forget_anchor(name, key)
 
     def cancel(self) -> None:
         """Forget all prompts, because their chunks are out of date."""
-        for name in list(self._coming):
+        for name in list(self._anchors):
             self._forget(name)
-        self._anchored.clear()
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -199,10 +200,8 @@ class Prefetches:
     def _window(self, coming: _Coming) -> Sequence[ChunkRef]:
         """Return the next chunks of a prompt; the parts of its checkpoint come together, and first are known whole."""
         end, chunks = coming.place + _WINDOW, len(coming.refs) - coming.num_parts
-        return coming.refs[coming.place : len(coming.refs) if end > chunks or self._is_first(coming) else end]
-
-    def _is_first(self, coming: _Coming) -> bool:
-        return bool(coming.num_parts) and not coming.place
+        is_first = coming.num_parts > 0 and coming.place == 0
+        return coming.refs[coming.place : len(coming.refs) if end > chunks or is_first else end]
 
     def _told(self, coming: _Coming, now_s: float) -> RemoteAnswers | None:
         """Return the remote tier's answers about chunks that are not here; None while they are awaited."""
@@ -264,10 +263,15 @@ class Prefetches:
                 self._due.set(name, self._coming[name].due_s)
 
     def _forget(self, name: str) -> None:
+        anchor = self._anchors.pop(name, None)
+        if anchor is None:
+            return
+        del self._anchored[anchor][name]
+        if not self._anchored[anchor]:
+            del self._anchored[anchor]
         coming = self._coming.pop(name, None)
         if coming is None:
             return
-        self._forget_anchor(name, coming.anchor)
         self._num_coming -= len(coming.refs)
         self._due.withdraw(name)
         self._over.withdraw(name)
@@ -275,9 +279,3 @@ class Prefetches:
         if name == self._current:
             self._current = None
             self._remote.end(_ASKER)
-
-    def _forget_anchor(self, name: str, anchor: PrefixKey) -> None:
-        names = self._anchored.get(anchor, {})
-        names.pop(name, None)
-        if not names:
-            self._anchored.pop(anchor, None)

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -22,7 +21,6 @@ from kvstore.adapters.vllm.scheduler.handovers import Handovers
 from kvstore.adapters.vllm.scheduler.lookup import find_tokens
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.pins import DEMOTE, DROP
-from kvstore.adapters.vllm.scheduler.prefetches import LONGEST_S
 from kvstore.adapters.vllm.scheduler.steps import InFlightStep, StepTracker
 from kvstore.adapters.vllm.telemetry.announcer import Announcer, Removed, Stored
 from kvstore.adapters.vllm.telemetry.stats import NO_HIT, HitTokens, SchedulerStats
@@ -284,10 +282,8 @@ class StoreScheduler:
         num_chunks = tracker.request.num_prompt_tokens // tracker.hasher.chunk_tokens
         if params.prefetch_s is not None and num_chunks and not params.drop:
             request_id, anchor = tracker.request.request_id, tracker.hasher.chunk_keys()[num_chunks - 1]
-            due_s = time.monotonic() + min(params.prefetch_s, LONGEST_S)
-            connected.prefetches.announce(request_id, anchor)
-            hold = partial(connected.prefetches.expect, request_id, anchor, due_s)
-            connected.pins.expect(request_id, tracker.hasher, last_step, hold)
+            expect = connected.prefetches.announce(request_id, anchor, params.prefetch_s)
+            connected.pins.expect(request_id, tracker.hasher, last_step, expect)
 
     def _save_rest(self, connected: Connected, tracker: RequestTracker, tables: Tables) -> bool:
         """Store the rest of a request that has ended. Return True if a worker has yet to read its blocks."""

@@ -67,6 +67,14 @@ def leave(vllm: FakeVllm, prompt: list[int] = PROMPT, in_s: float = IN_S, name: 
     assert in_memory(vllm, prompt) < len(prompt) - 1
 
 
+def leave_all(vllm: FakeVllm, prompts: Sequence[list[int]]) -> None:
+    """Ask for prompts that are expected back one second after the other, and have them leave memory."""
+    for number, prompt in enumerate(prompts):
+        vllm.ask(f"{number}", prompt, params=RequestParams(prefetch_s=IN_S + number))
+        vllm.settle()
+    crowd_out(vllm)
+
+
 def wait(vllm: FakeScheduler) -> None:
     """Let vLLM plan steps without requests as long as it is asked to."""
     vllm.step()
@@ -147,10 +155,7 @@ def test_a_request_gets_what_is_on_its_way(vllm: FakeVllm, clock: Clock) -> None
 
 def test_prompts_have_half_of_the_slots_together(vllm: FakeVllm, clock: Clock) -> None:
     prompts = [[number, *PROMPT[1:]] for number in (210, 211)]
-    for number, prompt in enumerate(prompts):
-        vllm.ask(f"{number}", prompt, params=RequestParams(prefetch_s=IN_S + number))
-        vllm.settle()
-    crowd_out(vllm)
+    leave_all(vllm, prompts)
     clock.ahead_s += IN_S + 2
     wait(vllm)
     assert [in_memory(vllm, prompt) == HERE for prompt in prompts] == [True, False]
@@ -165,10 +170,7 @@ def test_a_prompt_behind_one_without_room_is_brought(vllm: FakeVllm, clock: Cloc
     prompts = [
         [number, *PROMPT[1:length]] for number, length in ((210, len(PROMPT)), (211, len(PROMPT)), (212, CHUNK + 1))
     ]
-    for number, prompt in enumerate(prompts):
-        vllm.ask(f"{number}", prompt, params=RequestParams(prefetch_s=IN_S + number))
-        vllm.settle()
-    crowd_out(vllm)
+    leave_all(vllm, prompts)
     clock.ahead_s += IN_S + 3
     wait(vllm)
     assert [in_memory(vllm, prompt) >= len(prompt) - 1 for prompt in prompts] == [True, False, True]
@@ -259,7 +261,7 @@ def test_far_ones_make_room_for_near_ones(vllm: FakeVllm, clock: Clock, monkeypa
     vllm.settle()
     assert [*coming] == ["1", "2"]
     assert results(vllm) == [3, 0, 1]
-    assert not vllm.connected.prefetches._anchored.keys() - {one.anchor for one in coming.values()}
+    assert vllm.connected.prefetches._anchors.keys() == coming.keys()
 
 
 def test_conversations_that_share_their_last_chunk_are_all_expected(vllm: FakeVllm, clock: Clock) -> None:
@@ -281,6 +283,23 @@ def test_a_next_turn_that_comes_before_the_last_step_is_over(build: Build, tmp_p
     vllm.settle()
     prefetches = vllm.connected.prefetches
     assert not any([prefetches._coming, prefetches._anchored])
+
+
+def test_an_id_that_is_used_twice_is_one_expectation(vllm: FakeVllm, clock: Clock) -> None:
+    for number in range(4):
+        vllm.ask("same", [210 + number, *PROMPT[1:]], params=RequestParams(prefetch_s=IN_S))
+        vllm.settle()
+    prefetches = vllm.connected.prefetches
+    (coming,) = prefetches._coming.values()
+    assert prefetches._num_coming == len(coming.refs)
+    assert len(prefetches._anchored) == len(prefetches._anchors) == 1
+
+
+def test_an_id_that_is_used_twice_before_its_chunks_are_stored(vllm: FakeVllm) -> None:
+    prefetches = vllm.connected.prefetches
+    for anchor in (b"first", b"second"):
+        prefetches.announce("same", anchor, IN_S)
+    assert [*prefetches._anchored] == [b"second"]
 
 
 def test_a_prompt_of_more_than_half_of_the_slots_is_brought_in_part(build: Build, tmp_path: Path, clock: Clock) -> None:
