@@ -15,7 +15,7 @@ from kvstore.tools.models import TINY, random_tokens
 from kvstore.tools.processes import free_port
 from kvstore.tools.vllmclient import read_counter
 
-pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
+pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.sweep]
 
 OUTPUT_TOKENS = 12
 TIERS = ("memory", "disk")

@@ -33,17 +33,16 @@ NEXT_TURN = [*PROMPT, *range(230, 230 + CHUNK)]
 
 
 class Clock:
-    """Time of the scheduler, which passes only on demand, and of the tests, which goes on."""
+    """Seconds that have passed for the scheduler besides those of the tests."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.ahead_s = 0.0
-        real = time.monotonic
-        monkeypatch.setattr("kvstore.adapters.vllm.scheduler.scheduler.time.monotonic", lambda: real() + self.ahead_s)
+    ahead_s = 0.0
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+    clock, real = Clock(), time.monotonic
+    monkeypatch.setattr("kvstore.adapters.vllm.scheduler.scheduler.time.monotonic", lambda: real() + clock.ahead_s)
+    return clock
 
 
 @pytest.fixture
@@ -118,9 +117,7 @@ def test_nobody_waits_longer_than_the_client_said(vllm: FakeVllm, clock: Clock) 
 
 
 @pytest.mark.parametrize(("left_s", "is_early"), [(SPAN_S - 5, True), (SPAN_S + 60, False)])
-def test_an_engine_that_falls_idle_brings_what_is_due_soon(
-    vllm: FakeVllm, clock: Clock, left_s: float, *, is_early: bool
-) -> None:
+def test_an_idle_engine_brings_what_is_due_soon(vllm: FakeVllm, clock: Clock, left_s: float, *, is_early: bool) -> None:
     leave(vllm)
     clock.ahead_s += IN_S - left_s
     wait(vllm)
@@ -167,9 +164,7 @@ def test_prompts_have_half_of_the_slots_together(vllm: FakeVllm, clock: Clock) -
 
 
 def test_a_prompt_behind_one_without_room_is_brought(vllm: FakeVllm, clock: Clock) -> None:
-    prompts = [
-        [number, *PROMPT[1:length]] for number, length in ((210, len(PROMPT)), (211, len(PROMPT)), (212, CHUNK + 1))
-    ]
+    prompts = [[210, *PROMPT[1:]], [211, *PROMPT[1:]], [212, *PROMPT[1 : CHUNK + 1]]]
     leave_all(vllm, prompts)
     clock.ahead_s += IN_S + 3
     wait(vllm)
@@ -184,9 +179,8 @@ def test_a_long_prompt_costs_a_step_no_more_than_a_short_one(
     monkeypatch.setattr(prefetching, "_AT_ONCE", 2)
     vllm = build(slots=60, gpu_blocks=200, budget=1000, folder=tmp_path, disk_chunks=400)
     long = [*range(100, 100 + 9 * CHUNK + 1)]
-    vllm.ask("long", long, params=RequestParams(prefetch_s=IN_S))
-    vllm.settle()
-    for first in range(3):
+    leave_all(vllm, [long])
+    for first in range(2):
         crowd_out(vllm, 10 * first)
     assert in_memory(vllm, long) == 0
     pieces: list[int] = []
@@ -218,9 +212,7 @@ def test_an_idle_engine_is_busy_for_a_short_time_only(vllm: FakeVllm, clock: Clo
     assert not vllm.scheduler.has_work
 
 
-def test_an_idle_engine_begins_nothing_after_a_while(
-    vllm: FakeVllm, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_engine_stops_after_a_while(vllm: FakeVllm, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetching, "_AT_ONCE", 1)
     leave(vllm)
     clock.ahead_s += IN_S
@@ -240,8 +232,7 @@ def test_an_idle_engine_begins_nothing_after_a_while(
     assert len(begun) == 4, "and goes on beside others"
 
 
-def test_pins_that_have_ended_give_way(build: Build, tmp_path: Path, clock: Clock) -> None:
-    vllm = build(slots=SLOTS, gpu_blocks=200, budget=1000, folder=tmp_path, disk_chunks=256)
+def test_pins_that_have_ended_give_way(vllm: FakeVllm, clock: Clock) -> None:
     vllm.ask("first", PROMPT, params=RequestParams(prefetch_s=IN_S, pin=True))
     vllm.settle()
     clock.ahead_s += StoreConfig().pin_max_secs + 1
@@ -302,8 +293,7 @@ def test_an_id_that_is_used_twice_before_its_chunks_are_stored(vllm: FakeVllm) -
     assert [*prefetches._anchored] == [b"second"]
 
 
-def test_a_prompt_of_more_than_half_of_the_slots_is_brought_in_part(build: Build, tmp_path: Path, clock: Clock) -> None:
-    vllm = build(slots=SLOTS, gpu_blocks=200, budget=1000, folder=tmp_path)
+def test_a_prompt_of_more_than_half_of_the_slots_is_brought_in_part(vllm: FakeVllm, clock: Clock) -> None:
     long = [*range(120, 120 + 8 * CHUNK + 1)]
     leave(vllm, long)
     clock.ahead_s += IN_S
@@ -321,21 +311,19 @@ def test_without_memory_nothing_is_expected(build: Build, tmp_path: Path, clock:
     assert results(vllm) == [0, 0, 1]
 
 
-def reset(vllm: FakeVllm) -> None:
-    vllm.reset(preempt=True)
-
-
-def clear(vllm: FakeVllm) -> None:
-    vllm.scheduler.clear()
-
-
-def switch_off(vllm: FakeVllm) -> None:
-    vllm.scheduler.enabled = False
-
-
-@pytest.mark.parametrize("event", [reset, clear, switch_off])
+@pytest.mark.parametrize(
+    ("event", "left"),
+    [
+        (lambda vllm: vllm.reset(preempt=True), 0),
+        (lambda vllm: vllm.scheduler.clear(), 0),
+        (lambda vllm: setattr(vllm.scheduler, "enabled", False), HERE),
+    ],
+    ids=["reset", "clear", "switched off"],
+)
 @pytest.mark.parametrize("begins", [False, True])
-def test_events_in_the_middle(vllm: FakeVllm, clock: Clock, event: Callable[[FakeVllm], None], *, begins: bool) -> None:
+def test_events_in_the_middle(
+    vllm: FakeVllm, clock: Clock, event: Callable[[FakeVllm], object], left: int, *, begins: bool
+) -> None:
     leave(vllm)
     clock.ahead_s += IN_S
     if begins:
@@ -345,7 +333,7 @@ def test_events_in_the_middle(vllm: FakeVllm, clock: Clock, event: Callable[[Fak
     wait(vllm)
     assert not vllm.scheduler.has_work
     vllm.scheduler.enabled = True
-    assert again(vllm) == (HERE if event is switch_off else 0)
+    assert again(vllm) == left
     vllm.settle()
     vllm.assert_nothing_leaked()
 
