@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import ClosedError, TierError, TierTimeoutError
@@ -29,6 +29,7 @@ from kvstore.tiers.disk.tier import DiskTier
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_MAX_ROUNDS: Final = 4  # over all folders, for one chunk that finds no room
 
 
 class _Stray(NamedTuple):
@@ -60,6 +61,7 @@ class StripedTier(BoundedTier):
         self._lock = threading.Lock()  # guards the fields below; never held during I/O
         self._strays: dict[ChunkRef, _Stray] = {}
         self._putting: set[ChunkRef] = set()
+        self._puts = 0  # begins and ends of puts
         self._scanned = False
         self._clears = 0  # and resets
         self._closed = False
@@ -310,22 +312,27 @@ class StripedTier(BoundedTier):
     def _put(self, transfer: Transfer, clears: int) -> Outcome:
         """Store a chunk in the first folder with room, from its place on.
 
-        ``clears`` is the number of clears before the call began.
+        ``clears`` is the number of clears before the call began. While the folders are tried one by one, other puts may
+        fill the next one, and removals may empty one that was full, so they are tried again.
         """
         ref = transfer.ref
         with self._lock:
             if ref in self._putting:
                 return self.counters.count(Outcome.FAILED, 0)
+            is_alone = not self._putting
             self._putting.add(ref)
+            self._puts = puts = self._puts + 1
         place, outcome = self._place(ref), Outcome.FULL
         with ExitStack() as on_error:
             on_error.callback(self._end_put, ref, place, clears, Outcome.FAILED)
             try:
-                for _ in self._tiers:
+                for number in range(1, _MAX_ROUNDS * len(self._tiers) + 1):
                     outcome = self._ask(place, lambda tier: tier.put([transfer]))
                     if outcome is not Outcome.FULL or clears != self._clears:
                         break
                     place = (place + 1) % len(self._tiers)
+                    if number >= len(self._tiers) and is_alone and self._puts == puts:
+                        break
             except TierTimeoutError as error:
                 on_error.pop_all()
                 raise self._late_put(ref, place, clears, error) from error
@@ -356,6 +363,7 @@ class StripedTier(BoundedTier):
         finally:
             with self._lock:
                 self._putting.discard(ref)
+                self._puts += 1
 
     def _settle(self, ref: ChunkRef, place: int, clears: int) -> Outcome:
         """Record the folder of a stored chunk, and remove the chunk from its former folder.

@@ -254,6 +254,41 @@ def test_two_puts_of_one_chunk_do_not_end_in_two_folders(
     assert tier.used_bytes == bytes_on_disk(*folders[:2])
 
 
+def test_a_chunk_finds_the_room_that_moves_while_the_folders_are_tried(
+    open_tier: Open, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its home is full at first, and the other folder when it comes there, although there is room at any time."""
+    tier = open_tier(folders[:2], capacity_bytes=4 * CHUNK_BYTES)
+    assert isinstance(tier, StripedTier)
+    first, second, late = [ref for ref in REFS if tier._home(ref) == 0][:3]
+    others = [ref for ref in REFS if tier._home(ref) == 1][:2]
+    put(tier, first, second)
+    original = DiskTier.put
+
+    def put_and_move_the_room(self: DiskTier, transfers: list[Transfer]) -> list[Outcome]:
+        outcomes = original(self, transfers)
+        monkeypatch.undo()
+        assert outcomes == [Outcome.FULL]
+        tier.remove([first, second])
+        assert put(tier, *others) == [Outcome.STORED] * 2
+        return outcomes
+
+    monkeypatch.setattr(DiskTier, "put", put_and_move_the_room)
+    assert put(tier, late) == [Outcome.STORED]
+    assert get(tier, late) is Outcome.HIT
+    assert counts(folders[:2]) == [1, 2]
+
+
+def test_a_full_tier_is_tried_once(open_tier: Open, folders: list[Path]) -> None:
+    tier = open_tier(folders[:2], capacity_bytes=2 * CHUNK_BYTES)
+    assert isinstance(tier, StripedTier)
+    put(tier, *REFS[:9])
+    assert sum(counts(folders[:2])) == 2
+    asked = sum(disk.counters.full for disk in tier._disks)
+    assert put(tier, REFS[10]) == [Outcome.FULL]
+    assert sum(disk.counters.full for disk in tier._disks) == asked + 2
+
+
 def test_a_stray_removed_while_it_is_replaced_is_not_lost_from_sight(
     open_tier: Open, folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
