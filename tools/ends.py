@@ -52,7 +52,8 @@ class Ends:
         """Trails of all chunks with a noted trail; other chunks are found only as a whole."""
         found: dict[PrefixKey, bytes] = {}
         for inventory in self.inventories:
-            held = {place.ref.prefix_key: place.ref for place in inventory.places() if place.ref is not None}
+            places = (place for place in inventory.places() if place.until_s is None)
+            held = {place.ref.prefix_key: place.ref for place in places if place.ref is not None}
             self._where.update((key, (inventory, ref)) for key, ref in held.items())
             noted = inventory.trails(held).items()
             found.update((key, trail) for key, trail in noted if is_trail_of(trail, held[key]))

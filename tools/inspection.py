@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from datetime import UTC, datetime
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -73,11 +74,13 @@ def _inspect_chunk(path: Path, facts: Facts) -> Tree:
     if facts.key_id is None:
         del tree["key_id"]
     home = path.absolute().parent.parent
-    ref = parse_chunk_name(path.parent.name, path.name)
+    chunk = parse_chunk_name(path.parent.name, path.name)
     tree["sound"] = None
-    if ref is not None and re.fullmatch(rf"[0-9a-f]{{{2 * NAMESPACE_ID_BYTES}}}", home.name):
+    if chunk is not None and chunk.until_s is not None:
+        tree["expires"] = datetime.fromtimestamp(chunk.until_s, UTC).isoformat()
+    if chunk is not None and re.fullmatch(rf"[0-9a-f]{{{2 * NAMESPACE_ID_BYTES}}}", home.name):
         inventory = Inventory(home)
-        checked = inventory.read(ref)
+        checked = inventory.read(*chunk)
         tree["sound"] = not isinstance(checked, str)
         if isinstance(checked, str):
             tree["damage"] = checked

@@ -17,8 +17,9 @@ from kvstore.format.sealing import open_ring
 from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.model.errors import ConfigError, TierError
 from kvstore.model.keys import Namespace
+from kvstore.model.lifetime import Lifetime
 from kvstore.tiers import leads_to, open_tier
-from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
+from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Tier, TierSetup, Transfer
 from kvstore.tiers.disk.inventory import Inventory, inventories
 from kvstore.tiers.disk.opening import open_folders
 from kvstore.tiers.disk.survey import held_bytes
@@ -108,7 +109,7 @@ class Source:
         """Return all chunks, oldest first, which puts the beginnings of prompts before their ends."""
         found: dict[ChunkRef, int] = {}
         for place in (place for same in self.inventories for inventory in same for place in inventory.places()):
-            if place.ref is not None:
+            if place.ref is not None and place.until_s is None:  # a pack keeps chunks for ever
                 found.setdefault(place.ref, place.path.lstat().st_mtime_ns)
         return sorted(found, key=lambda ref: (found[ref], ref))
 
@@ -331,6 +332,8 @@ def _import_one(
     """Move one chunk, which has ``size_bytes`` in the pack, and return the bytes moved."""
     ref = transfer.ref
     if tier.contains([ref]) == [True]:
+        if isinstance(tier, BoundedTier):
+            tier.limit([Lifetime(ref, None)])  # an imported chunk has no end
         report.present += 1
         return 0
     if source.get([transfer]) != [Outcome.HIT]:

@@ -199,7 +199,7 @@ def _in_folder(inventory: Inventory, *, remove: bool) -> _Namespace[Place]:
     def check(place: Place) -> tuple[str | None, int]:
         if place.ref is None:
             return NOT_A_NAME, 0
-        found = inventory.read(place.ref)
+        found = inventory.read(place.ref, place.until_s)
         if found is None or isinstance(found, str):  # removed by an engine in the meantime, or damaged
             return found, 0
         return None, len(found)
@@ -257,7 +257,7 @@ def _set_aside(inventory: Inventory, place: Place, *, remove: bool) -> bool:
     Raises:
         ConfigError: the file cannot be moved or deleted.
     """
-    if place.ref is None or not isinstance(inventory.read(place.ref), Damage):
+    if place.ref is None or not isinstance(inventory.read(place.ref, place.until_s), Damage):
         return False
     try:
         if remove:

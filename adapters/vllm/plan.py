@@ -16,6 +16,7 @@ from kvstore.model.groups import Groups
 from kvstore.model.heads import Division
 from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.model.layout import KVLayout
+from kvstore.model.lifetime import Lifetime
 from kvstore.model.retention import Retention
 from kvstore.ops.metrics import Tally
 from kvstore.protocol.progress import Progress
@@ -92,6 +93,7 @@ class StepPlan:
         removals: chunks to remove from the disk before anything else.
         recalls: chunks to remove from the remote tier, too.
         retained: chunks that stay on disk, also after a restart, until a time in seconds since 1970.
+        limited: chunks on disk whose time to live has become longer, or has no end any more.
         epoch: unless empty, forget every chunk first, and store later ones under this epoch of the namespace.
         sourced: chunks to load for requests that name an engine to read them from.
     """
@@ -104,6 +106,7 @@ class StepPlan:
     removals: list[ChunkRef] = field(default_factory=list)
     recalls: list[ChunkRef] = field(default_factory=list)
     retained: list[Retention] = field(default_factory=list)
+    limited: list[Lifetime] = field(default_factory=list)
     epoch: str = ""
     sourced: list[Sourced] = field(default_factory=list)
     used: list[ChunkRef] = field(default_factory=list)
@@ -253,6 +256,8 @@ class WorkerFacts:
         survivors: the chunks that its disk tier held, with their bytes, least recently used first.
         trails: those of the survivors, as far as the tier knows them.
         retained: those of the survivors that stay until a time, in seconds since 1970.
+        limited: those of the survivors that have a time to live, in seconds since 1970.
+        keeps_lifetimes: its disk tier keeps times to live.
         namespace: that of the chunks in its tiers.
         layout: their geometry.
         server_url: address of its server for other engines, as this engine's processes reach it; None without one.
@@ -278,6 +283,8 @@ class WorkerFacts:
     gpu_bytes: int = 0
     trails: Mapping[PrefixKey, bytes] = field(default_factory=dict)
     retained: Sequence[Retention] = ()
+    limited: Sequence[Lifetime] = ()
+    keeps_lifetimes: bool = False
     reads_fronts: bool = False
     divisions: tuple[Division, ...] = ()
 

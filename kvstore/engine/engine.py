@@ -33,6 +33,7 @@ from kvstore.index.plans import IndexCounters, Match, Place, pin_name
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import InvalidCallError
 from kvstore.model.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixKey, new_epoch
+from kvstore.model.lifetime import Lifetime
 from kvstore.paged.base import BlockIds, PagedKV, copy_threads
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.paged.planes import LayerCache
@@ -123,7 +124,7 @@ class CacheEngine:
         self._options = options
         self._tiers = open_tiers(paged, namespace, options)
         opened.callback(self._tiers.close)
-        self._planner = Planner(namespace, self.layout, options, self._tiers, self._remove)
+        self._planner = Planner(namespace, self.layout, options, self._tiers, self._remove, limit=self._limit)
         opened.callback(self._planner.close)
         lanes = self._tiers.open_lanes(options, self._planner.complete_write)
         self._mover = Mover(
@@ -214,7 +215,7 @@ class CacheEngine:
 
         A chunk that begins before the first True of ``mask`` is left out. Returns the tokens newly stored, without
         those already known or without room. The copy is done when this returns; slower tiers are written in the
-        background. With ``ttl_s`` chunks stay in memory, and expire after that time.
+        background. With ``ttl_s`` chunks expire after that time, also on disk, and are not sent to a remote tier.
 
         Raises:
             InvalidCallError: mask or slots break the rules above (the message names the first bad one), or ``ttl_s`` is
@@ -356,8 +357,8 @@ class CacheEngine:
         """Wait until everything stored so far is in the slower tiers, by default for ``io_timeout_s``.
 
         Returns how many writes since the last ``flush`` stored nothing, because a tier failed, had no room, its queue
-        was full, or time ran out. The result is True if there are none. Chunks with a time to live stay in memory, and
-        do not count.
+        was full, or time ran out. The result is True if there are none. Chunks with a time to live are sent to no
+        remote tier, and do not count there.
         """
         self._planner.check_open()
         flushed = self._mover.flush(self._options.io_timeout_s if timeout_s is None else timeout_s)
@@ -411,6 +412,10 @@ class CacheEngine:
     def _remove(self, place: Place, refs: Iterable[ChunkRef]) -> None:
         """Remove chunks from a slower tier. Given to the planner, which is created before the mover."""
         self._mover.remove(place, refs)
+
+    def _limit(self, lifetimes: Sequence[Lifetime]) -> None:
+        """Change times to live of chunks on disk. Given to the planner, too."""
+        self._mover.note_times((), lifetimes)
 
     def _up_to(self, refs: Iterable[ChunkRef], num_tokens: int) -> int:
         """Return the tokens of a match that its first chunks hold; the last chunk may hold more than is matched."""

@@ -18,6 +18,7 @@ from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import ConfigError, TierError
 from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.model.layout import KVLayout
+from kvstore.model.lifetime import Lifetime
 from kvstore.model.retention import Retention
 from kvstore.paged.base import PagedKV
 from kvstore.paged.footprint import device_bytes
@@ -51,6 +52,7 @@ class OpenTiers:
         survivors: the chunks that the disk held, the longest untouched first.
         trails: their trails, as far as the disk knows them.
         retained: those of them that stay until a time.
+        limited: those of them that have a time to live.
         namespace_id: id of the namespace of all their chunks.
         slots_take_turns: see ``ChunkIndex``; True if a device copies to and from the pool.
     """
@@ -62,6 +64,7 @@ class OpenTiers:
     survivors: list[tuple[ChunkRef, int]] = field(default_factory=list)
     trails: dict[PrefixKey, bytes] = field(default_factory=dict)
     retained: list[Retention] = field(default_factory=list)
+    limited: list[Lifetime] = field(default_factory=list)
     namespace_id: bytes | None = None
     slots_take_turns: bool = False
 
@@ -103,6 +106,11 @@ class OpenTiers:
             with_peers.read_from(source, refs)
 
     @property
+    def keeps_lifetimes(self) -> bool:
+        """True if chunks with a time to live may be written to the disk."""
+        return self.disk is not None and self.disk.keeps_lifetimes
+
+    @property
     def reads_fronts(self) -> bool:
         """See ``ChunkIndex``."""
         return self.remote is not None and self.remote.reads_fronts
@@ -133,7 +141,7 @@ def open_tiers(
         )
     named = (options.local_disk,) if isinstance(options.local_disk, str | Path) else options.local_disk or ()
     folders = tuple(map(Path, named))
-    disk, remote, hot, survivors, trails, retained = None, None, None, [], {}, []
+    disk, remote, hot, survivors, trails, retained, limited = None, None, None, [], {}, [], []
     with ExitStack() as opened:
         pool = SlabPool(num_slots, slot_bytes, paged.device, pin_in_background=options.pin_in_background)
         cpu = LabelledPool(pool, paged.streams)
@@ -153,7 +161,7 @@ def open_tiers(
                 wrap=lambda tier: guarded(tier, _guard_options(options.io_timeout_s, options.disk_io_threads)),
             )
             opened.callback(disk.close)
-            survivors, trails, retained = disk.scan(), trails_in(disk), retained_in(disk)
+            survivors, trails, retained, limited = disk.scan(), trails_in(disk), retained_in(disk), disk.lifetimes()
             _log_foreign(folders, namespace)
         if options.max_local_gpu_bytes and paged.moves_layers:
             hot = HotChunks(paged, options.max_local_gpu_bytes)
@@ -164,7 +172,7 @@ def open_tiers(
             )
         opened.pop_all()
     is_on_device = paged.device.type != "cpu"
-    return OpenTiers(cpu, disk, remote, hot, survivors, trails, retained, namespace.id, is_on_device)
+    return OpenTiers(cpu, disk, remote, hot, survivors, trails, retained, limited, namespace.id, is_on_device)
 
 
 def log_device_bytes(paged: PagedKV, tiers: OpenTiers, *, threads: int) -> None:

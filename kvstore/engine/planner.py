@@ -21,6 +21,7 @@ from kvstore.model.chunks import ChunkRef, chunk_of
 from kvstore.model.errors import ClosedError
 from kvstore.model.keys import Namespace, PrefixHasher, PrefixKey
 from kvstore.model.layout import KVLayout
+from kvstore.model.lifetime import Lifetime, clock_ahead_s
 from kvstore.tiers.base import Tier
 from kvstore.transfer.mover import LoadJob, LoadResult, StoreJob
 
@@ -40,6 +41,7 @@ class Planner:
         options: options of the engine.
         tiers: the tiers in which chunks may be.
         remove: removes chunks from a slower tier, without waiting.
+        limit: changes times to live of chunks on disk, without waiting.
 
     Attributes:
         index: of chunks; under ``lock``.
@@ -55,6 +57,8 @@ class Planner:
         options: EngineOptions,
         tiers: OpenTiers,
         remove: Callable[[Place, Iterable[ChunkRef]], None],
+        *,
+        limit: Callable[[Sequence[Lifetime]], None],
     ) -> None:
         remote, disk = options.remote, tiers.disk
         self.lock = threading.Lock()
@@ -70,14 +74,18 @@ class Planner:
             disk_policy=options.disk_policy,
             slots_take_turns=tiers.slots_take_turns,
             reads_fronts=tiers.reads_fronts,
+            disk_keeps_lifetimes=tiers.keeps_lifetimes,
         )
         self.index.adopt(tiers.survivors, tiers.trails)
+        self.index.limit(one.later(-clock_ahead_s()) for one in tiers.limited)
+        self.index.advance(time.monotonic())
         self.view = view
         self.directory = open_directory([Shard(namespace, layout, remote)]) if remote else None
         self._layout = layout
         self._options = options
         self._tiers = tiers
         self._remove = remove
+        self._limit = limit
         self._told_drops = 0  # writes dropped before the last ``take_drops``
         self.is_closed = False
 
@@ -183,7 +191,7 @@ class Planner:
         finally:
             with self.lock:
                 self.index.complete_load([job.step for job in jobs], result.failed, result.lost)
-                self._remove_from_disk()
+                self._tell_disk()
         return result
 
     def plan_store(self, request: Request, ttl_s: float | None) -> list[StoreJob]:
@@ -195,7 +203,7 @@ class Planner:
         with self.lock:
             self._begin()
             steps = self.index.prepare_store(refs[first:], prefix, hasher=hasher, ttl_s=ttl_s)
-            self._remove_from_disk()
+            self._tell_disk()
         where = {ref: number * blocks_per_chunk for number, ref in enumerate(refs[first:])}
         jobs = []
         for step in steps:
@@ -216,7 +224,7 @@ class Planner:
         finally:
             with self.lock:
                 self.index.complete_store(steps, failed)
-                self._remove_from_disk()
+                self._tell_disk()
         stored = (step.ref.num_blocks for step in steps if step.gather and step.ref.prefix_key not in failed)
         return sum(stored) * self._layout.block_tokens
 
@@ -227,7 +235,7 @@ class Planner:
         with self.lock:
             self.index.set_tiers(tier_state(self._tiers.disk, self._tiers.remote))
             self.index.complete_write(ref.prefix_key, target, stored=stored, size_bytes=size_bytes)
-            self._remove_from_disk()
+            self._tell_disk()
             if recalls := self.index.take_recalls():
                 self._remove(Place.REMOTE, recalls)
 
@@ -237,7 +245,7 @@ class Planner:
             self._begin()
             refs = [*all_refs(hasher), *self.index.longer(hasher.trail(len(hasher.chunk_keys())))]
             count = self.index.remove(ref.prefix_key for ref in refs)
-            self._remove_from_disk()
+            self._tell_disk()
             self._remove(Place.REMOTE, refs)
             if self.view is not None:
                 self.view.forget(refs)
@@ -263,7 +271,7 @@ class Planner:
             if fresh:
                 with self.lock:
                     self.index.remove(ref.prefix_key for ref in fresh)
-                    self._remove_from_disk()
+                    self._tell_disk()
                     self._remove(Place.REMOTE, fresh)
                     if self.view is not None:
                         self.view.forget(fresh)
@@ -287,11 +295,14 @@ class Planner:
         """Bring the index up to date. Needs the lock."""
         self.check_open()
         self.index.advance(time.monotonic(), tier_state(self._tiers.disk, self._tiers.remote))
+        self._tell_disk()
 
-    def _remove_from_disk(self) -> None:
-        """Remove evicted chunks from the disk. Needs the lock, so that removals keep the index's order there."""
+    def _tell_disk(self) -> None:
+        """Remove evicted chunks from the disk, and change times to live. Needs the lock, to keep the index's order."""
         if removals := self.index.take_removals():
             self._remove(Place.DISK, removals)
+        if lifetimes := self.index.take_lifetimes():
+            self._limit([one.later(clock_ahead_s()) for one in lifetimes])
 
 
 def tier_state(disk: Tier | None, remote: Tier | None) -> TierState:

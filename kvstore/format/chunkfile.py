@@ -24,7 +24,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import xxhash
 
@@ -37,12 +37,13 @@ _LENGTH = struct.Struct("<Q")
 _FIXED_HEADER_BYTES = 1024  # more than a header needs without its checksums
 CHECKSUM_DIGITS = 16
 _LENGTH_DIGITS = 8
+LAST_END_S: Final = 253_402_300_799  # of a time to live, the end of the year 9999
 _SEALED = "aes-gcm"
 TAG_BYTES = 16  # of a sealed layer
 ANY_CODEC = f"any+{_SEALED}"
 """A codec whose headers and files are as long as any can be."""
 _SEAL = re.compile("[ -~]{1,100}")
-_NAME = re.compile(rf"([0-9a-f]{{{2 * PREFIX_KEY_BYTES}}})-([1-9][0-9]{{0,8}})\.safetensors")
+_NAME = re.compile(rf"([0-9a-f]{{{2 * PREFIX_KEY_BYTES}}})-([1-9][0-9]{{0,8}})(?:-([1-9][0-9]{{0,11}}))?\.safetensors")
 
 
 class Damage(StrEnum):
@@ -88,18 +89,26 @@ class Encoding(NamedTuple):
         return list(pairwise(accumulate(self.layer_bytes, initial=0)))
 
 
-def chunk_name(ref: ChunkRef) -> str:
+class ChunkName(NamedTuple):
+    """Meaning of a file's name: a chunk, and the end of its time to live in seconds since 1970, if it has one."""
+
+    ref: ChunkRef
+    until_s: int | None = None
+
+
+def chunk_name(ref: ChunkRef, until_s: int | None = None) -> str:
     """Return the path of a chunk's file inside the folder of its namespace."""
     key = ref.prefix_key.hex()
-    return f"{key[:2]}/{key}-{ref.num_blocks}.safetensors"
+    end = "" if until_s is None else f"-{until_s}"
+    return f"{key[:2]}/{key}-{ref.num_blocks}{end}.safetensors"
 
 
-def parse_chunk_name(shard: str, name: str) -> ChunkRef | None:
-    """Return the chunk of a file ``name`` in the folder ``shard``, or None if it is no chunk's name."""
+def parse_chunk_name(shard: str, name: str) -> ChunkName | None:
+    """Return the meaning of a file's ``name`` in the folder ``shard``, or None if it is no chunk's name."""
     match = _NAME.fullmatch(name)
-    if match is None or not name.startswith(shard):
+    if match is None or not name.startswith(shard) or int(match[3] or 0) > LAST_END_S:
         return None
-    return ChunkRef(bytes.fromhex(match[1]), int(match[2]))
+    return ChunkName(ChunkRef(bytes.fromhex(match[1]), int(match[2])), int(match[3]) if match[3] else None)
 
 
 def sealed_name(codec: str) -> str:

@@ -64,7 +64,7 @@ class Entry:
     remote: AtRemote = UNSENT
     uses: int = 0  # plans and writes in flight, and leases
     forgotten: bool = False  # dropped while in use: removed when the last use ends
-    expires_s: float | None = None  # set for a time to live, which keeps the chunk off slower tiers
+    expires_s: float | None = None  # set for a time to live, which keeps the chunk off remote tiers
     front_of: ChunkRef | None = None  # the longer chunk at the remote tier from which it was read
     trail: bytes = b""  # the keys at the ends of its blocks; empty if unknown
 
@@ -122,6 +122,7 @@ class Entries(dict[PrefixKey, Entry]):
         self.near, self.far = Trails(), Trails()  # of chunks with a slot, and of those without
         self.whole_blocks = 0  # blocks of a whole chunk, which supersedes tails; 0 before the first store
         self.expiries = Deadlines[PrefixKey]()  # of chunks with a time to live
+        self.extended: dict[PrefixKey, None] = {}  # of those, on disk, that last longer now than the disk knows
         self.changes: dict[PrefixKey, bytes] | None = {} if tracks_changes else None  # trails by key, in order
         self._siblings: dict[PrefixKey, tuple[PrefixKey, ...]] = {}  # all parts of a checkpoint, by each part's key
         self._broken: dict[PrefixKey, None] = {}  # parts of checkpoints that lack another part
@@ -233,14 +234,15 @@ class Entries(dict[PrefixKey, Entry]):
 
     def extend(self, chunk: Entry, expires_s: float | None) -> None:
         """Keep a chunk at least until ``expires_s``, or without end for None. The longest requested time wins."""
-        if chunk.expires_s is None:
+        if chunk.lasts_until(expires_s):
             return
+        chunk.expires_s = expires_s
         if expires_s is None:
-            chunk.expires_s = None
             self.expiries.withdraw(chunk.ref.prefix_key)
-        elif expires_s > chunk.expires_s:
-            chunk.expires_s = expires_s
+        else:
             self.expiries.set(chunk.ref.prefix_key, expires_s)
+        if chunk.disk is not NO_FILE:
+            self.extended[chunk.ref.prefix_key] = None
 
     def note_change(self, chunk: Entry) -> None:
         """Note that a chunk was added to a place or removed from one."""

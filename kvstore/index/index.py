@@ -61,6 +61,7 @@ class ChunkIndex:
         slots_take_turns: bool = False,
         reads_fronts: bool = False,
         retention: Limits = NO_RETENTION,
+        disk_keeps_lifetimes: bool = False,
     ) -> None:
         """Start empty.
 
@@ -80,6 +81,7 @@ class ChunkIndex:
             reads_fronts: True if the remote tier can read only the leading blocks of a chunk. Not used if the pool is a
                 staging area, where borrowed bytes are not copied.
             retention: bounds of ``retain``. Beyond half of the disk it leaves no room for others.
+            disk_keeps_lifetimes: False keeps chunks with a time to live off the disk.
 
         Raises:
             ConfigError: no policy has this name.
@@ -96,7 +98,8 @@ class ChunkIndex:
         disk_order = open_policy(disk_policy or cache_policy, disk_capacity_bytes)
         self._chunks = chunks = Entries(tracks_changes=tracks_changes)
         self._slots = Slots(chunks, num_slots, memory_order, take_turns=slots_take_turns)
-        self._disk = DiskWrites(chunks, disk_order, stored_bytes, max_writes, Retained(disk_order, retention))
+        retained = Retained(disk_order, retention)
+        self._disk = DiskWrites(chunks, disk_order, stored_bytes, max_writes, disk_keeps_lifetimes, retained)
         has_remote = remote is not None
         self._remote = RemoteSends(chunks, remote or RemoteView(0.0), has_remote, max_sends, answers=has_remote)
         self._leases = Leases(num_slots)
@@ -111,6 +114,8 @@ class ChunkIndex:
         # Calls that one part carries out alone.
         self.adopt, self.retain = self._disk.adopt, self._disk.retain
         self.retainable, self.take_retentions = self._disk.retainable, self._disk.take_retentions
+        self.end_retention = self._disk.end_retention
+        self.limit, self.take_lifetimes = self._disk.limit, self._disk.take_lifetimes
         self.holds, self.is_loading = chunks.holds, chunks.is_loading
         self.lookup, self.why_missing = lookup.lookup, lookup.why_missing
         self.longest, self.nearest, self.longer = lookup.longest, lookup.nearest, lookup.longer

@@ -110,6 +110,7 @@ class StoreStep(NamedTuple):
     Attributes:
         trail: the keys at the ends of its blocks; empty if unknown.
         tenant: of its requests, see ``KeyExtras.tenant``.
+        ttl_s: the rest of its time to live; None without one.
     """
 
     ref: ChunkRef
@@ -118,6 +119,7 @@ class StoreStep(NamedTuple):
     gather: bool = True
     trail: bytes = b""
     tenant: bytes = b""
+    ttl_s: float | None = None
 
 
 @dataclass

@@ -44,8 +44,8 @@ class StorePlanner:
 
         A known chunk that was not written to disk because the queue or the disk was full is tried again. A chunk that
         is only on a disk that cannot be read was computed again, and is stored again. With ``ttl_s`` new chunks are
-        kept in memory only, and are removed when that time is over. A chunk offered again keeps the longer of its two
-        times; if it is kept without end, it is written at that point.
+        not sent to the remote tier, and are removed when that time is over. A chunk offered again keeps the longer of
+        its two times; if it is kept without end, it is sent at that point.
 
         With the ``hasher`` of the sequence, a chunk is found by its block ends, and a whole chunk supersedes the tails
         in it once it is stored itself. A tail that a longer chunk in memory holds is not stored: it counts as known,
@@ -245,7 +245,7 @@ class StorePlanner:
         chunk.uses += len(targets)
         if chunk.expires_s is not None:
             self.chunks.expiries.set(ref.prefix_key, chunk.expires_s)
-        return StoreStep(ref, slot, targets, trail=trail)
+        return StoreStep(ref, slot, targets, trail=trail, ttl_s=self._rest_s(chunk))
 
     def _plan_known(self, chunk: Entry) -> StoreStep | None:
         """Write a chunk from memory to the tiers that lack it, if they have room for it now."""
@@ -253,7 +253,12 @@ class StorePlanner:
             return None
         self.chunks.counters.writes_retried += 1
         self.uses.begin(chunk, 1 + len(targets))  # until complete_store, and until complete_write for each target
-        return StoreStep(chunk.ref, chunk.slot, targets, gather=False, trail=chunk.trail)
+        ttl_s = self._rest_s(chunk)
+        return StoreStep(chunk.ref, chunk.slot, targets, gather=False, trail=chunk.trail, ttl_s=ttl_s)
+
+    def _rest_s(self, chunk: Entry) -> float | None:
+        """Return the rest of a chunk's time to live."""
+        return None if chunk.expires_s is None else chunk.expires_s - self.chunks.now_s
 
     def _reserve_targets(self, chunk: Entry, trail: bytes) -> tuple[Place, ...]:
         """Reserve room for a chunk in the slower tiers, and return those that will be written."""

@@ -28,6 +28,7 @@ from kvstore.index.remote_view import RemoteView
 from kvstore.index.retained import Retained
 from kvstore.model.chunks import ChunkRef, chunk_of
 from kvstore.model.keys import PREFIX_KEY_BYTES, PrefixKey
+from kvstore.model.lifetime import Lifetime
 from kvstore.model.retention import Retention
 from kvstore.policies import Policy
 
@@ -43,9 +44,11 @@ class DiskWrites:
         order: the policy for the disk; it also counts the bytes.
         stored_bytes: maps a chunk's number of blocks to its bytes on disk; None without a disk tier.
         max_writes: maximum of concurrent writes.
+        keeps_lifetimes: True if the tier keeps times to live; otherwise no chunk is written that has one.
         retained: chunks that stay until a time.
         num_writes: writes in flight.
         removals: chunks dropped from the disk and not announced yet.
+        told_early: chunks whose time to live became longer while they were being written.
         ended: retention of dropped chunks, not announced yet.
     """
 
@@ -53,9 +56,11 @@ class DiskWrites:
     order: Policy
     stored_bytes: Callable[[int], int] | None
     max_writes: int
+    keeps_lifetimes: bool
     retained: Retained
     num_writes: int = 0
     removals: list[ChunkRef] = field(default_factory=list)
+    told_early: dict[PrefixKey, None] = field(default_factory=dict)
     ended: list[Retention] = field(default_factory=list)
 
     def adopt(
@@ -67,9 +72,19 @@ class DiskWrites:
             self.order.add(ref.prefix_key, stored_bytes)
         self.chunks.learn_all(trails)
 
+    def limit(self, lifetimes: Iterable[Lifetime]) -> None:
+        """Register the times to live of adopted chunks."""
+        for ref, until_s in lifetimes:
+            chunk = self.chunks.get(ref.prefix_key)
+            if chunk is not None and until_s is not None and chunk.lasts_until(until_s):
+                chunk.expires_s = until_s
+                self.chunks.expiries.set(ref.prefix_key, until_s)
+
     def reserve(self, chunk: Entry) -> bool:
         """Make room for a chunk about to be stored; False if it will not be written."""
-        if self.stored_bytes is None or chunk.disk is not NO_FILE or chunk.expires_s is not None:
+        if self.stored_bytes is None or chunk.disk is not NO_FILE:
+            return False
+        if chunk.expires_s is not None and not self.keeps_lifetimes:
             return False
         need_bytes = self.stored_bytes(chunk.ref.num_blocks)
         if self.num_writes >= self.max_writes or not self._make_room(chunk, need_bytes):
@@ -83,6 +98,9 @@ class DiskWrites:
     def complete(self, chunk: Entry, *, stored: bool, size_bytes: int | None) -> None:
         """Take the result of a write, and its size if that differs from the bytes reserved."""
         self.num_writes -= 1
+        if chunk.ref.prefix_key in self.told_early:
+            del self.told_early[chunk.ref.prefix_key]
+            self.chunks.extended[chunk.ref.prefix_key] = None
         if not stored:
             self.chunks.counters.writes_failed += 1
             self.drop(chunk, announce=False)
@@ -106,6 +124,13 @@ class DiskWrites:
         """Return how many of these chunks, from the front, ``retain`` would keep."""
         return self.retained.admitted(self._front(refs), tenant)
 
+    def end_retention(self, refs: Iterable[ChunkRef]) -> int:
+        """Let the end of a prompt stay no longer, up to a chunk on which others depend. Returns how many did."""
+        own = self.order.own_end(ref.prefix_key for ref in refs)
+        ended = [key for key in own if self.retained.drop(key)]
+        self.ended += (Retention(self.chunks[key].ref, 0.0, b"") for key in ended)
+        return len(ended)
+
     def take_retentions(self) -> list[Retention]:
         """Return the retention begun or extended since the last call, also of chunks that are being written.
 
@@ -113,6 +138,17 @@ class DiskWrites:
         """
         ended, self.ended = self.ended, []
         return [*ended, *(self.retained.of(self.chunks[key].ref) for key in self.retained.take_fresh())]
+
+    def take_lifetimes(self) -> list[Lifetime]:
+        """Return the times to live that became longer since the last call.
+
+        Those of chunks that are being written are returned once more afterwards, as the write may not have begun.
+        """
+        extended, self.chunks.extended = self.chunks.extended, {}
+        known = (chunk for key in extended if (chunk := self.chunks.get(key)) is not None and not chunk.forgotten)
+        changed = [chunk for chunk in known if chunk.disk is not NO_FILE]
+        self.told_early.update((chunk.ref.prefix_key, None) for chunk in changed if chunk.disk is WRITING)
+        return [Lifetime(chunk.ref, chunk.expires_s) for chunk in changed]
 
     def _front(self, refs: Iterable[ChunkRef]) -> list[PrefixKey]:
         """Return the keys of chunks that are here or being written, up to the first one that is not."""

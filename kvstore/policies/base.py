@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import closing
-from itertools import islice
+from itertools import islice, takewhile
 from typing import ClassVar
 
 from kvstore.model.errors import InvalidCallError
@@ -147,14 +147,21 @@ class Policy(ABC):
         The keys are given head first. A chunk on which others in the tier depend stays, with its prefix, so a stem that
         conversations share is not given up. Held chunks stay, too.
         """
-        here = [key for key in dict.fromkeys(keys) if key in self._sizes]
-        below = Counter[PrefixKey | None]()  # of these, given up
-        for count, key in enumerate(reversed(here)):
-            if key in self._held or self._children.get(key, 0) > below[key]:
-                return count
-            self._given_up[key] = None
+        end = list(takewhile(lambda key: key not in self._held, self.own_end(keys)))
+        self._given_up.update(dict.fromkeys(end))
+        return len(end)
+
+    def own_end(self, keys: Iterable[PrefixKey]) -> Iterator[PrefixKey]:
+        """Yield the end of a chain, last chunk first, up to one on which other chunks in the tier depend.
+
+        The keys are given head first; those that are not in the tier are left out.
+        """
+        below = Counter[PrefixKey | None]()  # of these, yielded
+        for key in reversed([key for key in dict.fromkeys(keys) if key in self._sizes]):
+            if self._children.get(key, 0) > below[key]:
+                return
             below[self._parents.get(key)] += 1
-        return len(here)
+            yield key
 
     def evict(self, key: PrefixKey) -> None:
         """Drop a chunk evicted to make room; its key may be remembered. Unknown keys are ignored."""

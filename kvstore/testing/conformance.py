@@ -7,6 +7,7 @@ from kvstore.testing.buffers import BufferTests
 from kvstore.testing.contents import ContentTests, EndingTests
 from kvstore.testing.damage import DamageTests
 from kvstore.testing.lending import LendingRefusalTest
+from kvstore.testing.lifetimes import LifetimeTests
 from kvstore.testing.machine import MachineTests
 from kvstore.testing.partial_reads import FrontTests, LayerTests
 from kvstore.testing.restart import RestartTests
@@ -28,5 +29,5 @@ class TierConformance(
     """Tests of a tier. Subclass it under a name that begins with ``Test``, and fill in the hooks."""
 
 
-class BoundedTierConformance(TierConformance, BoundsTests):
+class BoundedTierConformance(TierConformance, BoundsTests, LifetimeTests):
     """Tests of a ``BoundedTier``."""

@@ -7,7 +7,8 @@ import pytest
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import ClosedError, InvalidCallError
 from kvstore.testing.harness import EVEN, LAYOUTS, TierHarness, make_payload, make_ref, make_transfer
-from kvstore.tiers.base import MAX_LENT, Loan, Tier
+from kvstore.tiers.base import MAX_LENT, Tier
+from kvstore.tiers.loan import Loan
 
 A, B, GONE = make_ref(1), make_ref(2), make_ref(3, 1)
 _MANY_LOANS = 50

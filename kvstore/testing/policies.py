@@ -306,6 +306,8 @@ class PolicyConformance:
         assert given_up[1] not in (policy.make_room(1, everything) or ())
         policy.hold(given_up[1])
         assert policy.give_up(given_up[:2]) == 0
+        assert list(policy.own_end(given_up)) == [given_up[1]]
+        assert list(policy.own_end(kept)) == kept[::-1]
 
     def test_a_chunk_goes_before_its_prefix(self) -> None:
         """Chunks are evicted before a shared prefix, although it is older and only other chains used it since."""

@@ -21,11 +21,10 @@ import logging
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Final, NamedTuple, Protocol, Self
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -33,7 +32,9 @@ from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.model.errors import ConfigError, InvalidCallError
 from kvstore.model.keys import PREFIX_KEY_BYTES, Namespace, PrefixKey
 from kvstore.model.layout import ALIGNMENT_BYTES, KVLayout, round_up
+from kvstore.model.lifetime import Lifetime
 from kvstore.model.retention import Retention
+from kvstore.tiers.loan import Loan
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,9 @@ class Transfer(NamedTuple):
 
     ``tenant`` is for ``put``, and chooses the key if the tier encrypts: ``KeyExtras.tenant`` of the chunk's requests.
 
+    ``until_s`` is for ``put`` at a tier that ``keeps_lifetimes``: the end of the chunk's time to live, in seconds since
+    1970; None for no end.
+
     ``front_blocks`` is for ``get`` at a tier that ``reads_fronts``: read only so many of the chunk's leading blocks,
     as the payload of a chunk that has no others. 0 for all of them.
     """
@@ -67,6 +71,7 @@ class Transfer(NamedTuple):
     trail: bytes = b""
     front_blocks: int = 0
     tenant: bytes = b""
+    until_s: float | None = None
 
     def belongs_to(self, namespace_id: bytes | None) -> bool:
         """Tell if a tier in this namespace may store the chunk. Call it under the lock that ``reset`` takes."""
@@ -101,42 +106,6 @@ class TierCounters:
             elif outcome is Outcome.STORED:
                 self.bytes_written += num_bytes
         return outcome
-
-
-class Loan:
-    """Memory of a tier, lent for reading, as a context manager that returns it. Any thread may end the loan.
-
-    Attributes:
-        outcomes: of each chunk: HIT, MISS, CORRUPT or FAILED.
-        payloads: of each chunk, read-only; None unless it is a HIT. Must not be used after the end.
-    """
-
-    def __init__(
-        self, outcomes: list[Outcome], payloads: list[ByteArray | None], give_back: Callable[[], None] | None = None
-    ) -> None:
-        self.outcomes = outcomes
-        self.payloads = payloads
-        self._give_back = give_back
-
-    @classmethod
-    def refused(cls, num_chunks: int) -> Loan:
-        """Return a loan in which every chunk ``FAILED``."""
-        return cls([Outcome.FAILED] * num_chunks, [None] * num_chunks)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """Return the memory. Idempotent."""
-        give_back, self._give_back = self._give_back, None
-        self.payloads = [None] * len(self.outcomes)
-        if give_back is not None:
-            give_back()
 
 
 GIVEN_BY_URL: Final = ("url", "connections", "timeout_s")
@@ -201,12 +170,6 @@ def payload_view(layout: KVLayout, transfer: Transfer, *, reads_fronts: bool = F
             f"{need_bytes} bytes, got {buffer.dtype}{list(buffer.shape)}"
         )
     return buffer[:payload_bytes]
-
-
-def end_late_loan(lending: Future[Loan]) -> None:
-    """End a loan that nobody waits for any more; a callback of its future."""
-    if not lending.cancelled() and lending.exception() is None:
-        lending.result().end()
 
 
 def late_outcomes(late: Future[Sequence[Outcome]]) -> Sequence[Outcome]:
@@ -413,6 +376,22 @@ class BoundedTier(Tier):
 
     def retained(self) -> list[Retention]:
         """Return the last retention noted of each chunk held, ended ones included; none from before ``clear``."""
+        return []
+
+    @property
+    def keeps_lifetimes(self) -> bool:
+        """True if the storage keeps the times to live of chunks; otherwise none is stored that has one."""
+        return False
+
+    def limit(self, lifetimes: Sequence[Lifetime]) -> None:
+        """Change the times to live of chunks held, in seconds since 1970; others are ignored.
+
+        Raises:
+            TierError: the storage did not answer.
+        """
+
+    def lifetimes(self) -> list[Lifetime]:
+        """Return the times to live of the chunks held that have one, those that are over included."""
         return []
 
     def drop_spares(self, wanted_bytes: int) -> None:

@@ -23,7 +23,8 @@ from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import ClosedError, ConfigError, TierError, TierTimeoutError
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
-from kvstore.tiers.base import Loan, Tier, TierCounters, Transfer, payload_view, start_closing
+from kvstore.tiers.base import Tier, TierCounters, Transfer, payload_view, start_closing
+from kvstore.tiers.loan import Loan
 
 _MAX_ROUTES: Final = 65_536  # chunks still to be read from a source
 _MAX_ASKING: Final = 64  # questions to peers at once, of all callers

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Final
 
 from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.tiers.base import Loan, end_late_loan
+from kvstore.tiers.loan import Loan, end_late_loan
 from kvstore.transfer.lane import Lane
 
 BATCH: Final = 8  # chunks in one loan; few, because a chunk that the server reads from disk delays the others

@@ -27,9 +27,11 @@ from kvstore.memory.slabs import LabelledPool
 from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.model.errors import KVStoreError, TierError, TierTimeoutError
 from kvstore.model.keys import Namespace
+from kvstore.model.lifetime import Lifetime
 from kvstore.model.retention import Retention
 from kvstore.model.throttle import Throttle
-from kvstore.tiers.base import BoundedTier, Loan, Tier, Transfer, late_outcomes
+from kvstore.tiers.base import BoundedTier, Tier, Transfer, late_outcomes
+from kvstore.tiers.loan import Loan
 from kvstore.transfer.removal_queue import RemovalQueue
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ logger = logging.getLogger(__name__)
 WRITE_THREADS = 4
 _MAX_TOGETHER: Final = 8  # chunks written in one call, which has a deadline
 _TOGETHER_BYTES: Final = 1 << 20
+_MAX_LIMITS: Final = 1024  # times to live changed in one call, which has a deadline
 
 
 class Arrival(NamedTuple):
@@ -81,6 +84,8 @@ class _Write:
         after: the last removal that must come before it.
         trail: of the chunk.
         tenant: of the chunk.
+        until_s: the end of its time to live, in seconds since 1970; None for no end.
+        limited: its time to live, if that has changed since the write began; the tier is told once it is stored.
         is_unwanted: the chunk was removed meanwhile, and is removed from the tier once it is stored.
         is_uncertain: if it fails, it may have stored the chunk, which is then removed from the tier.
         ended: its outcome, once nothing reads the slot.
@@ -93,13 +98,15 @@ class _Write:
     after: int
     trail: bytes
     tenant: bytes
+    until_s: float | None
+    limited: Lifetime | None = None
     is_unwanted: bool = False
     is_uncertain: bool = False
     ended: Future[Outcome] = field(default_factory=Future)
 
     def transfer_of(self, source: ByteArray) -> Transfer:
         """Return what the tier is to store, from the slot's bytes."""
-        return Transfer(self.ref, source, self.namespace_id, self.trail, tenant=self.tenant)
+        return Transfer(self.ref, source, self.namespace_id, self.trail, tenant=self.tenant, until_s=self.until_s)
 
 
 class Lane:
@@ -143,6 +150,7 @@ class Lane:
         self._writing: set[_Write] = set()  # including those that wait
         self._ending = 0  # writes that have ended and are being reported
         self._untold = Flushed()  # since the last flush
+        self._limits: dict[ChunkRef, Lifetime] = {}  # times to live that the tier has yet to change
         self._throttle = Throttle(logger)
 
     @property
@@ -173,21 +181,30 @@ class Lane:
         return self._generation
 
     def write(
-        self, ref: ChunkRef, slot: int, generation: int | None = None, trail: bytes = b"", tenant: bytes = b""
+        self,
+        ref: ChunkRef,
+        slot: int,
+        generation: int | None = None,
+        trail: bytes = b"",
+        tenant: bytes = b"",
+        *,
+        ttl_s: float | None = None,
     ) -> None:
         """Start to write a slot's chunk, with trail and tenant; the slot must not change before the write has ended.
 
-        ``generation`` is its value when filling the slot began; None for the current one.
+        ``generation`` is its value when filling the slot began, None for the current one. ``ttl_s`` counts from now.
         """
         if self._leaves_writes:
             self._on_written(ref, True)
             return
         with self._lock:
             began = self._generation if generation is None else generation
-            write = _Write(ref, slot, self._namespace_id, began, self._removals.queued, trail, tenant)
+            until_s = None if ttl_s is None else time.time() + ttl_s
+            write = _Write(ref, slot, self._namespace_id, began, self._removals.queued, trail, tenant, until_s)
             self._writers.submit(self._write).add_done_callback(self._log_defect)
             self._waiting.append(write)
             self._writing.add(write)
+            self._limits.pop(ref, None)
         write.ended.add_done_callback(lambda ended: self._report_end(write, ended.result()))
 
     def refuse(self, ref: ChunkRef) -> None:
@@ -202,6 +219,8 @@ class Lane:
             return
         with self._lock:
             leaving = set(refs)
+            for ref in leaving:
+                self._limits.pop(ref, None)  # or it would change the chunk that is stored next
             for write in self._writing:
                 if write.ref in leaving:
                     write.is_unwanted = True
@@ -209,22 +228,47 @@ class Lane:
             if leaving:
                 self._removals.remove(leaving)
 
-    def retain(self, retentions: Sequence[Retention]) -> None:
-        """Have a tier with a bound note which of its chunks stay until when."""
+    def note_times(self, retentions: Sequence[Retention], lifetimes: Sequence[Lifetime]) -> None:
+        """Have a tier with a bound note which of its chunks stay until when, and which times to live have changed."""
         tier = self._tier
-        if isinstance(tier, BoundedTier) and not self._leaves_writes:
+        if not (retentions or lifetimes) or not isinstance(tier, BoundedTier) or self._leaves_writes:
+            return
+        if retentions:
             self._removals.follow("note retention in", partial(tier.retain, retentions))
+        with self._lock:
+            writing = {write.ref: write for write in self._writing}
+            for one in lifetimes:
+                if one.ref in writing:
+                    writing[one.ref].limited = one
+                else:
+                    self._limit(one)
+
+    def _limit(self, lifetime: Lifetime) -> None:
+        """Queue a change of a time to live, in place of an earlier one of the same chunk. Needs the lock."""
+        if not self._limits:
+            self._removals.follow("change times to live in", self._carry_out_limits)
+        self._limits[lifetime.ref] = lifetime
+
+    def _carry_out_limits(self) -> None:
+        """Have the tier change times to live, so many in one call that it ends within its deadline."""
+        with self._lock:
+            changed, self._limits = [*self._limits.values()], {}
+        for first in range(0, len(changed), _MAX_LIMITS):
+            if isinstance(self._tier, BoundedTier):
+                self._tier.limit(changed[first : first + _MAX_LIMITS])
 
     def clear(self, refs: Iterable[ChunkRef] = ()) -> None:
         """Start to remove all chunks from the tier; if that fails, at least these."""
         with self._lock:
             self._generation += 1  # voids reads and writes that began before
+            self._limits.clear()
             self._removals.clear(refs)
 
     def reset(self, namespace: Namespace) -> None:
         """Start to remove all chunks from the tier; later writes belong to another namespace."""
         with self._lock:
             self._generation += 1  # voids reads and writes that began before
+            self._limits.clear()
             self._namespace_id = namespace.id
             self._removals.reset(namespace)
 
@@ -353,6 +397,8 @@ class Lane:
             if is_wanted and outcome is not Outcome.STORED:
                 is_full = outcome is Outcome.FULL
                 self._untold = self._untold.plus(Flushed(failed=int(not is_full), full=int(is_full)))
+            if write.limited is not None and is_wanted and outcome is Outcome.STORED:
+                self._limit(write.limited)
         if write.is_unwanted or write.is_uncertain or (is_over and outcome is Outcome.STORED):
             self._removals.remove([write.ref], lambda: self._report(write.ref, stored=False))
         else:

@@ -25,6 +25,7 @@ from kvstore.index.plans import LoadStep, Place, StoreStep
 from kvstore.memory.slabs import Filling, LabelledPool
 from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.model.keys import Namespace, PrefixKey
+from kvstore.model.lifetime import Lifetime
 from kvstore.model.retention import Retention
 from kvstore.paged.base import BlockIds, ChunkBlocks, Copiers, PagedKV
 from kvstore.paged.streams import DeviceEvent, Direction
@@ -340,13 +341,13 @@ class Mover:
 
         Returns its key if the slot was cleared meanwhile, which fails the store.
         """
-        ref, slot = job.step.ref, job.step.slot
-        is_there = not job.step.gather or self.cpu.publish(slot, ref)
-        if job.step.gather and is_there:
+        step, ref, slot = job.step, job.step.ref, job.step.slot
+        is_there = not step.gather or self.cpu.publish(slot, ref)
+        if step.gather and is_there:
             self.counters.chunks_stored += 1
             self.counters.bytes_gathered += self.paged.bytes_of(job.block_ids)
-        for target in job.step.targets:
-            self._lanes[target].write(ref, slot, generations[target], job.step.trail, job.step.tenant)
+        for target in step.targets:
+            self._lanes[target].write(ref, slot, generations[target], step.trail, step.tenant, ttl_s=step.ttl_s)
         return set() if is_there else {ref.prefix_key}
 
     def refuse(self, jobs: Iterable[StoreJob]) -> set[PrefixKey]:
@@ -363,10 +364,10 @@ class Mover:
         if place in self._lanes:
             self._lanes[place].remove(refs)
 
-    def retain(self, retentions: Sequence[Retention]) -> None:
-        """Start to note which chunks stay on disk until when, in seconds since 1970."""
-        if retentions and Place.DISK in self._lanes:
-            self._lanes[Place.DISK].retain(retentions)
+    def note_times(self, retentions: Sequence[Retention], lifetimes: Sequence[Lifetime]) -> None:
+        """Start to note which chunks stay on disk until when, and which times to live there have changed."""
+        if Place.DISK in self._lanes:
+            self._lanes[Place.DISK].note_times(retentions, lifetimes)
 
     def clear(self, on_disk: Iterable[ChunkRef] = ()) -> None:
         """Clear every tier without waiting; if the disk fails to, at least the chunks ``on_disk`` are removed."""

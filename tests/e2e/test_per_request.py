@@ -97,6 +97,26 @@ def test_a_retained_prompt_outlives_others_on_disk(tiny_model: Path, tmp_path: P
 
 
 @pytest.mark.sweep
+def test_a_time_to_live_outlasts_a_restart(tiny_model: Path, tmp_path: Path) -> None:
+    with Engine(tiny_model) as engine:
+        plain = engine.generate([PROMPT], logprobs=2)
+    setup = StoreSetup(tmp_path / "disk")
+    with Engine(tiny_model, setup) as engine:
+        engine.generate([PROMPT], asks={"kvstore.ttl": 3600})
+        engine.generate([LATER], asks={"kvstore.ttl": 1})
+        engine.settle()
+        assert engine.store_scheduler.index.disk_used_bytes
+    time.sleep(2.1)  # names have whole seconds
+    with Engine(tiny_model, setup) as engine:
+        assert engine.store_scheduler.index.counters.expired == 2
+        assert not engine.generate([LATER], asks={"kvstore.skip_save": True})[0].cached_tokens
+        loaded = engine.generate([PROMPT], logprobs=2)
+        assert loaded[0].cached_tokens >= whole_blocks(len(PROMPT))
+        assert_same_outputs(plain, loaded)
+        engine.assert_idle()
+
+
+@pytest.mark.sweep
 def test_roles(tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path) -> None:
     """A producer saves and loads nothing; a later consumer loads from it and saves nothing."""
     store = StoreSetup(tmp_path / "disk")

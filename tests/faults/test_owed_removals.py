@@ -24,10 +24,10 @@ from support.wrapped import (
 
 from kvstore.model.chunks import ByteArray, Outcome
 from kvstore.model.errors import TierError, TierTimeoutError
-from kvstore.tiers.base import Loan
 from kvstore.tiers.guards import (
     BreakerState,
 )
+from kvstore.tiers.loan import Loan
 
 if TYPE_CHECKING:
     pass

@@ -19,7 +19,6 @@ from kvstore.index.remote_view import RemoteView
 from kvstore.index.retained import Limits
 from kvstore.model.keys import PrefixKey
 from kvstore.policies import POLICIES
-from support.index import trails_of
 from support.index_model import BLOCK, CHUNK, FAMILY, LENGTH, IndexModel, World, all_trails, stored_bytes
 from support.invariants import check_invariants
 from support.uses import uses_of
@@ -73,13 +72,10 @@ class IndexMachine(IndexModel):
             checkpoints=self.checkpoints,
             reads_fronts=reads_fronts,
             retention=Limits(capacity // 2, of_tenant=2),
+            disk_keeps_lifetimes=capacity % 2 == 1,
         )
-        adopted = chunk_refs(hasher := self.hasher(2, CHUNK * min(survivors, capacity)), with_tail=True)
         if self.has_disk:
-            known = trails_of(hasher, adopted) if knows_trails else {}
-            self.index.adopt(((ref, stored_bytes(ref.num_blocks)) for ref in adopted), known)
-            self.world.disk.update(adopted)
-            self.stored.update(ref.prefix_key for ref in adopted)
+            self.adopt(self.hasher(2, CHUNK * min(survivors, capacity)), knows_trails=knows_trails)
 
     @rule(
         family=FAMILY,
@@ -119,8 +115,10 @@ class IndexMachine(IndexModel):
                 continue
             assert step.slot not in busy, "a slot in use was given away"
             busy.add(step.slot)
-            assert not step.targets or ttl_s is None
-            assert Place.DISK not in step.targets or self.has_disk
+            assert Place.REMOTE not in step.targets or ttl_s is None
+            assert Place.DISK not in step.targets or (
+                self.has_disk and (ttl_s is None or self.index._disk.keeps_lifetimes)
+            )
             assert Place.REMOTE not in step.targets or self.view is not None
             self.expiries.pop(step.ref.prefix_key, None)
             if ttl_s is not None:
@@ -128,6 +126,7 @@ class IndexMachine(IndexModel):
             assert not self.index.in_memory(step.ref.prefix_key), "readable before it was complete"
             self.world.slots.pop(step.slot, None)
         self.stored.difference_update(step.ref.prefix_key for step in steps if step.gather)
+        self.note_ends(steps)
         self.carry_out_removals()
         if steps:
             self.world.stores.append(steps)
@@ -329,7 +328,7 @@ class IndexMachine(IndexModel):
         earlier = [step for load in self.world.loads[:-1] for step in load]
         coming = {step.slot: step.ref for step in earlier if step.source is not Place.MEMORY}
         for step in steps:
-            if step.source is not Place.MEMORY:
+            if step.source is Place.REMOTE and step.ref not in self.world.disk:
                 self.expiries.pop(step.ref.prefix_key, None)  # of one that was stored here, and displaced
             if step.holder is not None:
                 assert step.source is Place.REMOTE
@@ -445,6 +444,6 @@ class IndexMachine(IndexModel):
         self.carry_out_removals()
         for target, ref in self.world.writes:
             self.index.complete_write(ref.prefix_key, target, stored=False)
-        self.world = World(self.world.slots, self.world.disk, self.world.sizes)
+        self.world = World(self.world.slots, self.world.disk, self.world.sizes, self.world.ends)
         self.carry_out_removals()
         self.consistent()

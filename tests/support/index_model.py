@@ -14,6 +14,7 @@ from kvstore.index.entries import LOADING, NO_FILE, NO_SLOT, SENDING, STORED, UN
 from kvstore.index.plans import LoadStep, Match, Place, StoreStep, chunk_refs
 from kvstore.index.trails import keys_of
 from kvstore.model.keys import PrefixHasher
+from kvstore.model.lifetime import Lifetime
 from kvstore.tiers.base import MAX_NEAREST
 from support.index import shared_blocks, trails_of
 
@@ -70,6 +71,7 @@ class World:
     slots: dict[int, ChunkRef] = field(default_factory=dict)
     disk: set[ChunkRef] = field(default_factory=set)
     sizes: dict[ChunkRef, int] = field(default_factory=dict)  # on disk, of those that a codec made smaller
+    ends: dict[ChunkRef, float | None] = field(default_factory=dict)  # times to live on disk, in the last write's name
     remote: set[ChunkRef] = field(default_factory=set)  # other engines store there too, and it evicts
     told: set[ChunkRef] = field(default_factory=set)  # those whose trails the remote tier has, or had
     stores: list[list[StoreStep]] = field(default_factory=list)
@@ -107,6 +109,7 @@ class IndexModel(RuleBasedStateMachine):
     keeps: bool
     tiers: TierState
     now_s: float
+    expiries: dict[PrefixKey, float]
 
     def hasher(self, family: int, length: int) -> PrefixHasher:
         return hasher_of(family, length)
@@ -117,6 +120,28 @@ class IndexModel(RuleBasedStateMachine):
                 self.world.doomed.add((Place.DISK, ref))
             else:
                 self.world.disk.discard(ref)
+        for ref, until_s in self.index.take_lifetimes():
+            if ref in self.world.disk or (Place.DISK, ref) in self.world.writes:  # or its write has not begun
+                self.world.ends[ref] = until_s
+        for chunk in self.index._chunks.values():
+            if chunk.on_disk and not chunk.forgotten:
+                assert chunk.expires_s == self.world.ends.get(chunk.ref), "it would end at another time after a restart"
+
+    def note_ends(self, steps: Iterable[StoreStep]) -> None:
+        """Note until when the chunks last that a plan writes to disk."""
+        for ref, ttl_s in ((step.ref, step.ttl_s) for step in steps if Place.DISK in step.targets):
+            self.world.ends[ref] = None if ttl_s is None else self.now_s + ttl_s
+
+    def adopt(self, hasher: PrefixHasher, *, knows_trails: bool) -> None:
+        """Begin with chunks on disk, every other one of which has a time to live if the disk keeps those."""
+        refs = chunk_refs(hasher, with_tail=True)
+        self.index.adopt(((ref, stored_bytes(ref.num_blocks)) for ref in refs), trails_of(hasher, refs * knows_trails))
+        self.world.disk.update(refs)
+        self.stored.update(ref.prefix_key for ref in refs)
+        limited = refs[::2] if self.index._disk.keeps_lifetimes else []
+        self.index.limit(Lifetime(ref, until_s) for until_s in (4.0, 3.0, 5.0) for ref in limited)  # of three ranks
+        self.world.ends = dict.fromkeys(refs) | dict.fromkeys(limited, 3.0)
+        self.expiries = {ref.prefix_key: 3.0 for ref in limited}
 
     @rule(family=FAMILY, length=LENGTH, ttl_s=st.integers(1, 9), tenant=st.sampled_from([b"", b"a"]))
     def retain(self, family: int, length: int, ttl_s: int, tenant: bytes) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import TierError
-from kvstore.tiers.base import Loan, Transfer
+from kvstore.tiers.base import Transfer
 from kvstore.tiers.guards import BreakerState, CircuitBreaker
+from kvstore.tiers.loan import Loan
 from support.faults import Fault, FaultInjector
 from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES, FakeTier
 

@@ -179,12 +179,12 @@ def test_a_chunk_that_is_damaged_once_only(fill: Fill, monkeypatch: pytest.Monke
     reads = []
     real = Inventory._read
 
-    def seldom(self: Inventory, ref: Any) -> Any:
+    def seldom(self: Inventory, ref: Any, path: Path) -> Any:
         if ref == REFS[1]:
             reads.append(ref)
             if len(reads) <= 2:
                 return Damage.CHECKSUM
-        return real(self, ref)
+        return real(self, ref, path)
 
     monkeypatch.setattr(Inventory, "_read", seldom)
     report = verify(str(folder), fix=True, remove=True)

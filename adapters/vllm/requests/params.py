@@ -82,6 +82,9 @@ _FlagOrNone = Annotated[bool | None, BeforeValidator(_flag), Field(description="
 _Seconds = Annotated[
     float | None, Field(gt=0, le=MAX_TTL_S, description=f"a number of seconds above 0 and up to {MAX_TTL_S}")
 ]
+_SecondsOrZero = Annotated[
+    float | None, Field(ge=0, le=MAX_TTL_S, description=f"a number of seconds from 0 to {MAX_TTL_S}")
+]
 _TagName = Annotated[str, Field(min_length=1, max_length=MAX_TAG_CHARACTERS)]
 _TagValue = Annotated[str, Field(max_length=MAX_TAG_CHARACTERS)]
 _Tags = Annotated[
@@ -131,7 +134,7 @@ class RequestParams:
         ttl_s: the time for which its chunks may be found; None for as long as there is room.
         demote: its chunks on disk leave memory before others.
         drop: its conversation has ended, so its chunks go before others.
-        retain_s: the time for which its chunks stay on disk; None for as long as there is room.
+        retain_s: the time for which its chunks stay on disk, or 0 to end that; None for as long as there is room.
         prefetch_s: the time after its end when the conversation goes on; None if the client does not say.
         pin: True keeps its prompt's chunks from eviction, False ends that, None does neither.
         tags: (name, value) pairs, sorted, that another request must have, too, to share its KV.
@@ -146,7 +149,7 @@ class RequestParams:
     ttl_s: _Seconds = None
     demote: _Flag = False
     drop: _Flag = False
-    retain_s: _Seconds = None
+    retain_s: _SecondsOrZero = None
     prefetch_s: _Seconds = None
     pin: _FlagOrNone = None
     tags: _Tags = ()

@@ -10,11 +10,11 @@ from kvstore.adapters.vllm.requests.rows import RowMap
 from kvstore.adapters.vllm.scheduler.canary import Canary
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice
 from kvstore.adapters.vllm.scheduler.handovers import Handovers
+from kvstore.adapters.vllm.scheduler.hints import PromptHints
 from kvstore.adapters.vllm.scheduler.loads import LoadPlanner
 from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup
 from kvstore.adapters.vllm.scheduler.matching import Matching
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
-from kvstore.adapters.vllm.scheduler.pins import PromptPins
 from kvstore.adapters.vllm.scheduler.prefetches import Prefetches
 from kvstore.adapters.vllm.scheduler.saves import SavePlanner
 from kvstore.adapters.vllm.scheduler.steps import StepTracker
@@ -40,7 +40,7 @@ class Connected:
         matching: makes offers to requests.
         loads: plans loads.
         saves: plans stores.
-        pins: keep prompts from eviction, in memory and on disk, or on disk only.
+        hints: carry out what clients say of their prompts.
         prefetches: bring prompts to memory before their conversations go on.
         rows: maps block tables to the rows of chunks and checkpoints.
     """
@@ -52,7 +52,7 @@ class Connected:
     matching: Matching
     loads: LoadPlanner
     saves: SavePlanner
-    pins: PromptPins
+    hints: PromptHints
     prefetches: Prefetches
     rows: RowMap
 
@@ -80,8 +80,8 @@ class Connected:
         index = _new_index(facts, options, remote, rows.checkpoints)
         found = ((ref, max(rank[ref] for rank in sizes)) for ref, _ in facts[0].survivors if ref in complete)
         index.adopt(found, {key: trail for rank in facts for key, trail in rank.trails.items()})
-        pins = PromptPins(index, steps, options.config, count_hint)
-        pins.restore(one for rank in facts for one in rank.retained)
+        hints = PromptHints(index, steps, options.config, count_hint)
+        hints.restore((one for rank in facts for one in rank.retained), (one for rank in facts for one in rank.limited))
         handovers.connect(num_ranks, takes_parts=bool(facts[0].divisions))
         choice = LoadChoice(options.load_rules_for(num_ranks))
         loads = LoadPlanner(index, options.rules, choice, num_ranks, rows, plans=steps)
@@ -89,7 +89,7 @@ class Connected:
         steps.next.removals += set.union(*held) - complete
         matching = Matching(options, index, remote, loads, choice, handovers, canary)
         prefetches = Prefetches(index, loads, remote, keeps=options.config.local_cpu and options.loads)
-        return cls(num_ranks, index, remote, choice, matching, loads, saves, pins, prefetches, rows)
+        return cls(num_ranks, index, remote, choice, matching, loads, saves, hints, prefetches, rows)
 
 
 def _open_remote(facts: Sequence[WorkerFacts], options: SchedulerOptions) -> RemoteLookup:
@@ -137,4 +137,5 @@ def _new_index(
         slots_take_turns=any(rank.slots_take_turns for rank in facts),
         reads_fronts=all(rank.reads_fronts for rank in facts),
         retention=Limits.of_disk(disk_capacity_bytes // chunk_bytes, options.config.retain_share),
+        disk_keeps_lifetimes=all(rank.keeps_lifetimes for rank in facts),
     )

@@ -18,9 +18,9 @@ from kvstore.adapters.vllm.scheduler.canary import Canary, complete_verifies
 from kvstore.adapters.vllm.scheduler.choice import StepClock, prefilled
 from kvstore.adapters.vllm.scheduler.connected import Connected
 from kvstore.adapters.vllm.scheduler.handovers import Handovers
+from kvstore.adapters.vllm.scheduler.hints import DEMOTE, DROP
 from kvstore.adapters.vllm.scheduler.lookup import find_tokens
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
-from kvstore.adapters.vllm.scheduler.pins import DEMOTE, DROP
 from kvstore.adapters.vllm.scheduler.steps import InFlightStep, StepTracker
 from kvstore.adapters.vllm.telemetry.announcer import Announcer, Removed, Stored
 from kvstore.adapters.vllm.telemetry.stats import NO_HIT, HitTokens, SchedulerStats
@@ -108,7 +108,7 @@ class StoreScheduler:
 
     def unpin_all(self) -> int:
         """End all pins, including those of requests that have just ended, and return how many there were."""
-        return self._connected.pins.end_all() if self._connected is not None else 0
+        return self._connected.hints.end_all() if self._connected is not None else 0
 
     def find(self, token_ids: Sequence[int], extras: KeyExtras = NO_EXTRAS) -> Counter[Place]:
         """Count the leading tokens of a sequence that are known, by the fastest tier that has them. From any thread.
@@ -175,7 +175,7 @@ class StoreScheduler:
         if connected is not None:
             connected.prefetches.note_prompt(tracker.hasher.chunk_keys())
             if params.pin is False:
-                connected.pins.end(tracker.pin_name)
+                connected.hints.end(tracker.pin_name)
 
     def num_new_matched_tokens(self, request: RequestView, num_local_tokens: int) -> int | None:
         """Return the tokens to load beyond vLLM's own ``num_local_tokens``; at least one is left to compute.
@@ -273,17 +273,17 @@ class StoreScheduler:
         """Carry out the hints of a request that has ended about its prompt."""
         params, last_step = tracker.params, self._steps.number + connected.saves.has_coming
         if params.pin:
-            connected.pins.add(tracker.pin_name, tracker.hasher, last_step)
+            connected.hints.add(tracker.pin_name, tracker.hasher, last_step)
         if params.retain_s is not None:
-            connected.pins.retain(tracker.request.request_id, tracker.hasher, last_step, params.retain_s)
+            connected.hints.retain(tracker.request.request_id, tracker.hasher, last_step, params.retain_s)
         if params.drop or params.demote:
             hint = DROP if params.drop else DEMOTE
-            connected.pins.give_up(tracker.request.request_id, tracker.hasher, last_step, hint)
+            connected.hints.give_up(tracker.request.request_id, tracker.hasher, last_step, hint)
         num_chunks = tracker.request.num_prompt_tokens // tracker.hasher.chunk_tokens
         if params.prefetch_s is not None and num_chunks and not params.drop:
             request_id, anchor = tracker.request.request_id, tracker.hasher.chunk_keys()[num_chunks - 1]
             expect = connected.prefetches.announce(request_id, anchor, params.prefetch_s)
-            connected.pins.expect(request_id, tracker.hasher, last_step, expect)
+            connected.hints.expect(request_id, tracker.hasher, last_step, expect)
 
     def _save_rest(self, connected: Connected, tracker: RequestTracker, tables: Tables) -> bool:
         """Store the rest of a request that has ended. Return True if a worker has yet to read its blocks."""
@@ -328,7 +328,7 @@ class StoreScheduler:
         self, connected: Connected, num_scheduled_tokens: Mapping[str, int], tables_of: TablesOf, states_of: StatesOf
     ) -> None:
         """Add to the next plan what its step moves, besides the loads, which vLLM has decided on before."""
-        self._steps.next.retained = connected.pins.take_retained()
+        self._steps.next.retained = connected.hints.take_retained()
         self._steps.next.recalls = connected.index.take_recalls()  # first: what it stores is recalled with a later one
         if self.enabled:
             for req_id in self._canary.waiting:
@@ -354,6 +354,7 @@ class StoreScheduler:
         connected.remote.end_pass()
         connected.matching.running = set(num_scheduled_tokens)
         self._steps.next.removals += connected.index.take_removals()
+        self._steps.next.limited = connected.hints.take_limited()
 
     def _plan_save(
         self, connected: Connected, tracker: RequestTracker, save: SaveSpec, tables: Tables, states: States
@@ -388,7 +389,7 @@ class StoreScheduler:
         may_save_again = [connected.saves.complete_write(written) for written in report.writes]
         if any(may_save_again):
             self._restart_saving()
-        connected.pins.hold()
+        connected.hints.hold()
 
     def _complete_fetch(self, connected: Connected, number: int, result: FetchResult) -> None:
         failed_id = connected.loads.complete_fetch(number, result)
@@ -419,7 +420,7 @@ class StoreScheduler:
             self._connected.index.clear()
             self._connected.index.take_removals()  # they belong to the old epoch, which is removed as a whole
             self._connected.index.take_retentions()
-            self._connected.pins.cancel_coming()
+            self._connected.hints.cancel_coming()
             self._connected.prefetches.cancel()
             self._connected.remote.reset(self._epoch)
         for req_id, tracker in list(self._trackers.items()):

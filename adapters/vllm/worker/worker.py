@@ -136,8 +136,8 @@ class StoreWorker:
     def facts(self) -> WorkerFacts:
         """Return this worker's facts for the scheduler. Call it once."""
         disk, survivors, trails = self._tiers.disk, list(self._tiers.survivors), dict(self._tiers.trails)
-        retained = list(self._tiers.retained)
-        for found in (self._tiers.survivors, self._tiers.trails, self._tiers.retained):
+        retained, limited = list(self._tiers.retained), list(self._tiers.limited)
+        for found in (self._tiers.survivors, self._tiers.trails, self._tiers.retained, self._tiers.limited):
             found.clear()
         return WorkerFacts(
             num_slots=self._tiers.cpu.num_slots,
@@ -149,6 +149,8 @@ class StoreWorker:
             survivors=survivors,
             trails=trails,
             retained=retained,
+            limited=limited,
+            keeps_lifetimes=self._tiers.keeps_lifetimes,
             namespace=self._namespace,
             layout=self._layout,
             server_url=self._server.url if self._server else None,
@@ -184,7 +186,7 @@ class StoreWorker:
         for sourced in plan.sourced:
             self._tiers.read_from(sourced.source, sourced.refs)
         self._mover.remove(Place.DISK, plan.removals)
-        self._mover.retain(plan.retained)
+        self._mover.note_times(plan.retained, plan.limited)
         if plan.recalls and not plan.epoch:  # or a write that an earlier step planned would begin after its removal
             self._background.follow_saves(partial(self._mover.remove, Place.REMOTE, plan.recalls))
         for fetch in plan.fetches:

@@ -7,17 +7,21 @@ under it; files are opened, read, written and unlinked without it.
 from __future__ import annotations
 
 import itertools
+import math
+import os
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from kvstore.format.chunkfile import chunk_name
+from kvstore.format.chunkfile import LAST_END_S, chunk_name
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import TierError
 from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.model.layout import KVLayout
+from kvstore.model.lifetime import Lifetime
 from kvstore.tiers.disk import survey
 from kvstore.tiers.disk.folder import (
     DEAD_PREFIX,
@@ -29,17 +33,27 @@ from kvstore.tiers.disk.folder import (
 )
 from kvstore.tiers.disk.space import Space
 
+_NS_PER_S: Final = 1_000_000_000
+
 
 class Held(NamedTuple):
-    """Chunk in the folder: the serial number of its put, its last use in ns since 1970, the size of its file."""
+    """Chunk in the folder.
+
+    Attributes:
+        serial: number of its put.
+        used_ns: its last use, in ns since 1970.
+        size_bytes: the size of its file.
+        until_s: the end of its time to live, in seconds since 1970; None for no end.
+    """
 
     serial: int
     used_ns: int
     size_bytes: int
+    until_s: int | None = None
 
 
 class Chunks:
-    """Chunks of one namespace. Thread-safe; every method takes the lock, and may be called under it.
+    """Chunks of one namespace. Thread-safe; every method may be called under the lock, which those that change it take.
 
     Args:
         folder: of the tier.
@@ -86,20 +100,59 @@ class Chunks:
         with self._changed:
             return {ref.prefix_key for ref in self._held}
 
-    def path(self, ref: ChunkRef) -> Path:
-        """Return the path of a chunk's file, which exists if the chunk is held."""
-        return self.home / chunk_name(ref)
+    def path(self, ref: ChunkRef, held: Held) -> Path:
+        """Return the path of a chunk's file, which exists as long as this is the chunk's record."""
+        return self.home / chunk_name(ref, held.until_s)
 
     def uses(self) -> list[survey.Use]:
         """Return every chunk held, in no order."""
         with self._changed:
-            return [survey.Use(held.used_ns, ref, held.size_bytes) for ref, held in self._held.items()]
+            return [survey.Use(held.used_ns, ref, held.size_bytes, held.until_s) for ref, held in self._held.items()]
+
+    def lifetimes(self) -> list[Lifetime]:
+        """Return the times to live of the chunks held that have one."""
+        with self._changed:
+            return [Lifetime(ref, held.until_s) for ref, held in self._held.items() if held.until_s is not None]
+
+    def is_renamed(self, ref: ChunkRef, held: Held) -> bool:
+        """Tell if a chunk's file was renamed since this record."""
+        with self._changed:  # or it may have its new name, and not yet its new record
+            now = self.get(ref)
+        return now is not None and now.serial == held.serial and now.until_s != held.until_s
+
+    def limit(self, lifetimes: Iterable[Lifetime]) -> None:
+        """Change the times to live of the chunks held now, by one rename each. One that fails keeps its time."""
+        asked = [(one, held) for one in lifetimes if (held := self.get(one.ref)) is not None]
+        for (ref, until_s), found in asked:
+            with self._changed:
+                held = self.get(ref)
+                # A late call must not let a chunk stay that was stored again meanwhile.
+                if held is None or held.serial != found.serial:
+                    continue
+                self._rename(ref, held, held._replace(until_s=_whole(until_s)))
+
+    def _rename(self, ref: ChunkRef, held: Held, limited: Held) -> None:
+        """Give a chunk's file the name of another end. Needs the lock."""
+        if limited.until_s == held.until_s:
+            return
+        final = self.path(ref, limited)
+        try:
+            self.path(ref, held).rename(final)
+        except OSError as error:
+            self._warn("rename", f"cannot change a chunk's time to live: {reason(error)}")
+            return
+        if self._space.stuck_files:
+            self._space.overwritten(final)
+        self._held[ref] = limited
 
     def take_stock(self, found: survey.Survey) -> None:
         """Hold the chunks that a survey found, and delete those over the capacity, other namespaces' chunks first."""
         with self._changed:
             by_use = survey.in_order_of_use(found.own)
-            self._held = {use.ref: Held(next(self._serials), use.used_ns, use.size_bytes) for use in by_use}
+            self._held = {
+                use.ref: Held(next(self._serials), use.used_ns, use.size_bytes, use.until_s) for use in by_use
+            }
+            self._notice_clock()
             self._space.used_bytes = sum(use.size_bytes for use in by_use)
             self._space.add_foreign((Path(path), size) for _, path, size in sorted(found.foreign, reverse=True))
             self._space.shrink()
@@ -109,17 +162,31 @@ class Chunks:
                 self.recycle(use.ref)
                 self._space.shrink()
 
-    def publish(self, path: Path, ref: ChunkRef, used_ns: int, size_bytes: int, *, generation: int) -> bool:
+    def _notice_clock(self) -> None:
+        """Move ends earlier by as much as a clock was set back since the last use of their chunks. Needs the lock."""
+        now_ns = time.time_ns()
+        ahead = [(ref, held, held.until_s) for ref, held in self._held.items() if held.used_ns > now_ns]
+        for ref, held, until_s in ahead:
+            if until_s is not None:
+                limited = held._replace(used_ns=now_ns, until_s=_whole(until_s - (held.used_ns - now_ns) / _NS_PER_S))
+                self._rename(ref, held, limited)
+                with suppress(OSError):  # the next start does it again
+                    os.utime(self.path(ref, limited), ns=(now_ns, now_ns))
+
+    def publish(
+        self, path: Path, ref: ChunkRef, used_ns: int, size_bytes: int, *, generation: int, until_s: float | None = None
+    ) -> bool:
         """Make a complete file visible as ``ref``; False after a clear or reset since ``generation``.
 
         Raises:
             OSError: the file could not be renamed.
         """
-        final = self.path(ref)
         with self._changed:
             if self.generation != generation:
                 return False
             self.recycle(ref)
+            held = Held(next(self._serials), used_ns, size_bytes, _whole(until_s))
+            final = self.path(ref, held)
             try:
                 path.rename(final)
             except FileNotFoundError:
@@ -128,7 +195,7 @@ class Chunks:
                 path.rename(final)
             if self._space.stuck_files:
                 self._space.overwritten(final)
-            self._held[ref] = Held(next(self._serials), used_ns, size_bytes)
+            self._held[ref] = held
             return True
 
     def used(self, ref: ChunkRef, serial: int, used_ns: int) -> None:
@@ -241,16 +308,21 @@ class Chunks:
     def _retire(self, ref: ChunkRef, held: Held) -> Path | None:
         """Drop a chunk and rename its file to a number; None if the file is missing or cannot be renamed."""
         del self._held[ref]
-        path = self._space.new_path()
+        path, named = self._space.new_path(), self.path(ref, held)
         try:
             try:
-                return self.path(ref).rename(path)
+                return named.rename(path)
             except FileNotFoundError:
                 path.parent.mkdir(mode=FOLDER_MODE, exist_ok=True)
-                return self.path(ref).rename(path)
+                return named.rename(path)
         except (FileNotFoundError, NotADirectoryError):
             self._space.used_bytes -= held.size_bytes
         except OSError as error:  # still there, so still counted until it is renamed, or the next start finds it
-            self._space.add_stuck(self.path(ref), held.size_bytes)
+            self._space.add_stuck(named, held.size_bytes)
             self._warn("rename", f"cannot remove a chunk: {reason(error)}")
         return None
+
+
+def _whole(until_s: float | None) -> int | None:
+    """Return an end in the whole seconds of a name."""
+    return None if until_s is None else max(1, math.ceil(min(until_s, LAST_END_S)))

@@ -9,6 +9,7 @@ Names inside the folder::
     <namespace id>/layout.json                        the layout of its chunks, for tools
     <namespace id>/trails                             the keys at the ends of the chunks' blocks
     <namespace id>/<first 2 of key>/<key>-<blocks>.safetensors
+    <namespace id>/<first 2 of key>/<key>-<blocks>-<end>.safetensors    of a chunk with a time to live
 
 A cache server's folder also has a ``.lock``, and one such folder per namespace, with ``geometry.json`` in it.
 """
@@ -162,6 +163,19 @@ def _drop_locks_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_drop_locks_in_child)
+
+
+def direct_flag(folder: Path, *, wanted: bool | None) -> int:
+    """Return the flag to open files with: that of direct I/O if it is ``wanted``, or for None if it works there.
+
+    Raises:
+        ConfigError: it is wanted and does not work, or no file can be written at all.
+    """
+    if wanted is not False and probe_direct(folder):
+        return os.O_DIRECT
+    if wanted:
+        raise ConfigError(f"direct I/O does not work in the disk folder {folder}: leave the choice to the probe")
+    return 0
 
 
 def probe_direct(folder: Path) -> bool:

@@ -44,10 +44,17 @@ _GONE = frozenset({errno.ENOENT, errno.ENOTDIR})
 
 
 class Place(NamedTuple):
-    """Name in an inventory, and the chunk that it names; None if it is not a chunk's name."""
+    """Name in an inventory.
+
+    Attributes:
+        path: of the file.
+        ref: the chunk; None if it is not a chunk's name.
+        until_s: the end of the chunk's time to live, in seconds since 1970; None if it has none.
+    """
 
     path: Path
     ref: ChunkRef | None
+    until_s: int | None = None
 
 
 class Inventory:
@@ -89,12 +96,12 @@ class Inventory:
         Raises:
             OSError: the folder could not be read.
         """
-        for entry, ref in sorted(names(self.home), key=lambda found: found[0].path):
-            yield Place(Path(entry.path), ref)
+        for entry, chunk in sorted(names(self.home), key=lambda found: found[0].path):
+            yield Place(Path(entry.path), *(chunk or (None,)))
 
-    def path(self, ref: ChunkRef) -> Path:
-        """Return the path of a chunk's file, which exists if the chunk is in this folder."""
-        return self.home / chunkfile.chunk_name(ref)
+    def path(self, ref: ChunkRef, until_s: int | None = None) -> Path:
+        """Return the path of a chunk's file, which exists if the chunk is in this folder with that end."""
+        return self.home / chunkfile.chunk_name(ref, until_s)
 
     def trails(self, held: Collection[PrefixKey]) -> dict[PrefixKey, bytes]:
         """Return the noted trails of chunks; none if the note cannot be read."""
@@ -113,20 +120,21 @@ class Inventory:
         except OSError:
             return None
 
-    def read(self, ref: ChunkRef) -> ByteArray | str | None:
+    def read(self, ref: ChunkRef, until_s: int | None = None) -> ByteArray | str | None:
         """Return the checked content of a chunk's file, or its damage in words; None if there is no file.
+
+        A chunk with a time to live is read only by its end, so no caller keeps it for longer unawares.
 
         The array is valid until the next call. The words are a ``Damage`` only if a file was read and is not a sound
         chunk, and not for a name that cannot be read or is no file.
         """
         for _ in range(2):
-            found = self._read(ref)
+            found = self._read(ref, self.path(ref, until_s))
             if not isinstance(found, str):
                 return found
         return found
 
-    def _read(self, ref: ChunkRef) -> ByteArray | str | None:
-        path = self.path(ref)
+    def _read(self, ref: ChunkRef, path: Path) -> ByteArray | str | None:
         try:
             status = path.lstat()
             if not stat.S_ISREG(status.st_mode):

@@ -132,7 +132,7 @@ class FolderReader(ForeignTier):
         found: set[bytes] = set()
         for home in self._homes:
             try:
-                held = {ref.prefix_key for _, ref in names(home) if ref is not None}
+                held = {chunk.ref.prefix_key for _, chunk in names(home) if chunk and chunk.until_s is None}
                 found.update(TrailNote(self._layout).read(home, held).values())
             except FileNotFoundError:
                 continue

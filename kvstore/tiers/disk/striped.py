@@ -20,6 +20,7 @@ from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import ClosedError, TierError, TierTimeoutError
 from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.model.layout import KVLayout
+from kvstore.model.lifetime import Lifetime
 from kvstore.model.retention import Retention
 from kvstore.model.throttle import Throttle
 from kvstore.tiers.base import BoundedTier, TierCounters, Transfer, check_layers, payload_view, start_closing
@@ -118,6 +119,28 @@ class StripedTier(BoundedTier):
             TierError: a folder could not be read.
         """
         return [one for found in self._in_every_folder(lambda number: self._tiers[number].retained()) for one in found]
+
+    @property
+    def keeps_lifetimes(self) -> bool:
+        """True if every folder does."""
+        return all(tier.keeps_lifetimes for tier in self._tiers)
+
+    def limit(self, lifetimes: Sequence[Lifetime]) -> None:
+        """Change the times to live of chunks held; a folder that refuses does not affect the others."""
+        self._check_open()
+        by_folder: dict[int, list[Lifetime]] = {}
+        for one in lifetimes:
+            by_folder.setdefault(self._place(one.ref), []).append(one)
+        self._tell(by_folder, lambda tier, changed: tier.limit(changed))
+
+    def lifetimes(self) -> list[Lifetime]:
+        """Return the times to live of the chunks in all folders.
+
+        Raises:
+            TierError: a folder could not be read.
+        """
+        found = self._in_every_folder(lambda number: self._tiers[number].lifetimes())
+        return [one for number, some in enumerate(found) for one in some if self._place(one.ref) == number]
 
     def _uses_in(self, number: int) -> list[Use]:
         """Return the chunks of a folder and the last use of each."""

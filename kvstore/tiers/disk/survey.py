@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore.format.chunkfile import parse_chunk_name
+from kvstore.format.chunkfile import ChunkName, chunk_name, parse_chunk_name
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import ConfigError
 from kvstore.model.keys import EPOCH_FIELD, Namespace
@@ -24,6 +25,7 @@ from kvstore.tiers.disk.folder import (
     NOTES,
     SHARD_NAME,
     delete,
+    prune,
 )
 
 _GIB = 1 << 30
@@ -34,11 +36,12 @@ _MAX_DESCRIBED = 64
 
 
 class Use(NamedTuple):
-    """Chunk, its last use in ns since 1970, and the size of its file."""
+    """Chunk, its last use in ns since 1970, the size of its file, and the end of its time to live, if it has one."""
 
     used_ns: int
     ref: ChunkRef
     size_bytes: int
+    until_s: int | None = None
 
 
 class Survey(NamedTuple):
@@ -62,35 +65,56 @@ def survey(folder: Path, namespace_name: str, may_be: Callable[[int, int], bool]
     Raises:
         OSError: a file or folder could not be read or deleted.
     """
-    own: list[Use] = []
+    own: dict[ChunkRef, Use] = {}
     foreign: list[tuple[int, str, int]] = []
     leftovers: list[str] = []
+    over: list[str] = []  # others' chunks whose time to live has ended
     for entry in list(os.scandir(folder)):
         if entry.name == FREE_NAME:
             leftovers += (spare.path for spare in os.scandir(entry.path))
         elif entry.name.startswith(DEAD_PREFIX):
             leftovers.append(entry.path)
         elif entry.name == namespace_name:
-            for name, ref in names(entry.path):
+            for name, chunk in names(entry.path):
                 status = name.stat(follow_symlinks=False)
-                if ref and stat.S_ISREG(status.st_mode) and may_be(ref.num_blocks, status.st_size):
-                    own.append(Use(status.st_mtime_ns, ref, status.st_size))
-                else:
+                if not chunk or not stat.S_ISREG(status.st_mode) or not may_be(chunk.ref.num_blocks, status.st_size):
                     leftovers.append(name.path)
+                    continue
+                use = Use(status.st_mtime_ns, chunk.ref, status.st_size, chunk.until_s)
+                if (other := own.get(use.ref)) is not None:  # its file could not be renamed when this one was stored
+                    other, use = sorted((use, other), key=attrgetter("used_ns"))
+                    leftovers.append(f"{entry.path}/{chunk_name(other.ref, other.until_s)}")
+                own[use.ref] = use
         elif NAMESPACE_NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
             if _is_past_epoch(Path(entry.path)):
                 leftovers.append(entry.path)
                 continue
-            for name, ref in names(entry.path):
-                if ref and stat.S_ISREG((status := name.stat(follow_symlinks=False)).st_mode):
-                    foreign.append((status.st_mtime_ns, name.path, status.st_size))
+            chunks, ended = _foreign_in(entry.path)
+            foreign += chunks
+            over += ended
     for path in leftovers:
         delete(Path(path))
-    return Survey(own, foreign, len(leftovers))
+    for path in over:
+        delete(Path(path))
+        prune(Path(path).parent)
+    return Survey([*own.values()], foreign, len(leftovers) + len(over))
 
 
-def names(home: str | Path) -> Iterator[tuple[os.DirEntry[str], ChunkRef | None]]:
-    """Yield every name in a namespace's folder except notes, with its chunk; None if it is not a chunk's name.
+def _foreign_in(home: str) -> tuple[list[tuple[int, str, int]], list[str]]:
+    """Return the chunks of another namespace as in ``Survey``, and the files of those whose time is over."""
+    chunks: list[tuple[int, str, int]] = []
+    ended: list[str] = []
+    for name, chunk in names(home):
+        if chunk and stat.S_ISREG((status := name.stat(follow_symlinks=False)).st_mode):
+            if chunk.until_s is not None and chunk.until_s <= time.time():
+                ended.append(name.path)
+            else:
+                chunks.append((status.st_mtime_ns, name.path, status.st_size))
+    return chunks, ended
+
+
+def names(home: str | Path) -> Iterator[tuple[os.DirEntry[str], ChunkName | None]]:
+    """Yield every name in a namespace's folder except notes, with its meaning; None if it is not a chunk's name.
 
     Raises:
         OSError: the folder could not be read.
@@ -115,14 +139,15 @@ def in_order_of_use(found: Iterable[Use]) -> list[Use]:
     as a use now.
     """
     now_ns = time.time_ns()
-    by_time = sorted(Use(min(used_ns, now_ns), ref, size_bytes) for used_ns, ref, size_bytes in found)
     ordered: list[Use] = []
     session: list[Use] = []
-    for use in by_time:
-        if session and (use.used_ns - session[-1].used_ns > PAUSE_NS or use.used_ns - session[0].used_ns > SESSION_NS):
+    begin_ns = last_ns = 0
+    for used_ns, use in sorted((min(use.used_ns, now_ns), use) for use in found):
+        if used_ns - last_ns > PAUSE_NS or used_ns - begin_ns > SESSION_NS:
             ordered += reversed(session)
-            session = []
+            session, begin_ns = [], used_ns
         session.append(use)
+        last_ns = used_ns
     return ordered + session[::-1]
 
 

@@ -33,6 +33,7 @@ from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import ClosedError, ConfigError, TierError
 from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.model.layout import KVLayout
+from kvstore.model.lifetime import Lifetime
 from kvstore.model.retention import Retention
 from kvstore.model.throttle import Throttle
 from kvstore.tiers.base import BoundedTier, TierCounters, TierSetup, Transfer, check_layers
@@ -141,7 +142,7 @@ class DiskTier(BoundedTier):
         try:
             if checks_room:
                 survey.check_room([self._folder], self.capacity_bytes)
-            self._io.direct_flag = self._choose_io(direct)
+            self._io.direct_flag = _folder.direct_flag(self._folder, wanted=direct)
             self._chunks.make_home()
         except OSError as error:
             self._lock.release()
@@ -149,17 +150,6 @@ class DiskTier(BoundedTier):
         except ConfigError:
             self._lock.release()
             raise
-
-    def _choose_io(self, direct: bool | None) -> int:
-        if direct is False:
-            return 0
-        if _folder.probe_direct(self._folder):
-            return os.O_DIRECT
-        if direct:
-            raise ConfigError(
-                f"direct I/O does not work in the disk folder {self._folder}: leave the choice to the probe"
-            )
-        return 0
 
     def scan(self) -> list[tuple[ChunkRef, int]]:
         """Return every chunk held, those of the oldest session first, see ``survey.in_order_of_use``.
@@ -194,6 +184,21 @@ class DiskTier(BoundedTier):
         """Return the retention of the chunks held; none if the note cannot be read."""
         with self._operation():
             return self._notes.retained()
+
+    @property
+    def keeps_lifetimes(self) -> bool:
+        """True: a file's name has the end of its time to live."""
+        return True
+
+    def limit(self, lifetimes: Sequence[Lifetime]) -> None:
+        """Change the times to live of chunks held, by one rename each. A failure is logged."""
+        with self._operation():
+            self._chunks.limit(lifetimes)
+
+    def lifetimes(self) -> list[Lifetime]:
+        """Return the times to live of the chunks held that have one. Answers from memory."""
+        with self._operation():
+            return self._chunks.lifetimes()
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """Tell for each chunk if it is held. Answers from memory."""
@@ -242,7 +247,7 @@ class DiskTier(BoundedTier):
             outcomes = []
             for transfer, body in zip(transfers, bodies, strict=True):
                 is_ours = transfer.belongs_to(namespace_id)
-                put = self._put(body, generation, transfer.trail) if is_ours else (Outcome.FAILED, 0)
+                put = self._put(body, generation, transfer) if is_ours else (Outcome.FAILED, 0)
                 outcomes.append(self.counters.count(*put))
             return outcomes
 
@@ -359,15 +364,17 @@ class DiskTier(BoundedTier):
         held = self._chunks.get(ref)
         if held is None:
             return Outcome.MISS, 0
-        used_ns = time.time_ns()
+        # A clock that was set back is noticed at the next start, which moves ends earlier.
+        used_ns = max(time.time_ns(), held.used_ns if held.until_s is not None else 0)
         damage = None
         try:
-            damage = self._io.read(self._chunks.path(ref), body, used_ns, layers)
+            damage = self._io.read(self._chunks.path(ref, held), body, used_ns, layers)
             if damage is None:
                 self._chunks.used(ref, held.serial, used_ns)
                 return Outcome.HIT, self.layer_bytes(ref.num_blocks, layers) if layers else held.size_bytes
         except (FileNotFoundError, NotADirectoryError):
-            pass
+            if self._chunks.is_renamed(ref, held):
+                return self._get(body, layers)
         except OSError as error:
             self._warn("read", f"cannot read a chunk: {_folder.reason(error)}")
             return Outcome.FAILED, 0
@@ -376,24 +383,24 @@ class DiskTier(BoundedTier):
         self._warn(damage.name, f"removed a chunk that cannot be read: {damage.value}")
         return (Outcome.MISS if damage is Damage.SEAL else Outcome.CORRUPT), 0
 
-    def _put(self, body: Body, generation: int, trail: bytes) -> tuple[Outcome, int]:
+    def _put(self, body: Body, generation: int, transfer: Transfer) -> tuple[Outcome, int]:
         """Store a chunk; returns the outcome, and the size of its file."""
         with self._io.prepared(body) as chunk:
             try:
                 try:
-                    outcome = self._store(chunk, generation)
+                    outcome = self._store(chunk, generation, transfer.until_s)
                 except FileNotFoundError:
                     self._revive()
-                    outcome = self._store(chunk, generation)
+                    outcome = self._store(chunk, generation, transfer.until_s)
                 if outcome is Outcome.STORED:
-                    self._notes.add_trail(trail)
+                    self._notes.add_trail(transfer.trail)
             except OSError as error:
                 is_full = error.errno in _folder.NO_ROOM
                 self._warn("full" if is_full else "write", f"cannot write a chunk: {_folder.reason(error)}")
                 outcome = Outcome.FULL if is_full else Outcome.FAILED
             return outcome, chunk.size_bytes
 
-    def _store(self, chunk: Writable, generation: int) -> Outcome:
+    def _store(self, chunk: Writable, generation: int, until_s: float | None) -> Outcome:
         """Write a chunk under a number, then give the file its name.
 
         Raises:
@@ -410,7 +417,7 @@ class DiskTier(BoundedTier):
         is_named = False
         try:
             self._io.write(path, chunk, used_ns)
-            is_named = self._chunks.publish(path, ref, used_ns, size_bytes, generation=generation)
+            is_named = self._chunks.publish(path, ref, used_ns, size_bytes, generation=generation, until_s=until_s)
         finally:
             if not is_named:
                 self._space.leave(size_bytes)

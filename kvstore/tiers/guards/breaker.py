@@ -28,9 +28,9 @@ from typing import TypeVar
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import InvalidCallError, TierError, TierTimeoutError
 from kvstore.model.keys import Namespace
-from kvstore.model.retention import Retention
-from kvstore.tiers.base import Loan, Tier, Transfer, late_outcomes
+from kvstore.tiers.base import Tier, Transfer, late_outcomes
 from kvstore.tiers.guards.guard import TierWrapper
+from kvstore.tiers.loan import Loan
 
 logger = logging.getLogger(__name__)
 
@@ -297,11 +297,11 @@ class CircuitBreaker(TierWrapper):
         if has_recovered:  # between the check and the record
             self.remove(())
 
-    def retain(self, retentions: Sequence[Retention]) -> None:
-        """Forward; forget it while open."""
+    def _tell(self, operation: str, action: Callable[[], None]) -> None:
+        """Forward; nothing while open."""
         with self._passage(may_probe=False) as passage:
             if passage:
-                super().retain(retentions)
+                super()._tell(operation, action)
 
     def clear(self) -> None:
         """Forward in any state; if it succeeds, it settles removals recorded before."""
@@ -309,12 +309,6 @@ class CircuitBreaker(TierWrapper):
         with self._clearing():
             self.inner.clear()
         self._removals.forget(recorded)
-
-    def drop_spares(self, wanted_bytes: int) -> None:
-        """Forward; nothing while open."""
-        with self._passage(may_probe=False) as passage:
-            if passage:
-                super().drop_spares(wanted_bytes)
 
     def reset(self, namespace: Namespace) -> None:
         """Forward in any state; this settles removals recorded before.

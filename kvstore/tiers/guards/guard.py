@@ -24,17 +24,21 @@ from typing import Any, Final, TypeVar, cast
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import ClosedError, InvalidCallError, KVStoreError, TierError, TierTimeoutError
 from kvstore.model.keys import Namespace, PrefixKey
+from kvstore.model.lifetime import Lifetime
 from kvstore.model.retention import Retention
 from kvstore.model.throttle import Throttle
 from kvstore.tiers.abandonable_threads import AbandonableThreads, start_aside
-from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Loan, Tier, Transfer, end_late_loan
+from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Tier, Transfer
+from kvstore.tiers.loan import Loan, end_late_loan
 
 logger = logging.getLogger(__name__)
 
 SomeTier = TypeVar("SomeTier", bound=Tier)
 Result = TypeVar("Result")
 
-_SLOW: Final = frozenset({"scan", "trails", "retained", "clear"})  # so are reset and close, on separate threads
+_SLOW: Final = frozenset(
+    {"scan", "trails", "retained", "lifetimes", "clear"}
+)  # so are reset and close, on separate threads
 _TIMED: Final = {"get": "get", "borrow": "get", "put": "put"}  # the operation that a call is timed as
 MAX_TIMES: Final = 4096  # of each operation, kept until they are taken
 
@@ -69,6 +73,10 @@ class TierWrapper(BoundedTier):
         """
         return action()
 
+    def _tell(self, operation: str, action: Callable[[], None]) -> None:
+        """Carry out a call whose loss does no harm."""
+        self._call(operation, action)
+
     @property
     def _bounded(self) -> BoundedTier:
         """Wrapped tier, for the calls that only a tier with a bound has."""
@@ -87,11 +95,25 @@ class TierWrapper(BoundedTier):
     def retain(self, retentions: Sequence[Retention]) -> None:
         """Forward."""
         bounded = self._bounded
-        self._call("retain", lambda: bounded.retain(retentions))
+        self._tell("retain", lambda: bounded.retain(retentions))
 
     def retained(self) -> list[Retention]:
         """Forward."""
         return self._call("retained", self._bounded.retained)
+
+    @property
+    def keeps_lifetimes(self) -> bool:
+        """Forward."""
+        return self._bounded.keeps_lifetimes
+
+    def limit(self, lifetimes: Sequence[Lifetime]) -> None:
+        """Forward."""
+        bounded = self._bounded
+        self._tell("limit", lambda: bounded.limit(lifetimes))
+
+    def lifetimes(self) -> list[Lifetime]:
+        """Forward."""
+        return self._call("lifetimes", self._bounded.lifetimes)
 
     @property
     def parts(self) -> tuple[Tier, ...]:
@@ -168,7 +190,7 @@ class TierWrapper(BoundedTier):
     def drop_spares(self, wanted_bytes: int) -> None:
         """Forward."""
         bounded = self._bounded
-        self._call("drop_spares", lambda: bounded.drop_spares(wanted_bytes))
+        self._tell("drop_spares", lambda: bounded.drop_spares(wanted_bytes))
 
     def stored_bytes(self, num_blocks: int) -> int:
         """Forward."""
@@ -256,9 +278,10 @@ class Guard(Statistics):
     """Wrapper that ends every wait after a deadline, including the wait for a thread.
 
     A call that timed out before it began is withdrawn. One that had begun continues: a late ``put``, ``remove``,
-    ``clear`` or ``drop_spares`` still takes effect. Until the ``pending`` of its ``TierTimeoutError`` is done, a
-    ``get`` may still write to its buffers, and a ``put`` may still read them, so they must not change. The result of
-    ``pending`` is the final outcome of the chunks. Its callbacks run on the thread of the late call.
+    ``clear``, ``retain``, ``limit`` or ``drop_spares`` still takes effect. Until the ``pending`` of its
+    ``TierTimeoutError`` is done, a ``get`` may still write to its buffers, and a ``put`` may still read them, so they
+    must not change. The result of ``pending`` is the final outcome of the chunks. Its callbacks run on the thread of
+    the late call.
 
     While all threads are stuck in such calls, every call fails at once with ``TierError``. ``used_bytes``,
     ``stored_bytes``, ``size_of`` and ``counters`` run on the caller's thread, without a deadline, because they answer

@@ -106,8 +106,9 @@ def parse_place(name: str) -> Place | None:
     """Return the chunk that an object's name stands for; None for all other objects."""
     match name.split("/"):
         case [namespace, epoch, shard, last] if _NAMESPACE.fullmatch(namespace) and _EPOCH.fullmatch(epoch):
-            ref = parse_chunk_name(shard, last) if len(shard) == len("ab") else None
-            return Place(Home(bytes.fromhex(namespace), epoch), ref) if ref is not None else None
+            chunk = parse_chunk_name(shard, last) if len(shard) == len("ab") else None
+            if chunk is not None and chunk.until_s is None:
+                return Place(Home(bytes.fromhex(namespace), epoch), chunk.ref)
     return None
 
 

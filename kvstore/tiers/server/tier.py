@@ -31,7 +31,6 @@ from kvstore.protocol.messages import outcome_of
 from kvstore.protocol.payload import Geometry
 from kvstore.tiers.base import (
     MAX_LENT,
-    Loan,
     Tier,
     TierCounters,
     TierSetup,
@@ -39,6 +38,7 @@ from kvstore.tiers.base import (
     check_ref,
     payload_view,
 )
+from kvstore.tiers.loan import Loan
 from kvstore.tiers.server import calls
 from kvstore.tiers.server.connection import NoRightError, ServerConnection
 from kvstore.tiers.server.connections import Result, ServerConnections

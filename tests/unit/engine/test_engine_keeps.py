@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from threading import Event
+from types import EllipsisType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,14 +14,29 @@ from support.rig import POISON, Rig, tokens_of
 from kvstore.engine.requests import hash_tokens
 from kvstore.model.errors import InvalidCallError
 from kvstore.model.keys import NO_EXTRAS
+from kvstore.tiers.disk.tier import DiskTier
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
+
+    from kvstore.model.chunks import Outcome
+    from kvstore.tiers.base import Transfer
 
 
 @pytest.fixture
 def rig() -> Rig:
     return Rig()
+
+
+def chunk_files(folder: Path) -> list[Path]:
+    return list(folder.glob("*/??/*.safetensors"))
+
+
+def let_pass(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the clock on the wall ahead, as after a restart that took long."""
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + seconds)
 
 
 def test_a_lease_keeps_its_chunks_from_eviction(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,18 +104,65 @@ def test_a_time_to_live(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with rig.open(local_disk=tmp_path) as engine:
         assert rig.store(engine, tokens, ttl_s=5) == 32
         assert engine.flush(30.0)
-        assert engine.stats().disk_used_bytes == 0
+        assert len(chunk_files(tmp_path)) == 2
         now_s[0] += 4.9
         assert rig.retrieve(engine, tokens) == 32
         now_s[0] += 0.1
         assert engine.lookup(tokens) == rig.retrieve(engine, tokens) == 0
         assert (engine.stats().index.expired, engine.stats().slots_in_use) == (2, 0)
+        assert engine.flush(30.0)
+        assert chunk_files(tmp_path) == []
         for ttl_s in (0, -1.0, float("nan")):
             with pytest.raises(InvalidCallError, match="ttl_s must be positive"):
                 rig.store(engine, tokens, ttl_s=ttl_s)
         assert rig.store(engine, tokens) == 32
         now_s[0] += 1e9
         assert engine.lookup(tokens) == 32
+
+
+@pytest.mark.parametrize(("again_s", "left"), [(..., 0), (3.0, 0), (1000.0, 32), (None, 32)])
+def test_a_time_to_live_after_a_restart(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again_s: float | EllipsisType | None, left: int
+) -> None:
+    """The longest of several times counts, also where the chunk was on disk before it was asked for."""
+    tokens = tokens_of(1, 32)
+    with rig.open(local_disk=tmp_path) as engine:
+        assert rig.store(engine, tokens, ttl_s=5) == 32
+        assert engine.flush(30.0)
+        if not isinstance(again_s, EllipsisType):
+            assert rig.store(engine, tokens, ttl_s=again_s) == 0
+            assert engine.flush(30.0)
+    with rig.open(local_disk=tmp_path) as engine:
+        assert rig.retrieve(engine, tokens) == 32
+    let_pass(60.0, monkeypatch)
+    with rig.open(local_disk=tmp_path) as engine:
+        assert rig.retrieve(engine, tokens) == left
+        assert engine.flush(30.0)
+        assert len(chunk_files(tmp_path)) == left // 16
+
+
+def test_a_time_to_live_that_is_extended_while_it_is_written(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = tokens_of(1, 16)
+    writing, may_end = Event(), Event()
+    real = DiskTier.put
+
+    def put(tier: DiskTier, transfers: Sequence[Transfer]) -> list[Outcome]:
+        writing.set()
+        assert may_end.wait(30.0)
+        return real(tier, transfers)
+
+    monkeypatch.setattr(DiskTier, "put", put)
+    with rig.open(local_disk=tmp_path) as engine:
+        assert rig.store(engine, tokens, ttl_s=5) == 16
+        assert writing.wait(30.0)
+        assert rig.store(engine, tokens) == 0
+        may_end.set()
+        assert engine.flush(30.0)
+    let_pass(60.0, monkeypatch)
+    with rig.open(local_disk=tmp_path) as engine:
+        assert rig.retrieve(engine, tokens) == 16
 
 
 def test_prefetch(rig: Rig, tmp_path: Path) -> None:

@@ -174,6 +174,7 @@ class CheckpointMachine(IndexMachine):
             if self.view is None and not self.has_disk:
                 assert planned.isdisjoint(parts) or planned | before >= set(parts), "a part of a checkpoint"
         self.stored.difference_update(ref.prefix_key for ref in planned)
+        self.note_ends(steps)
         self.carry_out_removals()
         if steps:
             self.world.stores.append(steps)

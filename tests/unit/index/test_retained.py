@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from support.index import FULL_BYTES, hasher_of, keys, known_tokens, load, make, refs_of, store
+from support.index import BLOCK, CHUNK, FULL_BYTES, hasher_of, keys, known_tokens, load, make, refs_of, store
 from support.invariants import check_invariants
 
 from kvstore.index import retained as retaining
 from kvstore.index.index import ChunkIndex
-from kvstore.index.plans import Place
+from kvstore.index.plans import Place, chunk_refs
 from kvstore.index.retained import Limits
+from kvstore.model.keys import PrefixHasher
 from kvstore.policies import POLICIES
 from kvstore.policies.arc import ARC
 
@@ -62,6 +63,30 @@ def test_the_longest_time_counts() -> None:
     index.retain(refs_of(16), 109)
     index.advance(108)
     assert index.retained == 1
+
+
+def test_an_end_that_is_asked_for() -> None:
+    """It leaves what others depend on; the workers hear of it, or a restart would retain it again."""
+    index = make(8, disk_chunks=16, retention=Limits(8, of_tenant=8))
+    store(index, 64)
+    other = PrefixHasher(CHUNK, BLOCK)
+    other.update([*range(32), *range(900, 932)])
+    branch = chunk_refs(other, with_tail=True)
+    steps = index.prepare_store(branch, hasher=other)
+    index.complete_store(steps, set())
+    for step in steps:
+        index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
+    for refs in (refs_of(64), branch):
+        assert index.retain(refs, 100) == 4
+    index.take_retentions()
+    assert index.end_retention(branch) == 2
+    assert {one.ref: one.until_s for one in index.take_retentions()} == dict.fromkeys(branch[2:], 0.0)
+    assert (index.retained, index.end_retention(branch)) == (4, 0)
+    assert index.end_retention(refs_of(64)) == 2, "the stem has another branch"
+    index.remove(keys(branch[2:]))
+    assert index.end_retention(refs_of(64)) == 2
+    assert index.retained == 0
+    check_invariants(index)
 
 
 def test_shares_of_all_and_of_one_tenant() -> None:

@@ -233,9 +233,9 @@ class TestPins:
         assert vllm.index.leases == uses_of(vllm.index) == 0
 
     def test_one_that_waits_for_what_its_request_stored(self, vllm: FakeVllm) -> None:
-        vllm.connected.pins.add("pin x", PrefixHasher(CHUNK, BLOCK), 10**9)
+        vllm.connected.hints.add("pin x", PrefixHasher(CHUNK, BLOCK), 10**9)
         assert vllm.scheduler.unpin_all() == 1
-        assert not vllm.connected.pins._coming
+        assert not vllm.connected.hints._coming
 
     def test_an_idle_engine_does_it_before_the_next_request(
         self, vllm: FakeVllm, client: httpx.Client, monkeypatch: pytest.MonkeyPatch

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.testing.harness import make_ref
-from kvstore.tiers.base import Loan
+from kvstore.tiers.loan import Loan
 from kvstore.transfer.borrowing import use_borrowed
 from kvstore.transfer.lane import Lane
 

@@ -1,6 +1,7 @@
 """Lifetimes of prompts in any order of hints, evictions, restarts, clears and jumps of clocks, against a model.
 
-What a client retains is found until its time is over, and what has a time to live is not found after it.
+What a client retains is found until its time is over, and what has a time to live is not found after it, nor after a
+restart.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TIMES = st.sampled_from([5.0, 60.0, 1000.0, 1000.0])
 
 ACTIONS = st.one_of(
     st.tuples(st.just("ask"), st.integers(0, 2), st.just("retain"), TIMES),
-    st.tuples(st.just("ask"), st.integers(0, 2), st.sampled_from(["prefetch", "drop", "demote", ""]), TIMES),
+    st.tuples(st.just("ask"), st.integers(0, 2), st.sampled_from(["end", "prefetch", "drop", "demote", ""]), TIMES),
     st.tuples(st.just("pass"), st.integers(0, 1), TIMES),
     st.tuples(st.just("crowd"), st.integers(0, 1)),
     st.tuples(st.just("crowd"), st.integers(0, 1)),
@@ -68,6 +69,7 @@ class Lifetimes:
         self.retained_s = [NEVER] * len(LASTING)  # until when, on the clock that only goes on
         self.retained_wall_s = [NEVER] * len(LASTING)
         self.expires_s = [NEVER] * len(PASSING)
+        self.expires_wall_s = [NEVER] * len(PASSING)
 
     def act(self, action: tuple[str, *tuple[object, ...]]) -> None:
         name, *how = action
@@ -84,12 +86,15 @@ class Lifetimes:
     def do_ask(self, number: int, hint: str, seconds: float) -> None:
         hints = {
             "retain": RequestParams(retain_s=seconds),
+            "end": RequestParams(retain_s=0.0),
             "prefetch": RequestParams(prefetch_s=seconds),
             "drop": RequestParams(drop=True),
             "demote": RequestParams(demote=True),
         }
         begin_s, begin_wall_s = self.times.monotonic(), self.times.wall()
         self.ask(LASTING[number], hints.get(hint, NO_PARAMS))
+        if hint == "end":
+            self.retained_s[number] = self.retained_wall_s[number] = NEVER
         if hint == "retain" and self.found(LASTING[number]) == HERE:
             self.retained_s[number] = max(self.retained_s[number], begin_s + seconds)
             self.retained_wall_s[number] = max(self.retained_wall_s[number], begin_wall_s + seconds)
@@ -97,6 +102,7 @@ class Lifetimes:
     def do_pass(self, number: int, seconds: float) -> None:
         self.ask(PASSING[number], RequestParams(ttl_s=seconds))
         self.expires_s[number] = max(self.expires_s[number], self.times.monotonic() + seconds)
+        self.expires_wall_s[number] = max(self.expires_wall_s[number], self.times.wall() + seconds + 1)  # whole seconds
 
     def do_crowd(self, first: int) -> None:
         """Fill memory and disk, each prompt twice, or the policy would refuse the later ones."""
@@ -117,7 +123,8 @@ class Lifetimes:
         now_s, now_wall_s = self.times.monotonic(), self.times.wall()
         self.retained_s = [now_s + min(until_s - now_wall_s, 1000.0) for until_s in self.retained_wall_s]
         self.retained_wall_s = [now_wall_s + until_s - now_s for until_s in self.retained_s]
-        self.expires_s = [NEVER] * len(PASSING)
+        self.expires_s = [now_s + min(until_s - now_wall_s, 1001.0) for until_s in self.expires_wall_s]
+        self.expires_wall_s = [now_wall_s + until_s - now_s for until_s in self.expires_s]
 
     def do_clear(self) -> None:
         self.vllm.scheduler.clear()
@@ -140,12 +147,15 @@ class Lifetimes:
 @example(actions=[("ask", 0, "retain", 1000.0), ("jump", -1e6), ("restart",), ("crowd", 0), ("crowd", 1)])
 @example(actions=[("ask", 0, "retain", 60.0), ("wait", 30.0), ("jump", 1e6), ("restart",), ("clear",)])
 @example(actions=[("pass", 0, 5.0), ("pass", 0, 60.0), ("wait", 30.0), ("wait", 500.0)])
+@example(actions=[("pass", 0, 60.0), ("restart",), ("wait", 30.0), ("wait", 30.0), ("wait", 1.0)])
+@example(actions=[("pass", 0, 60.0), ("jump", -1e6), ("restart",), ("wait", 500.0), ("wait", 500.0)])
 @given(actions=st.lists(ACTIONS, min_size=4, max_size=14))
 def test_any_order(actions: list[tuple[str, *tuple[object, ...]]]) -> None:
     times = Times()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvstore.adapters.vllm.scheduler.scheduler.time.monotonic", times.monotonic)
-        patch.setattr("kvstore.adapters.vllm.scheduler.pins.time.time", times.wall)
+        patch.setattr("kvstore.adapters.vllm.scheduler.hints.time.time", times.wall)
+        patch.setattr("kvstore.adapters.vllm.scheduler.hints.time.time_ns", lambda: int(times.wall() * 1e9))
         lives = Lifetimes(Path(folder), times)
         try:
             for action in actions:

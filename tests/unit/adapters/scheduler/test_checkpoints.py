@@ -8,8 +8,8 @@ import pytest
 from support.index import BLOCK, CHUNK, hasher_of, stored_bytes
 from support.uses import uses_of
 
+from kvstore.adapters.vllm.scheduler.hints import PromptHints
 from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup, find_tokens
-from kvstore.adapters.vllm.scheduler.pins import PromptPins
 from kvstore.adapters.vllm.scheduler.steps import StepTracker
 from kvstore.config import StoreConfig
 from kvstore.index.index import ChunkIndex
@@ -66,10 +66,10 @@ def store(index: ChunkIndex, num_tokens: int, ends: Sequence[int]) -> None:
 
 
 def pinned(index: ChunkIndex, num_tokens: int) -> set[bytes]:
-    pins = PromptPins(index, StepTracker(), StoreConfig(), lambda _hint, _result: None)
-    pins.add("pin", hasher_of(num_tokens), 0)
+    hints = PromptHints(index, StepTracker(), StoreConfig(), lambda _hint, _result: None)
+    hints.add("pin", hasher_of(num_tokens), 0)
     held = set(index._leases._holders)
-    pins.end("pin")
+    hints.end("pin")
     assert uses_of(index) == 0
     return held
 
@@ -150,8 +150,8 @@ def test_retention_keeps_the_longest_front_that_fits_with_its_checkpoint() -> No
         for target in step.targets:
             index.complete_write(step.ref.prefix_key, target, stored=True)
     counted: list[tuple[str, str]] = []
-    pins = PromptPins(index, StepTracker(), StoreConfig(), lambda hint, result: counted.append((hint, result)))
-    pins.retain("one", hasher, 0, 60.0)
+    hints = PromptHints(index, StepTracker(), StoreConfig(), lambda hint, result: counted.append((hint, result)))
+    hints.retain("one", hasher, 0, 60.0)
     kept = {*index._disk.retained._stays}
     assert kept == {ref.prefix_key for ref in (*refs[:2], *parts[0])}
     assert counted == [("retain", "partly")]

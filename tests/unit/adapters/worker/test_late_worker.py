@@ -161,9 +161,9 @@ def test_a_write_of_what_was_forgotten_stores_nothing(bench: Bench, monkeypatch:
     lane = bench.mover._lanes[Place.DISK]
     write = lane.write
 
-    def forget_then_write(*arguments: Any) -> None:
+    def forget_then_write(*arguments: Any, **others: Any) -> None:
         lane.reset(Namespace({"model": "another"}))
-        write(*arguments)  # and chunks in memory are forgotten only then
+        write(*arguments, **others)  # and chunks in memory are forgotten only then
 
     monkeypatch.setattr(lane, "write", forget_then_write)
     bench.mover.finish_store(stores)

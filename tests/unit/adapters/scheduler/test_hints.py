@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.fake_parts import BLOCK, CHUNK
 from support.fake_vllm import FakeVllm
+from support.redis_server import wait_for
+from support.remote import FakeServer
 from support.situations import PROMPT, Build, again, in_memory
 
 from kvstore.adapters.vllm.requests.params import NO_PARAMS, WITHOUT_CACHE, RequestParams
 from kvstore.config import StoreConfig
+from kvstore.format.chunkfile import parse_chunk_name
 from kvstore.model.keys import NO_EXTRAS
 from kvstore.ops.metrics import HINTS
+
+
+def with_ends(vllm: FakeVllm) -> int:
+    """Count the chunks on disk that have a time to live."""
+    names = [parse_chunk_name(path.parent.name, path.name) for path in vllm.chunk_files()]
+    return sum(name is not None and name.until_s is not None for name in names)
 
 
 def test_a_time_to_live(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,7 +32,7 @@ def test_a_time_to_live(build: Build, tmp_path: Path, monkeypatch: pytest.Monkey
     vllm = build(folder=tmp_path)
     vllm.ask("first", PROMPT, params=RequestParams(ttl_s=60))
     vllm.settle()
-    assert vllm.chunk_files() == [], "it stays in memory"
+    assert len(vllm.chunk_files()) == 4
     now_s += 59
     vllm.forget_local()
     vllm.ask("in time", PROMPT, params=RequestParams(skip_save=True))
@@ -32,8 +42,22 @@ def test_a_time_to_live(build: Build, tmp_path: Path, monkeypatch: pytest.Monkey
     vllm.ask("late", PROMPT)
     assert vllm.loaded_tokens["late"] == 0
     vllm.settle()
-    assert len(vllm.chunk_files()) == 4, "what is computed anew has no time to live"
+    assert len(vllm.chunk_files()) == 4
+    assert not with_ends(vllm), "what is computed anew has no time to live"
     vllm.assert_nothing_leaked()
+
+
+def test_a_time_to_live_is_not_sent_to_others(build: Build, tmp_path: Path) -> None:
+    server = FakeServer()
+    vllm = build(folder=tmp_path, server=server)
+    vllm.ask("first", PROMPT, params=RequestParams(ttl_s=60))
+    vllm.settle()
+    assert len(vllm.chunk_files()) == 4
+    assert not server.all_chunks()
+    vllm.ask("without", PROMPT)
+    vllm.settle()
+    assert len(server.all_chunks()) == 4
+    wait_for("the files have no end", lambda: not with_ends(vllm))
 
 
 @pytest.mark.parametrize(("ttl_s", "expired"), [(10, True), (1000, False), (None, False)])
@@ -46,10 +70,33 @@ def test_who_stores_it_for_longer_keeps_it(
     vllm.ask("first", PROMPT, params=RequestParams(ttl_s=60))
     vllm.ask("second", PROMPT, params=RequestParams(ttl_s=ttl_s))
     vllm.settle()
-    assert len(vllm.chunk_files()) == (4 if ttl_s is None else 0)
+    assert len(vllm.chunk_files()) == 4
+    wait_for("the files have their ends", lambda: with_ends(vllm) == (4 if ttl_s else 0))
     now_s += 61
     assert again(vllm) == (0 if expired else len(PROMPT) - 1)
     vllm.settle()
+    vllm.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize(("ttl_s", "left"), [(10, 0), (1000, len(PROMPT) - 1), (None, len(PROMPT) - 1)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_time_to_live_after_a_restart(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ttl_s: float | None, left: int, ranks: int
+) -> None:
+    vllm = build(folder=tmp_path, ranks=ranks)
+    vllm.ask("first", PROMPT, params=RequestParams(ttl_s=60))
+    vllm.settle()
+    vllm.ask("second", PROMPT, params=RequestParams(ttl_s=ttl_s))
+    vllm.settle()
+    vllm.close()
+    real = time.time
+    monkeypatch.setattr("kvstore.adapters.vllm.scheduler.hints.time.time", lambda: real() + 61)
+    vllm = build(folder=tmp_path, ranks=ranks)
+    assert again(vllm) == left
+    vllm.settle()
+    for rank in range(ranks):
+        assert len(vllm.chunk_files(rank)) == 4
+    wait_for("what is asked for without a time to live has no end", lambda: not with_ends(vllm))
     vllm.assert_nothing_leaked()
 
 
@@ -184,6 +231,24 @@ def crowd_out(vllm: FakeVllm, first: int) -> None:
             vllm.settle()
 
 
+def test_retention_that_a_client_ends(build: Build, tmp_path: Path) -> None:
+    vllm = build(folder=tmp_path, disk_chunks=16)
+    vllm.ask("first", PROMPT, params=RequestParams(retain_s=60.0))
+    vllm.settle()
+    assert vllm.index.retained == 4
+    vllm.ask("done", PROMPT, params=RequestParams(retain_s=0.0))
+    vllm.settle()
+    assert vllm.index.retained == 0
+    vllm.ask("again", PROMPT, params=RequestParams(retain_s=0.0))
+    vllm.settle()
+    vllm.scheduler.take_tally()
+    results = [vllm.scheduler.totals[HINTS.key("retain", result)] for result in ("done", "partly", "refused")]
+    assert results == [2, 0, 1]
+    vllm.assert_nothing_leaked()
+    vllm.close()
+    assert build(folder=tmp_path, disk_chunks=16).index.retained == 0
+
+
 def test_clients_that_retain_everything_stay_within_their_shares(build: Build, tmp_path: Path) -> None:
     vllm = build(slots=8, gpu_blocks=200, folder=tmp_path, disk_chunks=32)
     for number in range(30):
@@ -243,13 +308,13 @@ def test_retention_outlives_a_restart(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away_s: float, *, is_there: bool
 ) -> None:
     """It ends at its time on the wall, and a clock that is set back does not make it longer than what is allowed."""
-    monkeypatch.setattr("kvstore.adapters.vllm.scheduler.pins.time.time", lambda: 1e9)
+    monkeypatch.setattr("kvstore.adapters.vllm.scheduler.hints.time.time", lambda: 1e9)
     vllm = build(slots=8, gpu_blocks=200, folder=tmp_path, disk_chunks=16)
     vllm.ask("first", PROMPT, params=RequestParams(retain_s=60.0))
     vllm.settle()
     vllm.ask("another", range(100, 100 + CHUNK))
     vllm.settle()
-    monkeypatch.setattr("kvstore.adapters.vllm.scheduler.pins.time.time", lambda: 1e9 + away_s)
+    monkeypatch.setattr("kvstore.adapters.vllm.scheduler.hints.time.time", lambda: 1e9 + away_s)
     vllm = build(slots=8, gpu_blocks=200, folder=tmp_path, disk_chunks=16)
     assert vllm.index.retained == (4 if is_there else 0)
     for number in (0, 20):

@@ -14,6 +14,7 @@ from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import Match, chunk_refs
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.keys import PrefixHasher
+from kvstore.model.lifetime import Lifetime, clock_ahead_s
 from kvstore.model.retention import Retention
 
 PIN: Final = "pin"
@@ -21,7 +22,6 @@ RETAIN: Final = "retain"
 PREFETCH: Final = "prefetch"
 DEMOTE: Final = "demote"
 DROP: Final = "drop"
-_GIVEN_UP: Final = (DEMOTE, DROP)
 
 
 class _Coming(NamedTuple):
@@ -32,15 +32,17 @@ class _Coming(NamedTuple):
         hasher: of the prompt.
         last_step: the step to wait for.
         hold: holds the chunks of a match, and returns how many of them, from the checkpoint and the front.
+        shrinks: if there is no room for all, those up to an earlier checkpoint are held.
     """
 
     hint: str
     hasher: PrefixHasher
     last_step: int
     hold: Callable[[Match], int]
+    shrinks: bool = True
 
 
-class PromptPins:
+class PromptHints:
     """Hints about the prompts of one engine. For the scheduler's thread.
 
     Each is carried out when the steps that store its chunks have ended, of its request and of others with the same
@@ -71,8 +73,13 @@ class PromptPins:
     def retain(self, request_id: str, hasher: PrefixHasher, last_step: int, ttl_s: float) -> None:
         """Retain the chunks of a request that has just ended: what is known now, and the rest after ``last_step``.
 
-        The next plan tells the workers; after that vLLM may be idle for long.
+        The next plan tells the workers; after that vLLM may be idle for long. 0 seconds end what was asked before.
         """
+        if not ttl_s:
+            end = partial(self._end_retention, hasher=hasher)
+            self._coming[f"{RETAIN} {request_id}"] = _Coming(RETAIN, hasher, last_step, end, shrinks=False)
+            self.hold()
+            return
         until_s = time.monotonic() + min(ttl_s, self._config.retain_max_secs)
         hold = partial(self._retain, until_s=until_s, tenant=hasher.tenant)
         if self._index.checkpoints is None:
@@ -89,14 +96,14 @@ class PromptPins:
     def give_up(self, request_id: str, hasher: PrefixHasher, last_step: int, hint: str) -> None:
         """Let the chunks of a request that has just ended go first, once ``last_step`` is over."""
         give_up = partial(self._give_up, hasher=hasher, hint=hint)
-        self._coming[f"{hint} {request_id}"] = _Coming(hint, hasher, last_step, give_up)
+        self._coming[f"{hint} {request_id}"] = _Coming(hint, hasher, last_step, give_up, shrinks=False)
         self.hold()
 
     def _give_up(self, match: Match, hasher: PrefixHasher, hint: str) -> int:
-        """Give up a prompt's own chunks, and not a longer one of another sequence with the same first blocks."""
-        is_longer = match.front_blocks(hasher.block_tokens, hasher.blocks_per_chunk) > 0
-        refs = match.refs[:-1] if is_longer else match.refs
-        return self._index.give_up((*refs, *match.checkpoint), demotes=hint == DEMOTE)
+        return self._index.give_up(_own_refs(match, hasher), demotes=hint == DEMOTE)
+
+    def _end_retention(self, match: Match, hasher: PrefixHasher) -> int:
+        return self._index.end_retention(_own_refs(match, hasher))
 
     def _lease(self, match: Match, name: str) -> int:
         return self._index.lease(name, _refs_of(match), self._config.pin_max_secs)
@@ -109,10 +116,15 @@ class PromptPins:
             self._index.retain(refs, until_s, tenant)
         return count
 
-    def restore(self, found: Iterable[Retention]) -> None:
-        """Retain the chunks that were retained before a restart, those for the longest time first."""
-        now_s = time.time()
-        for one in sorted(found, key=lambda one: -one.until_s):
+    def restore(self, retained: Iterable[Retention], limited: Iterable[Lifetime]) -> None:
+        """Limit and retain chunks as before a restart, and end those whose time to live is over.
+
+        If ranks tell different ends of a chunk, the earliest counts. The longest retention comes first.
+        """
+        ahead_s, now_s = clock_ahead_s(), time.time()
+        self._index.limit(one.later(-ahead_s) for one in limited)
+        self._index.advance(time.monotonic())
+        for one in sorted(retained, key=lambda one: -one.until_s):
             if one.until_s > now_s:  # a clock that was set back does not make it longer than what is allowed
                 ttl_s = min(one.until_s - now_s, self._config.retain_max_secs)
                 self._index.retain([one.ref], time.monotonic() + ttl_s, one.tenant)
@@ -120,8 +132,13 @@ class PromptPins:
 
     def take_retained(self) -> list[Retention]:
         """Return the retention begun since the last call, for the workers to note."""
-        ahead_s = time.time() - time.monotonic()
+        ahead_s = clock_ahead_s()
         return [one.later(ahead_s) for one in self._index.take_retentions()]
+
+    def take_limited(self) -> list[Lifetime]:
+        """Return the times to live that became longer since the last call, for the workers to note."""
+        ahead_s = clock_ahead_s()
+        return [one.later(ahead_s) for one in self._index.take_lifetimes()]
 
     def hold(self) -> None:
         """Begin what waited for steps that have ended."""
@@ -139,7 +156,7 @@ class PromptPins:
         wanted = len(_refs_of(match))
         while True:
             num_held = coming.hold(match)
-            if num_held == len(_refs_of(match)) or not match.checkpoint or coming.hint in _GIVEN_UP:
+            if num_held == len(_refs_of(match)) or not match.checkpoint or not coming.shrinks:
                 return _result(num_held, wanted)
             num_chunks = max(0, num_held - len(match.checkpoint))
             limit_tokens = min(match.num_tokens - 1, num_chunks * coming.hasher.chunk_tokens)
@@ -165,6 +182,12 @@ class PromptPins:
 
 def _refs_of(match: Match) -> Sequence[ChunkRef]:
     return (*match.checkpoint, *match.refs)
+
+
+def _own_refs(match: Match, hasher: PrefixHasher) -> Sequence[ChunkRef]:
+    """Return a prompt's own chunks, head first, without a longer one of another sequence with the same first blocks."""
+    is_longer = match.front_blocks(hasher.block_tokens, hasher.blocks_per_chunk) > 0
+    return (*(match.refs[:-1] if is_longer else match.refs), *match.checkpoint)
 
 
 def _result(num_held: int, wanted: int) -> str:

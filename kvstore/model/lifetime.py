@@ -1,0 +1,29 @@
+"""End of a chunk's time to live."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from kvstore.model.chunks import ChunkRef
+
+
+class Lifetime(NamedTuple):
+    """Time until when a chunk may be kept.
+
+    Attributes:
+        ref: the chunk.
+        until_s: the end, on the index's clock; between processes and on disk in seconds since 1970. None for no end.
+    """
+
+    ref: ChunkRef
+    until_s: float | None
+
+    def later(self, by_s: float) -> Lifetime:
+        """Return it on a clock that is so far ahead."""
+        return self if self.until_s is None else self._replace(until_s=self.until_s + by_s)
+
+
+def clock_ahead_s() -> float:
+    """Return by how much the time since 1970 is ahead of the monotonic clock now."""
+    return time.time() - time.monotonic()
