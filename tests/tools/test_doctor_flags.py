@@ -14,6 +14,7 @@ import pytest
 from support.cache_server import POOL_BYTES, serving, short_folder
 
 from kvstore.config import load_config
+from kvstore.memory.limits import MemoryLimit
 from kvstore.protocol.keyfiles import make_keys, read_list, read_pair
 from kvstore.server.options import ServerOptions, TcpAddress
 from kvstore.tiers.disk.folder import FolderLock, make_folder
@@ -30,11 +31,12 @@ OTHER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove all configuration from the environment, and skip the measurement of disks."""
+    """Remove all configuration from the environment, and what the machine's disks and free memory would add."""
     for name in list(os.environ):
         if name.startswith(("KVSTORE_", "LMCACHE_", "VLLM_PLUGINS")):
             monkeypatch.delenv(name)
     monkeypatch.setattr(machine, "measure_disk", lambda *_, **__: (1e10, 1e10))
+    monkeypatch.setattr(machine, "available_memory_bytes", lambda: MemoryLimit(1 << 36, "plenty"))
 
 
 def several(*parts: dict[str, Any]) -> dict[str, Any]:
