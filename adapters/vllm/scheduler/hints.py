@@ -75,17 +75,14 @@ class PromptHints:
 
         The next plan tells the workers; after that vLLM may be idle for long. 0 seconds end what was asked before.
         """
-        if not ttl_s:
-            end = partial(self._end_retention, hasher=hasher)
-            self._coming[f"{RETAIN} {request_id}"] = _Coming(RETAIN, hasher, last_step, end, shrinks=False)
-            self.hold()
-            return
         until_s = time.monotonic() + min(ttl_s, self._config.retain_max_secs)
         hold = partial(self._retain, until_s=until_s, tenant=hasher.tenant)
-        if self._index.checkpoints is None:
+        if not ttl_s:
+            hold = partial(self._end_retention, hasher=hasher)
+        elif self._index.checkpoints is None:
             known = takewhile(lambda ref: ref.prefix_key in self._index, chunk_refs(hasher, with_tail=True))
             hold(Match(tuple(known), 0))
-        self._coming[f"{RETAIN} {request_id}"] = _Coming(RETAIN, hasher, last_step, hold)
+        self._coming[f"{RETAIN} {request_id}"] = _Coming(RETAIN, hasher, last_step, hold, shrinks=ttl_s > 0)
         self.hold()
 
     def expect(self, request_id: str, hasher: PrefixHasher, last_step: int, hold: Callable[[Match], int]) -> None:

@@ -36,9 +36,8 @@ logger = logging.getLogger(__name__)
 SomeTier = TypeVar("SomeTier", bound=Tier)
 Result = TypeVar("Result")
 
-_SLOW: Final = frozenset(
-    {"scan", "trails", "retained", "lifetimes", "clear"}
-)  # so are reset and close, on separate threads
+# So are reset and close, on separate threads.
+_SLOW: Final = frozenset({"scan", "trails", "retained", "lifetimes", "clear"})
 _TIMED: Final = {"get": "get", "borrow": "get", "put": "put"}  # the operation that a call is timed as
 MAX_TIMES: Final = 4096  # of each operation, kept until they are taken
 
