@@ -21,7 +21,7 @@ _TOOLS = "calc configs flags modelgroups replay vllmflags"
 
 # Files by pattern, and the tests that should notice. What is named like the module runs first.
 ROOMS = {
-    "adapters/vllm/glue/*.py": ("tests/unit/adapters/glue",),
+    "adapters/vllm/glue/*.py": ("tests/adapters", "tests/unit/adapters/glue"),
     "adapters/vllm/requests/*.py": ("tests/unit/adapters/requests", "tests/unit/adapters/scheduler"),
     "adapters/vllm/scheduler/*.py": ("tests/unit/adapters/scheduler", "tests/unit/ops/test_admin.py"),
     "adapters/vllm/telemetry/*.py": ("tests/unit/adapters/telemetry",),

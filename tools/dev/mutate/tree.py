@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from kvstore.tools.processes import kill_group
 
-MODULES = ("torch", "hypothesis.stateful", "hypothesis.extra.numpy", "pydantic", "yaml", "rich.table")  # slow ones
+# Those that are slow to import.
+MODULES = ("torch", "hypothesis.stateful", "hypothesis.extra.numpy", "pydantic", "yaml", "rich.table", "vllm.config")
 _FORKSERVER = Path(__file__).with_name("forkserver.py")
 
 
