@@ -28,6 +28,7 @@ def test_a_time_to_live_that_changes_during_a_write_is_told_after_it(
     gate.open()
     assert bench.lane.flush(HANG_GUARD_S)
     bench.lane.note_times((), [Lifetime(ref_of(1), None)])
+    assert bench.lane.flush(HANG_GUARD_S)
     bench.lane.close()
     assert told == [({ref_of(1)}, [Lifetime(ref_of(1), until_s)]) for until_s in (8.0, None)]
 
