@@ -19,7 +19,7 @@ from kvstore.model.errors import ConfigError, TierError
 from kvstore.model.keys import Namespace
 from kvstore.model.lifetime import Lifetime
 from kvstore.tiers import leads_to, open_tier
-from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Tier, TierSetup, Transfer
+from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
 from kvstore.tiers.disk.inventory import Inventory, inventories
 from kvstore.tiers.disk.opening import open_folders
 from kvstore.tiers.disk.survey import held_bytes
@@ -331,8 +331,8 @@ def _import_one(
 ) -> int:
     """Move one chunk, which has ``size_bytes`` in the pack, and return the bytes moved."""
     ref = transfer.ref
-    if tier.contains([ref]) == [True]:
-        if isinstance(tier, BoundedTier):
+    if any(presence := tier.contains([ref])):
+        if presence != [True]:
             tier.limit([Lifetime(ref, None)])  # an imported chunk has no end
         report.present += 1
         return 0

@@ -23,8 +23,8 @@ from kvstore.tools.interrupts import ShouldStop, never
 if TYPE_CHECKING:
     from kvstore.tiers.object.inventory import ObjectInventory
     from kvstore.tiers.object.names import Place as ObjectPlace
-    from kvstore.tiers.redis.chunk import Home
     from kvstore.tiers.redis.inventory import RedisInventory, RedisPlace
+    from kvstore.tiers.redis.names import Home
 
 _P = TypeVar("_P")
 

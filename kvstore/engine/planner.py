@@ -311,4 +311,5 @@ def tier_state(disk: Tier | None, remote: Tier | None) -> TierState:
         disk is None or disk.answers,
         remote is None or remote.answers,
         remote is not None and remote.keeps_trails,
+        remote is not None and remote.keeps_lifetimes,
     )

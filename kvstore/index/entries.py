@@ -13,6 +13,7 @@ from kvstore.index.plans import IndexCounters, MissReason, Place
 from kvstore.index.trails import Trails
 from kvstore.model.chunks import ChunkRef, is_trail_of
 from kvstore.model.keys import PREFIX_KEY_BYTES, PrefixHasher, PrefixKey
+from kvstore.model.lifetime import lasts
 
 MAX_HOLDERS: Final = 8  # chunks examined, of each kind, that may hold one tail
 MAX_DEPARTED = 65_536  # about 8 MB; beyond that the older half is dropped, as if never stored
@@ -64,13 +65,13 @@ class Entry:
     remote: AtRemote = UNSENT
     uses: int = 0  # plans and writes in flight, and leases
     forgotten: bool = False  # dropped while in use: removed when the last use ends
-    expires_s: float | None = None  # set for a time to live, which keeps the chunk off remote tiers
+    expires_s: float | None = None  # the end of its time to live
     front_of: ChunkRef | None = None  # the longer chunk at the remote tier from which it was read
     trail: bytes = b""  # the keys at the ends of its blocks; empty if unknown
 
-    def lasts_until(self, expires_s: float | None) -> bool:
-        """Tell if the chunk is kept at least until ``expires_s``; None means without end."""
-        return self.expires_s is None or (expires_s is not None and expires_s <= self.expires_s)
+    def lasts_until(self, until_s: float | None) -> bool:
+        """Tell if the chunk is kept at least until ``until_s``; None means without end."""
+        return lasts(self.expires_s, until_s)
 
     @property
     def in_memory(self) -> bool:
@@ -122,7 +123,7 @@ class Entries(dict[PrefixKey, Entry]):
         self.near, self.far = Trails(), Trails()  # of chunks with a slot, and of those without
         self.whole_blocks = 0  # blocks of a whole chunk, which supersedes tails; 0 before the first store
         self.expiries = Deadlines[PrefixKey]()  # of chunks with a time to live
-        self.extended: dict[PrefixKey, None] = {}  # of those, on disk, that last longer now than the disk knows
+        self.extended: dict[PrefixKey, None] = {}  # of those that last longer now than a slower tier knows
         self.changes: dict[PrefixKey, bytes] | None = {} if tracks_changes else None  # trails by key, in order
         self._siblings: dict[PrefixKey, tuple[PrefixKey, ...]] = {}  # all parts of a checkpoint, by each part's key
         self._broken: dict[PrefixKey, None] = {}  # parts of checkpoints that lack another part
@@ -131,6 +132,8 @@ class Entries(dict[PrefixKey, Entry]):
         """Add the entry of a chunk that has none, with its trail if it is known."""
         self[chunk.ref.prefix_key] = chunk
         self.learn(chunk, trail)
+        if chunk.expires_s is not None:
+            self.expiries.set(chunk.ref.prefix_key, chunk.expires_s)
         return chunk
 
     def learn_all(self, trails: Mapping[PrefixKey, bytes]) -> None:
@@ -241,7 +244,7 @@ class Entries(dict[PrefixKey, Entry]):
             self.expiries.withdraw(chunk.ref.prefix_key)
         else:
             self.expiries.set(chunk.ref.prefix_key, expires_s)
-        if chunk.disk is not NO_FILE:
+        if chunk.disk is not NO_FILE or chunk.remote is not UNSENT:
             self.extended[chunk.ref.prefix_key] = None
 
     def note_change(self, chunk: Entry) -> None:

@@ -219,6 +219,7 @@ class ChunkIndex:
         self._chunks.disk_answers = tiers.disk_answers
         self._remote.answers = tiers.remote_answers and self._remote.exists
         self._remote.keeps_trails = tiers.remote_keeps_trails
+        self._remote.keeps_lifetimes = tiers.remote_keeps_lifetimes
 
     # -- removal -----------------------------------------------------------------------------------------------------
 

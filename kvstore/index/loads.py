@@ -65,7 +65,10 @@ class Loads:
             front = self.lookup.front(ref, front_blocks) if is_cut else b""
             wanted = chunk_of(front) if front else ref
             holder = ref if front else None
-            chunk = self.chunks.get(wanted.prefix_key) or self.chunks.enter(Entry(wanted, front_of=holder))
+            chunk = self.chunks.get(wanted.prefix_key)
+            if chunk is None:
+                until_s = self.remote.view.until_s(ref, self.chunks.now_s, told)
+                chunk = self.chunks.enter(Entry(wanted, expires_s=until_s, front_of=holder))
             trail = front or made.get(ref.prefix_key, b"")
             if hasher is not None and not trail and not chunk.trail:  # another sequence's that shares blocks with it
                 trail = self.remote.view.heard.trail_of(ref)

@@ -75,11 +75,13 @@ class TierState(NamedTuple):
         remote_answers: False while the remote tier is neither asked nor read. Writes continue.
         remote_keeps_trails: the remote tier is known to keep the trails of chunks sent there, so tails that a longer
             chunk there holds are not sent.
+        remote_keeps_lifetimes: the remote tier keeps times to live, so chunks that have one are sent there.
     """
 
     disk_answers: bool = True
     remote_answers: bool = True
     remote_keeps_trails: bool = False
+    remote_keeps_lifetimes: bool = False
 
     def joined(self, other: TierState) -> TierState:
         """Return the state of the tiers of two workers together."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 from kvstore.index.trails import RemoteTrails
-from kvstore.model.chunks import Answer, Asked, ChunkRef
+from kvstore.model.chunks import Answer, Asked, ChunkRef, Presence
 
 MAX_ANSWERS = 1 << 18  # about 50 MB; beyond that the oldest are forgotten
 MAX_TRAILS: Final = 1 << 14  # trails asked about, likewise
@@ -23,7 +23,7 @@ Item = TypeVar("Item", bound=Asked)
 
 
 class _Answer(NamedTuple):
-    is_there: bool
+    presence: Presence
     expires_s: float
 
 
@@ -60,8 +60,15 @@ class RemoteAnswers:
         """Tell if the tier has the chunk by answers no older than serial ``since`` of the view; None if unknown."""
         for answers, expires_s, serial in reversed(self._heard):
             if ref in answers and expires_s > now_s:
-                return answers[ref] is True and serial >= since
+                return serial >= since and _is_there(answers[ref], now_s)
         return False if self._gave_up else None
+
+    def until_s(self, ref: ChunkRef, now_s: float) -> float | None:
+        """Return the end of a chunk's time to live by these answers; None if it has none, or is unknown."""
+        for answers, expires_s, _ in reversed(self._heard):
+            if ref in answers and expires_s > now_s:
+                return _end_s(answers[ref])
+        return None
 
     def was_asked(self, trail: bytes, now_s: float) -> bool:
         """Tell if this request need not ask about a trail, as it was answered or the request gave up."""
@@ -71,7 +78,7 @@ class RemoteAnswers:
         """Drop the negative answers, because those chunks are on their way."""
         self._gave_up = False
         found = (
-            heard._replace(answers={ref: is_there for ref, is_there in heard.answers.items() if is_there})
+            heard._replace(answers={item: answer for item, answer in heard.answers.items() if answer})
             for heard in self._heard
         )
         self._heard = [heard for heard in found if heard.answers]
@@ -80,8 +87,17 @@ class RemoteAnswers:
 NO_ANSWERS: Final = RemoteAnswers()  # for callers that do not ask
 
 
+def _is_there(answer: Answer, now_s: float) -> bool:
+    """Tell if a chunk is there now by an answer about it."""
+    return answer is True or (isinstance(answer, float) and answer > now_s)
+
+
+def _end_s(answer: Answer) -> float | None:
+    return answer if isinstance(answer, float) else None
+
+
 class RemoteView:
-    """Answers of a remote tier by chunk. Has no clock: the caller passes the time.
+    """Answers of a remote tier by chunk. Has no clock: the caller passes the time, on the clock of the chunks' ends.
 
     Args:
         hold_s: validity of an answer.
@@ -111,13 +127,13 @@ class RemoteView:
         names stay true; only the presence of their chunks becomes void.
         """
         known, expires_s = self._answers, now_s + self._hold_s
-        said = {is_there: _Answer(is_there, expires_s) for is_there in (True, False)}
+        said = {presence: _Answer(presence, expires_s) for presence in (True, False)}  # so that most share two objects
         for item, answer in zip(asked, answers, strict=True):
             if isinstance(item, bytes):
                 if since is None or not self.is_void(item, since):
                     self._note_trail(item, answer, expires_s)
             elif self._hold_s and answer is not None and (since is None or not self.is_void(item, since)):
-                known[item] = said[answer is True]
+                known[item] = _Answer(answer, expires_s) if isinstance(answer, float) else said[answer is True]
                 known.move_to_end(item)
         while len(self._answers) > MAX_ANSWERS:
             self._answers.popitem(last=False)
@@ -169,7 +185,14 @@ class RemoteView:
         if answer.expires_s <= now_s:
             del self._answers[ref]
             return None
-        return answer.is_there
+        return _is_there(answer.presence, now_s)
+
+    def until_s(self, ref: ChunkRef, now_s: float, told: RemoteAnswers = NO_ANSWERS) -> float | None:
+        """Return the end of the time to live of a chunk that ``holds`` says is there; None for no end."""
+        answer = self._answers.get(ref)
+        if answer is not None and answer.expires_s > now_s and _is_there(answer.presence, now_s):
+            return _end_s(answer.presence)
+        return told.until_s(ref, now_s)
 
     def unknown(self, asked: Iterable[Item], now_s: float, told: RemoteAnswers = NO_ANSWERS) -> list[Item]:
         """Return the chunks and trails about which the tier must be asked for a request."""
@@ -191,7 +214,7 @@ class RemoteView:
         """Drop the negative answers about chunks that are on their way."""
         for ref in refs:
             answer = self._answers.get(ref)
-            if answer is not None and not answer.is_there:
+            if answer is not None and not answer.presence:
                 del self._answers[ref]
 
     def clear(self) -> None:

@@ -44,8 +44,8 @@ class StorePlanner:
 
         A known chunk that was not written to disk because the queue or the disk was full is tried again. A chunk that
         is only on a disk that cannot be read was computed again, and is stored again. With ``ttl_s`` new chunks are
-        not sent to the remote tier, and are removed when that time is over. A chunk offered again keeps the longer of
-        its two times; if it is kept without end, it is sent at that point.
+        removed when that time is over, and go only to tiers that keep such times. A chunk offered again keeps the
+        longer of its two times.
 
         With the ``hasher`` of the sequence, a chunk is found by its block ends, and a whole chunk supersedes the tails
         in it once it is stored itself. A tail that a longer chunk in memory holds is not stored: it counts as known,
@@ -110,6 +110,7 @@ class StorePlanner:
     def complete_write(self, key: PrefixKey, target: Place, *, stored: bool, size_bytes: int | None = None) -> None:
         """Take the result of a background write, and its size if that differs from the bytes reserved."""
         chunk = self.chunks[key]
+        self.disk.tell_again(chunk, target)
         if target is Place.REMOTE:
             self.remote.complete(chunk, stored=stored)
         else:
@@ -140,7 +141,7 @@ class StorePlanner:
         longer chunk must be there or on its way, and every search for the tail must lead to it.
         """
         found: dict[PrefixKey, Entry] = {}
-        is_sent = self.remote.max_sends > 0 and until_s is None
+        is_sent = self.remote.max_sends > 0 and (until_s is None or self.remote.keeps_lifetimes)
         for ref in [ref for ref in refs if ref.num_blocks < self.chunks.whole_blocks]:
             tail = self.chunks.get(ref.prefix_key)
             trail = made.get(ref.prefix_key) or (tail.trail if tail is not None else b"")
@@ -243,8 +244,6 @@ class StorePlanner:
         self.chunks.enter(chunk, trail)
         self.slots.order.add(ref.prefix_key)
         chunk.uses += len(targets)
-        if chunk.expires_s is not None:
-            self.chunks.expiries.set(ref.prefix_key, chunk.expires_s)
         return StoreStep(ref, slot, targets, trail=trail, ttl_s=self._rest_s(chunk))
 
     def _plan_known(self, chunk: Entry) -> StoreStep | None:

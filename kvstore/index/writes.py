@@ -24,11 +24,12 @@ from kvstore.index.entries import (
     Entries,
     Entry,
 )
+from kvstore.index.plans import Place
 from kvstore.index.remote_view import RemoteView
 from kvstore.index.retained import Retained
 from kvstore.model.chunks import ChunkRef, chunk_of
 from kvstore.model.keys import PREFIX_KEY_BYTES, PrefixKey
-from kvstore.model.lifetime import Lifetime
+from kvstore.model.lifetime import Lifetime, lasts
 from kvstore.model.retention import Retention
 from kvstore.policies import Policy
 
@@ -48,7 +49,7 @@ class DiskWrites:
         retained: chunks that stay until a time.
         num_writes: writes in flight.
         removals: chunks dropped from the disk and not announced yet.
-        told_early: chunks whose time to live became longer while they were being written.
+        told_early: chunks whose time to live became longer while they were being written or sent.
         ended: retention of dropped chunks, not announced yet.
     """
 
@@ -60,7 +61,7 @@ class DiskWrites:
     retained: Retained
     num_writes: int = 0
     removals: list[ChunkRef] = field(default_factory=list)
-    told_early: dict[PrefixKey, None] = field(default_factory=dict)
+    told_early: dict[tuple[Place, ChunkRef], None] = field(default_factory=dict)
     ended: list[Retention] = field(default_factory=list)
 
     def adopt(
@@ -98,9 +99,6 @@ class DiskWrites:
     def complete(self, chunk: Entry, *, stored: bool, size_bytes: int | None) -> None:
         """Take the result of a write, and its size if that differs from the bytes reserved."""
         self.num_writes -= 1
-        if chunk.ref.prefix_key in self.told_early:
-            del self.told_early[chunk.ref.prefix_key]
-            self.chunks.extended[chunk.ref.prefix_key] = None
         if not stored:
             self.chunks.counters.writes_failed += 1
             self.drop(chunk, announce=False)
@@ -112,6 +110,12 @@ class DiskWrites:
             self.order.resize(chunk.ref.prefix_key, size_bytes)
         if chunk.forgotten:  # its removal may have been carried out before the write began
             self.removals.append(chunk.ref)
+
+    def tell_again(self, chunk: Entry, target: Place) -> None:
+        """Tell the time to live of a chunk that has arrived in a slower tier once more, if it was told before that."""
+        if (target, chunk.ref) in self.told_early:
+            del self.told_early[target, chunk.ref]
+            self.chunks.extended[chunk.ref.prefix_key] = None
 
     def retain(self, refs: Iterable[ChunkRef], until_s: float, tenant: bytes = b"") -> int:
         """Keep chunks until a time on the index's clock, or for longer if that was asked before.
@@ -140,14 +144,15 @@ class DiskWrites:
         return [*ended, *(self.retained.of(self.chunks[key].ref) for key in self.retained.take_fresh())]
 
     def take_lifetimes(self) -> list[Lifetime]:
-        """Return the times to live that became longer since the last call.
+        """Return the times to live that became longer since the last call, for the slower tiers.
 
         Those of chunks that are being written are returned once more afterwards, as the write may not have begun.
         """
         extended, self.chunks.extended = self.chunks.extended, {}
         known = (chunk for key in extended if (chunk := self.chunks.get(key)) is not None and not chunk.forgotten)
-        changed = [chunk for chunk in known if chunk.disk is not NO_FILE]
-        self.told_early.update((chunk.ref.prefix_key, None) for chunk in changed if chunk.disk is WRITING)
+        changed = [chunk for chunk in known if chunk.disk is not NO_FILE or chunk.remote is not UNSENT]
+        self.told_early.update(((Place.DISK, chunk.ref), None) for chunk in changed if chunk.disk is WRITING)
+        self.told_early.update(((Place.REMOTE, chunk.ref), None) for chunk in changed if chunk.remote is SENDING)
         return [Lifetime(chunk.ref, chunk.expires_s) for chunk in changed]
 
     def _front(self, refs: Iterable[ChunkRef]) -> list[PrefixKey]:
@@ -188,8 +193,8 @@ class RemoteSends:
     """Knowledge of the remote tier, and the writes to it in flight.
 
     A tail is not sent if a longer chunk that every engine finds in its place is there or on its way. It is recalled
-    once such a chunk has arrived. Only tails of engines that search by block ends are recalled, because an older engine
-    would miss its own.
+    once such a chunk has arrived. Chunks with a time to live replace no tails, which may be kept for longer. Only tails
+    of engines that search by block ends are recalled, because an older engine would miss its own.
 
     Attributes:
         chunks: all entries of the index.
@@ -199,6 +204,7 @@ class RemoteSends:
         num_sends: writes in flight.
         answers: True if the tier can be asked and read now.
         keeps_trails: True if the tier is known to keep the trails of chunks sent to it.
+        keeps_lifetimes: True if the tier keeps times to live; otherwise no chunk is sent that has one.
         recalls: chunks that must leave the tier and have not been announced.
     """
 
@@ -209,15 +215,20 @@ class RemoteSends:
     answers: bool
     num_sends: int = 0
     keeps_trails: bool = False
+    keeps_lifetimes: bool = False
     recalls: list[ChunkRef] = field(default_factory=list)
     _sent_tails: OrderedDict[ChunkRef, None] = field(default_factory=OrderedDict)
 
     def reserve(self, chunk: Entry, trail: bytes) -> bool:
         """Reserve a place in the queue; False if the chunk, whose entry may still lack ``trail``, will not be sent."""
-        if not self.max_sends or chunk.expires_s is not None or chunk.remote is not UNSENT:
+        if not self.max_sends or chunk.remote is not UNSENT:
+            return False
+        if chunk.expires_s is not None and not self.keeps_lifetimes:
             return False
         if self.view.holds(chunk.ref, self.chunks.now_s):  # another engine's
             chunk.remote = THERE
+            if not lasts(self.view.until_s(chunk.ref, self.chunks.now_s), chunk.expires_s):
+                self.chunks.extended[chunk.ref.prefix_key] = None
             return False
         if self._is_held(chunk.ref.num_blocks, trail):
             return False
@@ -239,7 +250,7 @@ class RemoteSends:
         is_led_to = self.keeps_trails and bool(chunk.trail)
         chunk.remote = SENT if is_led_to else THERE
         if not chunk.forgotten:
-            self.view.note([chunk.ref], [True], self.chunks.now_s)
+            self.view.note([chunk.ref], [chunk.expires_s or True], self.chunks.now_s)
         if is_led_to:
             self._recall(self._superseded_by(chunk))
 
@@ -271,16 +282,23 @@ class RemoteSends:
             return True
         named = takewhile(lambda found: found[1] == num_blocks, self.view.heard.nearest(trail))
         longer = (ref for ref, _ in named if ref.num_blocks > num_blocks)
-        return any(self.view.holds(ref, self.chunks.now_s) for ref in islice(longer, MAX_HOLDERS))
+        return any(self._stays(ref) for ref in islice(longer, MAX_HOLDERS))
 
     def _is_longer_sent(self, trail: bytes) -> bool:
         """Tell if a chunk sent from here, with all blocks of a trail and more, is still there."""
         sent = (chunk for chunk in self.chunks.longer(trail, MAX_HOLDERS) if chunk.remote is SENT)
-        return any(not chunk.forgotten and self.view.holds(chunk.ref, self.chunks.now_s) is not False for chunk in sent)
+        endless = (chunk for chunk in sent if chunk.expires_s is None and not chunk.forgotten)
+        return any(self.view.holds(chunk.ref, self.chunks.now_s) is not False for chunk in endless)
+
+    def _stays(self, ref: ChunkRef) -> bool:
+        """Tell if the tier is known to have a chunk, without end."""
+        now_s = self.chunks.now_s
+        return self.view.holds(ref, now_s) is True and self.view.until_s(ref, now_s) is None
 
     def _superseded_by(self, chunk: Entry) -> list[ChunkRef]:
         """Return the tails to recall for a chunk that has arrived, itself included if a longer one arrived first."""
-        going = [] if chunk.forgotten else [tail for tail in _tails_in(chunk) if self._may_go(tail)]
+        is_endless = chunk.expires_s is None and not chunk.forgotten
+        going = [tail for tail in _tails_in(chunk) if self._may_go(tail)] if is_endless else []
         if chunk.ref.num_blocks < self.chunks.whole_blocks:
             self._sent_tails[chunk.ref] = None
             if len(self._sent_tails) > _MAX_SENT_TAILS:

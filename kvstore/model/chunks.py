@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
@@ -48,5 +49,22 @@ def is_trail_of(trail: bytes, ref: ChunkRef) -> bool:
 Asked: TypeAlias = ChunkRef | bytes
 """A question to a remote tier: for a chunk, if it is there; for a trail, which chunks share blocks with it."""
 
-Answer: TypeAlias = bool | tuple[bytes, ...] | None
-"""True if a chunk is there; for a trail, the trails of chunks that may share blocks with it. None if unknown."""
+Presence: TypeAlias = bool | float
+"""True if a chunk is there and False if not; if it has a time to live, the end of that time."""
+
+Answer: TypeAlias = Presence | tuple[bytes, ...] | None
+"""Presence of a chunk; for a trail, the trails of chunks that may share blocks with it. None if unknown."""
+
+
+def in_all(parts: Iterable[Presence]) -> Presence:
+    """Return the presence of a chunk that needs all of these parts."""
+    present = list(parts)
+    if not all(present):
+        return False
+    return min((end for end in present if end is not True), default=True)
+
+
+def in_any(places: Iterable[Presence]) -> Presence:
+    """Return the presence of a chunk that is in any of these places."""
+    present = [end for end in places if end]
+    return True if True in present else max(present, default=False)

@@ -24,6 +24,11 @@ class Lifetime(NamedTuple):
         return self if self.until_s is None else self._replace(until_s=self.until_s + by_s)
 
 
+def lasts(expires_s: float | None, until_s: float | None) -> bool:
+    """Tell if a copy that expires at a time is kept at least until another; None means without end."""
+    return expires_s is None or (until_s is not None and until_s <= expires_s)
+
+
 def clock_ahead_s() -> float:
     """Return by how much the time since 1970 is ahead of the monotonic clock now."""
     return time.time() - time.monotonic()

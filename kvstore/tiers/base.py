@@ -28,7 +28,7 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome, Presence
 from kvstore.model.errors import ConfigError, InvalidCallError
 from kvstore.model.keys import PREFIX_KEY_BYTES, Namespace, PrefixKey
 from kvstore.model.layout import ALIGNMENT_BYTES, KVLayout, round_up
@@ -236,8 +236,20 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
-        """Tell for each chunk if ``get`` would find it."""
+    def contains(self, refs: Sequence[ChunkRef]) -> Sequence[Presence]:
+        """Tell for each chunk if ``get`` would find it; the end in seconds since 1970 if it has a time to live."""
+
+    @property
+    def keeps_lifetimes(self) -> bool:
+        """True if the storage keeps the times to live of chunks; otherwise none is stored that has one."""
+        return False
+
+    def limit(self, lifetimes: Sequence[Lifetime]) -> None:  # noqa: B027 - for tiers that keep them
+        """Change the times to live of chunks held, in seconds since 1970; others are ignored.
+
+        Raises:
+            TierError: the storage did not answer.
+        """
 
     @property
     def keeps_trails(self) -> bool:
@@ -377,18 +389,6 @@ class BoundedTier(Tier):
     def retained(self) -> list[Retention]:
         """Return the last retention noted of each chunk held, ended ones included; none from before ``clear``."""
         return []
-
-    @property
-    def keeps_lifetimes(self) -> bool:
-        """True if the storage keeps the times to live of chunks; otherwise none is stored that has one."""
-        return False
-
-    def limit(self, lifetimes: Sequence[Lifetime]) -> None:
-        """Change the times to live of chunks held, in seconds since 1970; others are ignored.
-
-        Raises:
-            TierError: the storage did not answer.
-        """
 
     def lifetimes(self) -> list[Lifetime]:
         """Return the times to live of the chunks held that have one, those that are over included."""

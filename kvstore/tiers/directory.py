@@ -8,9 +8,10 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from kvstore.model.chunks import Answer, Asked, ChunkRef
+from kvstore.model.chunks import Answer, Asked, ChunkRef, Presence, in_all
 from kvstore.model.errors import ClosedError, TierError
 from kvstore.model.keys import Namespace
+from kvstore.model.lifetime import clock_ahead_s
 from kvstore.tiers.base import Tier
 from kvstore.tiers.guards import find
 from kvstore.tiers.peers import PeersTier
@@ -120,7 +121,7 @@ class RemoteDirectory:
         """Ask a named engine, shard by shard, until a shard has none of the chunks."""
         self._await_reset()
         refs, trails = _sorted(asked)
-        parts: list[Sequence[Answer]] = []
+        parts: list[Sequence[Presence | None]] = []
         near: Sequence[Answer] = [None] * len(trails)
         for tier in self._tiers:
             with_peers = find(tier, PeersTier)
@@ -128,7 +129,7 @@ class RemoteDirectory:
             if with_peers and trails and not parts:
                 near = with_peers.nearest_at(source, trails)
             parts.append(part)
-            if True not in part:
+            if not any(part):
                 break
         return _in_order(asked, _together(parts), near)
 
@@ -147,7 +148,7 @@ class RemoteDirectory:
                 continue  # chunks that could not be removed are unreachable anyway
 
 
-def _held(tier: Tier, refs: Sequence[ChunkRef]) -> Sequence[Answer]:
+def _held(tier: Tier, refs: Sequence[ChunkRef]) -> Sequence[Presence | None]:
     with_peers = find(tier, PeersTier)
     try:
         return with_peers.look(refs) if with_peers else tier.contains(refs)
@@ -177,13 +178,18 @@ def _in_order(asked: Sequence[Asked], held: Sequence[Answer], near: Sequence[Ans
     return [next(of_trails if isinstance(item, bytes) else of_chunks) for item in asked]
 
 
-def _together(parts: Sequence[Sequence[Answer]]) -> list[Answer]:
-    """Combine the answers of several shards: a chunk is held if all have their part, and missing if one lacks it."""
-    return [all_have(answers) for answers in zip(*parts, strict=True)]
+def _together(parts: Sequence[Sequence[Presence | None]]) -> list[Presence | None]:
+    """Combine the answers of several shards, with ends on the monotonic clock.
+
+    A chunk is held if all have their part, and missing if one lacks it.
+    """
+    ahead_s = clock_ahead_s()
+    answers = (all_have(answers) for answers in zip(*parts, strict=True))
+    return [answer if answer is None or isinstance(answer, bool) else answer - ahead_s for answer in answers]
 
 
-def all_have(answers: Sequence[Answer]) -> Answer:
+def all_have(answers: Sequence[Presence | None]) -> Presence | None:
     """Return the answer about a chunk, given those about its parts."""
     if False in answers:
         return False
-    return None if None in answers else True
+    return None if None in answers else in_all(answer for answer in answers if answer is not None)

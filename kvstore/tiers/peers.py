@@ -19,10 +19,11 @@ from itertools import chain
 from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
-from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.chunks import ChunkRef, Outcome, Presence, in_any
 from kvstore.model.errors import ClosedError, ConfigError, TierError, TierTimeoutError
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
+from kvstore.model.lifetime import Lifetime
 from kvstore.tiers.base import Tier, TierCounters, Transfer, payload_view, start_closing
 from kvstore.tiers.loan import Loan
 
@@ -32,7 +33,7 @@ _MAX_REMOVED: Final = 65_536  # chunks on record
 _MAX_PORT: Final = 65_535
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-_Held = list[bool | None]  # for each chunk, True if it is held; None if no tier could answer
+_Held = list[Presence | None]  # of each chunk; None if no tier could answer
 
 
 class PeersTier(Tier):
@@ -114,9 +115,9 @@ class PeersTier(Tier):
         if self.own:
             self.own.check()
 
-    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+    def contains(self, refs: Sequence[ChunkRef]) -> list[Presence]:
         """Tell for each chunk if the own tier or a peer holds it; a tier that fails counts as empty."""
-        return [bool(is_there) for is_there in self.look(refs)]
+        return [presence or False for presence in self.look(refs)]
 
     def look(self, refs: Sequence[ChunkRef]) -> _Held:
         """Look up chunks like ``contains``, but with None where a failed tier might hold the chunk."""
@@ -136,10 +137,24 @@ class PeersTier(Tier):
         return held
 
     def look_at(self, source: str, refs: Sequence[ChunkRef]) -> _Held:
-        """Tell for each chunk if a source holds it; None if the source is not listed, or fails."""
+        """Look up like ``contains`` at a source; None if the source is not listed, or fails."""
         self._check_open()
         peer = self._source(source)
         return self._ask(peer, refs) if peer is not None else [None] * len(refs)
+
+    @property
+    def keeps_lifetimes(self) -> bool:
+        """True if the own tier keeps times to live."""
+        return self.own is not None and self.own.keeps_lifetimes
+
+    def limit(self, lifetimes: Sequence[Lifetime]) -> None:
+        """Change times to live in the own tier.
+
+        Raises:
+            TierError: see the own tier.
+        """
+        if self.own:
+            self.own.limit(lifetimes)
 
     @property
     def keeps_trails(self) -> bool:
@@ -298,7 +313,7 @@ class PeersTier(Tier):
         held = _asked(peer.contains, refs)
         if self._removed or self._removed_tails:
             held = [
-                None if here is None else here and ref not in self._removed and ref not in self._removed_tails
+                False if here and (ref in self._removed or ref in self._removed_tails) else here
                 for ref, here in zip(refs, held, strict=True)
             ]
         return held
@@ -311,7 +326,7 @@ class PeersTier(Tier):
                 asked = {self._submit(self._ask, peer, [transfer.ref]): peer for peer in self._peers_for(transfer.ref)}
                 for answer in as_completed(asked):
                     self._check_open()
-                    if answer.result() == [True]:
+                    if any(answer.result()):
                         outcome = _read(asked[answer], transfer)
                     if outcome is Outcome.HIT:
                         break
@@ -379,10 +394,10 @@ def _named(answers: Iterable[tuple[bytes, ...] | None]) -> tuple[bytes, ...] | N
     return None if None in answers and not named else named
 
 
-def _either(one: bool | None, other: bool | None) -> bool | None:
-    """Combine two answers about a chunk: True if either is, else None if either is unknown."""
+def _either(one: Presence | None, other: Presence | None) -> Presence | None:
+    """Combine two answers about a chunk: where either has it, else None if either is unknown."""
     if one or other:
-        return True
+        return in_any((one or False, other or False))
     return None if one is None or other is None else False
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.memory.scratch import Scratch
-from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome, Presence, in_all
 from kvstore.model.heads import Division
 from kvstore.model.layout import ALIGNMENT_BYTES, round_up
 from kvstore.tiers.base import Tier, Transfer, payload_view, start_closing
@@ -31,19 +31,19 @@ class ReshardedTier(ForeignTier):
         self._parts = tuple(zip(division.parts, tiers, strict=True))
         self._scratch = Scratch(division.part_bytes, timeout_s)
 
-    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+    def contains(self, refs: Sequence[ChunkRef]) -> list[Presence]:
         """Tell for each chunk if all parts hold theirs. Each part is only asked about chunks that all before it hold.
 
         Raises:
             TierError: a part's storage failed.
         """
         self._check_open()
-        held = list(refs)
+        held: dict[ChunkRef, Presence] = dict.fromkeys(refs, True)
         for _, tier in self._parts:
             if held:
-                held = [ref for ref, is_there in zip(held, tier.contains(held), strict=True) if is_there]
-        found = set(held)
-        return [ref in found for ref in refs]
+                told = zip(held.items(), tier.contains([*held]), strict=True)
+                held = {ref: in_all((before, presence)) for (ref, before), presence in told if presence}
+        return [held.get(ref, False) for ref in refs]
 
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         """Return the trails that the first part names; the others may lack those chunks, which ``contains`` shows.

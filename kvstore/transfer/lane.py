@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from kvstore.memory.slabs import LabelledPool
-from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome, in_all
 from kvstore.model.errors import KVStoreError, TierError, TierTimeoutError
 from kvstore.model.keys import Namespace
 from kvstore.model.lifetime import Lifetime
@@ -229,11 +229,11 @@ class Lane:
                 self._removals.remove(leaving)
 
     def note_times(self, retentions: Sequence[Retention], lifetimes: Sequence[Lifetime]) -> None:
-        """Have a tier with a bound note which of its chunks stay until when, and which times to live have changed."""
+        """Have the tier change times to live and, if it has a bound, note which of its chunks stay until when."""
         tier = self._tier
-        if not (retentions or lifetimes) or not isinstance(tier, BoundedTier) or self._leaves_writes:
+        if self._leaves_writes:
             return
-        if retentions:
+        if retentions and isinstance(tier, BoundedTier):
             self._removals.follow("note retention in", partial(tier.retain, retentions))
         with self._lock:
             writing = {write.ref: write for write in self._writing}
@@ -254,8 +254,7 @@ class Lane:
         with self._lock:
             changed, self._limits = [*self._limits.values()], {}
         for first in range(0, len(changed), _MAX_LIMITS):
-            if isinstance(self._tier, BoundedTier):
-                self._tier.limit(changed[first : first + _MAX_LIMITS])
+            self._tier.limit(changed[first : first + _MAX_LIMITS])
 
     def clear(self, refs: Iterable[ChunkRef] = ()) -> None:
         """Start to remove all chunks from the tier; if that fails, at least these."""
@@ -436,12 +435,12 @@ def _end(writes: Iterable[_Write], outcome: Outcome) -> None:
 
 
 def _stored_before(tier: Tier, writes: Sequence[_Write]) -> list[_Write]:
-    """Return the writes whose chunks a tier has and can find by their parts.
+    """Return the writes whose chunks a tier has for long enough, and can find by their parts.
 
     It cannot find the parts of a chunk that an older engine stored without its trail.
     """
-    refs = [write.ref for write in writes]
-    held = [write for write, is_held in zip(writes, tier.contains(refs), strict=True) if is_held]
+    told = zip(writes, tier.contains([write.ref for write in writes]), strict=True)
+    held = [write for write, presence in told if in_all((presence, write.until_s or True)) == (write.until_s or True)]
     trails = [write.trail for write in held if write.trail] if held and tier.keeps_trails else []
     nearest = tier.nearest(trails) if trails else []
     unknown = {trail for trail, near in zip(trails, nearest, strict=True) if trail not in near}

@@ -365,9 +365,9 @@ class Mover:
             self._lanes[place].remove(refs)
 
     def note_times(self, retentions: Sequence[Retention], lifetimes: Sequence[Lifetime]) -> None:
-        """Start to note which chunks stay on disk until when, and which times to live there have changed."""
-        if Place.DISK in self._lanes:
-            self._lanes[Place.DISK].note_times(retentions, lifetimes)
+        """Start to note which chunks stay on disk until when, and which times to live have changed."""
+        for lane in self._lanes.values():
+            lane.note_times(retentions, lifetimes)
 
     def clear(self, on_disk: Iterable[ChunkRef] = ()) -> None:
         """Clear every tier without waiting; if the disk fails to, at least the chunks ``on_disk`` are removed."""

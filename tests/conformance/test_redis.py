@@ -28,7 +28,8 @@ from kvstore.testing import MINE, TierConformance
 from kvstore.testing.harness import ODD, make_buffer, make_ref, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
 from kvstore.tiers.guards import GuardOptions, guarded, layers
-from kvstore.tiers.redis.chunk import PREFIX, WRITE_ID_BYTES, Home
+from kvstore.tiers.redis.chunk import WRITE_ID_BYTES
+from kvstore.tiers.redis.names import PREFIX, Home
 from kvstore.tiers.redis.tier import RedisTier
 
 HANG_GUARD_S = 60.0

@@ -15,7 +15,7 @@ from kvstore.index.plans import Place, chunk_refs, ends, tail_refs
 from kvstore.index.remote_view import NO_ANSWERS, RemoteAnswers, RemoteView
 from kvstore.index.trails import RemoteTrails
 from kvstore.model.checkpoints import Checkpoints, End
-from kvstore.model.chunks import Answer, Asked, ChunkRef
+from kvstore.model.chunks import Answer, Asked, ChunkRef, in_any
 from kvstore.model.keys import Namespace, PrefixHasher
 from kvstore.tiers.directory import RemoteDirectory
 from kvstore.tiers.questions import Question
@@ -232,7 +232,9 @@ class RemoteLookup:
 def _together(answers: Sequence[Answer]) -> Answer:
     """Merge the answers of two engines: a chunk is there if one of them has it."""
     named = [answer for answer in answers if isinstance(answer, tuple)]
-    return tuple(dict.fromkeys(chain(*named))) if named else True in answers
+    if named:
+        return tuple(dict.fromkeys(chain(*named)))
+    return in_any(answer or False for answer in answers if not isinstance(answer, tuple))
 
 
 def find_tokens(hasher: PrefixHasher, index: ChunkIndex, remote: RemoteLookup) -> Counter[Place]:

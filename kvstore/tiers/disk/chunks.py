@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kvstore.format.chunkfile import LAST_END_S, chunk_name
-from kvstore.model.chunks import ChunkRef
+from kvstore.model.chunks import ChunkRef, Presence
 from kvstore.model.errors import TierError
 from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.model.layout import KVLayout
@@ -91,6 +91,11 @@ class Chunks:
     def get(self, ref: ChunkRef) -> Held | None:
         """Return the record of a chunk; None if it is not held."""
         return self._held.get(ref)
+
+    def presence(self, ref: ChunkRef) -> Presence:
+        """Tell if a chunk is held, and until when if it has a time to live."""
+        held = self._held.get(ref)
+        return held is not None and (held.until_s is None or float(held.until_s))
 
     def __len__(self) -> int:
         return len(self._held)

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Final, NamedTuple, TypeVar
 
-from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.chunks import ChunkRef, Outcome, Presence
 from kvstore.model.errors import ClosedError, TierError, TierTimeoutError
 from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.model.layout import KVLayout
@@ -161,15 +161,15 @@ class StripedTier(BoundedTier):
             if doubles:
                 self._tiers[number].remove(doubles)
 
-    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+    def contains(self, refs: Sequence[ChunkRef]) -> list[Presence]:
         """Tell for each chunk if its folder holds it; a broken folder counts as empty."""
         self._check_open()
-        return [self._holds(ref) for ref in refs]
+        return [self._presence(ref) for ref in refs]
 
-    def _holds(self, ref: ChunkRef) -> bool:
+    def _presence(self, ref: ChunkRef) -> Presence:
         place = self._place(ref)
         try:
-            return self._tiers[place].contains([ref]) == [True]
+            return self._tiers[place].contains([ref])[0]
         except TierError as error:
             self._warn(place, error)
             return False

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from kvstore.format.chunkfile import Damage
 from kvstore.format.coding import open_coder
 from kvstore.format.sealing import open_ring
-from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.chunks import ChunkRef, Outcome, Presence
 from kvstore.model.errors import ClosedError, ConfigError, TierError
 from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.model.layout import KVLayout
@@ -200,10 +200,10 @@ class DiskTier(BoundedTier):
         with self._operation():
             return self._chunks.lifetimes()
 
-    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+    def contains(self, refs: Sequence[ChunkRef]) -> list[Presence]:
         """Tell for each chunk if it is held. Answers from memory."""
         with self._operation():
-            return [self._chunks.get(ref) is not None for ref in refs]
+            return [self._chunks.presence(ref) for ref in refs]
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read chunks into their buffers, one after the other; callers on several threads overlap."""

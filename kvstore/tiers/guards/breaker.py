@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.chunks import ChunkRef, Outcome, Presence
 from kvstore.model.errors import InvalidCallError, TierError, TierTimeoutError
 from kvstore.model.keys import Namespace
 from kvstore.tiers.base import Tier, Transfer, late_outcomes
@@ -198,7 +198,7 @@ class CircuitBreaker(TierWrapper):
         """Number of chunks that the tier must still remove."""
         return len(self._removals)
 
-    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+    def contains(self, refs: Sequence[ChunkRef]) -> Sequence[Presence]:
         """Forward; all False while open. It is a probe only if it reaches the storage."""
         with self._passage(may_probe=self._asks_storage) as passage:
             if passage is None:
@@ -207,7 +207,7 @@ class CircuitBreaker(TierWrapper):
             if self._asks_storage and refs:
                 passage.works = True
             hidden = self._removals.hidden(refs)
-            return [is_held and ref not in hidden for ref, is_held in zip(refs, held, strict=True)]
+            return [presence if ref not in hidden else False for ref, presence in zip(refs, held, strict=True)]
 
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         """Forward; all empty while open. Never a probe."""

@@ -21,7 +21,7 @@ from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar, cast
 
-from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.chunks import ChunkRef, Outcome, Presence
 from kvstore.model.errors import ClosedError, InvalidCallError, KVStoreError, TierError, TierTimeoutError
 from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.model.lifetime import Lifetime
@@ -103,12 +103,11 @@ class TierWrapper(BoundedTier):
     @property
     def keeps_lifetimes(self) -> bool:
         """Forward."""
-        return self._bounded.keeps_lifetimes
+        return self.inner.keeps_lifetimes
 
     def limit(self, lifetimes: Sequence[Lifetime]) -> None:
         """Forward."""
-        bounded = self._bounded
-        self._tell("limit", lambda: bounded.limit(lifetimes))
+        self._tell("limit", lambda: self.inner.limit(lifetimes))
 
     def lifetimes(self) -> list[Lifetime]:
         """Forward."""
@@ -129,7 +128,7 @@ class TierWrapper(BoundedTier):
         """Forward."""
         self.inner.check()
 
-    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+    def contains(self, refs: Sequence[ChunkRef]) -> Sequence[Presence]:
         """Forward."""
         return self._call("contains", lambda: self.inner.contains(refs), len(refs))
 

@@ -13,8 +13,9 @@ from typing import TypeGuard, TypeVar
 from redis.exceptions import ResponseError
 
 from kvstore.model.errors import TierError, TierSetupError
-from kvstore.tiers.redis.chunk import Home, first_error
+from kvstore.tiers.redis.chunk import first_error
 from kvstore.tiers.redis.connection import RedisConnection, Reply, pack
+from kvstore.tiers.redis.names import Home
 from kvstore.tiers.redis.nodes import Node, Nodes, SlotMovedError, SlotMovingError, translated
 from kvstore.tiers.redis.url import Deployment, RedisTarget
 

@@ -12,103 +12,33 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from redis.exceptions import ExecAbortError, OutOfMemoryError, ResponseError
 
 from kvstore.format import chunkfile
-from kvstore.format.chunkfile import Encoding
+from kvstore.format.chunkfile import LAST_END_S, Encoding
 from kvstore.format.codecs import Codec
 from kvstore.format.coding import ChunkCoder, Image, is_foreign
 from kvstore.memory.scratch import Scratch
 from kvstore.model.chunks import ByteArray, ChunkRef
 from kvstore.model.keys import ChunkKey
 from kvstore.model.layout import KVLayout
+from kvstore.model.lifetime import Lifetime
 from kvstore.tiers.redis.connection import Buffer, RedisConnection, Reply, pack
+from kvstore.tiers.redis.names import Home
 
 WRITE_ID_BYTES = 8
 # A value of 1 MiB and its header would take 1.25 MiB of jemalloc's size classes; this takes 1 MiB.
 PART_BYTES = (1 << 20) - 4096
 UNCOMMITTED_TTL_S = 600  # after which the parts of a writer that was killed before its commit expire
-PREFIX = b"kvs:{"
 _WINDOW = 3  # parts requested ahead, so that the server copies one while another is on the wire
 _NOWHERE = memoryview(bytearray())
 _UNUSABLE = b""  # in place of a commit of another type
-
-
-def commit_key(tag: bytes) -> bytes:
-    """Return the key of the commit, whose existence means that the chunk with this tag is stored."""
-    return PREFIX + tag + b"}:c"
-
-
-def exists_command(tag: bytes) -> bytes:
-    """Return the command that looks up the chunk with this tag. A lookup sends one for each chunk."""
-    key = commit_key(tag)
-    return b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n" % (len(key), key)
-
-
-@dataclass(frozen=True)
-class Home:
-    """Namespace and epoch of chunks. A new epoch is a new home, and the chunks of the old one are unreachable.
-
-    Attributes:
-        namespace_id: that of the chunks.
-        epoch: 16 hex digits; empty until it is known.
-    """
-
-    namespace_id: bytes
-    epoch: bytes = b""
-
-    @cached_property
-    def epoch_tag(self) -> bytes:
-        """Hash tag of ``epoch_key``."""
-        return self.namespace_id.hex().encode()
-
-    @cached_property
-    def epoch_key(self) -> bytes:
-        """Key that holds the epoch."""
-        return PREFIX + self.epoch_tag + b"}:epoch"
-
-    @cached_property
-    def pattern(self) -> bytes:
-        """Pattern of all keys of the namespace's chunks, of any epoch."""
-        return PREFIX + self.epoch_tag + b":*"
-
-    @cached_property
-    def _stem(self) -> bytes:
-        return b"%b:%b:" % (self.epoch_tag, self.epoch)
-
-    def tag(self, ref: ChunkRef) -> bytes:
-        """Return the hash tag of a chunk, which decides its node."""
-        return b"%b%b:%d" % (self._stem, ref.prefix_key.hex().encode(), ref.num_blocks)
-
-    def keys(self, ref: ChunkRef, num_parts: int) -> list[bytes]:
-        """Return all keys of a chunk, the commit key first."""
-        stem = PREFIX + self.tag(ref) + b"}:"
-        return [commit_key(self.tag(ref)), *(stem + b"%d" % part for part in range(num_parts))]
-
-    def trails_tag(self, number: int) -> bytes:
-        """Return the hash tag of a set of trails, in the form of a chunk without blocks, which all sweeps parse."""
-        return b"%b%02x:0" % (self._stem, number)
-
-    def trails_key(self, number: int) -> bytes:
-        """Return the key of a set of trails."""
-        return PREFIX + self.trails_tag(number) + b"}:t"
-
-    def parse(self, key: bytes) -> tuple[ChunkRef, bytes] | None:
-        """Return the chunk that a key of this home belongs to, and the key's purpose; None for other homes."""
-        try:
-            namespace, epoch, prefix, rest = key.removeprefix(PREFIX).split(b":", 3)
-            blocks, _, purpose = rest.partition(b"}:")
-            ref = ChunkRef(bytes.fromhex(prefix.decode()), int(blocks))
-        except ValueError:
-            return None
-        is_ours = namespace == self.namespace_id.hex().encode() and epoch == self.epoch
-        return (ref, purpose) if is_ours else None
 
 
 class Outgoing(NamedTuple):
@@ -118,11 +48,13 @@ class Outgoing(NamedTuple):
         ref: key and length of the chunk.
         data: content of its parts.
         header: of its commit, without trailing spaces; None if it is derived from the sent data.
+        until_s: the end of its time to live, in seconds since 1970; None for that of the whole tier.
     """
 
     ref: ChunkRef
     data: ByteArray
     header: bytes | None
+    until_s: float | None = None
 
 
 class Incoming(NamedTuple):
@@ -175,7 +107,7 @@ class ChunkIO:
 
     Args:
         layout: the geometry of the chunks.
-        ttl_s: lifetime of a chunk in seconds, or None.
+        ttl_s: lifetime of all chunks in seconds, or None.
     """
 
     codec_name = "none"
@@ -230,7 +162,7 @@ class ChunkIO:
         if failure is not None:
             return self._give_up(connection, failure, fresh)
         value = write_id + header
-        failure = self.commit(connection, home, chunk.ref, value, fresh)
+        failure = self.commit(connection, home, chunk, value, fresh)
         return len(value) + WRITE_ID_BYTES * len(fresh) + len(chunk.data) if failure is None else failure
 
     def _header(self, home: Home, ref: ChunkRef, layer_sums: str) -> bytes:
@@ -238,11 +170,11 @@ class ChunkIO:
         return chunkfile.build_header(self._layout, key, ref.num_blocks, layer_sums).rstrip()
 
     def commit(
-        self, connection: RedisConnection, home: Home, ref: ChunkRef, value: bytes, fresh: list[bytes]
+        self, connection: RedisConnection, home: Home, chunk: Outgoing, value: bytes, fresh: list[bytes]
     ) -> ResponseError | None:
         """Turn uploaded parts into the chunk, in the place of an older one. Returns the server's error, if any."""
-        keys = self.keys(home, ref)
-        *queued, done = connection.ask(self._commit_commands(fresh, keys, value))
+        keys = self.keys(home, chunk.ref)
+        *queued, done = connection.ask(self._commit_commands(fresh, keys, value, chunk.until_s))
         failure = first_error([*queued, *(done if isinstance(done, list) else [done])])
         if failure is None:
             return None
@@ -259,17 +191,23 @@ class ChunkIO:
         connection.call("UNLINK", *keys)
         return failure
 
-    def _commit_commands(self, fresh: list[bytes], keys: list[bytes], value: bytes) -> list[bytes]:
+    def _commit_commands(
+        self, fresh: list[bytes], keys: list[bytes], value: bytes, until_s: float | None
+    ) -> list[bytes]:
         """Return one transaction that gives the parts their names and writes the commit."""
         commands = [pack("MULTI")]
         for name, final in zip(fresh, keys[1:], strict=False):
             commands.append(pack("RENAME", name, final))
-            if not self._ttl_s:
-                commands.append(pack("PERSIST", final))
+            if not self._ttl_s or until_s is not None:
+                commands.append(_expiry_command(final, until_s))
         if spare := keys[1 + len(fresh) :]:  # an older chunk may have more parts
             commands.append(pack("UNLINK", *spare))
-        expiry = ("EX", self._ttl_s) if self._ttl_s else ()
+        expiry = ("PX", _rest_ms(until_s)) if until_s is not None else ("EX", self._ttl_s) if self._ttl_s else ()
         return [*commands, pack("SET", keys[0], value, *expiry), pack("EXEC")]
+
+    def limit_commands(self, home: Home, lifetime: Lifetime) -> list[bytes]:
+        """Return the commands that change the time to live of a chunk."""
+        return [_expiry_command(key, lifetime.until_s) for key in self.keys(home, lifetime.ref)]
 
     def fetch(self, connection: RedisConnection, home: Home, chunk: Incoming) -> Fetched:
         """Read the existing parts of a chunk into ``chunk.data``. ``is_sound`` verifies them.
@@ -398,6 +336,15 @@ class CodedIO(ChunkIO):
         key = ChunkKey(home.namespace_id, chunk.ref.prefix_key)
         image = self._coder.open_layers(key, chunk.ref.num_blocks, text.ljust(header_bytes), chunk.data)
         return image if isinstance(image, Image) else None
+
+
+def _expiry_command(key: bytes, until_s: float | None) -> bytes:
+    return pack("PERSIST", key) if until_s is None else pack("PEXPIRE", key, _rest_ms(until_s))
+
+
+def _rest_ms(until_s: float) -> int:
+    """Return the time until an end; the servers' clocks may differ from ours, so they are told no end."""
+    return max(1, int((min(until_s, LAST_END_S) - time.time()) * 1000))
 
 
 def _fresh_keys(home: Home, chunk: Outgoing, write_id: bytes) -> list[bytes]:

@@ -18,8 +18,9 @@ from kvstore.model.errors import TierError
 from kvstore.model.keys import NAMESPACE_ID_BYTES, PREFIX_KEY_BYTES, ChunkKey
 from kvstore.model.layout import ALIGNMENT_BYTES, KVLayout, round_up
 from kvstore.tiers.redis.calls import Calls
-from kvstore.tiers.redis.chunk import PREFIX, WRITE_ID_BYTES, Home, num_parts
+from kvstore.tiers.redis.chunk import WRITE_ID_BYTES, num_parts
 from kvstore.tiers.redis.connection import RedisConnection, pack
+from kvstore.tiers.redis.names import PREFIX, Home
 from kvstore.tiers.redis.nodes import open_nodes
 from kvstore.tiers.redis.url import parse_target
 

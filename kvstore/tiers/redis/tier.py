@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from functools import partial
 
 try:
@@ -25,14 +26,16 @@ except ImportError as error:
 from collections.abc import Callable, Iterable, Sequence
 
 from kvstore.format.codecs import open_codec
-from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome, Presence
 from kvstore.model.errors import ConfigError, TierError, TierSetupError
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
+from kvstore.model.lifetime import Lifetime, lasts
 from kvstore.tiers.base import Tier, TierCounters, TierSetup, Transfer, payload_view
 from kvstore.tiers.redis.calls import Calls, Question
-from kvstore.tiers.redis.chunk import ChunkIO, CodedIO, Home, exists_command
+from kvstore.tiers.redis.chunk import ChunkIO, CodedIO
 from kvstore.tiers.redis.connection import Reply, checked, pack
+from kvstore.tiers.redis.names import NO_CHUNK, NO_END, Home, rest_command
 from kvstore.tiers.redis.nodes import SlotMovingError, open_nodes
 from kvstore.tiers.redis.trails import TrailSets
 from kvstore.tiers.redis.url import Deployment, RedisTarget, parse_target
@@ -115,7 +118,7 @@ class RedisTier(Tier):
                 lambda connection: _unless_full(connection.ask([pack("SET", probe, 1, "PX", 1)])[0]),
             )
 
-    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+    def contains(self, refs: Sequence[ChunkRef]) -> list[Presence]:
         """Tell for each chunk if its commit exists, in one round trip to every server that may have some.
 
         Raises:
@@ -124,16 +127,50 @@ class RedisTier(Tier):
         with self._running.call():
             for _ in range(_LOOKS if refs else 0):
                 home = self._known_home()
-                tags = [home.tag(ref) for ref in refs]
-                answers = self._ask_in(home, [(tag, [exists_command(tag)]) for tag in tags])
+                answers = self._rests_ms(home, refs)
                 if answers is not None:
-                    self._trails.note_missing(
-                        home, (ref for ref, answer in zip(refs, answers, strict=True) if answer == 0)
-                    )
-                    return [answer == 1 for answer in answers]
+                    missing = (ref for ref, rest in zip(refs, answers, strict=True) if rest == NO_CHUNK)
+                    self._trails.note_missing(home, missing)
+                    now_s = time.time()
+                    return [self._presence(rest, now_s) for rest in answers]
             if refs:
                 raise self._unstable_epoch()
             return []
+
+    def _rests_ms(self, home: Home, refs: Sequence[ChunkRef]) -> list[Reply | TierError] | None:
+        """Ask for the rest of the chunks' times to live, like ``_ask_in``."""
+        tags = [home.tag(ref) for ref in refs]
+        return self._ask_in(home, [(tag, [rest_command(tag)]) for tag in tags])
+
+    def _presence(self, rest: Reply | TierError, now_s: float) -> Presence:
+        """Return a chunk's presence by the rest of its time to live; one given to all chunks is no end of this one."""
+        if not isinstance(rest, int) or rest == NO_CHUNK:
+            return False
+        return rest == NO_END or not self.keeps_lifetimes or now_s + rest / 1000
+
+    @property
+    def keeps_lifetimes(self) -> bool:
+        """True unless ``ttl_s`` sets that of all chunks."""
+        return self._target.ttl_s is None
+
+    def limit(self, lifetimes: Sequence[Lifetime]) -> None:
+        """Let chunks held stay for longer, or without end; a longer time that another engine has set stays.
+
+        Raises:
+            TierError: no server answers.
+        """
+        if not self.keeps_lifetimes or not lifetimes:
+            return
+        with self._running.call():
+            home, now_s = self._current_home(), time.time()
+            rests = self._rests_ms(home, [one.ref for one in lifetimes])
+            questions = [
+                (home.tag(one.ref), self._io.limit_commands(home, one))
+                for one, rest in zip(lifetimes, rests or (), strict=False)
+                if isinstance(rest, int) and rest >= 0 and not lasts(now_s + rest / 1000, one.until_s)
+            ]
+            if questions:
+                self._calls.ask_all(questions)
 
     @property
     def keeps_trails(self) -> bool:
@@ -283,7 +320,9 @@ class RedisTier(Tier):
         ref = transfer.ref
         if not transfer.belongs_to(home.namespace_id):
             return _FAILED
-        with self._io.outgoing(home, ref, payload) as chunk:
+        until_s = transfer.until_s if self.keeps_lifetimes else None
+        with self._io.outgoing(home, ref, payload) as whole:
+            chunk = whole._replace(until_s=until_s)
             stored = self._calls.at(home.tag(ref), lambda connection: self._io.store(connection, home, chunk))
         if not isinstance(stored, int):
             return (Outcome.FULL, 0) if isinstance(stored, OutOfMemoryError) else _FAILED

@@ -32,8 +32,8 @@ from kvstore.model.layout import KVLayout
 from kvstore.model.throttle import Throttle
 from kvstore.tiers.base import MAX_NEAREST
 from kvstore.tiers.redis.calls import Question
-from kvstore.tiers.redis.chunk import Home, exists_command
 from kvstore.tiers.redis.connection import Reply, pack
+from kvstore.tiers.redis.names import Home, exists_command
 from kvstore.tiers.redis.nodes import SlotMovingError
 
 logger = logging.getLogger(__name__)

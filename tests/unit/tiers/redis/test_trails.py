@@ -8,8 +8,8 @@ from support.redis_tiers import ref_of, trail_of
 
 from kvstore.model.errors import TierError
 from kvstore.tiers.redis import trails
-from kvstore.tiers.redis.chunk import Home
 from kvstore.tiers.redis.connection import Reply, pack
+from kvstore.tiers.redis.names import Home
 from kvstore.tiers.redis.nodes import SlotMovingError
 from kvstore.tiers.redis.trails import CALM, CALM_PUTS, CHECKED, REST_S, SETS, Exchange, TrailSets, _Doubt
 
