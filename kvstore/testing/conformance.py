@@ -7,7 +7,7 @@ from kvstore.testing.buffers import BufferTests
 from kvstore.testing.contents import ContentTests, EndingTests
 from kvstore.testing.damage import DamageTests
 from kvstore.testing.lending import LendingRefusalTest
-from kvstore.testing.lifetimes import LifetimeTests
+from kvstore.testing.lifetimes import BoundedLifetimeTests, LifetimeTests
 from kvstore.testing.machine import MachineTests
 from kvstore.testing.partial_reads import FrontTests, LayerTests
 from kvstore.testing.restart import RestartTests
@@ -20,6 +20,7 @@ class TierConformance(
     LayerTests,
     FrontTests,
     LendingRefusalTest,
+    LifetimeTests,
     EndingTests,
     DamageTests,
     RestartTests,
@@ -29,5 +30,5 @@ class TierConformance(
     """Tests of a tier. Subclass it under a name that begins with ``Test``, and fill in the hooks."""
 
 
-class BoundedTierConformance(TierConformance, BoundsTests, LifetimeTests):
+class BoundedTierConformance(BoundedLifetimeTests, TierConformance, BoundsTests):
     """Tests of a ``BoundedTier``."""

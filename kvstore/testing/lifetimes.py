@@ -1,4 +1,4 @@
-"""Tests of times to live: a tier that keeps them tells after a restart until when its chunks may stay."""
+"""Tests of times to live: a tier that keeps them tells until when its chunks may stay, also after a restart."""
 
 from __future__ import annotations
 
@@ -8,13 +8,92 @@ import pytest
 
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.lifetime import Lifetime
-from kvstore.testing.harness import EVEN, BoundedHarness, make_ref, make_transfer
+from kvstore.testing.harness import EVEN, BoundedHarness, TierHarness, make_ref, make_transfer
+from kvstore.tiers.base import BoundedTier, Tier
 
 A, B, C = make_ref(1), make_ref(2, 3), make_ref(3)
 
 
-class LifetimeTests(BoundedHarness):
-    """Tests of tiers that keep times to live."""
+class LifetimeTests(TierHarness):
+    """Tests of tiers that keep times to live, as those who look up their chunks see them."""
+
+    def test_a_lookup_tells_the_end(self) -> None:
+        """``contains`` tells the end of a chunk that has one, also after a restart."""
+        self._start()
+        end_s = time.time() + 1e6
+        self._put_until(A, end_s)
+        self._put_until(B, end_s + 50)
+        self.put(C)
+        for restarts in (False, True):
+            if restarts and self.persistent:
+                self.restart()
+            self._check({A: end_s, B: end_s + 50, C: None})
+            assert self.get(A, B, C) == [Outcome.HIT] * 3
+
+    def test_an_end_becomes_later(self) -> None:
+        """``limit`` lets chunks stay for longer, or without end; unknown ones are ignored."""
+        self._start()
+        end_s = time.time() + 1e6
+        for ref in (A, B):
+            self._put_until(ref, end_s)
+        self.tier.limit([Lifetime(A, end_s + 50), Lifetime(B, None), Lifetime(C, end_s)])
+        for restarts in (False, True):
+            if restarts and self.persistent:
+                self.restart()
+            self._check({A: end_s + 50, B: None})
+            assert self.get(A, B, C) == [Outcome.HIT, Outcome.HIT, Outcome.MISS]
+
+    def test_the_last_put_decides_on_the_end(self) -> None:
+        """A chunk that is stored again has the end of that put."""
+        self._start()
+        end_s = time.time() + 1e6
+        self._put_until(A, end_s)
+        self.put(A, B)
+        self._put_until(B, end_s)
+        self._check({A: None, B: end_s})
+        self.tier.clear()
+        assert self.tier.contains([A, B]) == [False, False]
+        self._put_until(A, end_s)
+        self._check({A: end_s})
+
+    def test_a_shared_tier_ends_chunks(self) -> None:
+        """A chunk whose time is over is neither found nor read, and can be stored again."""
+        tier = self._start()
+        if isinstance(tier, BoundedTier):
+            pytest.skip("the index ends the chunks of this tier")
+        end_s = time.time() + 2
+        self._put_until(A, end_s)
+        self._put_until(B, end_s + 1e6)
+        assert self.get(A, B) == [Outcome.HIT] * 2
+        while any(tier.contains([A])):
+            assert time.time() < end_s + 10, "it is still there"
+            time.sleep(0.05)
+        assert self.get(A, B) == [Outcome.MISS, Outcome.HIT]
+        self.put(A)
+        self._check({A: None, B: end_s + 1e6})
+        assert self.get(A, B) == [Outcome.HIT] * 2
+
+    def _start(self) -> Tier:
+        tier = self.start()
+        tier.contains([A])  # a server tells what it knows once it has been asked
+        if not tier.keeps_lifetimes:
+            pytest.skip("this tier keeps no times to live")
+        return tier
+
+    def _put_until(self, ref: ChunkRef, until_s: float) -> None:
+        assert self.put_all([make_transfer(EVEN, ref)._replace(until_s=until_s)]) == [Outcome.STORED]
+
+    def _check(self, expected: dict[ChunkRef, float | None]) -> None:
+        for (ref, until_s), told in zip(expected.items(), self.tier.contains([*expected]), strict=True):
+            if until_s is None:
+                assert told is True, ref
+            else:
+                assert isinstance(told, float), ref
+                assert abs(told - until_s) <= 1, ref
+
+
+class BoundedLifetimeTests(LifetimeTests, BoundedHarness):
+    """Tests of tiers with a bound that keep times to live."""
 
     def test_times_to_live_are_told(self) -> None:
         """Ends are told of the chunks that have one, to the second, and after a restart, too."""
@@ -71,16 +150,9 @@ class LifetimeTests(BoundedHarness):
         assert self.bounded.lifetimes() == []
         self.check_bytes()
 
-    def _start(self) -> None:
-        if not self.start_bounded().keeps_lifetimes:
-            pytest.skip("this tier keeps no times to live")
-
     def _restart_if_persistent(self) -> None:
         if self.persistent:
             self.restart()
-
-    def _put_until(self, ref: ChunkRef, until_s: float) -> None:
-        assert self.put_all([make_transfer(EVEN, ref)._replace(until_s=until_s)]) == [Outcome.STORED]
 
     def _check_ends(self, expected: dict[ChunkRef, float]) -> None:
         found = {ref: until_s for ref, until_s in self.bounded.lifetimes() if until_s is not None}

@@ -34,7 +34,7 @@ from kvstore.model.lifetime import Lifetime, lasts
 from kvstore.tiers.base import Tier, TierCounters, TierSetup, Transfer, payload_view
 from kvstore.tiers.redis.calls import Calls, Question
 from kvstore.tiers.redis.chunk import ChunkIO, CodedIO
-from kvstore.tiers.redis.connection import Reply, checked, pack
+from kvstore.tiers.redis.connection import RedisConnection, Reply, checked, pack
 from kvstore.tiers.redis.names import NO_CHUNK, NO_END, Home, rest_command
 from kvstore.tiers.redis.nodes import SlotMovingError, open_nodes
 from kvstore.tiers.redis.trails import TrailSets
@@ -112,11 +112,7 @@ class RedisTier(Tier):
                 if isinstance(answer, bytes) and self._target.kind is not Deployment.CLUSTER:
                     raise TierSetupError(f"Redis at {node.place} is part of a cluster: use redis-cluster:// in the URL")
             self._current_home()
-            probe = self._home.epoch_key + b":probe"
-            self._calls.at(
-                self._home.epoch_tag,
-                lambda connection: _unless_full(connection.ask([pack("SET", probe, 1, "PX", 1)])[0]),
-            )
+            self._calls.at(self._home.epoch_tag, partial(_probe, key=self._home.epoch_key + b":probe"))
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[Presence]:
         """Tell for each chunk if its commit exists, in one round trip to every server that may have some.
@@ -345,7 +341,9 @@ class RedisTier(Tier):
             raise failure
 
 
-def _unless_full(reply: Reply) -> None:
-    """Raise the error of a reply, except for a full server, which does not prevent the start."""
-    if not isinstance(reply, OutOfMemoryError):
-        checked(reply)
+def _probe(connection: RedisConnection, key: bytes) -> None:
+    """Try the commands that a store and a lookup need; a full server does not prevent the start."""
+    times = [pack("PTTL", key), pack("PEXPIRE", key, 1)]
+    for reply in connection.ask([pack("SET", key, 1, "PX", 1), *times]):
+        if not isinstance(reply, OutOfMemoryError):
+            checked(reply)
