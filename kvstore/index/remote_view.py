@@ -59,8 +59,8 @@ class RemoteAnswers:
     def holds(self, ref: ChunkRef, now_s: float, since: int = 0) -> bool | None:
         """Tell if the tier has the chunk by answers no older than serial ``since`` of the view; None if unknown."""
         for answers, expires_s, serial in reversed(self._heard):
-            if ref in answers and expires_s > now_s:
-                return serial >= since and _is_there(answers[ref], now_s)
+            if ref in answers and expires_s > now_s and not _is_over(answers[ref], now_s):
+                return serial >= since and bool(answers[ref])
         return False if self._gave_up else None
 
     def until_s(self, ref: ChunkRef, now_s: float) -> float | None:
@@ -87,9 +87,9 @@ class RemoteAnswers:
 NO_ANSWERS: Final = RemoteAnswers()  # for callers that do not ask
 
 
-def _is_there(answer: Answer, now_s: float) -> bool:
-    """Tell if a chunk is there now by an answer about it."""
-    return answer is True or (isinstance(answer, float) and answer > now_s)
+def _is_over(answer: Answer, now_s: float) -> bool:
+    """Tell if the time to live that an answer tells is over; it may have become longer since."""
+    return isinstance(answer, float) and answer <= now_s
 
 
 def _end_s(answer: Answer) -> float | None:
@@ -182,17 +182,15 @@ class RemoteView:
         answer = self._answers.get(ref)
         if answer is None:
             return None
-        if answer.expires_s <= now_s:
+        if answer.expires_s <= now_s or _is_over(answer.presence, now_s):
             del self._answers[ref]
             return None
-        return _is_there(answer.presence, now_s)
+        return bool(answer.presence)
 
     def until_s(self, ref: ChunkRef, now_s: float, told: RemoteAnswers = NO_ANSWERS) -> float | None:
         """Return the end of the time to live of a chunk that ``holds`` says is there; None for no end."""
-        answer = self._answers.get(ref)
-        if answer is not None and answer.expires_s > now_s and _is_there(answer.presence, now_s):
-            return _end_s(answer.presence)
-        return told.until_s(ref, now_s)
+        is_there = self._is_there(ref, now_s)
+        return _end_s(self._answers[ref].presence) if is_there else told.until_s(ref, now_s)
 
     def unknown(self, asked: Iterable[Item], now_s: float, told: RemoteAnswers = NO_ANSWERS) -> list[Item]:
         """Return the chunks and trails about which the tier must be asked for a request."""

@@ -146,8 +146,8 @@ def tls_options(files: dict[str, Path]) -> list[str]:
 
 # The rights that docs/redis.md says a user needs.
 ACL_USER = (
-    "user kvstore on >s3cret ~kvs:* resetchannels -@all +get +set +exists +unlink +rename +persist +pttl +pexpire +scan "
-    "+multi +exec +watch +unwatch +ping +zadd +zrem +zcard +zrange +zrangebylex +zrevrangebylex "
+    "user kvstore on >s3cret ~kvs:* resetchannels -@all +get +set +exists +unlink +rename +persist +pttl "
+    "+pexpire +scan +multi +exec +watch +unwatch +ping +zadd +zrem +zcard +zrange +zrangebylex +zrevrangebylex "
     "+expire"
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,9 +18,10 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from kvstore.model.chunks import ChunkRef
+    from kvstore.model.chunks import ChunkRef, Presence
     from kvstore.model.keys import Namespace
     from kvstore.model.layout import KVLayout
+    from kvstore.model.lifetime import Lifetime
     from kvstore.protocol.progress import Progress
     from kvstore.tiers.base import Tier, TierSetup, Transfer
 
@@ -34,6 +36,8 @@ class FakeServer:
         self.puts: list[ChunkRef] = []
         self.reads: list[tuple[ChunkRef, int]] = []  # with the leading blocks that were asked for; 0 for all
         self.reads_fronts = False
+        self.keeps_lifetimes = False
+        self.ends: dict[ChunkRef, float] = {}  # of the chunks that have a time to live, in any namespace
         self.before_contains: Any = lambda: None
         self.before_get: Any = lambda: None
         self.before_put: Any = lambda: None
@@ -74,9 +78,28 @@ class _FakeRemote(FakeTier):
     def reads_fronts(self) -> bool:
         return self._server.reads_fronts
 
+    @property
+    def keeps_lifetimes(self) -> bool:
+        return self._server.keeps_lifetimes
+
+    def limit(self, lifetimes: Sequence[Lifetime]) -> None:
+        for ref, until_s in lifetimes:
+            end_s = self._server.ends.get(ref)
+            if end_s is not None and until_s is None:
+                del self._server.ends[ref]
+            elif end_s is not None and until_s is not None:
+                self._server.ends[ref] = max(end_s, until_s)
+
+    def _end_chunks(self) -> None:
+        now_s = time.time()
+        for ref in [ref for ref, end_s in self._server.ends.items() if end_s <= now_s]:
+            del self._server.ends[ref]
+            self.chunks.pop(ref, None)
+
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         self._server.before_get()
         self._server.reads += [(transfer.ref, transfer.front_blocks) for transfer in transfers]
+        self._end_chunks()
         return [
             self._get_front(item) if item.front_blocks else super(_FakeRemote, self).get([item])[0]
             for item in transfers
@@ -92,14 +115,19 @@ class _FakeRemote(FakeTier):
         transfer.buffer[: len(front)] = np.frombuffer(front, np.uint8)
         return Outcome.HIT
 
-    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+    def contains(self, refs: Sequence[ChunkRef]) -> list[Presence]:
         self._server.before_contains()
         self._server.questions.append(refs)
-        return super().contains(refs)
+        self._end_chunks()
+        return [ref in self.chunks and self._server.ends.get(ref, True) for ref in refs]
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         self._server.before_put()
         self._server.puts += [transfer.ref for transfer in transfers]
+        for item in transfers:
+            assert item.until_s is None or self.keeps_lifetimes
+            self._server.ends.pop(item.ref, None)
+            self._server.ends |= {} if item.until_s is None else {item.ref: item.until_s}
         return super().put(transfers)
 
     def reset(self, namespace: Namespace) -> None:

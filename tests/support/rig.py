@@ -14,7 +14,7 @@ import torch
 from kvstore.engine import opening
 from kvstore.engine.engine import CacheEngine
 from kvstore.engine.options import EngineOptions
-from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome, Presence
 from kvstore.model.keys import Namespace
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.tiers.base import MAX_NEAREST, BoundedTier, Tier, TierCounters, Transfer
@@ -148,7 +148,7 @@ class FakeTier(BoundedTier):
     def scan(self) -> list[tuple[ChunkRef, int]]:
         return [(ref, self.stored_bytes(ref.num_blocks)) for ref in self.chunks]
 
-    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+    def contains(self, refs: Sequence[ChunkRef]) -> Sequence[Presence]:
         return [ref in self.chunks for ref in refs]
 
     @property
