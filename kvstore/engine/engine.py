@@ -215,7 +215,7 @@ class CacheEngine:
 
         A chunk that begins before the first True of ``mask`` is left out. Returns the tokens newly stored, without
         those already known or without room. The copy is done when this returns; slower tiers are written in the
-        background. With ``ttl_s`` chunks expire after that time, also on disk, and are not sent to a remote tier.
+        background. With ``ttl_s`` chunks expire after that time, in all tiers; those that cannot keep it get none.
 
         Raises:
             InvalidCallError: mask or slots break the rules above (the message names the first bad one), or ``ttl_s`` is
@@ -357,8 +357,8 @@ class CacheEngine:
         """Wait until everything stored so far is in the slower tiers, by default for ``io_timeout_s``.
 
         Returns how many writes since the last ``flush`` stored nothing, because a tier failed, had no room, its queue
-        was full, or time ran out. The result is True if there are none. Chunks with a time to live are sent to no
-        remote tier, and do not count there.
+        was full, or time ran out. The result is True if there are none. Chunks with a time to live do not count in
+        tiers that cannot keep it.
         """
         self._planner.check_open()
         flushed = self._mover.flush(self._options.io_timeout_s if timeout_s is None else timeout_s)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.redis_server import RedisServer, running
+from support.redis_tiers import values
 from support.runner import generated_elsewhere
 from support.vllm_engine import (
     ONE_MODE_AND_SOAK,
@@ -64,4 +66,34 @@ def test_every_way_to_move_kv(
         engine.settle()
         assert_same_outputs(plain_outputs, hits_again(engine, prompts))
         assert engine.moved.chunks_loaded_from_remote > 50
+        engine.assert_idle()
+
+
+@pytest.mark.sweep
+def test_a_time_to_live_reaches_who_loads_the_chunks(tiny_model: Path, server: RedisServer) -> None:
+    prompt = [number % 900 + 7 for number in range(200)]
+    with Engine(tiny_model) as engine:
+        plain = engine.generate([prompt], logprobs=2)
+    store = through_memory(f"redis://127.0.0.1:{server.port}")
+    store.extra["kvstore.local_cpu"] = True
+    with Engine(tiny_model, store) as engine:
+        engine.generate([prompt], asks={"kvstore.ttl": 3600})
+        engine.settle()
+    admin = server.admin()
+    sent = values(server)
+    assert sent
+    assert all(0 < admin.ttl(key) <= 3600 for key in sent)
+    with Engine(tiny_model, store) as engine:
+        for key in sent:
+            admin.expire(key, 10)
+        end_s = time.monotonic() + 10
+        loaded = engine.generate([prompt], logprobs=2, asks={"kvstore.skip_save": True})
+        assert_same_outputs(plain, loaded)
+        assert is_all_cached([prompt], loaded)
+        time.sleep(max(0.0, end_s + 0.5 - time.monotonic()))
+        engine.forget_local()
+        computed = engine.generate([prompt], logprobs=2)
+        assert_same_outputs(plain, computed)
+        assert not computed[0].cached_tokens, "its own copies have ended, too"
+        assert engine.store_scheduler.index.counters.expired
         engine.assert_idle()
