@@ -366,8 +366,8 @@ class Mover:
 
     def note_times(self, retentions: Sequence[Retention], lifetimes: Sequence[Lifetime]) -> None:
         """Start to note which chunks stay on disk until when, and which times to live have changed."""
-        for lane in self._lanes.values():
-            lane.note_times(retentions, lifetimes)
+        for place, lane in self._lanes.items():
+            lane.note_times(retentions if place is Place.DISK else (), lifetimes)
 
     def clear(self, on_disk: Iterable[ChunkRef] = ()) -> None:
         """Clear every tier without waiting; if the disk fails to, at least the chunks ``on_disk`` are removed."""

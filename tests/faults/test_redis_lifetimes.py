@@ -14,8 +14,10 @@ from support.rig import Rig, tokens_of
 
 from kvstore.engine.engine import CacheEngine
 from kvstore.engine.options import RemoteOptions
-from kvstore.model.chunks import Outcome
+from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.keys import PREFIX_KEY_BYTES
 from kvstore.model.lifetime import Lifetime
+from kvstore.model.retention import Retention
 
 TOKENS = tokens_of(1, 40)
 WAIT_S = 30.0
@@ -136,3 +138,13 @@ def test_a_server_that_is_gone_is_told_nothing(server: RedisServer) -> None:
         rig.store(engine, TOKENS, ttl_s=6000)
         assert engine.flush(WAIT_S)
         assert rig.retrieve(engine, TOKENS) == 40
+
+
+def test_only_the_disk_is_told_of_retention(
+    server: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ref = ChunkRef(bytes(PREFIX_KEY_BYTES), 1)
+    with Rig().open(local_disk=tmp_path / "disk", remote=RemoteOptions(f"redis://127.0.0.1:{server.port}")) as engine:
+        engine._mover.note_times([Retention(ref, 1e9, b"")], [Lifetime(ref, 1e9)])
+        assert engine.flush(WAIT_S)
+    assert not caplog.records
