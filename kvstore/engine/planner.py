@@ -204,12 +204,13 @@ class Planner:
             self._begin()
             steps = self.index.prepare_store(refs[first:], prefix, hasher=hasher, ttl_s=ttl_s)
             self._tell_disk()
+            ahead_s = clock_ahead_s()
         where = {ref: number * blocks_per_chunk for number, ref in enumerate(refs[first:])}
         jobs = []
         for step in steps:
             begin = where.get(step.ref)  # None for a chunk written from memory in a tail's place
             blocks = request.blocks[begin : begin + step.ref.num_blocks] if begin is not None else request.blocks[:0]
-            jobs.append(StoreJob(step, blocks))
+            jobs.append(StoreJob(step.later(ahead_s), blocks))
         return jobs
 
     def complete_store(self, jobs: Sequence[StoreJob], move: Callable[[], set[PrefixKey]]) -> int:

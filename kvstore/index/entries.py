@@ -275,7 +275,8 @@ class Entries(dict[PrefixKey, Entry]):
             self._trails_of(chunk).discard(chunk.trail)
         self.expiries.withdraw(chunk.ref.prefix_key)
         siblings = self._siblings.pop(chunk.ref.prefix_key, ())
-        if chunk.remote not in {SENT, THERE}:
+        is_over = chunk.expires_s is not None and chunk.expires_s <= self.now_s
+        if chunk.remote not in {SENT, THERE} or is_over:
             self._broken.update(dict.fromkeys(siblings))
 
     def note_checkpoint(self, refs: Iterable[ChunkRef]) -> None:

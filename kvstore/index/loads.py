@@ -16,6 +16,7 @@ from kvstore.index.slots import Slots, Uses
 from kvstore.index.writes import RemoteSends
 from kvstore.model.chunks import ChunkRef, chunk_of
 from kvstore.model.keys import PrefixHasher, PrefixKey
+from kvstore.model.lifetime import lasts
 
 NO_TRAILS: Final[Mapping[PrefixKey, bytes]] = MappingProxyType({})
 
@@ -125,6 +126,8 @@ class Loads:
             chunk.disk = STORED
         if step.source is Place.REMOTE and step.holder is None and chunk.remote is not SENT:
             chunk.remote = THERE
+            if not lasts(self.remote.view.until_s(chunk.ref, self.chunks.now_s), chunk.expires_s):
+                self.chunks.extended[chunk.ref.prefix_key] = None  # it became longer while the chunk came
         self.chunks.note_change(chunk)
         self.uses.supersede(chunk)
 

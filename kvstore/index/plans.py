@@ -112,7 +112,8 @@ class StoreStep(NamedTuple):
     Attributes:
         trail: the keys at the ends of its blocks; empty if unknown.
         tenant: of its requests, see ``KeyExtras.tenant``.
-        ttl_s: the rest of its time to live; None without one.
+        until_s: the end of its time to live, on the index's clock; for those who carry the plan out in seconds since
+            1970. None for no end.
     """
 
     ref: ChunkRef
@@ -121,7 +122,11 @@ class StoreStep(NamedTuple):
     gather: bool = True
     trail: bytes = b""
     tenant: bytes = b""
-    ttl_s: float | None = None
+    until_s: float | None = None
+
+    def later(self, by_s: float) -> StoreStep:
+        """Return it on a clock that is so far ahead."""
+        return self if self.until_s is None else self._replace(until_s=self.until_s + by_s)
 
 
 @dataclass

@@ -66,7 +66,7 @@ class RemoteAnswers:
     def until_s(self, ref: ChunkRef, now_s: float) -> float | None:
         """Return the end of a chunk's time to live by these answers; None if it has none, or is unknown."""
         for answers, expires_s, _ in reversed(self._heard):
-            if ref in answers and expires_s > now_s:
+            if ref in answers and expires_s > now_s and not _is_over(answers[ref], now_s):
                 return _end_s(answers[ref])
         return None
 

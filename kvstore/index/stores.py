@@ -244,7 +244,7 @@ class StorePlanner:
         self.chunks.enter(chunk, trail)
         self.slots.order.add(ref.prefix_key)
         chunk.uses += len(targets)
-        return StoreStep(ref, slot, targets, trail=trail, ttl_s=self._rest_s(chunk))
+        return StoreStep(ref, slot, targets, trail=trail, until_s=chunk.expires_s)
 
     def _plan_known(self, chunk: Entry) -> StoreStep | None:
         """Write a chunk from memory to the tiers that lack it, if they have room for it now."""
@@ -252,12 +252,7 @@ class StorePlanner:
             return None
         self.chunks.counters.writes_retried += 1
         self.uses.begin(chunk, 1 + len(targets))  # until complete_store, and until complete_write for each target
-        ttl_s = self._rest_s(chunk)
-        return StoreStep(chunk.ref, chunk.slot, targets, gather=False, trail=chunk.trail, ttl_s=ttl_s)
-
-    def _rest_s(self, chunk: Entry) -> float | None:
-        """Return the rest of a chunk's time to live."""
-        return None if chunk.expires_s is None else chunk.expires_s - self.chunks.now_s
+        return StoreStep(chunk.ref, chunk.slot, targets, gather=False, trail=chunk.trail, until_s=chunk.expires_s)
 
     def _reserve_targets(self, chunk: Entry, trail: bytes) -> tuple[Place, ...]:
         """Reserve room for a chunk in the slower tiers, and return those that will be written."""

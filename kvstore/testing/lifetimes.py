@@ -27,7 +27,7 @@ class LifetimeTests(TierHarness):
         for restarts in (False, True):
             if restarts and self.persistent:
                 self.restart()
-            self._check({A: end_s, B: end_s + 50, C: None})
+            self._check_presence({A: end_s, B: end_s + 50, C: None})
             assert self.get(A, B, C) == [Outcome.HIT] * 3
 
     def test_an_end_becomes_later(self) -> None:
@@ -40,7 +40,7 @@ class LifetimeTests(TierHarness):
         for restarts in (False, True):
             if restarts and self.persistent:
                 self.restart()
-            self._check({A: end_s + 50, B: None})
+            self._check_presence({A: end_s + 50, B: None})
             assert self.get(A, B, C) == [Outcome.HIT, Outcome.HIT, Outcome.MISS]
 
     def test_the_last_put_decides_on_the_end(self) -> None:
@@ -50,18 +50,18 @@ class LifetimeTests(TierHarness):
         self._put_until(A, end_s)
         self.put(A, B)
         self._put_until(B, end_s)
-        self._check({A: None, B: end_s})
+        self._check_presence({A: None, B: end_s})
         self.tier.clear()
         assert self.tier.contains([A, B]) == [False, False]
         self._put_until(A, end_s)
-        self._check({A: end_s})
+        self._check_presence({A: end_s})
 
     def test_a_shared_tier_ends_chunks(self) -> None:
         """A chunk whose time is over is neither found nor read, and can be stored again."""
         tier = self._start()
         if isinstance(tier, BoundedTier):
             pytest.skip("the index ends the chunks of this tier")
-        end_s = time.time() + 2
+        end_s = time.time() + 1
         self._put_until(A, end_s)
         self._put_until(B, end_s + 1e6)
         assert self.get(A, B) == [Outcome.HIT] * 2
@@ -70,7 +70,7 @@ class LifetimeTests(TierHarness):
             time.sleep(0.05)
         assert self.get(A, B) == [Outcome.MISS, Outcome.HIT]
         self.put(A)
-        self._check({A: None, B: end_s + 1e6})
+        self._check_presence({A: None, B: end_s + 1e6})
         assert self.get(A, B) == [Outcome.HIT] * 2
 
     def _start(self) -> Tier:
@@ -83,7 +83,7 @@ class LifetimeTests(TierHarness):
     def _put_until(self, ref: ChunkRef, until_s: float) -> None:
         assert self.put_all([make_transfer(EVEN, ref)._replace(until_s=until_s)]) == [Outcome.STORED]
 
-    def _check(self, expected: dict[ChunkRef, float | None]) -> None:
+    def _check_presence(self, expected: dict[ChunkRef, float | None]) -> None:
         for (ref, until_s), told in zip(expected.items(), self.tier.contains([*expected]), strict=True):
             if until_s is None:
                 assert told is True, ref

@@ -188,18 +188,18 @@ class Lane:
         trail: bytes = b"",
         tenant: bytes = b"",
         *,
-        ttl_s: float | None = None,
+        until_s: float | None = None,
     ) -> None:
         """Start to write a slot's chunk, with trail and tenant; the slot must not change before the write has ended.
 
-        ``generation`` is its value when filling the slot began, None for the current one. ``ttl_s`` counts from now.
+        ``generation`` is its value when filling the slot began, None for the current one. ``until_s`` is the
+        end of its time to live, in seconds since 1970.
         """
         if self._leaves_writes:
             self._on_written(ref, True)
             return
         with self._lock:
             began = self._generation if generation is None else generation
-            until_s = None if ttl_s is None else time.time() + ttl_s
             write = _Write(ref, slot, self._namespace_id, began, self._removals.queued, trail, tenant, until_s)
             self._writers.submit(self._write).add_done_callback(self._log_defect)
             self._waiting.append(write)
@@ -441,7 +441,8 @@ def _stored_before(tier: Tier, writes: Sequence[_Write]) -> list[_Write]:
     """
     told = zip(writes, tier.contains([write.ref for write in writes]), strict=True)
     held = [write for write, presence in told if in_all((presence, write.until_s or True)) == (write.until_s or True)]
-    trails = [write.trail for write in held if write.trail] if held and tier.keeps_trails else []
+    asked = (write.trail for write in held if write.trail and write.until_s is None)  # others could end it earlier
+    trails = [*asked] if held and tier.keeps_trails else []
     nearest = tier.nearest(trails) if trails else []
     unknown = {trail for trail, near in zip(trails, nearest, strict=True) if trail not in near}
     return [write for write in held if write.trail not in unknown]

@@ -347,7 +347,7 @@ class Mover:
             self.counters.chunks_stored += 1
             self.counters.bytes_gathered += self.paged.bytes_of(job.block_ids)
         for target in step.targets:
-            self._lanes[target].write(ref, slot, generations[target], step.trail, step.tenant, ttl_s=step.ttl_s)
+            self._lanes[target].write(ref, slot, generations[target], step.trail, step.tenant, until_s=step.until_s)
         return set() if is_there else {ref.prefix_key}
 
     def refuse(self, jobs: Iterable[StoreJob]) -> set[PrefixKey]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.chunks import ChunkRef, Outcome, Presence
 from kvstore.model.errors import InvalidCallError, TierError
 from kvstore.tiers.base import Tier, Transfer
 from kvstore.tiers.guards.guard import TierWrapper
@@ -144,7 +144,7 @@ class FaultInjector(TierWrapper):
         self._enter("scan", ())
         return super().scan()
 
-    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+    def contains(self, refs: Sequence[ChunkRef]) -> Sequence[Presence]:
         """Forward, or raise or hang as planned."""
         self._enter("contains", refs)
         return self.inner.contains(refs)

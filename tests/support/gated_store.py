@@ -20,7 +20,7 @@ from support.rig import FakeTier
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from kvstore.model.chunks import ByteArray, ChunkRef
+    from kvstore.model.chunks import ByteArray, ChunkRef, Presence
     from kvstore.model.keys import Namespace
     from kvstore.model.layout import KVLayout
     from kvstore.tiers.base import Transfer
@@ -101,7 +101,7 @@ class GatedTier(FakeTier):
         self.namespace_id = namespace.id
         self.chunks = self._store.chunks.setdefault(namespace.id, {})
 
-    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+    def contains(self, refs: Sequence[ChunkRef]) -> Sequence[Presence]:
         self._store.pass_by("contains")
         return super().contains(refs)
 

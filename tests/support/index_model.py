@@ -129,8 +129,7 @@ class IndexModel(RuleBasedStateMachine):
 
     def note_ends(self, steps: Iterable[StoreStep]) -> None:
         """Note until when the chunks last that a plan writes to disk."""
-        for ref, ttl_s in ((step.ref, step.ttl_s) for step in steps if Place.DISK in step.targets):
-            self.world.ends[ref] = None if ttl_s is None else self.now_s + ttl_s
+        self.world.ends |= {step.ref: step.until_s for step in steps if Place.DISK in step.targets}
 
     def adopt(self, hasher: PrefixHasher, *, knows_trails: bool) -> None:
         """Begin with chunks on disk, every other one of which has a time to live if the disk keeps those."""

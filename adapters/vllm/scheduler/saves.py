@@ -16,6 +16,7 @@ from kvstore.adapters.vllm.scheduler.steps import StepTracker
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import Place, StoreStep
 from kvstore.model.keys import PrefixKey
+from kvstore.model.lifetime import clock_ahead_s
 from kvstore.transfer.mover import StoreJob, as_block_ids
 
 _NO_BLOCKS: Final = as_block_ids([])
@@ -87,11 +88,11 @@ class SavePlanner:
         tracker.noted.update(piece.ref.prefix_key for piece in pieces)
         if not steps:
             return 0
-        meta = self._plans.meta(req_id)
+        meta, ahead_s = self._plans.meta(req_id), clock_ahead_s()
         self._in_flight.setdefault(self._plans.next.number, {}).setdefault(req_id, []).extend(steps)
         for step in steps:
             # A chunk that is written in place of a tail is read from memory, and not from this request's blocks.
-            meta.stores.append(StoreJob(step, sources.get(step.ref, _NO_BLOCKS)))
+            meta.stores.append(StoreJob(step.later(ahead_s), sources.get(step.ref, _NO_BLOCKS)))
             for target in step.targets:
                 self._writes[target, step.ref.prefix_key] = _Write(self._num_ranks)
         return len(steps)

@@ -206,8 +206,8 @@ class ChunkIO:
         return [*commands, pack("SET", keys[0], value, *expiry), pack("EXEC")]
 
     def limit_commands(self, home: Home, lifetime: Lifetime) -> list[bytes]:
-        """Return the commands that change the time to live of a chunk."""
-        return [_expiry_command(key, lifetime.until_s) for key in self.keys(home, lifetime.ref)]
+        """Return the commands that change the time to live of a chunk, of its commit last, which no part precedes."""
+        return [_expiry_command(key, lifetime.until_s) for key in reversed(self.keys(home, lifetime.ref))]
 
     def fetch(self, connection: RedisConnection, home: Home, chunk: Incoming) -> Fetched:
         """Read the existing parts of a chunk into ``chunk.data``. ``is_sound`` verifies them.

@@ -122,12 +122,11 @@ class RedisTier(Tier):
         """
         with self._running.call():
             for _ in range(_LOOKS if refs else 0):
-                home = self._known_home()
+                home, now_s = self._known_home(), time.time()  # the earliest moment of the answers
                 answers = self._rests_ms(home, refs)
                 if answers is not None:
                     missing = (ref for ref, rest in zip(refs, answers, strict=True) if rest == NO_CHUNK)
                     self._trails.note_missing(home, missing)
-                    now_s = time.time()
                     return [self._presence(rest, now_s) for rest in answers]
             if refs:
                 raise self._unstable_epoch()

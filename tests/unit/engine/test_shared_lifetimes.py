@@ -18,6 +18,8 @@ from support.rig import BLOCK, Rig, tokens_of
 from support.schedules import schedules
 
 from kvstore.engine.engine import CacheEngine
+from kvstore.engine.requests import Request
+from kvstore.transfer.mover import StoreJob
 
 SHORT, LONG = 24, 40  # tokens; a prompt of the one length begins that of the other
 WAIT_S = 30.0
@@ -96,7 +98,7 @@ class Sharing:
                 assert engine.lookup(tokens_of(seed, LONG)) <= most * BLOCK, f"prompt {seed} has ended"
 
 
-@schedules(60)
+@schedules(20)
 @example(actions=[("store", 0, (1, LONG), 15.0), ("retrieve", 1, (1, LONG)), ("wait", 2)])
 @example(
     actions=[("store", 0, (1, LONG), 15.0), ("store", 1, (1, SHORT), 35.0), ("wait", 2), ("retrieve", 0, (1, LONG))]
@@ -133,5 +135,44 @@ def test_an_engine_finds_what_another_keeps_for_longer(monkeypatch: pytest.Monke
     assert sharing.rig.retrieve(sharing.engines[0], tokens_of(1, LONG)) == LONG
     sharing.do_wait(2)
     assert sharing.engines[0].lookup(tokens_of(1, LONG)) == 0
+    for engine in sharing.engines:
+        engine.close()
+
+
+def test_a_time_to_live_counts_from_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time that passes until a chunk is sent is not added to it."""
+    server, clock = install(monkeypatch), Clock(monkeypatch)
+    server.keeps_lifetimes = True
+    sharing = Sharing(server, clock)
+    engine = sharing.engines[0]
+    plan = engine._planner.plan_store
+
+    def plan_slowly(request: Request, ttl_s: float | None) -> list[StoreJob]:
+        jobs = plan(request, ttl_s)
+        clock.ahead_s += STEP_S
+        return jobs
+
+    monkeypatch.setattr(engine._planner, "plan_store", plan_slowly)
+    end_s = time.time() + 15
+    sharing.rig.store(engine, tokens_of(1, LONG), ttl_s=15)
+    assert engine.flush(WAIT_S)
+    assert len(server.ends) == 3
+    assert all(0 <= sent_s - end_s <= SLACK_S for sent_s in server.ends.values())
+    for engine in sharing.engines:
+        engine.close()
+
+
+def test_a_chunk_without_end_that_is_found_by_its_key_only_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others store a chunk again if its trail is unknown, but not with an end that its first store did not ask for."""
+    server = install(monkeypatch)
+    server.keeps_lifetimes = True
+    sharing = Sharing(server, Clock(monkeypatch))
+    sharing.rig.store(sharing.engines[0], tokens_of(1, LONG))
+    assert sharing.engines[0].flush(WAIT_S)
+    for trails in server.trails.values():
+        trails.clear()
+    sharing.rig.store(sharing.engines[1], tokens_of(1, LONG), ttl_s=15)
+    assert sharing.engines[1].flush(WAIT_S)
+    assert server.ends == {}
     for engine in sharing.engines:
         engine.close()

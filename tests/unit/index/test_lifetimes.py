@@ -36,7 +36,7 @@ def test_the_rest_of_its_time_goes_to_a_disk_that_keeps_it(*, keeps_lifetimes: b
     index = make(keeps_lifetimes=keeps_lifetimes)
     index.advance(100)
     (step,) = index.prepare_store([REF], ttl_s=5)
-    assert (step.targets, step.ttl_s) == ((Place.DISK,) if keeps_lifetimes else (), 5)
+    assert (step.targets, step.until_s) == ((Place.DISK,) if keeps_lifetimes else (), 105)
     finish(index, [step])
     index.advance(105)
     assert known_tokens(index, 16) == 0
@@ -48,7 +48,7 @@ def test_a_write_that_is_tried_again_has_what_is_left() -> None:
     finish(index, index.prepare_store([REF], ttl_s=5), stored=False)
     index.advance(3)
     (step,) = index.prepare_store([REF], ttl_s=1)
-    assert (step.gather, step.targets, step.ttl_s) == (False, (Place.DISK,), 2)
+    assert (step.gather, step.targets, step.until_s) == (False, (Place.DISK,), 5)
     finish(index, [step])
 
 

@@ -52,7 +52,7 @@ def load(index: ChunkIndex, num_tokens: int, told: RemoteAnswers | None = None) 
 def test_chunks_with_an_end_go_to_a_tier_that_keeps_it(*, keeps_lifetimes: bool) -> None:
     index, view = make(keeps_lifetimes=keeps_lifetimes)
     (step,) = send(index, WHOLE, 5)
-    assert (step.targets, step.ttl_s) == (SENDS if keeps_lifetimes else (), 5)
+    assert (step.targets, step.until_s) == (SENDS if keeps_lifetimes else (), 5)
     assert view.holds(REF, 4.9) is (True if keeps_lifetimes else None)
     assert view.holds(REF, 5.0) is None, "it must be asked again, as others may keep it for longer"
     index.advance(5)
@@ -168,10 +168,19 @@ def test_a_tail_is_sent_although_a_chunk_that_ends_holds_it(heard: float) -> Non
     index, view = make()
     view.note([REF, trail := b"".join(hasher_of(WHOLE).block_keys(0))], [heard, (trail,)], 0.0)
     (step,) = plan(index, TAIL, None)
-    assert step.targets == (SENDS if heard is not True else ())
+    assert bool(step.targets) is (heard == 30)
 
 
 def test_a_tail_with_an_end_is_not_sent_where_an_endless_chunk_holds_it() -> None:
     index, _ = make()
     send(index, WHOLE)
     assert plan(index, TAIL, 5) == []
+
+
+def test_a_time_that_becomes_longer_while_a_chunk_comes_is_told() -> None:
+    index, view = make()
+    view.note([REF], [30.0], 0.0)
+    steps = index.prepare_load([REF], hasher=hasher_of(WHOLE))
+    plan(index, WHOLE, None)
+    index.complete_load(steps, set(), set())
+    assert index.take_lifetimes() == [Lifetime(REF, None)]

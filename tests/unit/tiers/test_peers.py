@@ -12,7 +12,7 @@ from support.redis_server import wait_for
 from support.rig import FakeTier
 
 from kvstore.index.remote_view import RemoteView
-from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.chunks import ChunkRef, Outcome, Presence
 from kvstore.model.errors import ClosedError, ConfigError, TierError, TierTimeoutError
 from kvstore.model.keys import Namespace
 from kvstore.testing.harness import EVEN, MINE, OTHER, make_buffer, make_payload, make_ref, make_transfer
@@ -36,7 +36,7 @@ class Storage(FakeTier):
     def hold(self, *numbers: int) -> None:
         self.put([make_transfer(EVEN, make_ref(number)) for number in numbers])
 
-    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+    def contains(self, refs: Sequence[ChunkRef]) -> Sequence[Presence]:
         self.asked += refs
         self.before_contains()
         return super().contains(refs)

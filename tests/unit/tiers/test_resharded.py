@@ -9,7 +9,7 @@ import pytest
 from support.divided import CHUNK_BLOCKS, Worker
 from support.rig import FakeTier
 
-from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.chunks import ChunkRef, Outcome, Presence
 from kvstore.model.errors import ClosedError, TierError
 from kvstore.testing.harness import make_buffer, make_ref
 from kvstore.tiers.base import Transfer
@@ -31,7 +31,7 @@ class Storage(FakeTier):
         layout = OURS.division(2).parts[0].layout
         self.put([Transfer(ref, np.full(layout.slot_bytes, filled_with, np.uint8)) for ref in refs])
 
-    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+    def contains(self, refs: Sequence[ChunkRef]) -> Sequence[Presence]:
         self.asked += refs
         return super().contains(refs)
 
