@@ -258,6 +258,7 @@ class WorkerFacts:
         retained: those of the survivors that stay until a time, in seconds since 1970.
         limited: those of the survivors that have a time to live, in seconds since 1970.
         keeps_lifetimes: its disk tier keeps times to live.
+        sends_lifetimes: its remote tier does; later the state of the tiers says so.
         namespace: that of the chunks in its tiers.
         layout: their geometry.
         server_url: address of its server for other engines, as this engine's processes reach it; None without one.
@@ -285,6 +286,7 @@ class WorkerFacts:
     retained: Sequence[Retention] = ()
     limited: Sequence[Lifetime] = ()
     keeps_lifetimes: bool = False
+    sends_lifetimes: bool = False
     reads_fronts: bool = False
     divisions: tuple[Division, ...] = ()
 

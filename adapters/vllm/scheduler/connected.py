@@ -20,6 +20,7 @@ from kvstore.adapters.vllm.scheduler.saves import SavePlanner
 from kvstore.adapters.vllm.scheduler.steps import StepTracker
 from kvstore.engine.opening import open_directory
 from kvstore.index.index import ChunkIndex
+from kvstore.index.plans import TierState
 from kvstore.index.remote_view import RemoteView
 from kvstore.index.retained import Limits
 from kvstore.model.checkpoints import Checkpoints
@@ -78,6 +79,7 @@ class Connected:
         remote, num_ranks = _open_remote(facts, options), len(facts)
         rows = _row_map(facts, options)
         index = _new_index(facts, options, remote, rows.checkpoints)
+        index.set_tiers(TierState(remote_keeps_lifetimes=all(rank.sends_lifetimes for rank in facts)))
         found = ((ref, max(rank[ref] for rank in sizes)) for ref, _ in facts[0].survivors if ref in complete)
         index.adopt(found, {key: trail for rank in facts for key, trail in rank.trails.items()})
         hints = PromptHints(index, steps, options.config, count_hint)

@@ -151,6 +151,7 @@ class StoreWorker:
             retained=retained,
             limited=limited,
             keeps_lifetimes=self._tiers.keeps_lifetimes,
+            sends_lifetimes=self._tiers.remote is not None and self._tiers.remote.keeps_lifetimes,
             namespace=self._namespace,
             layout=self._layout,
             server_url=self._server.url if self._server else None,
