@@ -24,6 +24,7 @@ def test_a_time_to_live_that_changes_during_a_write_is_told_after_it(
     assert gate.reached.wait(HANG_GUARD_S)
     for until_s in (7.0, 8.0):
         bench.lane.note_times((), [Lifetime(ref_of(1), until_s)])
+    assert bench.lane.settle(HANG_GUARD_S)
     assert told == []
     gate.open()
     assert bench.lane.flush(HANG_GUARD_S)
