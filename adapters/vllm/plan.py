@@ -93,7 +93,7 @@ class StepPlan:
         removals: chunks to remove from the disk before anything else.
         recalls: chunks to remove from the remote tier, too.
         retained: chunks that stay on disk, also after a restart, until a time in seconds since 1970.
-        limited: chunks on disk whose time to live has become longer, or has no end any more.
+        limited: chunks in slower tiers whose time to live has become longer, or has no end any more.
         epoch: unless empty, forget every chunk first, and store later ones under this epoch of the namespace.
         sourced: chunks to load for requests that name an engine to read them from.
     """

@@ -41,7 +41,7 @@ class Planner:
         options: options of the engine.
         tiers: the tiers in which chunks may be.
         remove: removes chunks from a slower tier, without waiting.
-        limit: changes times to live of chunks on disk, without waiting.
+        limit: changes times to live of chunks in slower tiers, without waiting.
 
     Attributes:
         index: of chunks; under ``lock``.

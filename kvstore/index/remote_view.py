@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 from kvstore.index.trails import RemoteTrails
-from kvstore.model.chunks import Answer, Asked, ChunkRef, Presence
+from kvstore.model.chunks import Answer, Asked, ChunkRef, Presence, end_of
 
 MAX_ANSWERS = 1 << 18  # about 50 MB; beyond that the oldest are forgotten
 MAX_TRAILS: Final = 1 << 14  # trails asked about, likewise
@@ -67,7 +67,7 @@ class RemoteAnswers:
         """Return the end of a chunk's time to live by these answers; None if it has none, or is unknown."""
         for answers, expires_s, _ in reversed(self._heard):
             if ref in answers and expires_s > now_s and not _is_over(answers[ref], now_s):
-                return _end_s(answers[ref])
+                return end_of(answers[ref])
         return None
 
     def was_asked(self, trail: bytes, now_s: float) -> bool:
@@ -90,10 +90,6 @@ NO_ANSWERS: Final = RemoteAnswers()  # for callers that do not ask
 def _is_over(answer: Answer, now_s: float) -> bool:
     """Tell if the time to live that an answer tells is over; it may have become longer since."""
     return isinstance(answer, float) and answer <= now_s
-
-
-def _end_s(answer: Answer) -> float | None:
-    return answer if isinstance(answer, float) else None
 
 
 class RemoteView:
@@ -190,7 +186,7 @@ class RemoteView:
     def until_s(self, ref: ChunkRef, now_s: float, told: RemoteAnswers = NO_ANSWERS) -> float | None:
         """Return the end of the time to live of a chunk that ``holds`` says is there; None for no end."""
         is_there = self._is_there(ref, now_s)
-        return _end_s(self._answers[ref].presence) if is_there else told.until_s(ref, now_s)
+        return end_of(self._answers[ref].presence) if is_there else told.until_s(ref, now_s)
 
     def unknown(self, asked: Iterable[Item], now_s: float, told: RemoteAnswers = NO_ANSWERS) -> list[Item]:
         """Return the chunks and trails about which the tier must be asked for a request."""

@@ -56,6 +56,11 @@ Answer: TypeAlias = Presence | tuple[bytes, ...] | None
 """Presence of a chunk; for a trail, the trails of chunks that may share blocks with it. None if unknown."""
 
 
+def end_of(answer: Answer) -> float | None:
+    """Return the end of the time to live of a chunk that an answer says is there; None for no end."""
+    return answer if isinstance(answer, float) else None
+
+
 def in_all(parts: Iterable[Presence]) -> Presence:
     """Return the presence of a chunk that needs all of these parts."""
     present = list(parts)

@@ -24,10 +24,10 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from kvstore.memory.slabs import LabelledPool
-from kvstore.model.chunks import ByteArray, ChunkRef, Outcome, in_all
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome, end_of
 from kvstore.model.errors import KVStoreError, TierError, TierTimeoutError
 from kvstore.model.keys import Namespace
-from kvstore.model.lifetime import Lifetime
+from kvstore.model.lifetime import Lifetime, lasts
 from kvstore.model.retention import Retention
 from kvstore.model.throttle import Throttle
 from kvstore.tiers.base import BoundedTier, Tier, Transfer, late_outcomes
@@ -440,7 +440,7 @@ def _stored_before(tier: Tier, writes: Sequence[_Write]) -> list[_Write]:
     It cannot find the parts of a chunk that an older engine stored without its trail.
     """
     told = zip(writes, tier.contains([write.ref for write in writes]), strict=True)
-    held = [write for write, presence in told if in_all((presence, write.until_s or True)) == (write.until_s or True)]
+    held = [write for write, presence in told if presence and lasts(end_of(presence), write.until_s)]
     asked = (write.trail for write in held if write.trail and write.until_s is None)  # others could end it earlier
     trails = [*asked] if held and tier.keeps_trails else []
     nearest = tier.nearest(trails) if trails else []
