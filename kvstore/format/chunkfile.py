@@ -31,18 +31,20 @@ import xxhash
 from kvstore.model.chunks import ByteArray, ChunkRef
 from kvstore.model.keys import PREFIX_KEY_BYTES, ChunkKey
 from kvstore.model.layout import ALIGNMENT_BYTES, KVLayout, round_up
+from kvstore.model.lifetime import LAST_END_S
 
 FORMAT_VERSION = "1"
 _LENGTH = struct.Struct("<Q")
 _FIXED_HEADER_BYTES = 1024  # more than a header needs without its checksums
 CHECKSUM_DIGITS = 16
 _LENGTH_DIGITS = 8
-LAST_END_S: Final = 253_402_300_799  # of a time to live, the end of the year 9999
 _SEALED = "aes-gcm"
 TAG_BYTES = 16  # of a sealed layer
 ANY_CODEC = f"any+{_SEALED}"
 """A codec whose headers and files are as long as any can be."""
 _SEAL = re.compile("[ -~]{1,100}")
+_END = re.compile(rb'"until_s":"([1-9][0-9]{0,11})"')
+END_BYTES: Final = _FIXED_HEADER_BYTES
 _NAME = re.compile(rf"([0-9a-f]{{{2 * PREFIX_KEY_BYTES}}})-([1-9][0-9]{{0,8}})(?:-([1-9][0-9]{{0,11}}))?\.safetensors")
 
 
@@ -196,9 +198,18 @@ def encode_header(layout: KVLayout, key: ChunkKey, num_blocks: int, payload: Byt
 
 
 def build_header(
-    layout: KVLayout, key: ChunkKey, num_blocks: int, layer_sums: str, *, encoding: Encoding | None = None
+    layout: KVLayout,
+    key: ChunkKey,
+    num_blocks: int,
+    layer_sums: str,
+    *,
+    encoding: Encoding | None = None,
+    end_s: int | None = None,
 ) -> bytes:
-    """Return the header of a chunk with known ``checksums``, and with its ``encoding``, if it has one."""
+    """Return the header of a chunk with known ``checksums``, and with its ``encoding``, if it has one.
+
+    ``end_s`` is the end of its time to live in seconds since 1970, where names do not tell it.
+    """
     payload_bytes = encoding.total_bytes if encoding else layout.payload_bytes(num_blocks)
     end_bytes = round_up(payload_bytes, ALIGNMENT_BYTES)
     metadata = {
@@ -209,6 +220,8 @@ def build_header(
         "blocks": str(num_blocks),
         "codec": encoding.codec if encoding else "none",
     }
+    if end_s is not None:
+        metadata["until_s"] = str(end_s)
     if encoding:
         metadata["layer_bytes"] = "".join(f"{length:0{_LENGTH_DIGITS}x}" for length in encoding.layer_bytes)
         if encoding.seal:
@@ -255,6 +268,8 @@ def compare(
             begin, end = layers.start * CHECKSUM_DIGITS, layers.stop * CHECKSUM_DIGITS
             layer_sums = stated[:begin] + layer_sums + stated[end:]
     expected = build_header(layout, key, num_blocks, layer_sums, encoding=encoding)
+    if found != expected and (end_s := end_of(found)) is not None:
+        expected = build_header(layout, key, num_blocks, layer_sums, encoding=encoding, end_s=end_s)
     return None if found == expected else _diagnose(found, expected)
 
 
@@ -292,6 +307,15 @@ def codec_of(header: ByteArray | bytes) -> str | None:
     """Return the codec that a header names, without checking the rest; None if it names none."""
     codec = (_metadata(header) or {}).get("codec")
     return codec if isinstance(codec, str) else None
+
+
+def end_of(header: ByteArray | bytes | bytearray) -> int | None:
+    """Return the end of the time to live that a header names, without checking the rest; None if it names none.
+
+    The first ``END_BYTES`` of a header are enough.
+    """
+    found = _END.search(bytes(header[:END_BYTES]))
+    return int(found[1]) if found else None
 
 
 def seal_of(header: ByteArray | bytes) -> str:

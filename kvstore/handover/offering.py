@@ -20,7 +20,7 @@ from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.model.throttle import Throttle
 from kvstore.protocol import messages
-from kvstore.protocol.messages import number_of
+from kvstore.protocol.outcomes import number_of
 from kvstore.protocol.payload import checksum
 from kvstore.tiers.server.connection import ServerConnection
 from kvstore.tiers.server.moves import PieceSender

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvstore.model.chunks import ChunkRef
+
+LAST_END_S: Final = 253_402_300_799  # the end of the year 9999
 
 
 class Lifetime(NamedTuple):
@@ -27,6 +29,11 @@ class Lifetime(NamedTuple):
 def lasts(expires_s: float | None, until_s: float | None) -> bool:
     """Tell if a copy that expires at a time is kept at least until another; None means without end."""
     return expires_s is None or (until_s is not None and until_s <= expires_s)
+
+
+def rest_ms(until_s: float) -> int:
+    """Return the time until an end since 1970, at least 1; other hosts' clocks may differ, so they are told no end."""
+    return max(1, int((min(until_s, LAST_END_S) - time.time()) * 1000))
 
 
 def clock_ahead_s() -> float:

@@ -55,6 +55,8 @@ NEEDED: Final[Mapping[type[messages.Request], Right]] = {  # one of these is eno
     messages.Attach: Right.WRITE,
     messages.Offer: Right.WRITE,
     messages.Describe: Right.WRITE,
+    messages.Expire: Right.WRITE,
+    messages.Prolong: Right.WRITE,
     messages.Commit: Right.WRITE,
     messages.Remove: Right.WRITE,  # a client that may replace a chunk may as well remove it
     messages.Sending: Right.WRITE,

@@ -22,15 +22,16 @@ try:
 except ImportError as error:
     raise ImportError("the cache server and its clients need msgspec: pip install 'vllm-kvstore[server]'") from error
 
-from kvstore.model.chunks import ChunkRef, Outcome
+from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import ProtocolError
 from kvstore.model.keys import PREFIX_KEY_BYTES, Namespace
 from kvstore.protocol.payload import MAX_CHUNK_PARTS, Geometry, Run
 
 Decoded = TypeVar("Decoded")
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 OLDEST_VERSION: Final = 1  # the oldest that is supported; its clients send no messages of later versions
+ENDS_VERSION: Final = 4  # the first whose clients hear of times to live
 PIECE_BYTES: Final = 2 << 20  # the most payload in one message
 OFFER_BYTES: Final = 8 << 20  # the most payload in one read through a channel
 MAX_DESCRIPTION_BYTES: Final = 64 << 10  # of a description of a client's memory
@@ -46,8 +47,6 @@ MAX_OPEN: Final = 4096  # hand-overs under way
 MAX_FIELDS_BYTES: Final = 16 << 10  # of a namespace, as they are sent
 _REF = struct.Struct(f"<{PREFIX_KEY_BYTES}sI")
 REF_BYTES: Final = _REF.size
-_OUTCOMES: Final = tuple(Outcome)  # an outcome's number in messages is its index here
-_NUMBERS: Final = {outcome: number for number, outcome in enumerate(_OUTCOMES)}
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _Short: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -56,6 +55,7 @@ _Moves: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=REF_BYTES * MAX_MOV
 _Leases: TypeAlias = Annotated[list[_Count], msgspec.Meta(max_length=MAX_MOVES)]
 _Tokens: TypeAlias = Annotated[list[tuple[_Count, _Count]], msgspec.Meta(max_length=MAX_OPEN)]
 _Trail: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=PREFIX_KEY_BYTES, max_length=MAX_TRAIL_BYTES)]
+_Rest: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]  # milliseconds
 _Fields: TypeAlias = Annotated[dict[_Short, _Short | int], msgspec.Meta(max_length=64)]
 
 
@@ -99,7 +99,7 @@ class Hello(Request, tag=1, frozen=True):
 
 
 class Lookup(Request, tag=2, frozen=True):
-    """Query for which chunks are held. Answered by ``Held``."""
+    """Query for which chunks are held. Answered by ``Held`` or ``Lasting``."""
 
     refs: _Refs
 
@@ -256,6 +256,20 @@ class Nearest(Request, tag=20, frozen=True):
     trails: Annotated[list[_Trail], msgspec.Meta(max_length=MAX_TRAILS)]
 
 
+class Expire(Request, tag=25, frozen=True):
+    """Rest of the time to live of a chunk that is being written. No answer. Since version 4."""
+
+    lease: _Count
+    rest_ms: _Rest
+
+
+class Prolong(Request, tag=26, frozen=True):
+    """Order to keep chunks for at least these times; 0 for no end. ``Done``. Since version 4."""
+
+    refs: _Refs
+    rests_ms: Annotated[list[_Rest], msgspec.Meta(max_length=MAX_REFS)]
+
+
 Order: TypeAlias = ClearSpaces | Pin | Explain | Pins | UnpinSpaces
 """Requests of operators, about namespaces that they name."""
 
@@ -294,6 +308,12 @@ class Held(_Answer, tag=2, frozen=True):
 
     found: bytes
     usage: Usage
+
+
+class Lasting(Held, tag=10, frozen=True):
+    """Answer to ``Lookup`` if a chunk found has a time to live: also the rests, 0 for no end. Since version 4."""
+
+    rests_ms: list[int]
 
 
 class Granted(_Answer, tag=3, frozen=True):
@@ -343,7 +363,7 @@ class Named(_Answer, tag=9, frozen=True):
     trails: list[list[bytes]]
 
 
-Answer: TypeAlias = Welcome | Held | Granted | Done | Data | Listing | Refused | Report | Named
+Answer: TypeAlias = Welcome | Held | Granted | Done | Data | Listing | Refused | Report | Named | Lasting
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(reduce(or_, Request.__subclasses__()))
@@ -418,24 +438,3 @@ def unpack_pairs(data: bytes) -> Sequence[ChunkRef]:
 def fields_bytes(namespace: Namespace) -> int:
     """Return the length of a namespace's fields in a message."""
     return len(_encoder.encode(dict(namespace.fields)))
-
-
-def pack_outcomes(outcomes: Sequence[Outcome]) -> bytes:
-    """Pack outcomes as bytes, one each."""
-    return bytes([_NUMBERS[outcome] for outcome in outcomes])
-
-
-def outcome_of(number: int) -> Outcome:
-    """Return the outcome with a number, the reverse of ``number_of``.
-
-    Raises:
-        ProtocolError: no outcome has this number.
-    """
-    if not 0 <= number < len(_OUTCOMES):
-        raise ProtocolError(f"no outcome has the number {number}")
-    return _OUTCOMES[number]
-
-
-def number_of(outcome: Outcome) -> int:
-    """Return the number of an outcome."""
-    return _NUMBERS[outcome]

@@ -80,7 +80,7 @@ class Core:
 
     def sweep(self) -> None:
         """Start to delete the files of evicted and removed chunks."""
-        removals, forgotten = self.stock.take_removals(), self.stock.take_forgotten()
+        removals, forgotten = self.stock.take_removals(), self.stock.spaces.take_forgotten()
         if self.disk is not None:
             self.disk.remove(removals)
             for space in forgotten:

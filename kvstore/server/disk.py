@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from kvstore.format import chunkfile
 from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.model.errors import ConfigError, TierError, TierTimeoutError
 from kvstore.model.keys import EPOCH_FIELD, PrefixKey
+from kvstore.model.lifetime import Lifetime, clock_ahead_s
 from kvstore.model.throttle import Throttle
 from kvstore.protocol.payload import scatter
 from kvstore.server.disk_tiers import WRITE_THREADS, DiskOptions, DiskTiers, read_home
@@ -37,6 +38,22 @@ from kvstore.tiers.disk.notes import trails_in
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+
+class Found(NamedTuple):
+    """Remains of a namespace of an earlier server.
+
+    Attributes:
+        space: the namespace, without chunks.
+        chunks: its chunks and their sizes in bytes, the least recently used first.
+        trails: their trails, as far as they were kept.
+        ends: ends of the times to live of those that have one, on the monotonic clock.
+    """
+
+    space: Space
+    chunks: list[tuple[ChunkRef, int]]
+    trails: dict[PrefixKey, bytes]
+    ends: dict[ChunkRef, float]
 
 
 class Disk:
@@ -81,10 +98,8 @@ class Disk:
         """True while files are being written or deleted."""
         return self._order.is_busy
 
-    def open_all(self) -> list[tuple[Space, list[tuple[ChunkRef, int]], dict[PrefixKey, bytes]]]:
-        """Return an earlier server's namespaces, each with its chunks, the least recently used first, and their trails.
-
-        Trails are returned as far as they were kept. Namespaces of past epochs and unreadable folders are deleted.
+    def open_all(self) -> list[Found]:
+        """Return what an earlier server kept. Namespaces of past epochs and unreadable folders are deleted.
 
         Raises:
             TierError: a folder cannot be read.
@@ -99,7 +114,9 @@ class Disk:
                 continue
             with self._tiers.use(space) as opened:
                 assert opened is not None
-                found.append((space, opened.tier.scan(), trails_in(opened.tier)))
+                chunks, trails, ahead_s = opened.tier.scan(), trails_in(opened.tier), clock_ahead_s()
+                ends = {ref: until_s - ahead_s for ref, until_s in opened.tier.lifetimes() if until_s is not None}
+                found.append(Found(space, chunks, trails, ends))
         return found
 
     def size_of(self, space: Space, ref: ChunkRef) -> int:
@@ -133,6 +150,11 @@ class Disk:
         """Start to delete the files of chunks."""
         for space, ref in removals:
             self._order.queue(space.id, space.key_of(ref), self._work(partial(self._remove, space, ref), None))
+
+    def limit(self, chunk: Chunk, until_s: float | None, done: Callable[[], None]) -> None:
+        """Start to change the end of a chunk's time to live, after its write; ``done`` is called as by ``write``."""
+        work = self._work(partial(self._limit, chunk, until_s), None, lambda _: self._report(done))
+        self._order.queue(chunk.space.id, chunk.key, work)
 
     def clear(self, space: Space, done: Callable[[bool], None]) -> None:
         """Start to delete all files of a namespace.
@@ -240,7 +262,8 @@ class Disk:
             if not self._tiers.claim(chunk.space, most_bytes):
                 return None
             try:
-                (outcome,) = opened.tier.put([Transfer(chunk.ref, buffer, trail=chunk.trail)])
+                until_s = _on_disk(chunk.until_s)
+                (outcome,) = opened.tier.put([Transfer(chunk.ref, buffer, trail=chunk.trail, until_s=until_s)])
             finally:
                 self._tiers.unclaim(most_bytes)
             return opened.raw.size_of(chunk.ref) if outcome is Outcome.STORED else None
@@ -263,6 +286,11 @@ class Disk:
             if opened is not None:  # if this fails, the tier's breaker tries again later
                 opened.tier.remove([ref])
 
+    def _limit(self, chunk: Chunk, until_s: float | None) -> None:
+        with self._tiers.use(chunk.space, makes=False) as opened:
+            if opened is not None and not chunk.is_gone:  # another of this name may be there
+                opened.tier.limit([Lifetime(chunk.ref, _on_disk(until_s))])
+
     def _remove_all(self, space: Space) -> None:
         with self._tiers.use(space, makes=False) as opened:
             if opened is not None:
@@ -284,6 +312,10 @@ class Disk:
 
     def _complain(self, error: Exception) -> None:
         self._throttle.log("disk", "disk error of the cache server: %s", error)
+
+
+def _on_disk(until_s: float | None) -> float | None:
+    return None if until_s is None else until_s + clock_ahead_s()
 
 
 def _refuse_engines(folder: Path) -> None:

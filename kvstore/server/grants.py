@@ -13,7 +13,7 @@ from functools import partial
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import ProtocolError
 from kvstore.protocol import messages
-from kvstore.protocol.messages import number_of
+from kvstore.protocol.outcomes import number_of
 from kvstore.protocol.payload import PAGE_BYTES
 from kvstore.server.core import Core
 from kvstore.server.pool import pages_of
@@ -116,7 +116,7 @@ class Grants:
 
     def _acquire(self, batch: _Batch, ref: ChunkRef) -> Iterator[None]:
         session = batch.session
-        chunk = yield from self._core.stock.acquire(session.space, ref)
+        chunk = yield from self._core.stock.acquire(session.space, ref, hears_ends=session.hears_ends)
         if isinstance(chunk, Outcome):
             batch.grants.append(_no_grant(chunk))
         elif not self._may_still_lease(session, ref):

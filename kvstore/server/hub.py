@@ -207,13 +207,13 @@ class Hub:
             self._take_stock(disk)
 
     def _take_stock(self, disk: Disk) -> None:
-        for found, chunks, trails in disk.open_all():
-            space = self.stock.enter(found.namespace, found.layout, found.tenant)
+        for former, chunks, trails, ends in disk.open_all():
+            space = self.stock.spaces.enter(former.namespace, former.layout, former.tenant)
             if space is None:  # no client could ever use its chunks
-                disk.forget(found)
+                disk.forget(former)
                 continue
             for ref, size_bytes in chunks:
-                self.stock.found_on_disk(space, ref, size_bytes, trails.get(ref.prefix_key, b""))
+                self.stock.found_on_disk(space, ref, size_bytes, trails.get(ref.prefix_key, b""), ends.get(ref))
 
     def _bind(self, address: str) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
@@ -352,7 +352,7 @@ class Hub:
 
     def _stats(self) -> dict[str, Any]:
         refused = self.num_strangers + (self._client_keys.refused if self._client_keys else 0)
-        counted = stats(self.core, time.monotonic() - self._began_s, self.service.num_unwritten)
+        counted = stats(self.core, time.monotonic() - self._began_s, self.service.writes.num_unwritten)
         counted |= self.service.offers.stats()
         return {**counted, "malformed": self.num_malformed, "refused": refused}
 
@@ -388,9 +388,9 @@ class Hub:
         """Wait for disk writes and deletions, while reads are still answered; return False if writes are left."""
         self.core.is_closing = True
         deadline_s = time.monotonic() + self.options.drain_s
-        while self.service.is_changing_files and time.monotonic() < deadline_s and not self._hurry.is_set():
+        while self.service.writes.is_changing_files and time.monotonic() < deadline_s and not self._hurry.is_set():
             self._turn(0.1)
-        left = self.service.num_unwritten
+        left = self.service.writes.num_unwritten
         if left:
             logger.warning("%d chunks were not written to disk before the server stopped", left)
         return not left

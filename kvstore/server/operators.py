@@ -135,7 +135,7 @@ def stats(core: Core, uptime_s: float, num_unwritten: int) -> dict[str, Any]:
         "leases": core.sessions.num_leases,
         "leased_bytes": core.sessions.leased_bytes,
         "tiers": _tiers(core, num_unwritten),
-        "quotas": [_quota(quota) for quota in core.stock.quotas if quota.limit_bytes != NO_QUOTA],
+        "quotas": [_quota(quota) for quota in core.stock.spaces.quotas if quota.limit_bytes != NO_QUOTA],
         "denied": [{"client": name, "lacked": lacked, "count": n} for (name, lacked), n in core.denied.items()],
     }
 

@@ -15,7 +15,7 @@ import numpy as np
 from kvstore.model.chunks import ByteArray, Outcome
 from kvstore.model.errors import ProtocolError
 from kvstore.protocol import messages
-from kvstore.protocol.messages import pack_outcomes
+from kvstore.protocol.outcomes import pack_outcomes
 from kvstore.protocol.payload import Placing, checksum
 from kvstore.server.clients import Shares
 from kvstore.server.core import Core

@@ -13,7 +13,8 @@ from kvstore.model.errors import ProtocolError
 from kvstore.model.keys import Namespace
 from kvstore.protocol import messages
 from kvstore.protocol.keyfiles import NEEDED, Right, is_allowed, names_of
-from kvstore.protocol.messages import Refusal, pack_outcomes
+from kvstore.protocol.messages import Refusal
+from kvstore.protocol.outcomes import pack_outcomes
 from kvstore.protocol.progress import Progress
 from kvstore.server.clients import IPC, Client
 from kvstore.server.core import Core
@@ -23,14 +24,13 @@ from kvstore.server.operators import Orders, part_of_stats, report
 from kvstore.server.owner import Owner
 from kvstore.server.payload import Payload
 from kvstore.server.sessions import Peer, Session
-from kvstore.server.spaces import Chunk, Space
-from kvstore.server.stock import MAX_FAR_SPACES, MAX_SPACES
+from kvstore.server.spaces import MAX_FAR_SPACES, MAX_SPACES, Chunk, Space
+from kvstore.server.write_behind import WriteBehind
 from kvstore.tiers.base import MAX_NEAREST
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_MAX_UNWRITTEN: Final = 65_536  # chunks that wait for the disk; beyond that, chunks stay in memory only
 _NO_OPERATOR: Final = (
     "only operators may do this: connect over the kvs+ipc address, or with a key that has the right operate"
 )
@@ -50,6 +50,7 @@ class Service:
 
     Attributes:
         offers: the reads through the channel.
+        writes: the writes to disk.
     """
 
     def __init__(
@@ -61,28 +62,16 @@ class Service:
         owner: Owner | None = None,
         channel: Channel | None = None,
     ) -> None:
-        self.num_writing = 0
         self._is_dropping = False  # cleared chunks
         self._is_expiring = False
         self._core = core
-        self._max_writes = max_writes
         self._owner = owner
         self._touches: deque[tuple[Space, Sequence[ChunkRef]]] = deque(maxlen=_MAX_TOUCHES)
-        self._unwritten: deque[Chunk] = deque(maxlen=_MAX_UNWRITTEN)
+        self.writes = WriteBehind(core, max_writes)
         self.grants = Grants(core)
         self._orders = Orders(core, pin_max_s, self._clear_space)
         self._payload = Payload(core)
         self.offers = Offers(core, self._payload, channel)
-
-    @property
-    def num_unwritten(self) -> int:
-        """Number of chunks that are being written to disk, or wait for it."""
-        return self.num_writing + len(self._unwritten)
-
-    @property
-    def is_changing_files(self) -> bool:
-        """True while chunks are on their way to disk, or files of evicted chunks are still there."""
-        return bool(self.num_unwritten) or (self._core.disk is not None and self._core.disk.is_busy)
 
     def handle(self, peer: Peer, message: Sequence[Buffer]) -> None:
         """Carry out a request of one frame, or of two for a piece, where the second is payload.
@@ -143,7 +132,7 @@ class Service:
         self._note_progress(session, None)
 
     def expire(self) -> None:
-        """End silent clients and expired pins, and forget empty namespaces."""
+        """End silent clients, expired pins and chunks whose time is over, and forget empty namespaces."""
         if not self._is_expiring:
             self._is_expiring = True
             self._core.slices.begin(self._expire())
@@ -159,7 +148,8 @@ class Service:
                 stock.pins.unpin([chunk])
             yield
         stock.holds.expire(now_s)
-        yield from stock.forget_empty()
+        yield from stock.expire()
+        yield from stock.spaces.forget_empty()
         self._is_expiring = False
 
     def forget_silent(self) -> None:
@@ -247,7 +237,7 @@ class Service:
             case messages.Release():
                 self._release(session, request)
                 return None
-            case messages.Describe():
+            case messages.Describe() | messages.Expire():
                 self._describe(session, request)
                 return None
             case messages.Sending():
@@ -263,9 +253,9 @@ class Service:
                 return self._clear(session, request)
             case messages.Scan():
                 return self._scan(session, request)
-            case messages.Remove():
+            case messages.Remove() | messages.Prolong():
                 session.begin_late()
-                self._core.slices.begin(self._remove(session, request))
+                self._core.slices.begin(self._change(session, request))
                 return None
         return self._done(session, request)
 
@@ -306,21 +296,25 @@ class Service:
                 Refusal.LIMIT, f"a chunk of {layout.slot_bytes} bytes does not fit into the server's {pool_bytes}"
             )
         most = MAX_SPACES if client.socket == IPC else MAX_FAR_SPACES
-        space = stock.enter(Namespace(dict(request.fields)), layout, client.tenant, most)
+        space = stock.spaces.enter(Namespace(dict(request.fields)), layout, client.tenant, most)
         if space is None:
             return limited("namespaces", "too many namespaces are in use")
-        sessions.begin(peer, client, space, request.token, self._core.now())
+        session = sessions.begin(peer, client, space, request.token, self._core.now())
+        session.hears_ends = request.version >= messages.ENDS_VERSION
         return messages.Welcome(request.serial, pool_bytes, self._core.usage(space))
 
     # -- of clients --------------------------------------------------------------------------------------------------
 
     def _lookup(self, session: Session, request: messages.Lookup) -> messages.Answer:
         refs = messages.unpack_pairs(request.refs)
-        found = self._core.stock.lookup(session.space, refs)
+        found, rests_ms = self._core.stock.lookup(session.space, refs, hears_ends=session.hears_ends)
         if session.progress is not None:  # it hands over, and does not send chunks again that are there
             self._hold(chunk for ref in refs if (chunk := session.space.chunks.get(ref)) is not None)
         self._touches.extend((session.space, refs[at : at + _TOUCHED]) for at in range(0, len(refs), _TOUCHED))
-        return messages.Held(request.serial, found, self._core.usage(session.space))
+        usage = self._core.usage(session.space)
+        if rests_ms:
+            return messages.Lasting(request.serial, found, usage, rests_ms)
+        return messages.Held(request.serial, found, usage)
 
     def _nearest(self, session: Session, request: messages.Nearest) -> messages.Answer:
         """Answer with as much as a message may hold; trails beyond that get no neighbours."""
@@ -332,10 +326,15 @@ class Service:
             named.append(near if left_bytes >= 0 else [])
         return messages.Named(request.serial, named)
 
-    def _describe(self, session: Session, request: messages.Describe) -> None:
+    def _describe(self, session: Session, request: messages.Describe | messages.Expire) -> None:
+        """Note the trail, or the end, of a chunk that is being written."""
         lease = session.leases.get(request.lease)
-        if lease is not None and lease.is_write:
-            self._core.stock.describe(lease.chunk, request.trail)
+        if lease is None or not lease.is_write:
+            return
+        if isinstance(request, messages.Describe):
+            lease.chunk.describe(request.trail)
+        else:
+            lease.chunk.until_s = self._core.stock.lifetimes.end_in(request.rest_ms)
 
     def _commit(self, session: Session, request: messages.Commit) -> messages.Answer:
         outcomes = [self._commit_one(session, number, is_whole=request.is_whole) for number in request.leases]
@@ -348,7 +347,7 @@ class Service:
         is_here = bool(session.token) or lease.is_covered
         outcome = self._core.sessions.give_back(session, lease, is_whole=is_whole and is_here)
         if outcome is Outcome.STORED:
-            self._write_behind(lease.chunk)
+            self.writes.begin(lease.chunk)
             if not session.token:
                 self._hold([lease.chunk])
         return outcome
@@ -359,12 +358,25 @@ class Service:
             if lease is not None and not lease.is_write:
                 self._core.sessions.give_back(session, lease, is_whole=True)
 
-    def _remove(self, session: Session, request: messages.Remove) -> Iterator[None]:
-        for ref in messages.unpack_refs(request.refs):
-            self._core.stock.remove(session.space, [ref])
-            yield
+    def _change(self, session: Session, request: messages.Remove | messages.Prolong) -> Iterator[None]:
+        """Remove or prolong chunks, in steps."""
+        space, refs = session.space, messages.unpack_refs(request.refs)
+        if isinstance(request, messages.Remove):
+            for ref in refs:
+                self._core.stock.remove(space, [ref])
+                yield
+        else:
+            if len(refs) != len(request.rests_ms):
+                raise ProtocolError(f"{len(request.rests_ms)} times for {len(refs)} chunks")
+            for ref, rest_ms in zip(refs, request.rests_ms, strict=True):
+                self._prolong(space.chunks.get(ref), rest_ms)
+                yield
         session.num_late -= 1
         self._core.send(session.peer, self._done(session, request), ())
+
+    def _prolong(self, chunk: Chunk | None, rest_ms: int) -> None:
+        if chunk is not None and self._core.stock.lifetimes.prolong(chunk, rest_ms):
+            self.writes.note_end(chunk)
 
     def _clear(self, session: Session, request: messages.Clear) -> messages.Answer | None:
         """Forget the chunks of a namespace. The answer is sent once no crash can bring them back."""
@@ -392,7 +404,7 @@ class Service:
         while self._core.stock.drop_cleared():
             yield
         self._is_dropping = False
-        yield from self._write_waiting()
+        yield from self.writes.go_on()
 
     def _hold(self, chunks: Iterable[Chunk]) -> None:
         """Hold chunks that were handed over until the owner has read them."""
@@ -413,28 +425,3 @@ class Service:
         part = islice(chunks, min(request.first, len(chunks)), request.first + messages.MAX_REFS)
         usage = self._core.usage(session.space)
         return messages.Listing(request.serial, messages.pack_refs(part), len(chunks), usage)
-
-    def _write_behind(self, chunk: Chunk) -> None:
-        """Start to write a chunk to disk, or note that it waits for others."""
-        core, disk = self._core, self._core.disk
-        if disk is None:
-            return
-        if self.num_writing >= self._max_writes or core.stock.has_cleared:
-            self._unwritten.append(chunk)
-            return
-        if not core.stock.prepare_write(chunk, disk.size_of(chunk.space, chunk.ref)):
-            return
-        core.sweep()  # evicted files must be deleted before this write
-        self.num_writing += 1
-
-        def written(size_bytes: int | None) -> None:
-            self.num_writing -= 1
-            core.stock.written(chunk, size_bytes)
-            core.slices.begin(self._write_waiting())
-
-        disk.write(chunk, core.pool.parts(chunk.runs, 0, chunk.size_bytes), written)
-
-    def _write_waiting(self) -> Iterator[None]:
-        while self._unwritten and self.num_writing < self._max_writes and not self._core.stock.has_cleared:
-            self._write_behind(self._unwritten.popleft())
-            yield

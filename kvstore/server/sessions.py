@@ -95,6 +95,7 @@ class Session:
         progress: last report on the hand-overs that it sends; None if it sends no reports, or no longer.
         beat_s: longest time between two such reports, as promised by it; 0 without such a promise.
         attached: description of its memory that is read here; empty if none is.
+        hears_ends: True if it knows times to live.
     """
 
     peer: Peer
@@ -112,6 +113,7 @@ class Session:
     progress: Progress | None = None
     beat_s: float = 0.0
     attached: bytes = b""
+    hears_ends: bool = True
 
     def begin_late(self) -> None:
         """Add to ``num_late`` a request that is answered later, and is to be subtracted then.

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvstore.index.trails import Trails
-from kvstore.model.chunks import ChunkRef
+from kvstore.index.trails import TRAIL_SHARE, Trails
+from kvstore.model.chunks import ChunkRef, is_trail_of
 from kvstore.model.keys import NAMESPACE_ID_BYTES, Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.protocol.messages import pack_refs
@@ -18,6 +18,9 @@ from kvstore.server.pool import pages_of
 
 NO_QUOTA: Final = 1 << 62
 ANY_NAME: Final = "*"  # of the quota for all that are not named
+MAX_SPACES: Final = 4096
+MAX_TENANT_SPACES: Final = MAX_SPACES // 4  # of one tenant
+MAX_FAR_SPACES: Final = MAX_SPACES * 3 // 4  # beyond which network clients cannot add more
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -39,6 +42,7 @@ class Chunk:
         epoch: epoch of its namespace when its write began.
         sums: known checksums of parts of its payload in memory, by offset and length.
         trail: the keys at the ends of its blocks; empty if they are unknown.
+        until_s: end of its time to live, on the server's clock; None for no end.
     """
 
     space: Space
@@ -55,6 +59,7 @@ class Chunk:
     epoch: int = field(init=False)
     sums: dict[tuple[int, int], bytes] = field(default_factory=dict)
     trail: bytes = b""
+    until_s: float | None = None
 
     def __post_init__(self) -> None:
         self.key = self.space.key_of(self.ref)
@@ -76,6 +81,11 @@ class Chunk:
     def is_gone(self) -> bool:
         """True if it cannot be found any more. From any thread."""
         return self.is_dropped or self.is_cleared
+
+    def describe(self, trail: bytes) -> None:
+        """Keep the trail, unless it is large in comparison with the payload."""
+        if is_trail_of(trail, self.ref) and len(trail) <= self.num_bytes // TRAIL_SHARE:
+            self.trail = trail
 
 
 class Quota:
@@ -125,6 +135,7 @@ class SpaceCounters:
     full: int = 0
     failed: int = 0
     evicted_chunks: int = 0
+    expired_chunks: int = 0
 
 
 @dataclass
@@ -142,6 +153,7 @@ class Space:
         stored_bytes: bytes of the chunks that can be found.
         epoch: number of times that it was cleared.
         num_sessions: number of clients that use it now.
+        num_ending: number of chunks with a time to live, those that were cleared but not dropped included.
     """
 
     namespace: Namespace
@@ -153,6 +165,7 @@ class Space:
     stored_bytes: int = 0
     epoch: int = 0
     num_sessions: int = 0
+    num_ending: int = 0
     counters: SpaceCounters = field(default_factory=SpaceCounters)
 
     def __post_init__(self) -> None:
@@ -208,3 +221,47 @@ class Quotas:
         if quota is None:
             quota = self._known[tenant, name] = Quota(tenant, name, self._given.get(name, NO_QUOTA))
         return quota
+
+
+class Spaces(dict[bytes, Space]):
+    """All namespaces by id. Belongs to the thread that decides.
+
+    Args:
+        quotas: the quotas of their chunks.
+    """
+
+    def __init__(self, quotas: Quotas) -> None:
+        super().__init__()
+        self.quotas = quotas
+        self._forgotten: list[Space] = []
+
+    def enter(self, namespace: Namespace, layout: KVLayout, tenant: str = "", most: int = MAX_SPACES) -> Space | None:
+        """Return a tenant's space of a namespace; None if it would exceed ``most``, or the tenant's bound."""
+        fresh = Space(namespace, layout, tenant)
+        space = self.get(fresh.id)
+        if space is not None:
+            return space
+        if self._is_crowded(tenant, most):
+            next(self.forget_empty(), None)
+        if self._is_crowded(tenant, most):
+            return None
+        fresh.quota = self.quotas.find(tenant, namespace, fresh.id)
+        self[fresh.id] = fresh
+        return fresh
+
+    def _is_crowded(self, tenant: str, most: int) -> bool:
+        if tenant and sum(space.tenant == tenant for space in self.values()) >= MAX_TENANT_SPACES:
+            return True
+        return len(self) >= most
+
+    def forget_empty(self) -> Iterator[None]:
+        """Forget namespaces without chunks or clients, one in each step."""
+        for space in list(self.values()):
+            if not (space.num_sessions or space.chunks or space.used_bytes) and space.id in self:
+                self._forgotten.append(self.pop(space.id))
+                yield
+
+    def take_forgotten(self) -> list[Space]:
+        """Take the forgotten namespaces, whose folders are to be deleted after their removals."""
+        forgotten, self._forgotten = self._forgotten, []
+        return forgotten

@@ -15,24 +15,20 @@ chunks, the least recently used first.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
 from kvstore.index.entries import Departed
 from kvstore.index.plans import MissReason
-from kvstore.index.trails import TRAIL_SHARE, Trails
-from kvstore.model.chunks import ChunkRef, Outcome, is_trail_of
-from kvstore.model.keys import Namespace
-from kvstore.model.layout import KVLayout
+from kvstore.index.trails import Trails
+from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.policies import Policy, open_policy
 from kvstore.protocol.payload import PAGE_BYTES, Run
+from kvstore.server.lifetimes import NO_END_MS, Lifetimes
 from kvstore.server.pins import Holds, Pins
 from kvstore.server.pool import FreePages
-from kvstore.server.spaces import Chunk, Quota, Quotas, Space
-
-MAX_SPACES = 4096
-MAX_TENANT_SPACES = MAX_SPACES // 4  # of one tenant
-MAX_FAR_SPACES = MAX_SPACES * 3 // 4  # beyond which network clients cannot add more
+from kvstore.server.spaces import Chunk, Quota, Quotas, Space, Spaces
 
 
 class Stock:
@@ -46,6 +42,7 @@ class Stock:
         disk_policy: eviction policy of the disk.
         quotas: bytes by tenant, model or id; see ``Quotas``.
         first_stamp: first value of ``stamp``; later than any that clients know from an earlier server.
+        now: the monotonic time in seconds.
     """
 
     def __init__(
@@ -58,14 +55,15 @@ class Stock:
         disk_policy: str = "ADAPTIVE",
         quotas: Mapping[str, int] | None = None,
         first_stamp: int = 0,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.spaces: dict[bytes, Space] = {}
+        self.spaces = Spaces(Quotas(quotas or {}))
         self.departed = Departed()
         self.stamp = first_stamp  # counts the changes of the sizes that are reported to clients
         self.num_in_memory = 0
         self.holds = Holds()
+        self.lifetimes = Lifetimes(now)
         self._disk_bytes = disk_bytes
-        self.quotas = Quotas(quotas or {})
         self._free = free
         self._memory = open_policy(policy, pool_bytes)
         self.pins = Pins(self._memory, pool_bytes // 2)
@@ -73,63 +71,33 @@ class Stock:
         self._chunks: dict[bytes, Chunk] = {}  # all that are not dropped, by key
         self._cleared: deque[tuple[dict[ChunkRef, Chunk], Trails]] = deque()  # yet to be dropped
         self._removals: list[tuple[Space, ChunkRef]] = []
-        self._forgotten: list[Space] = []
 
     @property
     def num_on_disk(self) -> int:
         """Number of chunks on disk."""
         return len(self._disk)
 
-    # -- namespaces --------------------------------------------------------------------------------------------------
-
-    def enter(self, namespace: Namespace, layout: KVLayout, tenant: str = "", most: int = MAX_SPACES) -> Space | None:
-        """Return a tenant's space of a namespace; None if it would exceed ``most``, or the tenant's bound."""
-        fresh = Space(namespace, layout, tenant)
-        space = self.spaces.get(fresh.id)
-        if space is not None:
-            return space
-        if self._is_crowded(tenant, most):
-            next(self.forget_empty(), None)
-        if self._is_crowded(tenant, most):
-            return None
-        fresh.quota = self.quotas.find(tenant, namespace, fresh.id)
-        self.spaces[fresh.id] = fresh
-        return fresh
-
-    def _is_crowded(self, tenant: str, most: int) -> bool:
-        if tenant and sum(space.tenant == tenant for space in self.spaces.values()) >= MAX_TENANT_SPACES:
-            return True
-        return len(self.spaces) >= most
-
-    def forget_empty(self) -> Iterator[None]:
-        """Forget namespaces without chunks or clients, one in each step."""
-        for space in list(self.spaces.values()):
-            if not (space.num_sessions or space.chunks or space.used_bytes) and space.id in self.spaces:
-                self._forgotten.append(self.spaces.pop(space.id))
-                yield
-
-    def take_forgotten(self) -> list[Space]:
-        """Take the forgotten namespaces, whose folders are to be deleted after their removals."""
-        forgotten, self._forgotten = self._forgotten, []
-        return forgotten
-
     # -- looking -----------------------------------------------------------------------------------------------------
 
-    def lookup(self, space: Space, refs: Sequence[ChunkRef]) -> bytes:
-        """Return one byte for each chunk: 1 if it can be read."""
-        chunks = space.chunks
-        found = bytes([ref in chunks for ref in refs])
+    def lookup(self, space: Space, refs: Sequence[ChunkRef], *, hears_ends: bool = True) -> tuple[bytes, list[int]]:
+        """Return one byte for each chunk, 1 if it can be read, and the rest of each one's time to live in ms.
+
+        The rest is 0 for chunks without an end, and there are no rests if no chunk found has one. Clients that do not
+        hear of ends would keep such chunks for longer, so they find none.
+        """
+        chunks, rests_ms = space.chunks, list[int]()
+        if space.num_ending:
+            rests_ms = self.lifetimes.rests_ms(map(chunks.get, refs))
+            found = bytes([rest == NO_END_MS or (hears_ends and rest > 0) for rest in rests_ms])
+        else:
+            found = bytes([ref in chunks for ref in refs])
         counters = space.counters
         counters.lookups += 1
         num_found = sum(found)
         counters.found_chunks += num_found
         counters.missing_chunks += len(found) - num_found
-        return found
-
-    def describe(self, chunk: Chunk, trail: bytes) -> None:
-        """Keep the trail of a chunk that is being written, unless it is large in comparison with the payload."""
-        if is_trail_of(trail, chunk.ref) and len(trail) <= chunk.num_bytes // TRAIL_SHARE:
-            chunk.trail = trail
+        has_ends = hears_ends and any(rest > 0 for rest in rests_ms)
+        return found, [max(rest, NO_END_MS) for rest in rests_ms] if has_ends else []
 
     def touch(self, space: Space, refs: Sequence[ChunkRef]) -> None:
         """Report a lookup of chunks, in the order of a prompt, to the policies."""
@@ -141,7 +109,7 @@ class Stock:
     def why(self, space: Space, ref: ChunkRef) -> str:
         """Return the places of a chunk, or the reason why it is in none, for people to read."""
         chunk = space.chunks.get(ref)
-        if chunk is None:
+        if chunk is None or self.lifetimes.hides(chunk):
             key = space.key_of(ref)
             reason = MissReason.REMOVED if key in self._chunks else self.departed.reason(key)
             return (reason or MissReason.NEVER_STORED).value
@@ -202,6 +170,7 @@ class Stock:
         if chunk.trail:
             chunk.space.trails.add(chunk.trail)
         self._chunks[chunk.key] = chunk
+        self.lifetimes.enter(chunk)
         chunk.space.quota.touch(chunk)
         if chunk.runs:
             self._enter_memory(chunk)
@@ -215,10 +184,12 @@ class Stock:
         if not chunk.is_pinned:
             self._memory.add(chunk.key, chunk.size_bytes)
 
-    def acquire(self, space: Space, ref: ChunkRef) -> Generator[None, None, Chunk | Outcome]:
+    def acquire(
+        self, space: Space, ref: ChunkRef, *, hears_ends: bool = True
+    ) -> Generator[None, None, Chunk | Outcome]:
         """Take a chunk into use, in steps; it must be read from disk if it is not whole. Else return the outcome."""
         chunk = space.chunks.get(ref)
-        if chunk is None:
+        if chunk is None or self.lifetimes.hides(chunk, hears_ends=hears_ends):
             return Outcome.MISS
         chunk.uses += 1
         if not chunk.runs:
@@ -257,11 +228,13 @@ class Stock:
 
     # -- the disk ----------------------------------------------------------------------------------------------------
 
-    def found_on_disk(self, space: Space, ref: ChunkRef, size_bytes: int, trail: bytes = b"") -> None:
+    def found_on_disk(
+        self, space: Space, ref: ChunkRef, size_bytes: int, trail: bytes = b"", until_s: float | None = None
+    ) -> None:
         """Add a chunk that an earlier server stored."""
-        chunk = Chunk(space, ref)
+        chunk = Chunk(space, ref, until_s=until_s)
         if trail:
-            self.describe(chunk, trail)
+            chunk.describe(trail)
         chunk.disk_bytes = size_bytes
         space.used_bytes += chunk.size_bytes
         self._admit(chunk)
@@ -324,6 +297,14 @@ class Stock:
             self._drop(chunk, MissReason.REMOVED)
         return len(found)
 
+    def expire(self) -> Iterator[None]:
+        """Forget the chunks whose time to live is over, one in each step."""
+        while (key := self.lifetimes.take_due()) is not None:
+            chunk = self._chunks[key]
+            chunk.space.counters.expired_chunks += 1
+            self._drop(chunk, MissReason.REMOVED)
+            yield
+
     def clear(self, space: Space) -> int:
         """Forget all chunks of a namespace, and those just being written; return their number.
 
@@ -384,6 +365,7 @@ class Stock:
             chunk.disk_bytes = 0
         self.pins.drop(chunk)
         self.holds.drop(chunk)
+        self.lifetimes.drop(chunk)
         chunk.is_dropped = True
         if not chunk.uses:
             self._unmap(chunk)

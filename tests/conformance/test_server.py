@@ -140,7 +140,7 @@ class TestRestarted(Served):
 
     def _settle(self) -> None:
         service = self.server.hub.service
-        wait_for("all is on disk", lambda: not service.is_changing_files)
+        wait_for("all is on disk", lambda: not service.writes.is_changing_files)
 
     def raw_read(self, ref: ChunkRef) -> bytes | None:
         """Return ``b"there"`` if the server has it, in memory or in a file that will be used; else None."""

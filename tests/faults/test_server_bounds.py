@@ -45,7 +45,7 @@ def fill(server: ServerThread) -> None:
     filled: Future[None] = Future()
 
     def work() -> None:
-        space = server.hub.stock.enter(Namespace({"model": "small"}), SMALL)
+        space = server.hub.stock.spaces.enter(Namespace({"model": "small"}), SMALL)
         assert space is not None
         for number in range(4000):
             chunk = whole(server.hub.stock.reserve(space, make_ref(number, 1)))
@@ -77,7 +77,7 @@ class TestDiskThreads:
             tier.put([make_transfer(EVEN, ref) for ref in refs])
             settle(server)
             assert server.hub.stock.num_on_disk == 2
-            assert server.hub.service.num_writing == 0
+            assert server.hub.service.writes.num_writing == 0
             tier.remove(refs)  # and no turn is left behind
             settle(server)
             tier.close()
@@ -143,11 +143,13 @@ class TestManyNamespaces:
         with serving_ipc(disk=DiskOptions(tmp_path, 1 << 20)) as server:
             self.come_and_go(server, 0)
             service = server.hub.service
-            wait_for("the first is forgotten", lambda: not server.hub.stock.spaces and not service.is_changing_files)
+            wait_for(
+                "the first is forgotten", lambda: not server.hub.stock.spaces and not service.writes.is_changing_files
+            )
             before = threading.active_count(), psutil.Process().num_fds()
             for number in range(1, 20):
                 self.come_and_go(server, number)
-            wait_for("all are forgotten", lambda: not server.hub.stock.spaces and not service.is_changing_files)
+            wait_for("all are forgotten", lambda: not server.hub.stock.spaces and not service.writes.is_changing_files)
             assert [path for path in tmp_path.iterdir() if not path.name.startswith(".")] == []
             wait_for("no more threads", lambda: threading.active_count() <= before[0] + 8)  # those of the pools
             wait_for("no more descriptors", lambda: psutil.Process().num_fds() <= before[1])
@@ -261,9 +263,9 @@ class TestGrants:
                 time.sleep(0.05)  # so that the other client's message has arrived, even on a busy machine
                 return (yield from reserve(space, ref))
 
-            def watched(space: Space, refs: Sequence[ChunkRef]) -> bytes:
+            def watched(space: Space, refs: Sequence[ChunkRef], *, hears_ends: bool = True) -> tuple[bytes, list[int]]:
                 seen.append(space.counters.evicted_chunks)
-                return lookup(space, refs)
+                return lookup(space, refs, hears_ends=hears_ends)
 
             server.hub.stock.lookup = watched  # type: ignore[method-assign]
             server.hub.stock.reserve = slowly  # type: ignore[method-assign]

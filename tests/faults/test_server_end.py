@@ -29,7 +29,7 @@ from kvstore.tiers.disk.tier import DiskTier
 class TestEnd:
     def test_a_second_signal_does_not_wait_for_the_disk(self) -> None:
         server = ServerThread(ServerOptions(1 << 20, tcp=TcpAddress("127.0.0.1", 0), drain_s=600.0))
-        server.hub.service.num_writing = 1
+        server.hub.service.writes.num_writing = 1
         server.hub.stop()
         assert not server.hub._hurry.is_set()
         wait_for("it is closing", lambda: server.hub.core.is_closing)
@@ -82,10 +82,10 @@ class TestEnd:
         with serving_tcp(disk=disk) as server:
             tier = open_tier(server.url)
             tier.put([make_transfer(EVEN, A), make_transfer(EVEN, B)])
-            wait_for("both are on disk", lambda: not server.hub.service.num_writing)
+            wait_for("both are on disk", lambda: not server.hub.service.writes.num_writing)
             tier.clear()
             tier.put([make_transfer(EVEN, B, version=1)])
-            wait_for("it is on disk", lambda: not server.hub.service.num_writing)
+            wait_for("it is on disk", lambda: not server.hub.service.writes.num_writing)
             shutil.copytree(disk.folder, copy)  # as a crash would leave it now
             assert tier.contains([A, B]) == [False, True]
             tier.close()
@@ -119,12 +119,12 @@ class TestEnd:
         server = ServerThread(ServerOptions(1 << 20, tcp=TcpAddress("127.0.0.1", 0), drain_s=600.0))
         tier = open_tier(server.url)
         tier.put([make_transfer(EVEN, A)])
-        server.hub.service.num_writing = 1
+        server.hub.service.writes.num_writing = 1
         server.hub.stop()
         wait_for("it is closing", lambda: server.hub.core.is_closing)
         assert tier.put([make_transfer(EVEN, B)]) == [Outcome.FAILED]
         assert check_read(tier, A) is Outcome.HIT
-        server.hub.service.num_writing = 0
+        server.hub.service.writes.num_writing = 0
         server.close()
         assert server.drained is True
         tier.close()

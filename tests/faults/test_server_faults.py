@@ -22,7 +22,7 @@ from kvstore.model.chunks import Outcome
 from kvstore.model.errors import ClosedError, ConfigError, TierError
 from kvstore.protocol import messages
 from kvstore.protocol.contexts import close_context
-from kvstore.protocol.messages import pack_outcomes
+from kvstore.protocol.outcomes import pack_outcomes
 from kvstore.server.hub import Hub
 from kvstore.server.options import ServerOptions, TcpAddress
 from kvstore.testing.harness import EVEN, make_buffer, make_ref, make_transfer

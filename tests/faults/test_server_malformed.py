@@ -23,7 +23,7 @@ from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.protocol import messages
 from kvstore.protocol.contexts import close_context, open_context
-from kvstore.protocol.messages import pack_outcomes
+from kvstore.protocol.outcomes import pack_outcomes
 from kvstore.protocol.payload import Geometry, checksum
 from kvstore.server import connections, sessions
 from kvstore.testing.harness import EVEN, MINE, make_payload, make_transfer
@@ -138,7 +138,7 @@ class TestMalformed:
         context = open_context()
         connection = ServerConnection(context, parse_server(server.url, {}))
         hello = messages.Hello(1, 99, {}, Geometry.of(EVEN), 0, connection.token)
-        with pytest.raises(TierError, match="versions 1 to 3 of the protocol, not 99"):
+        with pytest.raises(TierError, match="versions 1 to 4 of the protocol, not 99"):
             connection.ask(hello, messages.Welcome)
         with pytest.raises(NoSessionError):
             connection.ask(messages.Lookup(2, b""), messages.Held)
@@ -358,7 +358,7 @@ class TestHellos:
             layout = KVLayout((4096,), 1, 16, 16)
             for number in range(1000):
                 fields = {"model": f"model {number}", "more": "x" * field_characters}
-                space = server.hub.stock.enter(Namespace(fields), layout)
+                space = server.hub.stock.spaces.enter(Namespace(fields), layout)
                 assert space is not None
                 space.used_bytes = number
             tree = server.hub._stats()

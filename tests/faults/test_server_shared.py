@@ -63,14 +63,14 @@ class TestManyNamespaces:
             small, large = open_tier(server.url), open_tier(server.url, BIG, Namespace({"model": "big"}))
             refs = [make_ref(number) for number in range(500)]
             small.put([make_transfer(EVEN, ref) for ref in refs])
-            wait_for("all is on disk", lambda: server.hub.service.num_unwritten == 0)
+            wait_for("all is on disk", lambda: server.hub.service.writes.num_unwritten == 0)
             small.remove(refs[::2])
             ref = make_ref(1)
             assert large.put([make_transfer(BIG, ref)]) == [Outcome.STORED]
             (space,) = (s for s in server.hub.stock.spaces.values() if s.layout == BIG)
             assert len(space.chunks[ref].runs) > 1
             assert check_read(large, ref, BIG) is Outcome.HIT
-            wait_for("all is on disk", lambda: server.hub.service.num_unwritten == 0)
+            wait_for("all is on disk", lambda: server.hub.service.writes.num_unwritten == 0)
             for number in range(600):  # until only the disk has it
                 small.put([make_transfer(EVEN, make_ref(1000 + number))])
             assert check_read(large, ref, BIG) is Outcome.HIT

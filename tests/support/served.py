@@ -61,7 +61,7 @@ def check_quiet(server: ServerThread) -> None:
 def settle(server: ServerThread) -> None:
     """Wait until the disk has everything."""
     service = server.hub.service
-    wait_for("nothing is on its way to disk", lambda: not service.is_changing_files)
+    wait_for("nothing is on its way to disk", lambda: not service.writes.is_changing_files)
 
 
 class Raw:

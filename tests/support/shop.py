@@ -10,7 +10,7 @@ from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.protocol import messages
-from kvstore.protocol.messages import outcome_of
+from kvstore.protocol.outcomes import outcome_of
 from kvstore.protocol.payload import PAGE_BYTES, Geometry, Run, checksum
 from kvstore.server.clients import IPC, OURSELVES, TCP
 from kvstore.server.core import Core
@@ -58,7 +58,7 @@ class Shop:
         self.sessions = Sessions(self.stock, pool_bytes, {IPC: 8, TCP: 8})
 
     def _enter(self) -> Space:
-        space = self.stock.enter(Namespace({"model": "mine"}), LAYOUT)
+        space = self.stock.spaces.enter(Namespace({"model": "mine"}), LAYOUT)
         assert space is not None
         return space
 
@@ -88,7 +88,8 @@ class Desk:
         for run in allocated:
             self.pool.add(run)
         self.disk = Disk(disk, self._report) if disk is not None else None
-        self.stock = Stock(self.pool.num_bytes, self.pool.free, disk_bytes=disk.capacity_bytes if disk else 0)
+        disk_bytes = disk.capacity_bytes if disk else 0
+        self.stock = Stock(self.pool.num_bytes, self.pool.free, disk_bytes=disk_bytes, now=self._now)
         self.sessions = Sessions(self.stock, self.pool.num_bytes, {IPC: 8, TCP: 8})
         self.now_s = 0.0
         self.step_s = 0.0  # how long each reading of the clock takes
@@ -133,9 +134,9 @@ class Desk:
         self.service.handle(self.peer, [messages.encode(request), *frames])
         return self.sent[-1] if len(self.sent) > before else None
 
-    def hello(self, token: bytes = b"") -> Any:
+    def hello(self, token: bytes = b"", version: int = messages.PROTOCOL_VERSION) -> Any:
         fields: dict[str, str | int] = {"model": "mine"}
-        return self.ask(messages.Hello(1, messages.PROTOCOL_VERSION, fields, Geometry.of(LAYOUT), 0, token))
+        return self.ask(messages.Hello(1, version, fields, Geometry.of(LAYOUT), 0, token))
 
     def lease(self, request: type[messages.Reserve | messages.Acquire], ref: ChunkRef) -> int:
         (grant,) = self.ask(request(2, messages.pack_refs([ref]))).grants

@@ -106,7 +106,7 @@ def test_a_server_that_runs_keeps_its_folder(tmp_path: Path) -> None:
         assert tier.put([make_transfer(ref) for ref in REFS]) == [Outcome.STORED] * 15
         tier.close()
         wait_for("chunks have a place on disk", lambda: server.hub.stock.num_on_disk == 15)  # after the store
-        wait_for("they are there", lambda: server.hub.service.num_unwritten == 0)
+        wait_for("they are there", lambda: server.hub.service.writes.num_unwritten == 0)
         assert verify(str(folder)).faults == []
         with pytest.raises(FolderOwnedError):
             verify(str(folder), fix=True)

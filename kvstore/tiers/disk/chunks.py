@@ -16,12 +16,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kvstore.format.chunkfile import LAST_END_S, chunk_name
+from kvstore.format.chunkfile import chunk_name
 from kvstore.model.chunks import ChunkRef, Presence
 from kvstore.model.errors import TierError
 from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.model.layout import KVLayout
-from kvstore.model.lifetime import Lifetime
+from kvstore.model.lifetime import LAST_END_S, Lifetime
 from kvstore.tiers.disk import survey
 from kvstore.tiers.disk.folder import (
     DEAD_PREFIX,

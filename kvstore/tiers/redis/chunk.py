@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,14 +20,14 @@ from typing import NamedTuple
 from redis.exceptions import ExecAbortError, OutOfMemoryError, ResponseError
 
 from kvstore.format import chunkfile
-from kvstore.format.chunkfile import LAST_END_S, Encoding
+from kvstore.format.chunkfile import Encoding
 from kvstore.format.codecs import Codec
 from kvstore.format.coding import ChunkCoder, Image, is_foreign
 from kvstore.memory.scratch import Scratch
 from kvstore.model.chunks import ByteArray, ChunkRef
 from kvstore.model.keys import ChunkKey
 from kvstore.model.layout import KVLayout
-from kvstore.model.lifetime import Lifetime
+from kvstore.model.lifetime import Lifetime, rest_ms
 from kvstore.tiers.redis.connection import Buffer, RedisConnection, Reply, pack
 from kvstore.tiers.redis.names import Home
 
@@ -202,7 +201,7 @@ class ChunkIO:
                 commands.append(_expiry_command(final, until_s))
         if spare := keys[1 + len(fresh) :]:  # an older chunk may have more parts
             commands.append(pack("UNLINK", *spare))
-        expiry = ("PX", _rest_ms(until_s)) if until_s is not None else ("EX", self._ttl_s) if self._ttl_s else ()
+        expiry = ("PX", rest_ms(until_s)) if until_s is not None else ("EX", self._ttl_s) if self._ttl_s else ()
         return [*commands, pack("SET", keys[0], value, *expiry), pack("EXEC")]
 
     def limit_commands(self, home: Home, lifetime: Lifetime) -> list[bytes]:
@@ -339,12 +338,7 @@ class CodedIO(ChunkIO):
 
 
 def _expiry_command(key: bytes, until_s: float | None) -> bytes:
-    return pack("PERSIST", key) if until_s is None else pack("PEXPIRE", key, _rest_ms(until_s))
-
-
-def _rest_ms(until_s: float) -> int:
-    """Return the time until an end; the servers' clocks may differ from ours, so they are told no end."""
-    return max(1, int((min(until_s, LAST_END_S) - time.time()) * 1000))
+    return pack("PERSIST", key) if until_s is None else pack("PEXPIRE", key, rest_ms(until_s))
 
 
 def _fresh_keys(home: Home, chunk: Outgoing, write_id: bytes) -> list[bytes]:

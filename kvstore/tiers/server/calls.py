@@ -5,27 +5,50 @@ All raise ``TierError`` if the server fails, or does not answer about every chun
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from kvstore.model.chunks import ChunkRef, Outcome, is_trail_of
+from kvstore.model.chunks import ChunkRef, Outcome, Presence, is_trail_of
 from kvstore.model.errors import TierError
 from kvstore.model.keys import PREFIX_KEY_BYTES
+from kvstore.model.lifetime import Lifetime, rest_ms
 from kvstore.protocol import messages
-from kvstore.protocol.messages import outcome_of
+from kvstore.protocol.outcomes import outcome_of
 from kvstore.tiers.base import MAX_NEAREST
 from kvstore.tiers.server.connection import ServerConnection
 
 Item = TypeVar("Item")
 
 
-def lookup(connection: ServerConnection, refs: Sequence[ChunkRef]) -> list[bool]:
+def lookup(connection: ServerConnection, refs: Sequence[ChunkRef]) -> list[Presence]:
     """Tell for each chunk if the server has it, in one round trip for thousands."""
-    found: list[bool] = []
+    found: list[Presence] = []
     for part in _parts(refs, messages.MAX_REFS):
-        answer = connection.ask(messages.Lookup(connection.new_serial(), messages.pack_refs(part)), messages.Held)
-        found += [byte == 1 for byte in _complete(answer.found, part)]
+        question, now_s = messages.Lookup(connection.new_serial(), messages.pack_refs(part)), time.time()
+        answer = connection.ask(question, messages.Held)
+        there = [byte == 1 for byte in _complete(answer.found, part)]
+        if isinstance(answer, messages.Lasting):  # counted from the earliest moment of the answer
+            rests = zip(there, _complete(answer.rests_ms, part), strict=True)
+            found += [is_there and (rest == 0 or now_s + rest / 1000) for is_there, rest in rests]
+        else:
+            found += there
     return found
+
+
+def prolong(connection: ServerConnection, lifetimes: Sequence[Lifetime]) -> None:
+    """Let chunks stay for longer, or without end, at a server that keeps times to live."""
+    for part in _parts(lifetimes if connection.knows(messages.Prolong) else (), messages.MAX_REFS):
+        refs = messages.pack_refs(one.ref for one in part)
+        rests_ms = [0 if one.until_s is None else rest_ms(one.until_s) for one in part]
+        connection.ask(messages.Prolong(connection.new_serial(), refs, rests_ms), messages.Done)
+
+
+def expire(connection: ServerConnection, lease: int, until_s: float | None) -> bool:
+    """Send the end of a chunk that is being written; returns False if the server would keep it without end."""
+    if until_s is not None and connection.knows(messages.Expire):
+        connection.send(messages.Expire(connection.new_serial(), lease, rest_ms(until_s)))
+    return until_s is None or connection.knows(messages.Expire)
 
 
 def nearest(connection: ServerConnection, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:

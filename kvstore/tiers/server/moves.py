@@ -18,7 +18,7 @@ from kvstore.memory.mapped import map_bytes, populate_read
 from kvstore.model.chunks import ByteArray, Outcome
 from kvstore.model.errors import ClosedError, ProtocolError, TierError
 from kvstore.protocol import messages
-from kvstore.protocol.messages import number_of
+from kvstore.protocol.outcomes import number_of
 from kvstore.protocol.payload import checksum, extents, scatter
 from kvstore.tiers.server.connection import ServerConnection
 

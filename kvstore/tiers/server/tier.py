@@ -21,13 +21,14 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from kvstore.index.trails import TRAIL_SHARE, is_trail
-from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome, Presence
 from kvstore.model.errors import InvalidCallError, TierError
 from kvstore.model.keys import PREFIX_KEY_BYTES, Namespace
 from kvstore.model.layout import KVLayout
+from kvstore.model.lifetime import Lifetime
 from kvstore.model.throttle import Throttle
 from kvstore.protocol import messages
-from kvstore.protocol.messages import outcome_of
+from kvstore.protocol.outcomes import outcome_of
 from kvstore.protocol.payload import Geometry
 from kvstore.tiers.base import (
     MAX_LENT,
@@ -93,14 +94,30 @@ class ServerTier(Tier):
             lambda connection: connection.ask(messages.Ping(connection.new_serial()), messages.Report)
         )
 
-    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+    def contains(self, refs: Sequence[ChunkRef]) -> list[Presence]:
         """Tell for each chunk if the server holds it, in memory or on disk, in one round trip for thousands.
 
         Raises:
             TierError: the server failed.
         """
         self._connections.require_open()
-        return self._use(partial(calls.lookup, refs=refs), [False] * len(refs)) if refs else []
+        missing: list[Presence] = [False] * len(refs)
+        return self._use(partial(calls.lookup, refs=refs), missing) if refs else []
+
+    @property
+    def keeps_lifetimes(self) -> bool:
+        """See ``Tier``; True if the last server that was reached keeps times to live."""
+        return self._connections.know(messages.Expire)
+
+    def limit(self, lifetimes: Sequence[Lifetime]) -> None:
+        """Let chunks held stay for longer, or without end; a longer time that another engine has set stays.
+
+        Raises:
+            TierError: the server failed.
+        """
+        self._connections.require_open()
+        if lifetimes and self.keeps_lifetimes:
+            self._use(partial(calls.prolong, lifetimes=lifetimes), None)
 
     @property
     def keeps_trails(self) -> bool:
@@ -252,7 +269,9 @@ class ServerTier(Tier):
         (grant,) = calls.grants(connection, messages.Reserve, [transfer.ref])
         outcome = outcome_of(grant.outcome)
         if grant.lease:
-            is_whole = self._mover.write(connection, transfer.buffer, grant)
+            is_whole = calls.expire(connection, grant.lease, transfer.until_s) and self._mover.write(
+                connection, transfer.buffer, grant
+            )
             calls.describe(connection, grant.lease, transfer.ref, transfer.trail)
             (outcome,) = calls.commit(connection, [grant.lease], is_whole=is_whole)
         return outcome

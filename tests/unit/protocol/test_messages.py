@@ -12,7 +12,7 @@ from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import ProtocolError
 from kvstore.model.layout import KVLayout
 from kvstore.protocol import messages
-from kvstore.protocol.messages import number_of, outcome_of
+from kvstore.protocol.outcomes import number_of, outcome_of
 from kvstore.protocol.payload import MAX_CHUNK_PARTS, PAGE_BYTES, Geometry, checksum, extents
 from kvstore.server.pool import FreePages
 

@@ -40,7 +40,7 @@ def write(shop: Shop, chunk: Chunk) -> None:
 
 
 def enter(stock: Stock, name: str, layout: KVLayout = LAYOUT) -> Space:
-    space = stock.enter(Namespace({"model": name}), layout)
+    space = stock.spaces.enter(Namespace({"model": name}), layout)
     assert space is not None
     return space
 
@@ -55,7 +55,7 @@ def test_nothing_is_found_before_anything_is_dropped() -> None:
     shop.stock.touch(shop.space, REFS)
     assert shop.stock.clear(shop.space) == len(REFS)
     assert shop.free.num_free == 0
-    assert not any(shop.stock.lookup(shop.space, REFS))
+    assert not any(shop.stock.lookup(shop.space, REFS)[0])
     assert shop.acquire(ONE) is Outcome.MISS
     assert {shop.stock.why(shop.space, ref) for ref in REFS} == {"removed"}
     assert (len(shop.space.chunks), shop.space.used_bytes, shop.stock.remove(shop.space, REFS)) == (0, 0, 0)
@@ -129,7 +129,7 @@ def test_what_is_stored_after_it_stays() -> None:
 def test_a_namespace_that_comes_again_is_none_of_its_business() -> None:
     shop = full()
     shop.stock.clear(shop.space)
-    list(shop.stock.forget_empty())
+    list(shop.stock.spaces.forget_empty())
     shop.space = enter(shop.stock, "mine")
     fresh = shop.store(ONE)
     drop_all(shop)
@@ -298,7 +298,7 @@ def test_what_waited_for_a_clear_is_written(tmp_path: Path) -> None:
 
     def is_written() -> bool:
         settle(desk)
-        return not desk.service.is_changing_files
+        return not desk.service.writes.is_changing_files
 
     for ref in REFS[:3]:
         store(ref)
@@ -307,7 +307,7 @@ def test_what_waited_for_a_clear_is_written(tmp_path: Path) -> None:
     desk.ask(messages.Clear(7))
     desk.step_s = 0.0
     store(ONE)
-    assert desk.service.num_unwritten == 1
+    assert desk.service.writes.num_unwritten == 1
     wait_for("it is written", is_written)
     (space,) = desk.stock.spaces.values()
     assert (space.chunks[ONE].disk_bytes > 0, desk.stock.num_on_disk) == (True, 1)

@@ -158,6 +158,6 @@ def test_chunks_of_past_epochs_are_not_found_at_start(tmp_path: Path) -> None:
         assert written(disk, chunk_of(ONE, namespace), payload(1)) is not None
     disk.close(HANG_GUARD_S)
     again = open_disk(tmp_path / "disk")
-    assert [space.namespace for space, _, _ in again.open_all()] == spaces[:1]
+    assert [former.space.namespace for former in again.open_all()] == spaces[:1]
     again.close(HANG_GUARD_S)
     assert len([path for path in (tmp_path / "disk").iterdir() if len(path.name) == 16]) == 1

@@ -24,7 +24,7 @@ from kvstore.model.errors import ChannelError, TierError
 from kvstore.model.layout import KVLayout
 from kvstore.model.throttle import Throttle
 from kvstore.protocol import messages
-from kvstore.protocol.messages import outcome_of
+from kvstore.protocol.outcomes import outcome_of
 from kvstore.protocol.payload import Geometry, checksum
 from kvstore.server import offers, payload
 from kvstore.testing.harness import MINE

@@ -21,7 +21,7 @@ POOL_PAGES = 3000
 
 
 def enter(stock: Stock, model: str, layout: KVLayout) -> Space:
-    space = stock.enter(Namespace({"model": model}), layout)
+    space = stock.spaces.enter(Namespace({"model": model}), layout)
     assert space is not None
     return space
 

@@ -8,8 +8,8 @@ from support.shop import CHUNK_BYTES, LAYOUT, ONE, TWO, whole
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.keys import Namespace
 from kvstore.server.pool import FreePages
-from kvstore.server.spaces import Space
-from kvstore.server.stock import MAX_FAR_SPACES, MAX_SPACES, MAX_TENANT_SPACES, Stock
+from kvstore.server.spaces import MAX_FAR_SPACES, MAX_SPACES, MAX_TENANT_SPACES, Space
+from kvstore.server.stock import Stock
 from kvstore.testing.harness import make_ref
 
 QUOTAS = {"model": 2 * CHUNK_BYTES, "team": 2 * CHUNK_BYTES, "*": CHUNK_BYTES}
@@ -21,7 +21,7 @@ def stock() -> Stock:
 
 
 def enter(stock: Stock, tenant: str = "", **fields: str) -> Space:
-    space = stock.enter(Namespace({"model": "model", **fields}), LAYOUT, tenant)
+    space = stock.spaces.enter(Namespace({"model": "model", **fields}), LAYOUT, tenant)
     assert space is not None
     return space
 
@@ -78,11 +78,11 @@ def test_a_tenant_cannot_take_all_namespaces() -> None:
     stock = Stock(64 * CHUNK_BYTES, FreePages(128), policy="LRU")
     for number in range(MAX_TENANT_SPACES):
         enter(stock, "a", model=str(number)).num_sessions = 1
-    assert stock.enter(Namespace({"model": "more"}), LAYOUT, "a") is None
-    assert stock.enter(Namespace({"model": "more"}), LAYOUT, "b", MAX_FAR_SPACES) is not None
+    assert stock.spaces.enter(Namespace({"model": "more"}), LAYOUT, "a") is None
+    assert stock.spaces.enter(Namespace({"model": "more"}), LAYOUT, "b", MAX_FAR_SPACES) is not None
     for number in range(MAX_SPACES):
-        space = stock.enter(Namespace({"model": f"any {number}"}), LAYOUT, "", MAX_FAR_SPACES)
+        space = stock.spaces.enter(Namespace({"model": f"any {number}"}), LAYOUT, "", MAX_FAR_SPACES)
         if space is not None:
             space.num_sessions = 1
     assert len(stock.spaces) == MAX_FAR_SPACES
-    assert stock.enter(Namespace({"model": "ours"}), LAYOUT) is not None, "there is room left for this host"
+    assert stock.spaces.enter(Namespace({"model": "ours"}), LAYOUT) is not None, "there is room left for this host"

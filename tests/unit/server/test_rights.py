@@ -49,6 +49,8 @@ REQUESTS: list[Request] = [
     messages.Front(1, 1, 1, 0, 8),
     messages.Attach(1, "nixl", b""),
     messages.Offer(1, 1, 0, 8, 0, PIECE),
+    messages.Expire(1, 1, 1),
+    messages.Prolong(1, messages.pack_refs([ONE]), [1]),
 ]
 
 

@@ -14,7 +14,8 @@ from kvstore.model.keys import Namespace
 from kvstore.protocol import messages
 from kvstore.protocol.contexts import close_context, open_context
 from kvstore.protocol.keyfiles import ListedKey
-from kvstore.protocol.messages import Refusal, outcome_of
+from kvstore.protocol.messages import Refusal
+from kvstore.protocol.outcomes import outcome_of
 from kvstore.protocol.payload import PAGE_BYTES
 from kvstore.server.clients import OURSELVES, ClientKeys
 from kvstore.server.owner import Owner

@@ -40,7 +40,7 @@ def stocked(chunks: int = 6) -> Shop:
 def store(shop: Shop, trail: bytes) -> Chunk:
     chunk = shop.reserve(chunk_of(trail))
     assert chunk is not None
-    shop.stock.describe(chunk, trail)
+    chunk.describe(trail)
     shop.stock.complete(chunk, is_whole=True)
     return chunk
 

@@ -63,11 +63,11 @@ def test_a_trail_as_large_as_its_chunk_is_not_kept() -> None:
     """A geometry of tiny blocks would otherwise take more memory for the names than the pool has for the bytes."""
     tiny = KVLayout((16,), 1, 1, 4)
     stock = Stock(64 * PAGE_BYTES, FreePages(64))
-    space = stock.enter(Namespace({"model": "tiny"}), tiny)
+    space = stock.spaces.enter(Namespace({"model": "tiny"}), tiny)
     assert space is not None
     chunk = whole(stock.reserve(space, ONE))
     assert chunk is not None
-    stock.describe(chunk, trail_of(ONE))
+    chunk.describe(trail_of(ONE))
     stock.complete(chunk, is_whole=True)
     assert not list(space.trails)
 

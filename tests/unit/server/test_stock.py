@@ -5,6 +5,7 @@ Work in steps is under way while anything else happens, and so is the dropping o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -29,6 +30,7 @@ POOL_PAGES = 14
 DISK_BYTES = 10 * PAGE_BYTES
 LAYOUTS = [KVLayout((size,), 1, 16, 64) for size in (PAGE_BYTES // 4, PAGE_BYTES, 3 * PAGE_BYTES // 2)]
 REFS = st.builds(make_ref, st.integers(0, 5), st.sampled_from([1, 4]))
+RESTS_MS = st.sampled_from([0, 0, 1, 5000, 10_000, 30_000])
 SELDOM = st.integers(0, 9).map(lambda number: int(number == 0))
 QUOTA_BYTES = 8 * PAGE_BYTES
 
@@ -39,6 +41,7 @@ class StockMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.files: dict[bytes, Chunk] = {}
+        self.now_s = 0.0
         self.open()
 
     def open(self) -> None:
@@ -50,13 +53,16 @@ class StockMachine(RuleBasedStateMachine):
             policy="LRU",
             disk_policy="LRU",
             quotas={"2": QUOTA_BYTES},
+            now=lambda: self.now_s,
         )
         self.sessions = Sessions(self.stock, POOL_PAGES * PAGE_BYTES, {TCP: 6})
         self.clients: list[Session] = []
         for number in range(6):
-            space = self.stock.enter(Namespace({"model": "12"[number % 3 > 0]}), LAYOUTS[number % 3])
+            space = self.stock.spaces.enter(Namespace({"model": "12"[number % 3 > 0]}), LAYOUTS[number % 3])
             assert space is not None
-            self.clients.append(self.sessions.begin(Peer(TCP, bytes([number])), OURSELVES, space, b"", 0.0))
+            session = self.sessions.begin(Peer(TCP, bytes([number])), OURSELVES, space, b"", 0.0)
+            session.hears_ends = number < 3
+            self.clients.append(session)
         self.loading: list[tuple[Chunk, Session]] = []
         self.writing: list[Chunk] = []
         self.in_vain: set[Chunk] = set()  # those of them whose files will be deleted at once
@@ -70,15 +76,45 @@ class StockMachine(RuleBasedStateMachine):
         self.open()
         for chunk in self.files.values():
             space = self.stock.spaces[chunk.space.id]
-            self.stock.found_on_disk(space, chunk.ref, chunk.size_bytes)
+            self.stock.found_on_disk(space, chunk.ref, chunk.size_bytes, until_s=chunk.until_s)
         self.files = {key: self.stock._chunks[key] for key in self.files}
 
-    @rule(who=st.integers(0, 5), ref=REFS, is_slow=st.booleans())
-    def reserve(self, who: int, ref: ChunkRef, is_slow: bool) -> None:
-        self.begin(self._reserve(self.clients[who], ref), is_slow=is_slow)
+    @rule(by_s=st.integers(1, 20))
+    def pass_time(self, by_s: int) -> None:
+        self.now_s += by_s
 
-    def _reserve(self, session: Session, ref: ChunkRef) -> Iterator[None]:
+    @rule(is_slow=st.booleans())
+    def expire(self, is_slow: bool) -> None:
+        self.begin(self.stock.expire(), is_slow=is_slow)
+        if not is_slow:
+            assert not any(
+                self.is_over(chunk) for space in self.stock.spaces.values() for chunk in space.chunks.values()
+            )
+
+    def is_over(self, chunk: Chunk) -> bool:
+        return chunk.until_s is not None and chunk.until_s <= self.now_s
+
+    @rule(who=st.integers(0, 5), ref=REFS, rest_ms=RESTS_MS)
+    def prolong(self, who: int, ref: ChunkRef, rest_ms: int) -> None:
+        chunk = self.clients[who].space.chunks.get(ref)
+        if chunk is None:
+            return
+        before_s, asked_s = chunk.until_s, self.now_s + rest_ms / 1000 if rest_ms else math.inf
+        is_changed = self.stock.lifetimes.prolong(chunk, rest_ms)
+        end_s = math.inf if chunk.until_s is None else chunk.until_s
+        if before_s is None or before_s <= self.now_s:
+            assert (is_changed, chunk.until_s) == (False, before_s), "it has no end, or that was before"
+        else:
+            assert (is_changed, end_s) == (asked_s > before_s, max(before_s, asked_s))
+
+    @rule(who=st.integers(0, 5), ref=REFS, is_slow=st.booleans(), rest_ms=RESTS_MS)
+    def reserve(self, who: int, ref: ChunkRef, is_slow: bool, rest_ms: int) -> None:
+        self.begin(self._reserve(self.clients[who], ref, rest_ms), is_slow=is_slow)
+
+    def _reserve(self, session: Session, ref: ChunkRef, rest_ms: int) -> Iterator[None]:
         chunk = yield from self.watched(session.space, self.stock.reserve(session.space, ref))
+        if chunk is not None:
+            chunk.until_s = self.stock.lifetimes.end_in(rest_ms)
         if chunk is not None and session.is_over:
             self.stock.complete(chunk, is_whole=False)
         elif chunk is not None:
@@ -147,11 +183,15 @@ class StockMachine(RuleBasedStateMachine):
         self.begin(self._acquire(self.clients[who], ref), is_slow=is_slow)
 
     def _acquire(self, session: Session, ref: ChunkRef) -> Iterator[None]:
-        wanted = session.space.chunks.get(ref)
-        chunk = yield from self.watched(session.space, self.stock.acquire(session.space, ref))
+        wanted, hears_ends = session.space.chunks.get(ref), session.hears_ends
+        is_hidden = wanted is not None and (self.is_over(wanted) or not (hears_ends or wanted.until_s is None))
+        found = self.stock.acquire(session.space, ref, hears_ends=hears_ends)
+        chunk = yield from self.watched(session.space, found)
         if isinstance(chunk, Outcome):
-            assert chunk is Outcome.FAILED or session.space.chunks.get(ref) is not wanted or wanted is None
+            is_gone = session.space.chunks.get(ref) is not wanted or wanted is None
+            assert chunk is Outcome.MISS if is_hidden else chunk is Outcome.FAILED or is_gone
             return
+        assert not is_hidden
         assert session.space.chunks[ref] is chunk, "found what was removed meanwhile"
         if session.is_over:
             self.stock.release(chunk)
@@ -217,11 +257,16 @@ class StockMachine(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, 5), refs=st.lists(REFS, max_size=4))
     def look_up(self, who: int, refs: list[ChunkRef]) -> None:
-        space = self.clients[who].space
-        assert list(self.stock.lookup(space, refs)) == [ref in space.chunks for ref in refs]
-        places = ("memory", "disk")
-        assert all(self.stock.why(space, ref).startswith(places) or ref not in space.chunks for ref in refs)
-        assert not any(self.stock.why(space, ref).startswith(places) and ref not in space.chunks for ref in refs)
+        space, hears_ends = self.clients[who].space, self.clients[who].hears_ends
+        found, rests_ms = self.stock.lookup(space, refs, hears_ends=hears_ends)
+        for ref, is_found, rest_ms in zip(refs, found, rests_ms or [0] * len(refs), strict=True):
+            chunk = space.chunks.get(ref)
+            is_there = chunk is not None and not self.is_over(chunk)
+            assert self.stock.why(space, ref).startswith(("memory", "disk")) == is_there
+            until_s = None if chunk is None else chunk.until_s
+            assert bool(is_found) == (is_there and (hears_ends or until_s is None))
+            assert rest_ms == (round((until_s - self.now_s) * 1000) if is_found and until_s is not None else 0)
+        assert any(rests_ms) == bool(rests_ms)
         self.stock.touch(space, refs)
 
     @rule(who=st.integers(0, 5), refs=st.lists(REFS, max_size=3), chance=SELDOM)
@@ -264,7 +309,9 @@ class StockMachine(RuleBasedStateMachine):
         ending = self.sessions.end(session)
         next(ending, None)
         self.clients.append(session)  # whose leases end one by one
-        self.clients[who] = self.sessions.begin(session.peer, OURSELVES, session.space, b"", 0.0)
+        again = self.sessions.begin(session.peer, OURSELVES, session.space, b"", 0.0)
+        again.hears_ends = session.hears_ends
+        self.clients[who] = again
         self.begin(ending, is_slow=True)
 
     @invariant()
@@ -315,7 +362,10 @@ class StockMachine(RuleBasedStateMachine):
             on_their_way = space.used_bytes - sum(chunk.size_bytes for chunk in chunks)
             assert on_their_way >= 0 if self.under_way else not on_their_way
             assert space.stored_bytes == sum(chunk.size_bytes for chunk in space.chunks.values())
-        (quota,) = (quota for quota in self.stock.quotas if quota.name)
+            ending = [chunk for chunk in space.chunks.values() if chunk.until_s is not None]
+            ending += [chunk for chunk in self.cleared() if chunk.space is space and chunk.until_s is not None]
+            assert space.num_ending == len(ending)
+        (quota,) = (quota for quota in self.stock.spaces.quotas if quota.name)
         shared = [space for space in self.stock.spaces.values() if space.quota is quota]
         assert quota.used_bytes == sum(space.used_bytes for space in shared) <= QUOTA_BYTES
         assert set(quota.by_age()) - set(self.cleared()) == {c for space in shared for c in space.chunks.values()}

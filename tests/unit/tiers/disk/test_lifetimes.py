@@ -26,9 +26,9 @@ from support.diskwork import (
     put,
 )
 
-from kvstore.format.chunkfile import LAST_END_S, chunk_name, parse_chunk_name
+from kvstore.format.chunkfile import chunk_name, parse_chunk_name
 from kvstore.model.chunks import ChunkRef, Outcome
-from kvstore.model.lifetime import Lifetime
+from kvstore.model.lifetime import LAST_END_S, Lifetime
 from kvstore.tiers.disk.chunkio import Body, ChunkIO
 from kvstore.tiers.disk.inventory import Inventory
 from kvstore.tiers.disk.opening import open_folders
