@@ -53,17 +53,26 @@ class ChunkCoder:
         """Tell if an image of a chunk of ``num_blocks`` blocks can have this size."""
         return self.header_bytes < size_bytes <= self.image_bytes(num_blocks) and size_bytes % ALIGNMENT_BYTES == 0
 
-    def encode(self, key: ChunkKey, num_blocks: int, payload: ByteArray, out: ByteArray, *, tenant: bytes = b"") -> int:
+    def encode(
+        self,
+        key: ChunkKey,
+        num_blocks: int,
+        payload: ByteArray,
+        out: ByteArray,
+        *,
+        tenant: bytes = b"",
+        end_s: int | None = None,
+    ) -> int:
         """Write the image of a chunk to the front of ``out``; returns its size, a multiple of 4096.
 
         ``payload`` may be longer than the chunk (a slab slot); ``out`` has at least ``image_bytes(num_blocks)``.
-        ``tenant`` chooses the key.
+        ``tenant`` chooses the key. ``end_s`` is that of ``chunkfile.build_header``.
         """
         layers, sums = self.encode_layers(key, num_blocks, payload, out[self.header_bytes :], tenant=tenant)
         end = self.header_bytes + layers.total_bytes
         size_bytes = round_up(end, ALIGNMENT_BYTES)
         out[end:size_bytes] = 0
-        header = chunkfile.build_header(self.layout, key, num_blocks, sums, encoding=layers)
+        header = chunkfile.build_header(self.layout, key, num_blocks, sums, encoding=layers, end_s=end_s)
         out.data[: len(header)] = header
         return size_bytes
 

@@ -1,4 +1,4 @@
-"""Catalog: the chunks that the manifests name, in 22 bytes each, for lookups that send no request.
+"""Catalog: the chunks that the manifests name, in 22 bytes each without an end, for lookups that send no request.
 
 A sorted array holds most of them. Changes go to a dictionary before it, which is merged when it has grown.
 """
@@ -7,14 +7,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Final
 
 import numpy as np
 
 from kvstore.index.trails import RemoteTrails
-from kvstore.model.chunks import ChunkRef
+from kvstore.model.chunks import ChunkRef, Presence, chunk_of
 from kvstore.tiers.base import MAX_NEAREST
-from kvstore.tiers.object.manifest import NAME_TYPE, NO_NAMES, NO_TIMES, Manifest, Names, Times, name_of, ref_of
+from kvstore.tiers.object.manifest import (
+    ENDLESS,
+    NAME_TYPE,
+    NO_NAMES,
+    NO_TIMES,
+    Ends,
+    Manifest,
+    Names,
+    Times,
+    name_of,
+    ref_of,
+)
 
 MAX_TRAILS: Final = 1 << 16  # of the chunks stored last; about 40 MB with 16 blocks a chunk
 _MAX_CHANGES: Final = 1 << 16
@@ -33,6 +45,7 @@ class Catalog:
         self._merging: dict[bytes, int] = {}  # changes on their way into the arrays
         self._changes: dict[bytes, int] = {}  # by name: when it was used last, or _GONE
         self._trails = RemoteTrails(MAX_TRAILS)
+        self._ends: dict[bytes, Ends] = {}  # of the chunks that have any
 
     def apply(self, manifest: Manifest) -> None:
         """Take up what a manifest says."""
@@ -43,6 +56,7 @@ class Catalog:
             with self._lock:
                 self._changes.update(zip(manifest.stored.tolist(), manifest.used_s.tolist(), strict=True))
         with self._lock:
+            self._take_ends(manifest)
             for trail in manifest.trails:
                 self._trails.add(trail, [trail])
             for name in manifest.removed.tolist():
@@ -62,10 +76,23 @@ class Catalog:
                 if is_there:
                     self._changes[name] = max(used_s, self._changes.get(name, 0))
 
-    def add(self, ref: ChunkRef, used_s: int, trail: bytes) -> None:
-        """Note a chunk that was stored."""
+    def _take_ends(self, manifest: Manifest) -> None:
+        if self._ends or len(manifest.ends):
+            ends = map(Ends._make, manifest.ends.tolist()) if len(manifest.ends) else repeat(ENDLESS)
+            for name, told in zip(manifest.stored.tolist(), ends, strict=False):
+                self._set_ends(name, self._ends.get(name, ENDLESS).joined(told))
+
+    def _set_ends(self, name: bytes, ends: Ends) -> None:
+        if ends == ENDLESS:
+            self._ends.pop(name, None)
+        else:
+            self._ends[name] = ends
+
+    def add(self, ref: ChunkRef, used_s: int, trail: bytes, ends: Ends = ENDLESS) -> None:
+        """Note a chunk that was stored, or the ends of one that is there."""
         with self._lock:
             self._changes[_key(ref)] = used_s
+            self._set_ends(_key(ref), ends)
             if trail:
                 self._trails.add(trail, [trail])
 
@@ -80,6 +107,24 @@ class Catalog:
         with self._lock:
             return self._hold(names)
 
+    def presence(self, refs: Sequence[ChunkRef], now_s: float) -> list[Presence]:
+        """Tell for each chunk if it is there; the end of its time to live if it has one that is not over."""
+        names = [_key(ref) for ref in refs]
+        with self._lock:
+            there = self._hold(names)
+            if not self._ends:
+                return [*there]
+            ends = [self._ends.get(name, ENDLESS).end_s for name in names]
+        return [
+            is_there and (not end_s or (end_s > now_s and float(end_s)))
+            for is_there, end_s in zip(there, ends, strict=True)
+        ]
+
+    def ends(self, ref: ChunkRef) -> Ends:
+        """Return the ends of a chunk."""
+        with self._lock:
+            return self._ends.get(_key(ref), ENDLESS)
+
     def used_s(self, ref: ChunkRef) -> int | None:
         """Return when a chunk was used last, in seconds since 1970; None if it is not there."""
         name = _key(ref)
@@ -91,16 +136,26 @@ class Catalog:
             is_there = at < len(self._names) and self._names[at] == name
             return int(self._used_s[at]) if is_there else None
 
-    def nearest(self, trail: bytes) -> tuple[bytes, ...]:
-        """Return the trails of known chunks that share most blocks with one."""
+    def nearest(self, trail: bytes, now_s: float) -> tuple[bytes, ...]:
+        """Return the trails of known chunks that share most blocks with one; forgets those of chunks that are over."""
         with self._lock:
-            return self._trails.closest(trail, MAX_NEAREST)
+            while True:
+                near = self._trails.closest(trail, MAX_NEAREST)
+                ends = {chunk_of(found): self._ends.get(_key(chunk_of(found)), ENDLESS).end_s for found in near}
+                over = [ref for ref, end_s in ends.items() if 0 < end_s <= now_s]
+                if not over:
+                    return near
+                for ref in over:
+                    self._trails.forget(ref)
 
-    def snapshot(self) -> tuple[Names, Times]:
-        """Return all names in order, and when each was used last. Call it on the thread that applies."""
+    def snapshot(self) -> tuple[Names, Times, dict[bytes, Ends]]:
+        """Return all names in order, when each was used last, and the ends of those that have any, by name.
+
+        Call it on the thread that applies.
+        """
         self._merge()
         with self._lock:
-            return self._names, self._used_s
+            return self._names, self._used_s, dict(self._ends)
 
     def trails(self) -> tuple[bytes, ...]:
         """Return the known trails, those of the chunks stored last at the end."""
@@ -127,6 +182,7 @@ class Catalog:
 
     def _discard(self, name: bytes) -> None:
         self._changes[name] = _GONE
+        self._ends.pop(name, None)
         self._trails.forget(ref_of(name))
 
     def _merge(self, names: Names = NO_NAMES, used_s: Times = NO_TIMES) -> None:

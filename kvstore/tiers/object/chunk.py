@@ -36,12 +36,14 @@ class Fetched(NamedTuple):
         is_foreign: it was encoded with a codec that the reader does not have; or it is empty, as SeaweedFS leaves an
             object whose writer was killed before the first byte.
         is_absent: there is no such chunk.
+        end_s: end of its time to live in the header, in seconds since 1970; 0 for none.
     """
 
     size_bytes: int
     damage: Damage | None = None
     is_foreign: bool = False
     is_absent: bool = False
+    end_s: int = 0
 
 
 ABSENT: Final = Fetched(0, is_absent=True)
@@ -73,8 +75,10 @@ class ChunkIO:
         self._lock = threading.Lock()
         self._heads: OrderedDict[Place, _Head] = OrderedDict()
 
-    def write(self, place: Place, payload: ByteArray, tenant: bytes) -> int:  # noqa: ARG002 - for encryption
+    def write(self, place: Place, payload: ByteArray, tenant: bytes, end_s: int) -> int:  # noqa: ARG002 - to encrypt
         """Write a chunk of a tenant, in the place of an older one. Returns the object's size.
+
+        ``end_s`` is the end of its time to live, in seconds since 1970; 0 for none.
 
         Raises:
             FullError: there is no room.
@@ -85,7 +89,7 @@ class ChunkIO:
 
         def parts() -> list[memoryview]:
             sums = self._checksums(num_blocks, payload)
-            header = chunkfile.build_header(self._layout, _key(place), num_blocks, sums)
+            header = chunkfile.build_header(self._layout, _key(place), num_blocks, sums, end_s=end_s or None)
             return [memoryview(header), payload.data, memoryview(bytes(num_zeros))]
 
         size_bytes = chunkfile.file_bytes(self._layout, num_blocks)
@@ -132,7 +136,7 @@ class ChunkIO:
         if not _fill(reading, payload, sums):
             return Fetched(size_bytes, Damage.SIZE)
         damage = chunkfile.compare(self._layout, _key(place), place.ref.num_blocks, bytes(header), sums.text())
-        return Fetched(size_bytes, damage, damage is not None and self._is_foreign(header))
+        return self._fetched(size_bytes, damage, header)
 
     def read_layers(self, place: Place, payload: ByteArray, layers: range) -> Fetched:
         """Read some layers of a chunk; no other byte of the payload is written.
@@ -186,7 +190,7 @@ class ChunkIO:
         sums = chunkfile.checksums(self._layout, place.ref.num_blocks, payload, layers)
         key = _key(place)
         damage = chunkfile.compare(self._layout, key, place.ref.num_blocks, head.header, sums, layers=layers)
-        return Fetched(end - begin, damage, damage is not None and self._is_foreign(head.header))
+        return self._fetched(end - begin, damage, head.header)
 
     def _head_of(self, place: Place) -> _Head | None:
         with self._lock:
@@ -200,6 +204,11 @@ class ChunkIO:
                 self._heads[place] = head
             if len(self._heads) > _MAX_HEADS:
                 self._heads.popitem(last=False)
+
+    def _fetched(self, size_bytes: int, damage: Damage | None, header: bytes | bytearray | ByteArray) -> Fetched:
+        if damage is not None:
+            return Fetched(size_bytes, damage, self._is_foreign(header))
+        return Fetched(size_bytes, end_s=chunkfile.end_of(header) or 0)
 
     def _is_foreign(self, header: bytes | bytearray | ByteArray) -> bool:
         """Tell if a chunk was encoded with a codec that this reader does not have."""
@@ -224,10 +233,11 @@ class CodedIO(ChunkIO):
         self._coder = coder
         self._scratch = Scratch(self._coder.image_bytes(layout.blocks_per_chunk), timeout_s)
 
-    def write(self, place: Place, payload: ByteArray, tenant: bytes) -> int:
+    def write(self, place: Place, payload: ByteArray, tenant: bytes, end_s: int) -> int:
         """See ``ChunkIO``: encodes the chunk."""
+        key, num_blocks = _key(place), place.ref.num_blocks
         with self._scratch.borrowed() as scratch:
-            size_bytes = self._coder.encode(_key(place), place.ref.num_blocks, payload, scratch, tenant=tenant)
+            size_bytes = self._coder.encode(key, num_blocks, payload, scratch, tenant=tenant, end_s=end_s or None)
             self._store.put(place.name, Body.of(scratch.data[:size_bytes]))
         return size_bytes
 
@@ -245,8 +255,9 @@ class CodedIO(ChunkIO):
             if not reading.fill(image.data):
                 return Fetched(size_bytes, Damage.SIZE)
             damage = self._coder.decode(_key(place), place.ref.num_blocks, image, payload)
-            is_foreign = damage is Damage.SEAL or self._is_foreign(image[: self._header_bytes])
-            return Fetched(size_bytes, damage, damage is not None and is_foreign)
+            if damage is Damage.SEAL:
+                return Fetched(size_bytes, damage, is_foreign=True)
+            return self._fetched(size_bytes, damage, image[: self._header_bytes])
 
 
 def _key(place: Place) -> ChunkKey:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from kvstore.model.chunks import ChunkRef
-from kvstore.tiers.object.manifest import NAME_BYTES, NAME_TYPE, Manifest, name_of
+from kvstore.tiers.object.manifest import ENDLESS, NAME_BYTES, NAME_TYPE, Ends, Manifest, name_of
 from kvstore.tiers.object.names import Home, Stamps
 from kvstore.tiers.object.store import Store
 
@@ -18,21 +19,36 @@ MAX_AGAIN: Final = 1 << 12  # that are written, and read by all engines, again
 MAX_SMALL: Final = 64  # manifests of one engine, before they become one
 
 
+class _Stored(NamedTuple):
+    """Chunk that was stored.
+
+    Attributes:
+        used_s: when it was used last, in seconds since 1970.
+        trail: its trail; empty if it is unknown.
+        ends: of its time to live.
+    """
+
+    used_s: int
+    trail: bytes
+    ends: Ends
+
+
 class _Notes:
     """Names of chunks, each in one of three roles. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.stored: dict[bytes, tuple[int, bytes]] = {}  # when it was used, and its trail
+        self.stored: dict[bytes, _Stored] = {}
         self.touched: dict[bytes, None] = {}
         self.removed: dict[bytes, None] = {}
 
     def __len__(self) -> int:
         return len(self.stored) + len(self.touched) + len(self.removed)
 
-    def store(self, name: bytes, used_s: int, trail: bytes) -> None:
-        """Note a chunk that was stored."""
+    def store(self, name: bytes, chunk: _Stored) -> None:
+        """Note a chunk that was stored, or has another end; it keeps its trail."""
         self.removed.pop(name, None)
-        self.stored[name] = used_s, trail
+        known = self.stored.get(name)
+        self.stored[name] = chunk if chunk.trail or known is None else chunk._replace(trail=known.trail)
 
     def remove(self, name: bytes) -> None:
         """Note a chunk that is gone."""
@@ -42,21 +58,30 @@ class _Notes:
 
     def add(self, later: _Notes) -> None:
         """Take up later notes."""
-        for name, (used_s, trail) in later.stored.items():
-            self.store(name, used_s, trail)
+        for name, chunk in later.stored.items():
+            self.store(name, chunk)
         for name in later.removed:
             self.remove(name)
         self.touched.update(later.touched)
 
-    def manifest(self) -> Manifest:
-        """Return the notes as a manifest."""
-        return Manifest(
-            np.array(list(self.stored), NAME_TYPE),
-            np.array([used_s for used_s, _ in self.stored.values()], np.uint32),
-            np.array(list(self.touched), NAME_TYPE),
-            np.array(list(self.removed), NAME_TYPE),
-            trails=tuple(trail for _, trail in self.stored.values() if trail),
-        )
+    def manifests(self) -> Iterator[Manifest]:
+        """Yield the notes as manifests, one for the chunks with ends, which older versions would not understand."""
+        ending = {name: chunk for name, chunk in self.stored.items() if chunk.ends != ENDLESS}
+        endless = {name: chunk for name, chunk in self.stored.items() if name not in ending}
+        if endless or self.touched or self.removed:
+            touched, removed = (np.array(list(names), NAME_TYPE) for names in (self.touched, self.removed))
+            yield replace(_manifest(endless), touched=touched, removed=removed)
+        if ending:
+            ends = np.array([chunk.ends for chunk in ending.values()], np.uint32)
+            yield replace(_manifest(ending), ends=ends)
+
+
+def _manifest(stored: Mapping[bytes, _Stored]) -> Manifest:
+    return Manifest(
+        np.array(list(stored), NAME_TYPE),
+        np.array([chunk.used_s for chunk in stored.values()], np.uint32),
+        trails=tuple(chunk.trail for chunk in stored.values() if chunk.trail),
+    )
 
 
 class Journal:
@@ -79,11 +104,11 @@ class Journal:
         self._sum = _Notes()  # of the manifests in _written
         self._written: list[str] = []
 
-    def store(self, ref: ChunkRef, used_s: int, trail: bytes) -> None:
-        """Note a chunk that was stored."""
+    def store(self, ref: ChunkRef, used_s: int, trail: bytes, ends: Ends = ENDLESS) -> None:
+        """Note a chunk that was stored, or has another end."""
         with self._lock:
             if len(self._waiting) < MAX_NAMES:
-                self._waiting.store(name_of(ref), used_s, trail)
+                self._waiting.store(name_of(ref), _Stored(used_s, trail, ends))
 
     def touch(self, ref: ChunkRef) -> None:
         """Note that a chunk was used."""
@@ -120,7 +145,7 @@ class Journal:
         if not len(notes):
             return
         try:
-            self._written.append(self._write(notes))
+            self._written += self._write(notes)
         except BaseException:
             with self._lock:
                 later, self._waiting = self._waiting, notes
@@ -131,10 +156,12 @@ class Journal:
             self._written, self._sum = [], _Notes()  # they stay as they are
         elif len(self._written) >= MAX_SMALL:
             small, self._written = self._written, []
-            self._written.append(self._write(self._sum))
+            self._written += self._write(self._sum)
             self._store.delete(small)
 
-    def _write(self, notes: _Notes) -> str:
-        name = self._home.log + self._stamps.next()
-        self._store.write(name, notes.manifest().encode())
-        return name
+    def _write(self, notes: _Notes) -> list[str]:
+        names = []
+        for manifest in notes.manifests():
+            names.append(self._home.log + self._stamps.next())
+            self._store.write(names[-1], manifest.encode())
+        return names

@@ -14,6 +14,7 @@ from kvstore.model.errors import ClosedError, TierError
 from kvstore.model.throttle import Throttle
 from kvstore.tiers.object.catalog import Catalog
 from kvstore.tiers.object.journal import Journal
+from kvstore.tiers.object.manifest import Ends
 from kvstore.tiers.object.names import EPOCH_CHARS, Home, Stamps, epoch_name, new_epoch, parse_epoch
 from kvstore.tiers.object.reader import LogReader
 from kvstore.tiers.object.store import Store
@@ -47,11 +48,19 @@ class View:
         """The known chunks."""
         return self.reader.catalog
 
-    def store(self, ref: ChunkRef, trail: bytes) -> None:
-        """Note a chunk that was stored now."""
-        now_s = int(time.time())
-        self.catalog.add(ref, now_s, trail)
-        self.journal.store(ref, now_s, trail)
+    def store(self, ref: ChunkRef, trail: bytes, end_s: int) -> None:
+        """Note a chunk that was stored now, with the end of its time to live in its header; 0 for none."""
+        self._tell(ref, int(time.time()), trail, Ends(end_s, end_s))
+
+    def limit(self, ref: ChunkRef, end_s: int) -> None:
+        """Note that a chunk's time to live ends later, or never (0)."""
+        used_s, ends = self.catalog.used_s(ref), self.catalog.ends(ref)
+        if used_s is not None and ends.end_s and not 0 < end_s <= ends.end_s:
+            self._tell(ref, used_s, b"", ends._replace(end_s=end_s))
+
+    def _tell(self, ref: ChunkRef, used_s: int, trail: bytes, ends: Ends) -> None:
+        self.catalog.add(ref, used_s, trail, ends)
+        self.journal.store(ref, used_s, trail, ends)
 
     def touch(self, ref: ChunkRef) -> None:
         """Note that a chunk was used now."""

@@ -20,12 +20,13 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.format.chunkfile import END_BYTES, end_of
 from kvstore.model.chunks import ChunkRef, chunk_of
 from kvstore.model.errors import ConfigError, TierError
 from kvstore.tiers.object.catalog import MAX_TRAILS
 from kvstore.tiers.object.folder import is_part
 from kvstore.tiers.object.log import EVERY_S
-from kvstore.tiers.object.manifest import NAME_TYPE, Manifest, Names, Times, name_of, ref_of
+from kvstore.tiers.object.manifest import ENDLESS, NAME_TYPE, Manifest, Names, Times, name_of, ref_of
 from kvstore.tiers.object.names import (
     LOCK_NAME,
     Home,
@@ -72,7 +73,7 @@ class SweepReport:
     Attributes:
         chunks: that were there.
         size_bytes: of them.
-        removed_chunks: because of a limit.
+        removed_chunks: because of a limit, or because their time to live is over.
         removed_bytes: of them.
         found_chunks: that no manifest named, such as those of an engine that was killed; they are found from now on.
         lost_chunks: that a manifest named and that are gone.
@@ -130,6 +131,7 @@ class _Part:
         used_s: when each was used last.
         found: tells for each of them if no manifest named it.
         lost: names of chunks that are gone.
+        ends: of each ``Ends``, or of no chunk if none has any.
     """
 
     home: Home
@@ -140,6 +142,14 @@ class _Part:
     used_s: Times
     found: npt.NDArray[np.bool_]
     lost: Names
+    ends: Times
+
+    def manifests(self, chosen: npt.NDArray[np.bool_]) -> tuple[Manifest, Manifest | None]:
+        """Return a manifest of some chunks without ends, and one of those with ends, if there are any."""
+        has_ends = chosen & self.ends.any(axis=1)
+        endless = chosen & ~has_ends
+        ending = Manifest(self.names[has_ends], self.used_s[has_ends], ends=self.ends[has_ends])
+        return Manifest(self.names[endless], self.used_s[endless]), ending if has_ends.any() else None
 
 
 def sweep(
@@ -215,7 +225,7 @@ class _Sweep:
         reader = LogReader(self._store, home)
         reader.read_all()
         names, sizes, written_s = stock.arrays()
-        logged, logged_s = reader.catalog.snapshot()
+        logged, logged_s, known_ends = reader.catalog.snapshot()
         used_s = written_s.copy()
         _, mine, theirs = np.intersect1d(names, logged, assume_unique=True, return_indices=True)
         used_s[mine] = np.maximum(written_s[mine], logged_s[theirs])
@@ -223,10 +233,20 @@ class _Sweep:
         bases = [name for name, _ in stock.others if name.startswith(home.base)]
         found = np.ones(len(names), np.bool_)
         found[mine] = False
-        return _Part(home, reader, bases, names, sizes, used_s, found, logged[is_lost])
+        ends = np.zeros((len(names), 2), np.uint32)
+        if known_ends:
+            ends[mine] = [known_ends.get(name, ENDLESS) for name in names[mine].tolist()]
+        for at in np.flatnonzero(found).tolist():
+            ends[at] = self._end_of(Place(home, ref_of(names[at])))
+        return _Part(home, reader, bases, names, sizes, used_s, found, logged[is_lost], ends)
+
+    def _end_of(self, place: Place) -> int:
+        """Return the end in the header of a chunk that no manifest names; 0 for none."""
+        self._renew()
+        return end_of(self._store.read(place.name, END_BYTES) or b"") or 0
 
     def _choose(self, parts: list[_Part]) -> list[npt.NDArray[np.bool_]]:
-        """Return for each home which of its chunks leave: first by age, then those used longest ago.
+        """Return for each home which of its chunks leave: those that are over, by age, then those used longest ago.
 
         Of the chunks used within some minutes the last ones go first, because a prompt is used from its head to its
         tail, and a tail without its head is of no use.
@@ -235,7 +255,8 @@ class _Sweep:
             return []
         used_s = np.concatenate([part.used_s for part in parts]).astype(np.int64)
         sizes = np.concatenate([part.sizes for part in parts])
-        leaves = np.zeros(len(used_s), np.bool_)
+        end_s = np.concatenate([part.ends[:, 0] for part in parts])
+        leaves = (end_s > 0) & (end_s <= self._begin_s)
         if self._limits.max_age_s is not None:
             leaves |= used_s < self._begin_s - self._limits.max_age_s
         if self._limits.max_bytes is not None:
@@ -275,7 +296,9 @@ class _Sweep:
     def _announce(self, part: _Part, leaves: npt.NDArray[np.bool_]) -> None:
         """Tell the engines which chunks leave, and which were found."""
         gone, found = np.concatenate((part.names[leaves], part.lost)), part.found & ~leaves
-        news = [Manifest(part.names[found], part.used_s[found])] if found.any() else []
+        endless, ending = part.manifests(found)
+        news = [endless] if len(endless.stored) else []
+        news += [ending] if ending is not None else []
         news += [Manifest(removed=gone[begin : begin + _GONE_BATCH]) for begin in range(0, len(gone), _GONE_BATCH)]
         for manifest in news:
             name = part.home.log + self._stamps.next()
@@ -296,7 +319,13 @@ class _Sweep:
         trails = [trail for trail in part.reader.catalog.trails() if chunk_of(trail) not in gone][-MAX_TRAILS:]
         read = {name for name in part.reader.names if name.startswith(part.home.log)}
         merged = frozenset(map(_stamp, read | self._announced))
-        base = Manifest(part.names[stays], part.used_s[stays], merged=merged, trails=tuple(trails))
+        endless, ending = part.manifests(stays)
+        if ending is not None:  # in the log, as older versions skip it; before the base, as that ends older manifests
+            refs = {ref_of(name) for name in ending.stored.tolist()}
+            ending = replace(ending, trails=tuple(trail for trail in trails if chunk_of(trail) in refs))
+            trails = [trail for trail in trails if chunk_of(trail) not in refs]
+            self._store.write(part.home.log + self._stamps.next(), ending.encode())
+        base = replace(endless, merged=merged, trails=tuple(trails))
         self._store.write(part.home.base + self._stamps.next(), base.encode())
         oldest = stamp_at(self._begin_s - MANIFESTS_STAY_S)
         self._store.delete([*part.bases, *sorted(name for name in read if _stamp(name) < oldest)])

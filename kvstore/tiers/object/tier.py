@@ -28,15 +28,17 @@ from kvstore.format.chunkfile import Damage
 from kvstore.format.coding import open_coder
 from kvstore.format.sealing import open_ring
 from kvstore.index.trails import is_trail
-from kvstore.model.chunks import ByteArray, ChunkRef, Outcome, is_trail_of
+from kvstore.model.chunks import ByteArray, ChunkRef, Outcome, Presence, end_of, is_trail_of
 from kvstore.model.errors import ConfigError, TierError
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
+from kvstore.model.lifetime import Lifetime
 from kvstore.model.throttle import Throttle
 from kvstore.tiers.base import Tier, TierCounters, TierSetup, Transfer, check_layers, check_ref, payload_view
 from kvstore.tiers.disk.folder import LAYOUT_FILE, NAMESPACE_FILE
 from kvstore.tiers.object.chunk import ChunkIO, CodedIO
 from kvstore.tiers.object.log import Log, View
+from kvstore.tiers.object.manifest import end_s_of
 from kvstore.tiers.object.names import Home, Place, note_name
 from kvstore.tiers.object.store import FullError, Store, batches
 from kvstore.tiers.object.url import Kind, ObjectTarget, parse_target
@@ -133,14 +135,27 @@ class ObjectTier(Tier):
         with self._running.call():
             self._log.view()
 
-    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+    def contains(self, refs: Sequence[ChunkRef]) -> list[Presence]:
         """Tell for each chunk if the log names it; sends no request.
 
         Raises:
             TierError: the log was not read yet, or cannot be read now.
         """
         with self._running.call():
-            return self._log.view().catalog.holds(refs)
+            return self._log.view().catalog.presence(refs, time.time())
+
+    @property
+    def keeps_lifetimes(self) -> bool:
+        """See ``Tier``; always True."""
+        return True
+
+    def limit(self, lifetimes: Sequence[Lifetime]) -> None:
+        """Let chunks held stay for longer, or without end; sends no request."""
+        with self._running.call():
+            view = self._log.view()
+            for ref, until_s in lifetimes:
+                if end_of(view.catalog.presence([ref], time.time())[0]) is not None:
+                    view.limit(ref, end_s_of(until_s))
 
     @property
     def keeps_trails(self) -> bool:
@@ -151,7 +166,8 @@ class ObjectTier(Tier):
         """See ``Tier``; sends no request. Only the trails of the chunks stored last are known."""
         with self._running.call():
             catalog = self._log.view().catalog
-            return [catalog.nearest(trail) if self._is_trail(trail) else () for trail in trails]
+            now_s = time.time()
+            return [catalog.nearest(trail, now_s) if self._is_trail(trail) else () for trail in trails]
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read chunks into their buffers, one after the other; call from several threads to overlap them."""
@@ -240,7 +256,7 @@ class ObjectTier(Tier):
 
     def _get(self, view: View, transfer: Transfer, payload: ByteArray, layers: range | None = None) -> Moved:
         ref = transfer.ref
-        if not view.catalog.holds([ref])[0]:
+        if not view.catalog.presence([ref], time.time())[0]:
             return Outcome.MISS, 0
         place = Place(view.home, ref)
         for _ in range(_LOOKS):
@@ -255,6 +271,12 @@ class ObjectTier(Tier):
                 self._throttle.log("seal", "removed a chunk in %s: it is %s", self._store.place, found.damage.value)
             self._remove(view, [ref])
             return (Outcome.MISS if found.is_foreign else Outcome.CORRUPT), 0
+        ends = view.catalog.ends(ref)
+        if found.end_s != ends.written_s:  # of another write than the log says, so it may have to end earlier
+            self._correct(view, ref, found.end_s, num_puts)
+            return Outcome.MISS, 0
+        if 0 < ends.end_s <= time.time():
+            return Outcome.MISS, 0
         view.touch(ref)
         return Outcome.HIT, found.size_bytes
 
@@ -266,6 +288,12 @@ class ObjectTier(Tier):
             self._log.remove(view, [ref])
             return True
 
+    def _correct(self, view: View, ref: ChunkRef, end_s: int, num_puts: int) -> None:
+        """Note the end in a chunk's header, unless one may have been stored since there were ``num_puts``."""
+        with self._changed:
+            if self._num_puts == num_puts and Place(view.home, ref) not in self._busy:
+                view.store(ref, b"", end_s)
+
     def _put(self, view: View, transfer: Transfer, payload: ByteArray) -> Moved:
         ref = transfer.ref
         place = Place(view.home, ref)
@@ -276,12 +304,13 @@ class ObjectTier(Tier):
         is_stored = False
         try:
             self._note(view)
-            size_bytes = self._io.write(place, payload, transfer.tenant)
+            end_s = end_s_of(transfer.until_s)
+            size_bytes = self._io.write(place, payload, transfer.tenant, end_s)
             with self._changed:
                 is_stored = self._busy[place] is _Busy.PUT and self._log.is_current(view)
                 if is_stored:
                     self._num_puts += 1
-                    view.store(ref, transfer.trail if self._is_trail_of(transfer.trail, ref) else b"")
+                    view.store(ref, transfer.trail if self._is_trail_of(transfer.trail, ref) else b"", end_s)
             if not is_stored:
                 self._store.delete([place.name])
         except FullError:

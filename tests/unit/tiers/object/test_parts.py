@@ -21,7 +21,7 @@ from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.object import catalog as cataloguing
 from kvstore.tiers.object import log
 from kvstore.tiers.object.catalog import Catalog
-from kvstore.tiers.object.manifest import NAME_TYPE, Manifest, Names, decode, name_of, ref_of
+from kvstore.tiers.object.manifest import ENDLESS, NAME_TYPE, Ends, Manifest, Names, decode, name_of, ref_of
 from kvstore.tiers.object.names import Home, Place, Stamps, parse_home, parse_place, parse_stamp
 from kvstore.tiers.object.tier import ObjectTier
 from kvstore.tiers.object.url import Kind, parse_target
@@ -88,31 +88,44 @@ def test_the_catalog_is_a_dictionary(most: int, monkeypatch: pytest.MonkeyPatch)
     """Random changes, merged at different times, are compared with a dictionary."""
     monkeypatch.setattr(cataloguing, "_MAX_CHANGES", most)
     dice = random.Random(most)
-    known: dict[ChunkRef, int] = {}
+    known: dict[ChunkRef, tuple[int, Ends]] = {}
     found, every = Catalog(), [*REFS, *ODD]
+
+    def some_ends() -> Ends:
+        written_s = dice.randrange(400)
+        return dice.choice([ENDLESS, ENDLESS, Ends(written_s, written_s), Ends(written_s + 20, written_s)])
+
     for now_s in range(1, 400):
         some = dice.sample(every, dice.randrange(1, 6))
         match dice.randrange(5):
             case 0:
-                found.add(some[0], now_s, b"")
-                known[some[0]] = now_s
+                known[some[0]] = now_s, some_ends()
+                found.add(some[0], now_s, b"", known[some[0]][1])
             case 1:
                 found.discard(some[0])
                 known.pop(some[0], None)
             case 2:
                 gone = some[3:]
                 used_s = np.full(len(some[:3]), now_s, np.uint32)
-                found.apply(Manifest(names_of(some[:3]), used_s, removed=names_of(gone)))
-                known |= dict.fromkeys(some[:3], now_s)
-                known = {ref: used for ref, used in known.items() if ref not in gone}
+                told = dice.choice([[], [some_ends() for _ in some[:3]]])
+                ends = np.array(told, np.uint32).reshape(-1, 2)
+                found.apply(Manifest(names_of(some[:3]), used_s, removed=names_of(gone), ends=ends))
+                for ref, end in zip(some[:3], told or [ENDLESS] * 3, strict=False):
+                    known[ref] = now_s, known.get(ref, (0, ENDLESS))[1].joined(end)
+                known = {ref: fact for ref, fact in known.items() if ref not in gone}
             case 3:
                 found.touch(some, now_s)
-                known |= {ref: now_s for ref in some if ref in known}
+                known |= {ref: (now_s, known[ref][1]) for ref in some if ref in known}
             case _:
-                names, used = found.snapshot()
-                assert {ref_of(name): when for name, when in zip(names.tolist(), used.tolist(), strict=True)} == known
+                names, used, ends_by_name = found.snapshot()
+                refs = list(map(ref_of, names.tolist()))
+                assert dict(zip(refs, used.tolist(), strict=True)) == {ref: used for ref, (used, _) in known.items()}
+                ends_of = {ref: ends for ref, (_, ends) in known.items() if ends != ENDLESS}
+                assert {ref_of(name): ends for name, ends in ends_by_name.items()} == ends_of
         assert found.holds(every) == [ref in known for ref in every]
-        assert [found.used_s(ref) for ref in every] == [known.get(ref) for ref in every]
+        assert [found.used_s(ref) for ref in every] == [known.get(ref, (None, ENDLESS))[0] for ref in every]
+        until_s = [known[ref][1].end_s if ref in known else 1 for ref in every]
+        assert found.presence(every, now_s) == [end_s > now_s and end_s if end_s else True for end_s in until_s]
 
 
 def test_an_engine_without_others_merges_its_own_chunks(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,8 +145,9 @@ def test_a_catalog_takes_22_bytes_a_chunk() -> None:
     names = np.sort(np.random.default_rng(0).integers(1, 256, (number, 18), np.uint8).reshape(-1).view(NAME_TYPE))
     found = Catalog()
     found.apply(Manifest(names, np.ones(number, np.uint32)))
-    arrays = found.snapshot()
+    *arrays, ends = found.snapshot()
     assert sum(array.nbytes for array in arrays) == 22 * number
+    assert not ends
     assert found.holds([ref_of(name) for name in names[::1000].tolist()]) == [True] * 300
 
 
