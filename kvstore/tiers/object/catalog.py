@@ -49,14 +49,15 @@ class Catalog:
 
     def apply(self, manifest: Manifest) -> None:
         """Take up what a manifest says."""
-        if len(manifest.stored) > _MAX_CHANGES:
+        is_large = len(manifest.stored) > _MAX_CHANGES
+        with self._lock:
+            self._take_ends(manifest)  # first, so that no chunk is there without its end
+            if not is_large:
+                self._changes.update(zip(manifest.stored.tolist(), manifest.used_s.tolist(), strict=True))
+        if is_large:
             self._merge()  # first, or earlier changes would count as later ones
             self._merge(manifest.stored, manifest.used_s)
-        else:
-            with self._lock:
-                self._changes.update(zip(manifest.stored.tolist(), manifest.used_s.tolist(), strict=True))
         with self._lock:
-            self._take_ends(manifest)
             for trail in manifest.trails:
                 self._trails.add(trail, [trail])
             for name in manifest.removed.tolist():

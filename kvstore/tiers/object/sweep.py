@@ -236,14 +236,14 @@ class _Sweep:
         ends = np.zeros((len(names), 2), np.uint32)
         if known_ends:
             ends[mine] = [known_ends.get(name, ENDLESS) for name in names[mine].tolist()]
-        for at in np.flatnonzero(found).tolist():
-            ends[at] = self._end_of(Place(home, ref_of(names[at])))
-        return _Part(home, reader, bases, names, sizes, used_s, found, logged[is_lost], ends)
-
-    def _end_of(self, place: Place) -> int:
-        """Return the end in the header of a chunk that no manifest names; 0 for none."""
-        self._renew()
-        return end_of(self._store.read(place.name, END_BYTES) or b"") or 0
+        stays = np.ones(len(names), np.bool_)
+        for at in np.flatnonzero(found).tolist():  # no manifest tells their ends
+            self._renew()
+            header = self._store.read(Place(home, ref_of(names[at])).name, END_BYTES)
+            stays[at] = header is not None
+            ends[at] = end_of(header or b"") or 0
+        lost = logged[is_lost]
+        return _Part(home, reader, bases, names[stays], sizes[stays], used_s[stays], found[stays], lost, ends[stays])
 
     def _choose(self, parts: list[_Part]) -> list[npt.NDArray[np.bool_]]:
         """Return for each home which of its chunks leave: those that are over, by age, then those used longest ago.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -30,10 +31,12 @@ from support.object_ends import (
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.lifetime import Lifetime
 from kvstore.tiers.base import Transfer
+from kvstore.tiers.object import catalog as cataloguing
 from kvstore.tiers.object import log
 from kvstore.tiers.object import sweep as sweeping
 from kvstore.tiers.object.catalog import Catalog
 from kvstore.tiers.object.manifest import ENDLESS, NAME_TYPE, Ends, Manifest, decode, end_s_of, name_of, ref_of
+from kvstore.tiers.object.names import parse_place
 from kvstore.tiers.object.sweep import Limits, SweepReport, sweep
 from kvstore.tiers.object.tier import ObjectTier
 
@@ -66,6 +69,51 @@ def test_a_manifest_without_ends_ends_them(size: int) -> None:
     stored = np.array([name_of(A), *(number.to_bytes(18, "big") for number in range(1, size))], NAME_TYPE)
     catalog.apply(Manifest(stored, np.ones(size, np.uint32)))
     assert catalog.presence([A], 60.0) == [True]
+
+
+@pytest.mark.parametrize("most", [1, 1000], ids=["merged", "changed"])
+def test_no_moment_shows_a_chunk_without_its_end(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Other threads look at the catalog whenever the one that applies lets go of the lock."""
+    monkeypatch.setattr(cataloguing, "_MAX_CHANGES", most)
+    catalog, seen = Catalog(), list[bool | float]()
+
+    class Watched:
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *_: object) -> None:
+            with monkeypatch.context() as patch:
+                patch.setattr(catalog, "_lock", threading.Lock())
+                seen.extend(catalog.presence([A, B], 1.0))
+
+    names_, ends = np.array([name_of(ref) for ref in (A, B)], NAME_TYPE), np.array([FIRST, AGAIN], np.uint32)
+    monkeypatch.setattr(catalog, "_lock", Watched())
+    catalog.apply(Manifest(names_, np.ones(2, np.uint32), ends=ends))
+    assert seen[-2:] == [50, 80]
+    assert True not in seen
+
+
+def test_a_sweep_adopts_nothing_that_is_gone(
+    open_tier: Open, store: WatchedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine removes a chunk between the listing and the look at its header."""
+    tier = open_tier()
+    put_until(tier, A, END_S)
+    put(tier, B)
+    tier.close()
+    drop_manifests(store, "log")
+    read = store.read
+
+    def read_later(name: str, most_bytes: int) -> bytes | None:
+        place = parse_place(name)
+        if place is not None and place.ref == A:
+            store.delete([name])
+        return read(name, most_bytes)
+
+    monkeypatch.setattr(store, "read", read_later)
+    report = sweep(store, Limits())
+    assert (report.chunks, report.found_chunks) == (1, 1)
+    assert open_tier().contains([A, B]) == [False, True]
 
 
 def test_manifests_without_ends_have_the_old_bytes() -> None:
