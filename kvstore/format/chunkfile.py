@@ -43,7 +43,8 @@ TAG_BYTES = 16  # of a sealed layer
 ANY_CODEC = f"any+{_SEALED}"
 """A codec whose headers and files are as long as any can be."""
 _SEAL = re.compile("[ -~]{1,100}")
-_END = re.compile(rb'"until_s":"([1-9][0-9]{0,11})"')
+_END = re.compile(rb'"until_s":"(([1-9][0-9]{0,9})-[0-9a-f]{16})"')
+MAX_END_S: Final = (1 << 32) - 1  # in a header
 END_BYTES: Final = _FIXED_HEADER_BYTES
 _NAME = re.compile(rf"([0-9a-f]{{{2 * PREFIX_KEY_BYTES}}})-([1-9][0-9]{{0,8}})(?:-([1-9][0-9]{{0,11}}))?\.safetensors")
 
@@ -221,7 +222,7 @@ def build_header(
         "codec": encoding.codec if encoding else "none",
     }
     if end_s is not None:
-        metadata["until_s"] = str(end_s)
+        metadata["until_s"] = _end_text(key, end_s)
     if encoding:
         metadata["layer_bytes"] = "".join(f"{length:0{_LENGTH_DIGITS}x}" for length in encoding.layer_bytes)
         if encoding.seal:
@@ -268,7 +269,7 @@ def compare(
             begin, end = layers.start * CHECKSUM_DIGITS, layers.stop * CHECKSUM_DIGITS
             layer_sums = stated[:begin] + layer_sums + stated[end:]
     expected = build_header(layout, key, num_blocks, layer_sums, encoding=encoding)
-    if found != expected and (end_s := end_of(found)) is not None:
+    if found != expected and (end_s := end_of(found, key)) is not None:
         expected = build_header(layout, key, num_blocks, layer_sums, encoding=encoding, end_s=end_s)
     return None if found == expected else _diagnose(found, expected)
 
@@ -309,13 +310,20 @@ def codec_of(header: ByteArray | bytes) -> str | None:
     return codec if isinstance(codec, str) else None
 
 
-def end_of(header: ByteArray | bytes | bytearray) -> int | None:
-    """Return the end of the time to live that a header names, without checking the rest; None if it names none.
+def end_of(header: ByteArray | bytes | bytearray, key: ChunkKey) -> int | None:
+    """Return the end of the time to live in a chunk's header; None if it has none, or it is damaged.
 
-    The first ``END_BYTES`` of a header are enough.
+    The first ``END_BYTES`` of a header are enough; the rest is not checked.
     """
     found = _END.search(bytes(header[:END_BYTES]))
-    return int(found[1]) if found else None
+    end_s = int(found[2]) if found else 0
+    is_sound = 0 < end_s <= MAX_END_S and found is not None and found[1].decode() == _end_text(key, end_s)
+    return end_s if is_sound else None
+
+
+def _end_text(key: ChunkKey, end_s: int) -> str:
+    """Return an end with a checksum, as nothing else in a header tells if it is damaged."""
+    return f"{end_s}-{xxhash.xxh3_64_hexdigest(key.namespace_id + key.prefix_key + end_s.to_bytes(8, 'little'))}"
 
 
 def seal_of(header: ByteArray | bytes) -> str:

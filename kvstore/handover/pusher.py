@@ -288,7 +288,8 @@ class StepPush:
         parcels = []
         for job, slot in zip(jobs, slots, strict=True):
             payload = self._pusher.pool.slot(slot)
-            parcels.append(Parcel(job.ref, payload[: layout.payload_bytes(job.ref.num_blocks)], job.trail))
+            payload = payload[: layout.payload_bytes(job.ref.num_blocks)]
+            parcels.append(Parcel(job.ref, payload, job.trail, job.until_s))
         delivery = Delivery(sender.receiver, jobs, parcels, slots, self._paged)
         self._deliveries.append(delivery)
         sender.send(delivery)

@@ -116,7 +116,7 @@ class TcpTransport(Transport):
         done_layers = 0
         for layers in ready:
             for number, lease in leases.items():
-                ref, payload, _ = parcels[number]
+                ref, payload = parcels[number].ref, parcels[number].payload
                 begin = self._layout.layer_range(layers.start, ref.num_blocks)[0]
                 end = self._layout.layer_range(layers.stop - 1, ref.num_blocks)[1]
                 sender.send(number, lease, payload, range(begin, end))
@@ -138,11 +138,17 @@ class TcpTransport(Transport):
 
 
 def _reserve(connection: ServerConnection, parcels: Sequence[Parcel], numbers: Sequence[int]) -> dict[int, int]:
-    """Reserve room; returns leases by the numbers of the parcels that got one, whose trails are sent."""
+    """Reserve room; returns leases by the numbers of the parcels that got one, whose trails and ends are sent.
+
+    None is for a chunk with a time to live if the receiver would keep it for longer.
+    """
+    keeps_ends = connection.knows(messages.Expire)
+    numbers = [number for number in numbers if keeps_ends or parcels[number].until_s is None]
     granted = calls.grants(connection, messages.Reserve, [parcels[number].ref for number in numbers])
     leases = {number: grant.lease for number, grant in zip(numbers, granted, strict=True) if grant.lease}
     for number, lease in leases.items():
         calls.describe(connection, lease, parcels[number].ref, parcels[number].trail)
+        calls.expire(connection, lease, parcels[number].until_s)
     return leases
 
 

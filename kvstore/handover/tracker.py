@@ -27,6 +27,7 @@ class PushJob(NamedTuple):
         begin_tokens: its first token in the prompt.
         is_needed: later chunks are of no use without it.
         trail: the keys at the ends of its blocks; empty if they are not needed.
+        until_s: the end of its time to live, in seconds since 1970; None for no end.
     """
 
     ref: ChunkRef
@@ -35,6 +36,7 @@ class PushJob(NamedTuple):
     begin_tokens: int = 0
     is_needed: bool = True
     trail: bytes = b""
+    until_s: float | None = None
 
 
 @dataclass

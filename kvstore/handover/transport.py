@@ -46,11 +46,13 @@ class Parcel(NamedTuple):
         ref: its key and length.
         payload: uint8 ``[layout.payload_bytes(ref.num_blocks)]``, in the order of the layout, in host memory.
         trail: the keys at the ends of its blocks, by which the receiver finds its parts; empty if they are not sent.
+        until_s: the end of its time to live, in seconds since 1970; None for no end.
     """
 
     ref: ChunkRef
     payload: ByteArray
     trail: bytes = b""
+    until_s: float | None = None
 
 
 class Transport(ABC):

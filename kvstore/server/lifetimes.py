@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from kvstore.index.deadlines import Deadlines
 from kvstore.model.lifetime import lasts
@@ -64,6 +64,6 @@ class Lifetimes:
             chunk.space.num_ending -= 1
             self._deadlines.withdraw(chunk.key)
 
-    def take_due(self) -> bytes | None:
-        """Remove and return the key of the chunk that ended first; None if no other has ended by now."""
-        return next(iter(self._deadlines.take_due(self._now(), at_most=1)), None)
+    def each_due(self) -> Iterator[bytes | None]:
+        """Remove the keys of the chunks that have ended by now; None stands for a step that removes none."""
+        return self._deadlines.each_due(self._now())

@@ -299,10 +299,11 @@ class Stock:
 
     def expire(self) -> Iterator[None]:
         """Forget the chunks whose time to live is over, one in each step."""
-        while (key := self.lifetimes.take_due()) is not None:
-            chunk = self._chunks[key]
-            chunk.space.counters.expired_chunks += 1
-            self._drop(chunk, MissReason.REMOVED)
+        for key in self.lifetimes.each_due():
+            if key is not None:
+                chunk = self._chunks[key]
+                chunk.space.counters.expired_chunks += 1
+                self._drop(chunk, MissReason.REMOVED)
             yield
 
     def clear(self, space: Space) -> int:

@@ -72,7 +72,7 @@ def names(store: FolderStore) -> list[str]:
 def objects(store: FolderStore) -> dict[ChunkRef, int]:
     """Return the end in the header of each chunk; 0 for none."""
     places = [place for name in names(store) if (place := parse_place(name)) is not None]
-    return {place.ref: end_of(store.read(place.name, END_BYTES) or b"") or 0 for place in places}
+    return {place.ref: end_of(store.read(place.name, END_BYTES) or b"", place.key) or 0 for place in places}
 
 
 def drop_manifests(store: FolderStore, *folders: str) -> None:

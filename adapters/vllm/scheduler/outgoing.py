@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -135,6 +136,8 @@ class OutgoingHandovers:
         number, request_id = self._number(handover), tracker.request.request_id
         meta = self._plans.meta(request_id)
         meta.receiver = handover.spec
+        ttl_s = tracker.params.ttl_s
+        until_s = None if ttl_s is None else time.time() + ttl_s
         for piece in pieces:
             begin_tokens = piece.begin * self._rules.block_tokens
             if piece.rows is None:  # it has left a sliding window
@@ -142,7 +145,8 @@ class OutgoingHandovers:
                 continue
             # Where hits end at checkpoints, parts of chunks are never requested.
             trail = _trail_of(tracker.hasher, piece) if rows.checkpoints is None else b""
-            meta.pushes.append(PushJob(piece.ref, piece.rows, number, begin_tokens, not piece.checkpoint, trail))
+            is_needed = not piece.checkpoint
+            meta.pushes.append(PushJob(piece.ref, piece.rows, number, begin_tokens, is_needed, trail, until_s))
             handover.awaited[begin_tokens] += self.num_ranks
             needs_nothing = rows.checkpoints is not None and not rows.checkpoints.rows(piece.end_tokens)
             if handover.checkpoints is not None and (piece.checkpoint or needs_nothing):

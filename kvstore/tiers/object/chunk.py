@@ -16,7 +16,6 @@ from kvstore.format.chunkfile import Damage
 from kvstore.format.coding import ChunkCoder, is_foreign
 from kvstore.memory.scratch import Scratch
 from kvstore.model.chunks import ByteArray
-from kvstore.model.keys import ChunkKey
 from kvstore.model.layout import KVLayout
 from kvstore.tiers.object.names import Place
 from kvstore.tiers.object.store import Body, Reading, Store
@@ -89,7 +88,7 @@ class ChunkIO:
 
         def parts() -> list[memoryview]:
             sums = self._checksums(num_blocks, payload)
-            header = chunkfile.build_header(self._layout, _key(place), num_blocks, sums, end_s=end_s or None)
+            header = chunkfile.build_header(self._layout, place.key, num_blocks, sums, end_s=end_s or None)
             return [memoryview(header), payload.data, memoryview(bytes(num_zeros))]
 
         size_bytes = chunkfile.file_bytes(self._layout, num_blocks)
@@ -135,8 +134,8 @@ class ChunkIO:
         sums = chunkfile.RunningSums(self._layout, place.ref.num_blocks)
         if not _fill(reading, payload, sums):
             return Fetched(size_bytes, Damage.SIZE)
-        damage = chunkfile.compare(self._layout, _key(place), place.ref.num_blocks, bytes(header), sums.text())
-        return self._fetched(size_bytes, damage, header)
+        damage = chunkfile.compare(self._layout, place.key, place.ref.num_blocks, bytes(header), sums.text())
+        return self._fetched(place, size_bytes, damage, header)
 
     def read_layers(self, place: Place, payload: ByteArray, layers: range) -> Fetched:
         """Read some layers of a chunk; no other byte of the payload is written.
@@ -188,9 +187,9 @@ class ChunkIO:
         if not reading.fill(payload.data[begin:end]):
             return Fetched(end - begin, Damage.SIZE)
         sums = chunkfile.checksums(self._layout, place.ref.num_blocks, payload, layers)
-        key = _key(place)
+        key = place.key
         damage = chunkfile.compare(self._layout, key, place.ref.num_blocks, head.header, sums, layers=layers)
-        return self._fetched(end - begin, damage, head.header)
+        return self._fetched(place, end - begin, damage, head.header)
 
     def _head_of(self, place: Place) -> _Head | None:
         with self._lock:
@@ -205,10 +204,12 @@ class ChunkIO:
             if len(self._heads) > _MAX_HEADS:
                 self._heads.popitem(last=False)
 
-    def _fetched(self, size_bytes: int, damage: Damage | None, header: bytes | bytearray | ByteArray) -> Fetched:
+    def _fetched(
+        self, place: Place, size_bytes: int, damage: Damage | None, header: bytes | bytearray | ByteArray
+    ) -> Fetched:
         if damage is not None:
             return Fetched(size_bytes, damage, self._is_foreign(header))
-        return Fetched(size_bytes, end_s=chunkfile.end_of(header) or 0)
+        return Fetched(size_bytes, end_s=chunkfile.end_of(header, place.key) or 0)
 
     def _is_foreign(self, header: bytes | bytearray | ByteArray) -> bool:
         """Tell if a chunk was encoded with a codec that this reader does not have."""
@@ -235,7 +236,7 @@ class CodedIO(ChunkIO):
 
     def write(self, place: Place, payload: ByteArray, tenant: bytes, end_s: int) -> int:
         """See ``ChunkIO``: encodes the chunk."""
-        key, num_blocks = _key(place), place.ref.num_blocks
+        key, num_blocks = place.key, place.ref.num_blocks
         with self._scratch.borrowed() as scratch:
             size_bytes = self._coder.encode(key, num_blocks, payload, scratch, tenant=tenant, end_s=end_s or None)
             self._store.put(place.name, Body.of(scratch.data[:size_bytes]))
@@ -254,14 +255,10 @@ class CodedIO(ChunkIO):
             image = scratch[:size_bytes]
             if not reading.fill(image.data):
                 return Fetched(size_bytes, Damage.SIZE)
-            damage = self._coder.decode(_key(place), place.ref.num_blocks, image, payload)
+            damage = self._coder.decode(place.key, place.ref.num_blocks, image, payload)
             if damage is Damage.SEAL:
                 return Fetched(size_bytes, damage, is_foreign=True)
-            return self._fetched(size_bytes, damage, image[: self._header_bytes])
-
-
-def _key(place: Place) -> ChunkKey:
-    return ChunkKey(place.home.namespace_id, place.ref.prefix_key)
+            return self._fetched(place, size_bytes, damage, image[: self._header_bytes])
 
 
 def _fill(reading: Reading, payload: ByteArray, sums: chunkfile.RunningSums) -> bool:

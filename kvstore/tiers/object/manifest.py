@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvstore.format.chunkfile import MAX_END_S
 from kvstore.index.trails import is_trail
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.keys import PREFIX_KEY_BYTES
@@ -33,7 +34,6 @@ Times = npt.NDArray[np.uint32]
 NO_NAMES: Final[Names] = np.empty(0, NAME_TYPE)
 NO_TIMES: Final[Times] = np.empty(0, np.uint32)
 NO_ENDS: Final[Times] = np.empty((0, 2), np.uint32)
-_LATEST_S: Final = (1 << 32) - 1
 
 
 class Ends(NamedTuple):
@@ -59,7 +59,7 @@ ENDLESS: Final = Ends(0, 0)
 
 def end_s_of(until_s: float | None) -> int:
     """Return an end in whole seconds, not later; 0 for none."""
-    return 0 if until_s is None else int(min(max(1.0, until_s), _LATEST_S))
+    return 0 if until_s is None else int(min(max(1.0, until_s), MAX_END_S))
 
 
 def name_of(ref: ChunkRef) -> bytes:

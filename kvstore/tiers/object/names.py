@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from kvstore.format.chunkfile import chunk_name, parse_chunk_name
 from kvstore.model.chunks import ChunkRef
-from kvstore.model.keys import NAMESPACE_ID_BYTES
+from kvstore.model.keys import NAMESPACE_ID_BYTES, ChunkKey
 
 LOCK_NAME: Final = "sweep.lock"
 PROBES: Final = "probe/"
@@ -87,6 +87,11 @@ class Place(NamedTuple):
     def name(self) -> str:
         """Name of the chunk's object."""
         return self.home.folder + chunk_name(self.ref)
+
+    @property
+    def key(self) -> ChunkKey:
+        """Key of the chunk among those of all namespaces."""
+        return ChunkKey(self.home.namespace_id, self.ref.prefix_key)
 
     def __str__(self) -> str:
         return self.name

@@ -11,7 +11,8 @@ import json
 import secrets
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -23,7 +24,7 @@ import numpy.typing as npt
 from kvstore.format.chunkfile import END_BYTES, end_of
 from kvstore.model.chunks import ChunkRef, chunk_of
 from kvstore.model.errors import ConfigError, TierError
-from kvstore.tiers.object.catalog import MAX_TRAILS
+from kvstore.tiers.object.catalog import MAX_TRAILS, Catalog
 from kvstore.tiers.object.folder import is_part
 from kvstore.tiers.object.log import EVERY_S
 from kvstore.tiers.object.manifest import ENDLESS, NAME_TYPE, Manifest, Names, Times, name_of, ref_of
@@ -47,6 +48,7 @@ MANIFESTS_STAY_S: Final = RELOAD_AFTER_S + OVERLAP_S  # after which every engine
 _LATE_S: Final = 60.0  # by which a listing may be older than what the manifests say
 _PART_STAYS_S: Final = 3600.0
 _SESSION_S: Final = 600  # chunks used within so many seconds of each other belong together: the last ones go first
+_READERS: Final = 8
 _GONE_BATCH: Final = 1 << 15  # names in a manifest of removals
 
 Tick = Callable[[int, int], None]
@@ -234,16 +236,27 @@ class _Sweep:
         found = np.ones(len(names), np.bool_)
         found[mine] = False
         ends = np.zeros((len(names), 2), np.uint32)
-        if known_ends:
+        if known_ends and len(mine):
             ends[mine] = [known_ends.get(name, ENDLESS) for name in names[mine].tolist()]
         stays = np.ones(len(names), np.bool_)
-        for at in np.flatnonzero(found).tolist():  # no manifest tells their ends
-            self._renew()
-            header = self._store.read(Place(home, ref_of(names[at])).name, END_BYTES)
-            stays[at] = header is not None
-            ends[at] = end_of(header or b"") or 0
+        unknown = np.flatnonzero(found).tolist()  # no manifest tells their ends
+        for at, end_s in zip(unknown, self._ends(home, names[found].tolist()), strict=True):
+            stays[at], ends[at] = end_s is not None, end_s or 0
         lost = logged[is_lost]
         return _Part(home, reader, bases, names[stays], sizes[stays], used_s[stays], found[stays], lost, ends[stays])
+
+    def _ends(self, home: Home, names: Sequence[bytes]) -> Iterator[int | None]:
+        """Yield the ends in the headers of chunks, 0 for no end; None if there is no such chunk any more."""
+
+        def end_s(name: bytes) -> int | None:
+            place = Place(home, ref_of(name))
+            header = self._store.read(place.name, END_BYTES)
+            return None if header is None else end_of(header, place.key) or 0
+
+        with ThreadPoolExecutor(_READERS, "kvstore-sweep") as readers:
+            for begin in range(0, len(names), MAX_DELETED):
+                self._renew()
+                yield from readers.map(end_s, names[begin : begin + MAX_DELETED])
 
     def _choose(self, parts: list[_Part]) -> list[npt.NDArray[np.bool_]]:
         """Return for each home which of its chunks leave: those that are over, by age, then those used longest ago.
@@ -322,13 +335,23 @@ class _Sweep:
         endless, ending = part.manifests(stays)
         if ending is not None:  # in the log, as older versions skip it; before the base, as that ends older manifests
             refs = {ref_of(name) for name in ending.stored.tolist()}
-            ending = replace(ending, trails=tuple(trail for trail in trails if chunk_of(trail) in refs))
+            own = tuple(trail for trail in trails if chunk_of(trail) in refs)
             trails = [trail for trail in trails if chunk_of(trail) not in refs]
-            self._store.write(part.home.log + self._stamps.next(), ending.encode())
+            part.reader.read_new()  # engines take it for news, so it must not undo theirs
+            latest = replace(_up_to_date(ending, part.reader.catalog), trails=own)
+            self._store.write(part.home.log + self._stamps.next(), latest.encode())
         base = replace(endless, merged=merged, trails=tuple(trails))
         self._store.write(part.home.base + self._stamps.next(), base.encode())
         oldest = stamp_at(self._begin_s - MANIFESTS_STAY_S)
         self._store.delete([*part.bases, *sorted(name for name in read if _stamp(name) < oldest)])
+
+
+def _up_to_date(ending: Manifest, catalog: Catalog) -> Manifest:
+    """Return a manifest of chunks with ends without those that have been removed meanwhile, or have other ends."""
+    refs = [ref_of(name) for name in ending.stored.tolist()]
+    ends = np.array([catalog.ends(ref) for ref in refs], np.uint32)
+    same = np.array(catalog.holds(refs), np.bool_) & (ends == ending.ends).all(axis=1)
+    return Manifest(ending.stored[same], ending.used_s[same], ends=ending.ends[same])
 
 
 def _stamp(name: str) -> str:

@@ -159,6 +159,16 @@ def test_many_ends_at_one_moment_delay_nobody(desk: Desk) -> None:
     assert not space.chunks
 
 
+def test_ends_that_became_later_delay_nobody(desk: Desk) -> None:
+    for ref in REFS:
+        store(desk, ref, REST_MS)
+        prolong(desk, ref, 3 * REST_MS)
+    desk.now_s += 2 * REST_MS / 1000
+    steps = sum(1 for _ in desk.stock.expire())
+    assert steps == len(REFS), "a step for each, in which nothing ends"
+    assert rests_ms(desk) == [REST_MS] * 3
+
+
 def test_the_disk_is_told_the_last_end(tmp_path: Path) -> None:
     """One change of a chunk at a time, however many are asked for meanwhile."""
     desk, noted = Desk(disk=DiskOptions(tmp_path, 1 << 20)), list[tuple[float | None, Callable[[], None]]]()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 
 import pytest
 from support.fake_parts import BLOCK, CHUNK
 from support.handed_over import Wire, consumer, flush, producer, throw_away, to
+
+from kvstore.adapters.vllm.requests.params import RequestParams
 
 PROMPT = list(range(2 * CHUNK + 3 * BLOCK + 1))
 
@@ -50,3 +53,23 @@ def test_a_tail_of_one_block_needs_no_trail() -> None:
         }
         second.ask("other", [*PROMPT[: CHUNK + BLOCK], *range(200, 200 + CHUNK)])
         assert second.loaded_tokens["other"] == CHUNK + BLOCK
+
+
+@pytest.mark.parametrize("ttl_s", [None, 600.0], ids=["endless", "with an end"])
+def test_a_time_to_live_goes_along(ttl_s: float | None) -> None:
+    """The receiver would otherwise keep the prompt without end."""
+    with closing(consumer()) as second, closing(producer(Wire())) as first:
+        end_s = time.monotonic() + 600.0
+        first.ask("asked", PROMPT, handover=to(second), params=RequestParams(ttl_s=ttl_s))
+        flush(first)
+        (space,) = second.workers[0]._server._hub.stock.spaces.values()  # type: ignore[union-attr]
+        assert len(space.chunks) == 3
+        for until_s in (chunk.until_s for chunk in space.chunks.values()):
+            assert until_s is None if ttl_s is None else until_s is not None and abs(until_s - end_s) < 2
+        second.ask("other", PROMPT[: 2 * CHUNK + 1])
+        assert second.loaded_tokens["other"] == 2 * CHUNK
+        connected = second.scheduler._connected
+        assert connected is not None
+        loaded = [chunk.expires_s for chunk in connected.index._chunks.values()]
+        assert loaded
+        assert all(until_s is None if ttl_s is None else until_s is not None for until_s in loaded)

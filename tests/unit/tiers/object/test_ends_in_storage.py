@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -114,6 +116,62 @@ def test_a_sweep_adopts_nothing_that_is_gone(
     report = sweep(store, Limits())
     assert (report.chunks, report.found_chunks) == (1, 1)
     assert open_tier().contains([A, B]) == [False, True]
+
+
+@pytest.mark.parametrize("damaged", ["end", "sum"])
+def test_a_damaged_end_is_a_damaged_chunk(open_tier: Open, store: WatchedStore, damaged: str) -> None:
+    """No engine believes it, and its log and its sweeps go on."""
+    tier = open_tier()
+    put_until(tier, A, END_S)
+    tier.close()
+    drop_manifests(store, "log")
+    (path,) = (store._root / name for name in names(store) if parse_place(name))
+    image = path.read_bytes()
+    digit = image.index(b'"until_s":"') + 12 + len(str(int(END_S))) * (damaged == "sum")
+    path.write_bytes(image[:digit] + (b"0" if image[digit : digit + 1] != b"0" else b"1") + image[digit + 1 :])
+    report = sweep(store, Limits())  # which would remove what has ended long ago
+    assert (report.found_chunks, report.removed_chunks) == (1, 0)
+    tier = open_tier()
+    assert get(tier, A) is Outcome.CORRUPT
+    assert objects(store) == {}
+    put_until(tier, A, END_S)
+    wait_for(open_tier(), [END_S])
+
+
+def test_a_storage_that_has_lost_all_chunks_with_ends_is_swept(open_tier: Open, store: WatchedStore) -> None:
+    tier = open_tier()
+    put_until(tier, A, END_S)
+    tier.close()
+    store.delete([name for name in names(store) if parse_place(name)])
+    put(open_tier(), B)
+    report = sweep(store, Limits())
+    assert (report.chunks, report.lost_chunks) == (1, 1)
+
+
+def test_a_sweep_does_not_undo_what_engines_tell_meanwhile(
+    open_tier: Open, store: WatchedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest of chunks with ends is news to them."""
+    running, other = open_tier(), open_tier()
+    for ref in (A, B, C):
+        put_until(running, ref, END_S)
+    wait_for(other, [END_S] * 3)
+    delete = store.delete
+
+    def delete_late(gone: Iterable[str]) -> None:
+        if other.contains([A]) != [False]:
+            other.remove([A])
+            other.limit([Lifetime(B, END_S + 50)])
+            wait_for(running, [False, END_S + 50, END_S])
+        delete(gone)
+
+    monkeypatch.setattr(store, "delete", delete_late)
+    store.write("probe/" + "0" * 16, b"")
+    monkeypatch.setattr(sweeping, "_PART_STAYS_S", -10.0)
+    sweep(store, Limits())
+    time.sleep(0.2)
+    for tier in (running, other, open_tier()):
+        assert tier.contains([A, B, C]) == [False, END_S + 50, END_S]
 
 
 def test_manifests_without_ends_have_the_old_bytes() -> None:
