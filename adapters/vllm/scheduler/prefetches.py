@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +44,7 @@ class _Coming:
         refs: its chunks, in order, and then the parts of its checkpoint.
         num_parts: number of these.
         trails: the trails of its chunks.
+        tenant: ``KeyExtras.tenant`` of the request that announced it.
         place: number of the first chunk that is not known to be in memory.
         piece: the chunks of the load under way.
     """
@@ -52,6 +53,7 @@ class _Coming:
     refs: Sequence[ChunkRef]
     num_parts: int
     trails: Mapping[PrefixKey, bytes]
+    tenant: bytes = b""
     place: int = 0
     piece: Sequence[ChunkRef] = ()
 
@@ -66,7 +68,8 @@ class Prefetches:
 
     One load is under way at a time, of few chunks. It takes slots as a request's load does, so nothing in use leaves
     memory, and one of the threads for such loads. Prompts that were brought and have yet to go on have at most half as
-    many chunks as there are slots. A step costs the same for a long prompt as for a short one.
+    many chunks as there are slots; a tenant that has more of these than another makes room for it. A step costs the
+    same for a long prompt as for a short one.
 
     Args:
         index: of all chunks.
@@ -101,7 +104,7 @@ class Prefetches:
         """Tell if the engine should plan another step even without requests, if it still plans any."""
         return self._has_more and now_s < self._planned_s + BURST_S
 
-    def announce(self, request_id: str, anchor: PrefixKey, in_s: float) -> Callable[[Match], int]:
+    def announce(self, request_id: str, anchor: PrefixKey, in_s: float, tenant: bytes = b"") -> Callable[[Match], int]:
         """Note that a conversation goes on in so many seconds, and return what to call once its chunks are stored.
 
         ``anchor`` is the key of the last chunk that is surely part of the next prompt. The function returns how many
@@ -111,9 +114,9 @@ class Prefetches:
         self._forget(request_id)  # clients may choose ids, and use one twice
         self._anchors[request_id] = anchor
         self._anchored.setdefault(anchor, {})[request_id] = None
-        return partial(self._expect, request_id, time.monotonic() + min(in_s, _LONGEST_S))
+        return partial(self._expect, request_id, time.monotonic() + min(in_s, _LONGEST_S), tenant)
 
-    def _expect(self, request_id: str, due_s: float, match: Match) -> int:
+    def _expect(self, request_id: str, due_s: float, tenant: bytes, match: Match) -> int:
         wanted = (*match.refs, *match.checkpoint)
         if request_id not in self._anchors:
             return len(wanted)  # it has gone on already
@@ -124,7 +127,7 @@ class Prefetches:
             self._forget(request_id)
             return 0
         refs = wanted[:count]
-        self._coming[request_id] = _Coming(due_s, refs, len(match.checkpoint), self._index.trails(refs))
+        self._coming[request_id] = _Coming(due_s, refs, len(match.checkpoint), self._index.trails(refs), tenant)
         self._num_coming += count
         self._due.set(request_id, due_s)
         return count
@@ -181,13 +184,16 @@ class Prefetches:
 
     def _next(self, now_s: float, *, is_idle: bool) -> str | None:
         """Return a prompt to bring; None if none is due that fits into the share of the slots."""
-        room = self._most_chunks - sum(self._brought.values())
+        room, may_ask = self._most_chunks - sum(self._brought.values()), True
         for _ in range(_TRIES):
             name = next(iter(self._due.take_due(now_s + SPAN_S if is_idle else now_s, 1)), None)
             if name is None:
                 return None
             coming = self._coming[name]
             room += self._brought.pop(name, 0)  # it was early
+            if may_ask and len(coming.refs) > room:  # once a step, as it looks at all that was brought
+                may_ask = False
+                room += self._room_of_others(coming, len(coming.refs) - room)
             if len(coming.refs) <= room:
                 coming.place = 0
                 return name
@@ -196,6 +202,28 @@ class Prefetches:
             else:
                 self._forget(name)
         return None
+
+    def _room_of_others(self, coming: _Coming, missing: int) -> int:
+        """Return the room that the tenant with most makes, by giving up what was brought for it last.
+
+        It keeps at least as much as the other one then has.
+        """
+        held = Counter[bytes]()
+        for name, count in self._brought.items():
+            held[self._coming[name].tenant] += count
+        most = max(held, key=held.__getitem__, default=coming.tenant)
+        spare = held[most] - held[coming.tenant] - len(coming.refs)
+        freed, given = 0, list[str]()
+        for name in reversed(self._brought):
+            count = self._brought[name]
+            if freed < missing and self._coming[name].tenant == most and freed + count <= spare:
+                freed += count
+                given.append(name)
+        if freed < missing:
+            return 0
+        for name in given:
+            self._forget(name)
+        return freed
 
     def _window(self, coming: _Coming) -> Sequence[ChunkRef]:
         """Return the next chunks of a prompt; the parts of its checkpoint come together, and first are known whole."""

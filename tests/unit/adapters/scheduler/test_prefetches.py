@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.expected_back import Clock, crowd_out, wait
 from support.fake_groups import FakeGroups, GroupSetup
 from support.fake_parts import CHUNK
-from support.fake_scheduler import FakeScheduler
 from support.fake_tables import FakeGroup
 from support.fake_vllm import FakeVllm
 from support.remote import FakeServer
@@ -32,12 +32,6 @@ WINDOWS = (FakeGroup(GroupKind.WINDOW, 4, 7), FakeGroup(GroupKind.FULL, 4))
 NEXT_TURN = [*PROMPT, *range(230, 230 + CHUNK)]
 
 
-class Clock:
-    """Seconds that have passed for the scheduler besides those of the tests."""
-
-    ahead_s = 0.0
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock, real = Clock(), time.monotonic
@@ -48,14 +42,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture
 def vllm(build: Build, tmp_path: Path) -> FakeVllm:
     return build(slots=SLOTS, gpu_blocks=200, budget=1000, folder=tmp_path, disk_chunks=256)
-
-
-def crowd_out(vllm: FakeVllm, first: int = 100) -> None:
-    """Ask for prompts that fill the memory, each twice, or the policy would refuse the later ones."""
-    for number in range(first, first + 10):
-        for turn in range(2):
-            vllm.ask(f"other {number} {turn}", [number, *range(3 * CHUNK - 1)])
-            vllm.settle()
 
 
 def leave(vllm: FakeVllm, prompt: list[int] = PROMPT, in_s: float = IN_S, name: str = "first") -> None:
@@ -72,12 +58,6 @@ def leave_all(vllm: FakeVllm, prompts: Sequence[list[int]]) -> None:
         vllm.ask(f"{number}", prompt, params=RequestParams(prefetch_s=IN_S + number))
         vllm.settle()
     crowd_out(vllm)
-
-
-def wait(vllm: FakeScheduler) -> None:
-    """Let vLLM plan steps without requests as long as it is asked to."""
-    vllm.step()
-    vllm.run()
 
 
 def results(vllm: FakeVllm) -> list[float]:
@@ -446,3 +426,23 @@ def test_a_checkpoint_comes_with_its_chunks(tmp_path: Path, clock: Clock, monkey
         vllm.assert_nothing_leaked()
     finally:
         vllm.close()
+
+
+@pytest.mark.parametrize(
+    ("salts", "expected"),
+    [("aaab", {"0", "1", "3"}), ("aaaa", {"0", "1", "2"}), ("aabb", {"0", "1", "2"}), ("aabbcc", {"0", "1", "2"})],
+)
+def test_a_tenant_with_more_than_another_makes_room(
+    vllm: FakeVllm, clock: Clock, salts: str, expected: set[str]
+) -> None:
+    """Three prompts fit. What was brought last leaves for the prompt of a tenant that has nothing."""
+    for number, salt in enumerate(salts):
+        params = RequestParams(prefetch_s=IN_S + number)
+        vllm.ask(f"{number}", [10 + number, *range(2 * CHUNK)], salt=salt, params=params)
+        vllm.settle()
+    crowd_out(vllm)
+    for _ in salts:
+        clock.ahead_s += IN_S / len(salts) + 1
+        wait(vllm)
+    assert set(vllm.scheduler._connected.prefetches._brought) == expected  # type: ignore[union-attr]
+    vllm.assert_nothing_leaked()
