@@ -140,7 +140,7 @@ class TcpTransport(Transport):
 def _reserve(connection: ServerConnection, parcels: Sequence[Parcel], numbers: Sequence[int]) -> dict[int, int]:
     """Reserve room; returns leases by the numbers of the parcels that got one, whose trails and ends are sent.
 
-    None is for a chunk with a time to live if the receiver would keep it for longer.
+    A receiver that would keep a chunk beyond its time to live gets no such chunk.
     """
     keeps_ends = connection.knows(messages.Expire)
     numbers = [number for number in numbers if keeps_ends or parcels[number].until_s is None]

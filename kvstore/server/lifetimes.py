@@ -43,7 +43,7 @@ class Lifetimes:
         return list(map(rest_ms, chunks))
 
     def enter(self, chunk: Chunk) -> None:
-        """Note a chunk that can be found from now on."""
+        """Note the end of a chunk that can be found from now on."""
         if chunk.until_s is not None:
             chunk.space.num_ending += 1
             self._deadlines.set(chunk.key, chunk.until_s)
@@ -59,7 +59,7 @@ class Lifetimes:
         return True
 
     def drop(self, chunk: Chunk) -> None:
-        """Forget a chunk that cannot be found any more."""
+        """Forget the end of a chunk that cannot be found any more, or gets another end."""
         if chunk.until_s is not None:
             chunk.space.num_ending -= 1
             self._deadlines.withdraw(chunk.key)

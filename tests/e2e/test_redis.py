@@ -17,6 +17,7 @@ from support.vllm_engine import (
     Engine,
     Prompt,
     assert_same_outputs,
+    check_ends,
     hits_again,
     is_all_cached,
     through_memory,
@@ -86,14 +87,4 @@ def test_a_time_to_live_reaches_who_loads_the_chunks(tiny_model: Path, server: R
     with Engine(tiny_model, store) as engine:
         for key in sent:
             admin.expire(key, 10)
-        end_s = time.monotonic() + 10
-        loaded = engine.generate([prompt], logprobs=2, asks={"kvstore.skip_save": True})
-        assert_same_outputs(plain, loaded)
-        assert is_all_cached([prompt], loaded)
-        time.sleep(max(0.0, end_s + 0.5 - time.monotonic()))
-        engine.forget_local()
-        computed = engine.generate([prompt], logprobs=2)
-        assert_same_outputs(plain, computed)
-        assert not computed[0].cached_tokens, "its own copies have ended, too"
-        assert engine.store_scheduler.index.counters.expired
-        engine.assert_idle()
+        check_ends(engine, prompt, plain, time.monotonic() + 10)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.cache_server import serving_ipc
-from support.vllm_engine import Engine, assert_same_outputs, is_all_cached, through_memory
+from support.vllm_engine import Engine, check_ends, through_memory
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.sweep]
 
@@ -35,14 +35,4 @@ def test_a_time_to_live_reaches_who_loads_the_chunks(tiny_model: Path, url: str)
         end_s = time.monotonic() + LIFE_S
         engine.settle()
     with Engine(tiny_model, store) as engine:
-        loaded = engine.generate([PROMPT], logprobs=2, asks={"kvstore.skip_save": True})
-        assert time.monotonic() < end_s, "the engine took too long to start"
-        assert_same_outputs(plain, loaded)
-        assert is_all_cached([PROMPT], loaded)
-        time.sleep(max(0.0, end_s + 0.5 - time.monotonic()))
-        engine.forget_local()
-        computed = engine.generate([PROMPT], logprobs=2)
-        assert_same_outputs(plain, computed)
-        assert not computed[0].cached_tokens, "its own copies have ended, too"
-        assert engine.store_scheduler.index.counters.expired
-        engine.assert_idle()
+        check_ends(engine, PROMPT, plain, end_s)

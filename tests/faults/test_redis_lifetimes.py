@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.diskwork import EVEN, make_ref, make_transfer
+from support.ended import check_end_for_both
 from support.redis_server import RedisServer, running, wait_for
 from support.redis_tiers import LARGE, PAYLOADS, WHOLE, open_redis, put_large, values
 from support.rig import Rig, tokens_of
@@ -42,25 +43,14 @@ def rests_s(server: RedisServer) -> set[int]:
     return {admin.ttl(key) for key in values(server)}
 
 
-def wait_until(at_s: float) -> None:
-    time.sleep(max(0.0, at_s - time.time()))
-
-
 def test_what_another_engine_loads_ends_for_it_too(server: RedisServer) -> None:
     rig = Rig()
     with open_engine(rig, server) as first, open_engine(rig, server) as second:
-        end_s = time.time() + 3
-        assert rig.store(first, TOKENS, ttl_s=3) == 40
-        assert first.flush(WAIT_S)
-        assert rig.retrieve(second, TOKENS) == 40
-        assert second.lookup(TOKENS) == 40
-        wait_until(end_s + 0.2)
-        assert second.lookup(TOKENS) == 0, "its own copies must end, too"
-        assert rig.retrieve(second, TOKENS) == 0
-        assert first.lookup(TOKENS) == 0
-        assert values(server) == {}
-        assert rig.store(first, TOKENS) == 40
-        assert first.flush(WAIT_S)
+
+        def check_gone() -> None:
+            assert values(server) == {}
+
+        check_end_for_both(rig, first, second, TOKENS, check_gone)
         assert rests_s(server) == {-1}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.cache_server import POOL_BYTES, ServerThread, serving_ipc, serving_tcp
+from support.ended import check_end_for_both
 from support.redis_server import wait_for
 from support.rig import Rig, tokens_of
 
@@ -69,18 +70,9 @@ def begin_as(patch: pytest.MonkeyPatch, version: int) -> None:
 def test_what_another_engine_loads_ends_for_it_too(server: ServerThread) -> None:
     rig = Rig()
     with open_engine(rig, server) as first, open_engine(rig, server) as second:
-        end_s = time.time() + 3
-        assert rig.store(first, TOKENS, ttl_s=3) == 40
-        assert first.flush(WAIT_S)
-        assert rig.retrieve(second, TOKENS) == 40
-        assert second.lookup(TOKENS) == 40
-        time.sleep(max(0.0, end_s + 0.2 - time.time()))
-        assert second.lookup(TOKENS) == 0, "its own copies must end, too"
-        assert rig.retrieve(second, TOKENS) == 0
-        assert first.lookup(TOKENS) == 0
-        wait_for("the server has dropped them", lambda: not ends_of(server))
-        assert rig.store(first, TOKENS) == 40
-        assert first.flush(WAIT_S)
+        check_end_for_both(
+            rig, first, second, TOKENS, lambda: wait_for("the server has dropped them", lambda: not ends_of(server))
+        )
         assert set(ends_of(server)) == {None}
 
 

@@ -318,3 +318,18 @@ ONE_MODE_AND_SOAK = pytest.mark.parametrize(
     "mode",
     [pytest.param(keys, id=name, marks=() if name == "beside" else pytest.mark.soak) for name, keys in MODES.items()],
 )
+
+
+def check_ends(engine: Engine, prompt: Prompt, plain: Sequence[Completion], end_s: float) -> None:
+    """Check that an engine loads a prompt whose chunks end at a monotonic time, and computes it afterwards."""
+    loaded = engine.generate([prompt], logprobs=2, asks={"kvstore.skip_save": True})
+    assert time.monotonic() < end_s, "the engine took too long"
+    assert_same_outputs(plain, loaded)
+    assert is_all_cached([prompt], loaded)
+    time.sleep(max(0.0, end_s + 0.5 - time.monotonic()))
+    engine.forget_local()
+    computed = engine.generate([prompt], logprobs=2)
+    assert_same_outputs(plain, computed)
+    assert not computed[0].cached_tokens, "its own copies have ended, too"
+    assert engine.store_scheduler.index.counters.expired
+    engine.assert_idle()

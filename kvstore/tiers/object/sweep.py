@@ -133,7 +133,7 @@ class _Part:
         used_s: when each was used last.
         found: tells for each of them if no manifest named it.
         lost: names of chunks that are gone.
-        ends: of each ``Ends``, or of no chunk if none has any.
+        ends: ``Ends`` of each.
     """
 
     home: Home

@@ -289,9 +289,10 @@ class ObjectTier(Tier):
             return True
 
     def _correct(self, view: View, ref: ChunkRef, end_s: int, num_puts: int) -> None:
-        """Note the end in a chunk's header, unless one may have been stored since there were ``num_puts``."""
+        """Note the end in a chunk's header, unless it is gone, or one may have been stored since ``num_puts``."""
         with self._changed:
-            if self._num_puts == num_puts and Place(view.home, ref) not in self._busy:
+            is_same = self._num_puts == num_puts and Place(view.home, ref) not in self._busy
+            if is_same and view.catalog.holds([ref])[0]:
                 view.store(ref, b"", end_s)
 
     def _put(self, view: View, transfer: Transfer, payload: ByteArray) -> Moved:

@@ -116,7 +116,7 @@ class ServerTier(Tier):
             TierError: the server failed.
         """
         self._connections.require_open()
-        if lifetimes and self.keeps_lifetimes:
+        if lifetimes:
             self._use(partial(calls.prolong, lifetimes=lifetimes), None)
 
     @property

@@ -243,6 +243,15 @@ def test_a_chunk_of_another_write_is_a_miss(
         assert read(each, by_layers=by_layers) == [Outcome.HIT]
 
 
+def test_a_chunk_that_is_removed_while_it_is_read_does_not_return(open_tier: Open, store: WatchedStore) -> None:
+    """The log then says nothing of it, which differs from the header that was read."""
+    tier = open_tier()
+    put_until(tier, A, END_S)
+    store.on_read.append(lambda: tier._log.view().catalog.discard(A))
+    assert get(tier, A) is Outcome.MISS
+    assert tier.contains([A]) == [False]
+
+
 def read(tier: ObjectTier, *, by_layers: bool) -> list[Outcome]:
     into = [Transfer(A, tier_slot())]
     return tier.get_layers(into, range(1)) if by_layers else tier.get(into)
