@@ -23,7 +23,7 @@ Layer = list[Entry]
 FILE_VARIABLES: Final = ("KVSTORE_CONFIG_FILE", "LMCACHE_CONFIG_FILE")
 """Variables that name the file; the first one that is set counts."""
 
-OTHER_VARIABLES: Final = frozenset({*FILE_VARIABLES, "KVSTORE_LOG_LEVEL"})
+OTHER_VARIABLES: Final = frozenset({*FILE_VARIABLES, "KVSTORE_LOG_LEVEL", "LMCACHE_LOG_LEVEL"})
 """Variables that look like keys but are read elsewhere."""
 
 _MAX_FILE_BYTES: Final = 2**20

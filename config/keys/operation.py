@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from kvstore.config.keys.base import Keys, Seconds, Text
 from kvstore.protocol.loopback import is_loopback
+
+_LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 class OperationKeys(Keys):
@@ -23,8 +25,10 @@ class OperationKeys(Keys):
     internal_api_server_enabled: bool = False
     """Serve [administration](operations.md#the-admin-endpoint) over HTTP. Needs the extra `admin`, whose packages vLLM
     brings along."""
+    internal_api_server_token_file: Text = None
+    """File with a token that all requests but `GET /healthz` must send as `Authorization: Bearer`."""
     internal_api_server_host: str = Field(default="127.0.0.1", validate_default=True)
-    """Loopback address to listen on. There are no passwords, so any other address is refused."""
+    """Address to listen on; beyond loopback only with `internal_api_server_token_file`."""
     internal_api_server_port_start: Annotated[int, Field(ge=0, le=65_000)] = 6999
     """Port to listen on; a data-parallel replica adds its rank. 0 for any free port, which the log names."""
     log_request_sample: Annotated[int, Field(ge=0)] = 0
@@ -35,9 +39,10 @@ class OperationKeys(Keys):
 
     @field_validator("internal_api_server_host")
     @classmethod
-    def _loopback_only(cls, value: str, info: ValidationInfo) -> str:
-        if info.data.get("internal_api_server_enabled") and not is_loopback(value):
-            message = "must be a loopback address such as 127.0.0.1: there are no passwords"
+    def _loopback_without_token(cls, value: str, info: ValidationInfo) -> str:
+        has_token = info.data.get("internal_api_server_token_file")
+        if info.data.get("internal_api_server_enabled") and not is_loopback(value) and not has_token:
+            message = "must be a loopback address such as 127.0.0.1, or name internal_api_server_token_file"
             raise PydanticCustomError("loopback", message, {"because_of": "internal_api_server_enabled"})
         return value
 
@@ -60,6 +65,19 @@ class ServerKeys(Keys):
     server_quotas: Text = None
     """GiB that a tenant, a model or a namespace's id may hold at the server in all: `team-a=40, my-model=20, *=10`."""
     server_http_port: Annotated[int | None, Field(ge=0, le=65_535)] = None
-    """Loopback port for `/metrics` and `/healthz` of the server; 0 for any free port."""
+    """Port for `/metrics`, `/healthz` and `/readyz` of the server; 0 for any free port."""
+    server_http_host: str = "127.0.0.1"
+    """Address for `server_http_port`. Beyond loopback orders such as `POST /reload` need a token."""
+    server_http_token_file: Text = None
+    """File with a token that orders over HTTP must send as `Authorization: Bearer`."""
+    server_log_level: str = "INFO"
+    """Level of the server's log: `DEBUG`, `INFO`, `WARNING` or `ERROR`."""
     server_drain_secs: Seconds = Field(default=30.0, ge=0)
     """Longest time that the server may go on writing to disk after it is told to end."""
+
+    @field_validator("server_log_level")
+    @classmethod
+    def _known_level(cls, value: str) -> str:
+        if value.upper() not in _LEVELS:
+            raise PydanticCustomError("level", "must be one of {levels}", {"levels": ", ".join(_LEVELS)})
+        return value.upper()

@@ -1,4 +1,4 @@
-"""Serves HTTP on loopback from a daemon thread: the administration of an engine, or a few pages of text."""
+"""Serves HTTP from a daemon thread: the administration of an engine, or a few pages and orders."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from kvstore.model.errors import ConfigError
-from kvstore.ops.admin import Controls, answer
-from kvstore.protocol.loopback import is_from_here, is_loopback
+from kvstore.ops.access import Access
+from kvstore.ops.admin import PROBE, Controls, answer
+from kvstore.protocol.loopback import is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -21,35 +22,47 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     Page = Callable[[], tuple[int, str]]
+    Order = Callable[[], tuple[int, Mapping[str, object]]]
     Respond = Callable[[Request, bytes], Response]
+    Admit = Callable[[Request], Response | None]
 
 logger = logging.getLogger(__name__)
 
 _MAX_CONNECTIONS: Final = 64
 _MAX_BODY_BYTES: Final = 4 << 20  # half a million tokens
+_MAX_ORDER_BYTES: Final = 4096
 _BODY_TIMEOUT_S: Final = 10.0
 _PATIENCE_S: Final = 10.0  # longest wait for a client that does not read its answer
 _END_WAIT_S: Final = 5.0
 
 
-class LoopbackServer:
-    """HTTP server on loopback, which listens from its creation until ``close``.
+class HttpServer:
+    """HTTP server, which listens from its creation until ``close``.
 
     Args:
+        admit: returns a refusal, or None, before the body is received.
         respond: answers a request, given its body, on a thread of this server.
-        host: a loopback name or address. There are no passwords, so nothing else is allowed.
+        host: a name or address.
         port: 0 for any free port; the attribute ``port`` has the actual one.
         name: its name in messages.
         remedy: what to do if it cannot listen.
 
     Raises:
-        ConfigError: the host is not loopback, the port is taken, or the libraries are not installed.
+        ConfigError: the port is taken, the host is not here, or the libraries are not installed.
     """
 
-    def __init__(self, respond: Respond, host: str, port: int, *, name: str, remedy: str) -> None:
-        if not is_loopback(host):
-            raise ConfigError(f"the host of {name} is {host!r}: it must be a loopback address such as 127.0.0.1")
-        server = _make_server(respond, name)
+    def __init__(
+        self,
+        admit: Admit,
+        respond: Respond,
+        host: str,
+        port: int,
+        *,
+        name: str,
+        remedy: str,
+        most_body_bytes: int = _MAX_BODY_BYTES,
+    ) -> None:
+        server = _make_server(admit, respond, name, most_body_bytes)
         self._socket = listen(host, port, name, remedy)
         self.port: int = self._socket.getsockname()[1]
         self._server = server
@@ -66,58 +79,94 @@ class LoopbackServer:
         self._socket.close()
 
 
-class AdminServer(LoopbackServer):
+class AdminServer(HttpServer):
     """Serves the administration of one engine.
 
     Args:
         controls: the object to administer; its methods are called from this server's threads.
-        host: see ``LoopbackServer``.
-        port: see ``LoopbackServer``.
+        host: see ``HttpServer``.
+        port: see ``HttpServer``.
+        token: token that all requests but probes need; None for none, on a loopback address only.
 
     Raises:
-        ConfigError: as ``LoopbackServer``.
+        ConfigError: as ``HttpServer``, or other hosts can reach it, and there is no token.
     """
 
-    def __init__(self, controls: Controls, host: str, port: int) -> None:
+    def __init__(self, controls: Controls, host: str, port: int, token: str | None = None) -> None:
+        if token is None and not is_loopback(host):
+            raise ConfigError(
+                f"other hosts can reach the admin endpoint at {host!r}: name internal_api_server_token_file, or a "
+                "loopback address such as 127.0.0.1"
+            )
+        access = Access(host, token, "name a file with one in internal_api_server_token_file")
+
+        def admit(request: Request) -> Response | None:
+            from starlette.responses import JSONResponse  # noqa: PLC0415
+
+            refusal = access.refusal(request.headers, is_open=request.url.path == PROBE)
+            return None if refusal is None else JSONResponse({"error": refusal.message}, refusal.status)
+
         def respond(request: Request, body: bytes) -> Response:
             from starlette.responses import JSONResponse  # noqa: PLC0415
 
-            reply = answer(controls, request.method, request.url.path, request.headers, body)
+            reply = answer(controls, request.method, request.url.path, body)
             return JSONResponse(dict(reply.body), status_code=reply.status)
 
         remedy = "choose another internal_api_server_port_start, or switch internal_api_server_enabled off"
-        super().__init__(respond, host, port, name="the admin endpoint", remedy=remedy)
+        super().__init__(admit, respond, host, port, name="the admin endpoint", remedy=remedy)
 
 
-class PageServer(LoopbackServer):
-    """Serves a few pages of text.
+class PageServer(HttpServer):
+    """Serves a few pages of text, which are open, and orders, which need the token.
 
     Args:
         pages: functions that make a page, its HTTP status and text, by path.
-        port: on 127.0.0.1; 0 for any free port.
-        name: see ``LoopbackServer``.
-        remedy: see ``LoopbackServer``.
+        orders: functions that carry out a POST, and return a status and what is sent as JSON, by path.
+        access: who may send orders.
+        host: see ``HttpServer``.
+        port: see ``HttpServer``.
+        name: see ``HttpServer``.
+        remedy: see ``HttpServer``.
 
     Raises:
-        ConfigError: as ``LoopbackServer``.
+        ConfigError: as ``HttpServer``.
     """
 
-    def __init__(self, pages: Mapping[str, Page], port: int, *, name: str, remedy: str) -> None:
-        def respond(request: Request, _: bytes) -> Response:
+    def __init__(
+        self,
+        pages: Mapping[str, Page],
+        orders: Mapping[str, Order],
+        access: Access,
+        host: str,
+        port: int,
+        *,
+        name: str,
+        remedy: str,
+    ) -> None:
+        def admit(request: Request) -> Response | None:
             from starlette.responses import PlainTextResponse  # noqa: PLC0415
 
-            page = pages.get(request.url.path)
-            if not is_from_here(request.headers):
-                return PlainTextResponse("only programs on this machine may send requests\n", HTTPStatus.FORBIDDEN)
-            if page is None or request.method != "GET":
-                return PlainTextResponse(f"unknown path: known are {', '.join(pages)}\n", HTTPStatus.NOT_FOUND)
-            status, text = page()
-            return PlainTextResponse(text, status)
+            is_open = request.method == "GET" and request.url.path in pages
+            refusal = access.refusal(request.headers, is_open=is_open)
+            return None if refusal is None else PlainTextResponse(f"{refusal.message}\n", refusal.status)
 
-        super().__init__(respond, "127.0.0.1", port, name=name, remedy=remedy)
+        def respond(request: Request, _: bytes) -> Response:
+            from starlette.responses import JSONResponse, PlainTextResponse  # noqa: PLC0415
+
+            method, path = request.method, request.url.path
+            if method == "GET" and path in pages:
+                status, text = pages[path]()
+                return PlainTextResponse(text, status)
+            if method == "POST" and path in orders:
+                status, tree = orders[path]()
+                return JSONResponse(dict(tree), status)
+            known = ", ".join([*pages, *(f"POST {path}" for path in orders)])
+            return PlainTextResponse(f"unknown path: known are {known}\n", HTTPStatus.NOT_FOUND)
+
+        super().__init__(admit, respond, host, port, name=name, remedy=remedy, most_body_bytes=_MAX_ORDER_BYTES)
 
 
-def _make_server(respond: Respond, name: str) -> uvicorn.Server:
+def _make_server(admit: Admit, respond: Respond, name: str, most_body_bytes: int) -> uvicorn.Server:
     try:
         import uvicorn  # noqa: PLC0415 - an extra
         from starlette.applications import Starlette  # noqa: PLC0415
@@ -131,12 +180,15 @@ def _make_server(respond: Respond, name: str) -> uvicorn.Server:
         raise ConfigError(f"{name}: {error.name} is not installed: pip install 'vllm-kvstore[admin]'") from error
 
     async def handle(request: Request) -> Response:
+        refusal = admit(request)
+        if refusal is not None:
+            return refusal
         body = bytearray()
         try:
             async with asyncio.timeout(_BODY_TIMEOUT_S):
                 async for part in request.stream():
                     body += part
-                    if len(body) > _MAX_BODY_BYTES:
+                    if len(body) > most_body_bytes:
                         return PlainTextResponse("the request body is too long\n", HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         except (TimeoutError, ClientDisconnect):
             return PlainTextResponse("the request body did not arrive in time\n", HTTPStatus.REQUEST_TIMEOUT)

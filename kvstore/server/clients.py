@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -36,12 +36,14 @@ class Client:
         socket: the number of the socket.
         rights: the client's rights.
         tenant: its tenant, whose chunks it shares; empty for clients without one, which share theirs.
+        key: its public key in Z85; empty without one.
     """
 
     name: str
     socket: int
     rights: Right
     tenant: str = ""
+    key: str = ""
 
     @property
     def runs_all(self) -> bool:
@@ -50,7 +52,7 @@ class Client:
 
 
 OURSELVES: Final = Client("", IPC, EVERY_RIGHT)  # the server's own user, who could reach its memory anyway
-_STRANGER: Final = Client("", TCP, NO_RIGHT)
+STRANGER: Final = Client("", TCP, NO_RIGHT)  # its key was listed when it connected, and no longer is
 
 
 class Clients:
@@ -62,25 +64,36 @@ class Clients:
     """
 
     def __init__(self, listed: Mapping[bytes, ListedKey] | None, operators: frozenset[str]) -> None:
-        def client(key: ListedKey) -> Client:
-            is_operator = not operators.isdisjoint({key.name, ANYBODY})
-            return Client(key.name, TCP, key.rights | (Right.OPERATE if is_operator else NO_RIGHT), key.tenant)
-
-        self._by_name = {key.name: client(key) for key in (listed or {}).values()}
         # A client that may replace all chunks can do as much harm as one that clears them, and an engine's reset must
         # last.
-        self._anybody = client(ListedKey("", USUAL_RIGHTS | Right.CLEAR)) if listed is None else None
+        self._anybody = Client("", TCP, USUAL_RIGHTS | Right.CLEAR) if listed is None else None
+        self._by_key: dict[str, Client] = {}
+        self.change(listed or {}, operators)
+
+    def change(self, listed: Mapping[bytes, ListedKey], operators: frozenset[str]) -> None:
+        """Replace the list; without keys any client may still connect."""
+
+        def client(key: str, listed: ListedKey) -> Client:
+            is_operator = not operators.isdisjoint({listed.name, ANYBODY})
+            rights = listed.rights | (Right.OPERATE if is_operator else NO_RIGHT)
+            return Client(listed.name, TCP, rights, listed.tenant, key)
+
+        self._by_key = {key.decode(): client(key.decode(), of_key) for key, of_key in listed.items()}
+
+    def now(self, client: Client) -> Client:
+        """Return a client from the network as the list describes it now."""
+        return self._anybody or self._by_key.get(client.key, STRANGER)
 
     def sender(self, socket: int, frame: zmq.Frame) -> Client:
-        """Find the sender of a frame, to which ZeroMQ attached the name of the key that decrypted it."""
+        """Find the sender of a frame, to which ZeroMQ attached the key that decrypted it."""
         if socket == IPC:
             return OURSELVES
         if self._anybody is not None:
             return self._anybody
         try:
-            return self._by_name.get(str(frame.get("User-Id")), _STRANGER)
+            return self._by_key.get(str(frame.get("User-Id")), STRANGER)
         except zmq.ZMQError:
-            return _STRANGER
+            return STRANGER
 
 
 class ClientKeys:
@@ -88,16 +101,20 @@ class ClientKeys:
 
     Args:
         context: the context of the sockets that clients connect to.
-        listed: clients by their public keys in Z85.
+        listed: public keys of the clients, in Z85.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], listed: Mapping[bytes, ListedKey]) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], listed: Iterable[bytes]) -> None:
         self.refused = 0
-        self._names = {z85.decode(key): client.name for key, client in listed.items()}
+        self.change(listed)
         self._throttle = Throttle(logger)
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind(_ADDRESS)
+
+    def change(self, listed: Iterable[bytes]) -> None:
+        """Replace the list. Clients that have connected stay so."""
+        self._keys = {z85.decode(key): key for key in listed}
 
     def answer(self) -> None:
         """Answer all requests that wait."""
@@ -112,9 +129,9 @@ class ClientKeys:
         if len(question) < 2:
             return [_VERSION, b"", b"500", b"malformed", b"", b""]
         request_id = question[1]
-        is_known = len(question) == _REQUEST_FRAMES and question[5] == b"CURVE" and question[6] in self._names
+        is_known = len(question) == _REQUEST_FRAMES and question[5] == b"CURVE" and question[6] in self._keys
         if is_known:
-            return [_VERSION, request_id, b"200", b"OK", self._names[question[6]].encode(), b""]
+            return [_VERSION, request_id, b"200", b"OK", self._keys[question[6]], b""]
         self.refused += 1
         address = question[3].decode("ascii", "replace") if len(question) > 3 else "an unknown address"
         self._throttle.log(address, "refused a client from %s: its key is not in server_clients", address)
@@ -137,6 +154,10 @@ class Shares:
         self._by_key = by_key
         self._of_socket = Counter[int]()
         self._of_key = Counter[str]()
+
+    def bound_keys(self, by_key: int | None) -> None:
+        """Change the bound for the clients with the same key. They keep what they hold beyond it."""
+        self._by_key = by_key
 
     def has_room(self, client: Client, amount: int) -> bool:
         """Tell if a client may hold so much more."""

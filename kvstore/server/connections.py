@@ -29,6 +29,8 @@ from zmq.utils.monitor import parse_monitor_message
 from kvstore.model.errors import ConfigError
 from kvstore.model.throttle import Throttle
 from kvstore.protocol import messages
+from kvstore.protocol.keyfiles import KeyPair
+from kvstore.protocol.loopback import buffer_bytes
 from kvstore.server.clients import IPC, TCP
 from kvstore.server.sessions import MAX_PIECES
 
@@ -48,6 +50,10 @@ _STRANGER_BYTES: Final = 1 << 20  # before a hello
 _ALL_STRANGERS_BYTES: Final = 64 << 20
 # More than a client may have under way.
 _CLIENT_BYTES: Final = (MAX_PIECES + 4) * (messages.PIECE_BYTES + messages.MAX_MESSAGE_BYTES)
+_RECEIVE_QUEUE: Final = 16  # messages of one client
+_SEND_QUEUE: Final = 64  # answers to one client, which never has so many requests open
+_HEARTBEAT_MS: Final = 5000
+_SILENCE_MS: Final = 30_000
 _RESET: Final = struct.pack("ii", 1, 0)  # SO_LINGER: end the connection with a reset
 _RECEIVED = struct.Struct("<Q")
 _RECEIVED_OFFSET: Final = 128  # of tcpi_bytes_received in struct tcp_info
@@ -76,6 +82,36 @@ def allowed_clients(*, has_ipc: bool, has_tcp: bool) -> dict[int, int]:
         return {TCP: min(clients, _MOST_CLIENTS[TCP])}
     near = min(max(clients // 8, _FEWEST_CLIENTS // 2), _MOST_CLIENTS[IPC])
     return {IPC: near, TCP: min(clients - near, _MOST_CLIENTS[TCP])}
+
+
+def bind_router(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, keys: KeyPair | None = None
+) -> zmq.Socket[bytes]:
+    """Return a socket that listens on an address, with encryption if there are keys.
+
+    Raises:
+        ConfigError: it cannot listen there.
+    """
+    router = context.socket(zmq.ROUTER)
+    router.linger = 0
+    router.router_mandatory = True
+    router.maxmsgsize = messages.MAX_FRAME_BYTES
+    router.rcvhwm, router.sndhwm = _RECEIVE_QUEUE, _SEND_QUEUE
+    router.sndbuf = router.rcvbuf = buffer_bytes(address)
+    router.handshake_ivl = 5000
+    router.ipv6 = "[" in address
+    if address.startswith("tcp"):
+        router.heartbeat_ivl, router.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
+        router.heartbeat_ttl = _SILENCE_MS
+    if keys is not None:
+        router.curve_server = True
+        router.curve_secretkey = keys.secret
+        router.zap_domain = b"kvstore"
+    try:
+        router.bind(address)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"the cache server cannot listen on {address}: {error.strerror}; name another") from error
+    return router
 
 
 def room_for_clients(limit: int) -> int:
@@ -271,6 +307,12 @@ class Watch:
         connection = self._connections.get(fd)
         if connection is not None:
             connection.is_heard = True
+
+    def cut(self, fd: int) -> None:
+        """Cut off a connection, if it is still open."""
+        connection = self._connections.get(fd)
+        if connection is not None:
+            connection.cut()
 
     def cut_endless(self) -> int:
         """Cut off connections that send endless messages; return their number."""

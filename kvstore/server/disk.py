@@ -87,6 +87,8 @@ class Disk:
         self._order = FileOrder()
         self._staging = threading.local()
         self._is_closing = False
+        self._counting = threading.Lock()
+        self.num_errors = 0  # calls that failed
 
     @property
     def used_bytes(self) -> int:
@@ -220,6 +222,9 @@ class Disk:
             if future.cancelled():
                 return
             error = future.exception()
+            if error is not None:
+                with self._counting:
+                    self.num_errors += 1
             if isinstance(error, TierTimeoutError):
                 self._complain(error)
                 if reports_hang:

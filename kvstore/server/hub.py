@@ -14,26 +14,27 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import zmq
 
 from kvstore.channels import open_channel
 from kvstore.model.chunks import ChunkRef
-from kvstore.model.errors import ConfigError, ProtocolError
+from kvstore.model.errors import ProtocolError
 from kvstore.model.keys import Namespace
 from kvstore.model.throttle import Throttle
 from kvstore.protocol import messages
 from kvstore.protocol.contexts import close_context, open_context
-from kvstore.protocol.loopback import buffer_bytes
 from kvstore.protocol.payload import Run
-from kvstore.server.clients import IPC, TCP, Client, ClientKeys, Clients
-from kvstore.server.connections import LOOK_S, Intake, Network, allowed_clients
+from kvstore.server.clients import IPC, STRANGER, TCP, Client, ClientKeys, Clients
+from kvstore.server.connections import LOOK_S, Intake, Network, allowed_clients, bind_router
 from kvstore.server.core import Core
 from kvstore.server.disk import Disk
 from kvstore.server.operators import stats
 from kvstore.server.options import ServerOptions
 from kvstore.server.owner import Owner
+from kvstore.server.passes import Passes
 from kvstore.server.pool import Pool
 from kvstore.server.service import Service
 from kvstore.server.sessions import Peer, Session, Sessions
@@ -44,18 +45,15 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 CONTROL_NAME: Final = "control"
 _TICK_S: Final = 0.5
 _PAUSE_MS: Final = 2  # without a request, after which deferred work is done
 _TURN: Final = 64  # messages of one socket before the next socket is served
-_RECEIVE_QUEUE: Final = 16  # messages of one client
-_SEND_QUEUE: Final = 64  # answers to one client, which never has so many requests open
 _LOOK_EACH_S: Final = 2e-4  # between two looks, for each connection: a look takes some microseconds
 _SPARE_PART: Final = 64  # one of so many connections is for clients without a hello, which query or send orders
 _MAX_KICKED: Final = 16_384  # connections that are remembered as kicked
-_HEARTBEAT_MS: Final = 5000
-_SILENCE_MS: Final = 30_000
 
 
 class Hub:
@@ -80,6 +78,7 @@ class Hub:
         self._stopping = threading.Event()
         self._hurry = threading.Event()
         self._throttle = Throttle(logger)
+        self._passes = Passes()
         self._began_s = time.monotonic()
         self._expired_s = 0.0
         self._at_hand: Sequence[zmq.Frame] = ()  # the message that is being handled
@@ -116,9 +115,46 @@ class Hub:
         Raises:
             TimeoutError: the server does not answer in time.
         """
-        asked: Future[dict[str, Any]] = Future()
-        self._report(lambda: asked.set_result(self._stats()))
-        return asked.result(timeout_s)
+        return self._ask(self._stats, timeout_s)
+
+    def status(self, timeout_s: float) -> str:
+        """Return ``ok``, or ``closing``. From any thread but the one that serves.
+
+        Raises:
+            TimeoutError: the server does not answer in time.
+        """
+        return self._ask(lambda: self.core.status, timeout_s)
+
+    def drain(self, timeout_s: float) -> int:
+        """Take no new clients and chunks from now on, and return the number of chunks that wait for the disk.
+
+        Reads are answered until the server is told to end. From any thread but the one that serves.
+
+        Raises:
+            TimeoutError: the server does not answer in time.
+        """
+        return self._ask(self._begin_drain, timeout_s)
+
+    def change(self, options: ServerOptions, timeout_s: float) -> int:
+        """Apply other keys, rights, tenants, operators, quotas and bounds; the rest of the options does not change.
+
+        Clients whose key is gone, or has another tenant, are disconnected; returns their number. All others notice
+        nothing. What exceeds a quota is evicted soon after. From any thread but the one that serves.
+
+        Raises:
+            ConfigError: the options are not safe; nothing was changed.
+            TimeoutError: the server does not answer in time.
+        """
+        options = replace(
+            self.options,
+            listed=options.listed,
+            operators=options.operators,
+            quotas=options.quotas,
+            pin_max_s=options.pin_max_s,
+            drain_s=options.drain_s,
+        )
+        options.check()
+        return self._ask(lambda: self._change(options), timeout_s)
 
     def enter(self, namespace: Namespace) -> None:
         """Change the owner's namespace. From any thread; takes effect soon after."""
@@ -152,11 +188,11 @@ class Hub:
         if options.folder is not None:
             self._unix_socket = UnixSocket(options.folder, self.pool.fd, self._most[IPC])
             opened.callback(self._unix_socket.close)
-            self._sockets[IPC] = self._bind(f"ipc://{options.folder / CONTROL_NAME}")
+            self._sockets[IPC] = bind_router(self._context, f"ipc://{options.folder / CONTROL_NAME}")
             (options.folder / CONTROL_NAME).chmod(0o600)
         self._open_core(opened)
         if options.tcp is not None:  # last, because a client that is let in must be served
-            self._sockets[TCP] = self._bind(str(options.tcp))
+            self._sockets[TCP] = bind_router(self._context, str(options.tcp), options.keys)
             self.network = Network(self._context, self._sockets[TCP], self._wake, self._most[TCP])
             opened.callback(self.network.watch.close)
         self._intakes = {number: Intake(router) for number, router in self._sockets.items()}
@@ -166,6 +202,34 @@ class Hub:
         for source in (*self._sockets.values(), self._wake, self._unix_socket, keys, monitor):
             if source is not None:
                 self._poller.register(source, zmq.POLLIN)
+
+    def _ask(self, call: Callable[[], Result], timeout_s: float) -> Result:
+        asked = Future[Result]()
+        self._report(lambda: asked.set_result(call()))
+        return asked.result(timeout_s)
+
+    def _change(self, options: ServerOptions) -> int:
+        self.options = options
+        self._clients.change(options.listed, options.operators)
+        if self._client_keys is not None:
+            self._client_keys.change(options.listed)
+        self.sessions.share_between(len(options.listed))
+        self.service.change(options.quotas, options.pin_max_s)
+        count = 0
+        for session in [session for peer, session in self.sessions.by_peer.items() if peer.socket == TCP]:
+            now = self._clients.now(session.client)
+            if now.tenant == session.client.tenant and now is not STRANGER:
+                session.client = now
+            else:
+                self.service.end(session)
+                self._cut(session.fd)
+                count += 1
+        return count
+
+    def _cut(self, fd: int) -> None:
+        """Disconnect a client from the network."""
+        if self.network is not None:
+            self.network.watch.cut(fd)
 
     def _open_core(self, opened: contextlib.ExitStack) -> None:
         options = self.options
@@ -215,28 +279,6 @@ class Hub:
             for ref, size_bytes in chunks:
                 self.stock.found_on_disk(space, ref, size_bytes, trails.get(ref.prefix_key, b""), ends.get(ref))
 
-    def _bind(self, address: str) -> zmq.Socket[bytes]:
-        router = self._context.socket(zmq.ROUTER)
-        router.linger = 0
-        router.router_mandatory = True
-        router.maxmsgsize = messages.MAX_FRAME_BYTES
-        router.rcvhwm, router.sndhwm = _RECEIVE_QUEUE, _SEND_QUEUE
-        router.sndbuf = router.rcvbuf = buffer_bytes(address)
-        router.handshake_ivl = 5000
-        router.ipv6 = "[" in address
-        if address.startswith("tcp"):
-            router.heartbeat_ivl, router.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
-            router.heartbeat_ttl = _SILENCE_MS
-            if self.options.keys is not None:
-                router.curve_server = True
-                router.curve_secretkey = self.options.keys.secret
-                router.zap_domain = b"kvstore"
-        try:
-            router.bind(address)
-        except zmq.ZMQError as error:
-            raise ConfigError(f"the cache server cannot listen on {address}: {error.strerror}; name another") from error
-        return router
-
     # -- serving -----------------------------------------------------------------------------------------------------
 
     def _turn(self, timeout_s: float) -> None:
@@ -245,6 +287,7 @@ class Hub:
             network.listener.look()
             timeout_s = min(timeout_s, LOOK_S)
         ready = dict(self._poller.poll(_PAUSE_MS if self.service.has_leisure_work else int(timeout_s * 1000)))
+        began_s = time.monotonic()
         if not ready or self.service.is_behind:
             self.service.do_leisure_work()
         if self._wake in ready:
@@ -270,6 +313,7 @@ class Hub:
         if now_s - self._expired_s > _TICK_S:
             self._expired_s = now_s
             self.service.expire()
+        self._passes.note(time.monotonic() - began_s)
 
     def _cut_endless(self, count: int) -> None:
         self.num_malformed += count
@@ -354,10 +398,14 @@ class Hub:
         refused = self.num_strangers + (self._client_keys.refused if self._client_keys else 0)
         counted = stats(self.core, time.monotonic() - self._began_s, self.service.writes.num_unwritten)
         counted |= self.service.offers.stats()
-        return {**counted, "malformed": self.num_malformed, "refused": refused}
+        return {**counted, "malformed": self.num_malformed, "refused": refused, "passes": self._passes.tree()}
 
     def _sender(self, peer: Peer) -> Client:
-        return self._clients.sender(peer.socket, self._at_hand[0])
+        frame = self._at_hand[0]
+        client = self._clients.sender(peer.socket, frame)
+        if client is STRANGER:
+            self._cut(int(frame.get(zmq.SRCFD)))
+        return client
 
     def _is_open(self, token: bytes) -> bool:
         return self._unix_socket is not None and self._unix_socket.is_open(token)
@@ -384,9 +432,13 @@ class Hub:
         wake, self._wake = self._wake, -1  # a disk call that hung may return later, and report
         os.close(wake)
 
+    def _begin_drain(self) -> int:
+        self.core.is_closing = True
+        return self.service.writes.num_unwritten
+
     def _drain(self) -> bool:
         """Wait for disk writes and deletions, while reads are still answered; return False if writes are left."""
-        self.core.is_closing = True
+        self._begin_drain()
         deadline_s = time.monotonic() + self.options.drain_s
         while self.service.writes.is_changing_files and time.monotonic() < deadline_s and not self._hurry.is_set():
             self._turn(0.1)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from heapq import nlargest
 from itertools import accumulate
 from operator import attrgetter
@@ -21,11 +20,6 @@ from kvstore.server.spaces import NO_QUOTA, Chunk, Quota, Space
 _MAX_LISTED: Final = 1024  # groups of pins
 _MAX_SPACES: Final = 256
 _MAX_FIELDS_BYTES: Final = 256 << 10  # of all namespaces in a report
-_GAUGES = {"clients": "Clients connected.", "leases": "Chunks leased to clients."}
-_COUNTERS = {
-    "malformed": "Clients disconnected for a malformed message.",
-    "refused": "Clients refused because their key is not listed.",
-}
 
 
 class Orders:
@@ -42,7 +36,7 @@ class Orders:
     def __init__(self, core: Core, pin_max_s: float, clear: Callable[[Space], int]) -> None:
         self._core = core
         self._stock = core.stock
-        self._pin_max_s = pin_max_s
+        self.pin_max_s = pin_max_s
         self._clear = clear
 
     def carry_out(self, client: Client, order: messages.Order) -> Generator[None, None, messages.Answer]:
@@ -73,7 +67,7 @@ class Orders:
         return report(order, {"chunks": (yield from self._unpin(pinned))})
 
     def _pin(self, space: Space, refs: Sequence[ChunkRef], seconds: int) -> Generator[None, None, int]:
-        end_s = self._core.now() + min(seconds or self._pin_max_s, self._pin_max_s)
+        end_s = self._core.now() + min(seconds or self.pin_max_s, self.pin_max_s)
         count = 0
         for ref in refs:
             count += self._stock.pins.pin(space, [ref], end_s)
@@ -134,6 +128,7 @@ def stats(core: Core, uptime_s: float, num_unwritten: int) -> dict[str, Any]:
         "clients": len(core.sessions.by_peer),
         "leases": core.sessions.num_leases,
         "leased_bytes": core.sessions.leased_bytes,
+        "disk_errors": core.disk.num_errors if core.disk is not None else 0,
         "tiers": _tiers(core, num_unwritten),
         "quotas": [_quota(quota) for quota in core.stock.spaces.quotas if quota.limit_bytes != NO_QUOTA],
         "denied": [{"client": name, "lacked": lacked, "count": n} for (name, lacked), n in core.denied.items()],
@@ -198,51 +193,3 @@ def _space(space: Space) -> dict[str, Any]:
         "clients": space.num_sessions,
         "counters": dict(vars(space.counters)),
     }
-
-
-def exposition(tree: Mapping[str, Any]) -> str:
-    """Return the tree in Prometheus's text format."""
-    lines: list[str] = []
-    for name, meaning in _GAUGES.items():
-        lines += _metric(f"kvstore_server_{name}", "gauge", meaning, [({}, tree[name])])
-    for name, meaning in _COUNTERS.items():
-        lines += _metric(f"kvstore_server_{name}_total", "counter", meaning, [({}, tree[name])])
-    for what in ("capacity_bytes", "used_bytes", "chunks"):
-        values = [({"tier": tier}, numbers[what]) for tier, numbers in tree["tiers"].items()]
-        lines += _metric(f"kvstore_server_tier_{what}", "gauge", f"Of each tier: {what}.", values)
-    denied = [({"client": each["client"], "lacked": each["lacked"]}, each["count"]) for each in tree["denied"]]
-    lines += _metric("kvstore_server_denied_total", "counter", "Requests without the right or the room.", denied)
-    for what in ("capacity_bytes", "used_bytes"):
-        values = [({"tenant": each["tenant"], "quota": each["name"]}, each[what]) for each in tree["quotas"]]
-        lines += _metric(f"kvstore_server_quota_{what}", "gauge", f"Of each quota: {what}.", values)
-    spaces = tree["namespaces"]
-    for what in ("chunks", "used_bytes", "clients"):
-        values = _by_namespace((space, space[what]) for space in spaces)
-        lines += _metric(f"kvstore_server_namespace_{what}", "gauge", f"Of each namespace: {what}.", values)
-    for what in spaces[0]["counters"] if spaces else ():
-        values = _by_namespace((space, space["counters"][what]) for space in spaces)
-        lines += _metric(f"kvstore_server_{what}_total", "counter", f"Since the start: {what}.", values)
-    return "\n".join(lines) + "\n"
-
-
-def _by_namespace(values: Iterable[tuple[Mapping[str, Any], int]]) -> list[tuple[dict[str, str], float]]:
-    """Sum values by namespace, because one may have several geometries, and a series must not appear twice."""
-    totals = Counter[tuple[str, str, str]]()
-    for space, value in values:
-        totals[space["id"], str(space["fields"].get("model", "")), space["tenant"]] += value
-    return [
-        ({"namespace": name, "model": model, **({"tenant": tenant} if tenant else {})}, total)
-        for (name, model, tenant), total in totals.items()
-    ]
-
-
-def _metric(name: str, kind: str, meaning: str, values: list[tuple[dict[str, str], float]]) -> Iterator[str]:
-    yield f"# HELP {name} {meaning}"
-    yield f"# TYPE {name} {kind}"
-    for labels, value in values:
-        inner = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
-        yield f"{name}{{{inner}}} {value}" if inner else f"{name} {value}"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
@@ -23,8 +23,9 @@ from kvstore.server.offers import Offers
 from kvstore.server.operators import Orders, part_of_stats, report
 from kvstore.server.owner import Owner
 from kvstore.server.payload import Payload
+from kvstore.server.registry import MAX_FAR_SPACES, MAX_SPACES
 from kvstore.server.sessions import Peer, Session
-from kvstore.server.spaces import MAX_FAR_SPACES, MAX_SPACES, Chunk, Space
+from kvstore.server.spaces import Chunk, Space
 from kvstore.server.write_behind import WriteBehind
 from kvstore.tiers.base import MAX_NEAREST
 
@@ -64,6 +65,8 @@ class Service:
     ) -> None:
         self._is_dropping = False  # cleared chunks
         self._is_expiring = False
+        self._is_changing_quotas = False
+        self._quotas: Mapping[str, int] | None = None  # to be applied next
         self._core = core
         self._owner = owner
         self._touches: deque[tuple[Space, Sequence[ChunkRef]]] = deque(maxlen=_MAX_TOUCHES)
@@ -151,6 +154,20 @@ class Service:
         yield from stock.expire()
         yield from stock.spaces.forget_empty()
         self._is_expiring = False
+
+    def change(self, quotas: Mapping[str, int], pin_max_s: float) -> None:
+        """Apply other bounds, the quotas in slices."""
+        self._orders.pin_max_s = pin_max_s
+        self._quotas = quotas
+        if not self._is_changing_quotas:
+            self._is_changing_quotas = True
+            self._core.slices.begin(self._change_quotas())
+
+    def _change_quotas(self) -> Iterator[None]:
+        while self._quotas is not None:
+            quotas, self._quotas = self._quotas, None
+            yield from self._core.stock.change_quotas(quotas)
+        self._is_changing_quotas = False
 
     def forget_silent(self) -> None:
         """Forget the progress of silent clients, so that no engine waits for their hand-overs."""

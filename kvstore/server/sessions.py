@@ -151,11 +151,11 @@ class Sessions:
     def __init__(self, stock: Stock, pool_bytes: int, most: Mapping[int, int], num_keys: int = 0) -> None:
         self.by_peer: dict[Peer, Session] = {}
         self.num_leases = 0
-        key_sessions = most.get(TCP, 0) // 2 if num_keys > 1 else None
-        self._counts = Shares(sum(most.values()), most, key_sessions)
-        key_bytes = pool_bytes // 2 if num_keys > 1 else None
+        self._counts = Shares(sum(most.values()), most)
         far_bytes = {TCP: pool_bytes * 5 // 8} if IPC in most else None  # an eighth is left for this host
-        self._leased = Shares(pool_bytes * 3 // 4, far_bytes, key_bytes)
+        self._leased = Shares(pool_bytes * 3 // 4, far_bytes)
+        self._key_bounds = most.get(TCP, 0) // 2, pool_bytes // 2
+        self.share_between(num_keys)
         self._by_token: dict[bytes, Session] = {}
         self._stock = stock
         self._max_session_bytes = max(pool_bytes // 4, 1)
@@ -165,6 +165,12 @@ class Sessions:
     def leased_bytes(self) -> int:
         """Bytes of the pages of all leases."""
         return self._leased.held
+
+    def share_between(self, num_keys: int) -> None:
+        """Change the number of clients' keys."""
+        sessions, leased_bytes = self._key_bounds if num_keys > 1 else (None, None)
+        self._counts.bound_keys(sessions)
+        self._leased.bound_keys(leased_bytes)
 
     def may_begin(self, client: Client) -> bool:
         """Tell if a client may begin another session."""

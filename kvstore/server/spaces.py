@@ -1,10 +1,10 @@
-"""Namespaces, their chunks and their quotas. Plain state, which ``stock.py`` changes."""
+"""Namespaces, their chunks, and the quotas that they share. Plain state, which ``stock.py`` changes."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -17,10 +17,6 @@ from kvstore.protocol.payload import PAGE_BYTES, Run, encode_geometry
 from kvstore.server.pool import pages_of
 
 NO_QUOTA: Final = 1 << 62
-ANY_NAME: Final = "*"  # of the quota for all that are not named
-MAX_SPACES: Final = 4096
-MAX_TENANT_SPACES: Final = MAX_SPACES // 4  # of one tenant
-MAX_FAR_SPACES: Final = MAX_SPACES * 3 // 4  # beyond which network clients cannot add more
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -111,13 +107,26 @@ class Quota:
             self._chunks[chunk] = None
             self._chunks.move_to_end(chunk)
 
+    def adopt(self, chunk: Chunk) -> None:
+        """Note a chunk that was used longer ago than all others, unless it is known."""
+        if self.limit_bytes != NO_QUOTA and chunk not in self._chunks:
+            self._chunks[chunk] = None
+            self._chunks.move_to_end(chunk, last=False)
+
     def drop(self, chunk: Chunk) -> None:
-        """Note that a chunk is gone."""
+        """Note that a chunk is gone, or counts against another quota."""
         self._chunks.pop(chunk, None)
 
     def by_age(self) -> Iterator[Chunk]:
         """Iterate over the chunks of all of these namespaces, the least recently used first."""
         return iter(self._chunks)
+
+    def settle(self) -> Iterator[None]:
+        """Forget the chunks that count against another quota now, or all without a limit, in steps."""
+        for chunk in list(self._chunks):
+            if chunk.space.quota is not self or self.limit_bytes == NO_QUOTA:
+                self.drop(chunk)
+            yield
 
 
 @dataclass
@@ -184,6 +193,12 @@ class Space:
         self.quota.used_bytes += value - self._used_bytes
         self._used_bytes = value
 
+    def count_against(self, quota: Quota) -> None:
+        """Count all bytes against another quota."""
+        self.quota.used_bytes -= self._used_bytes
+        quota.used_bytes += self._used_bytes
+        self.quota = quota
+
     def key_of(self, ref: ChunkRef) -> bytes:
         """Return the name of a chunk among those of all namespaces."""
         return self.id + pack_refs([ref])
@@ -191,77 +206,3 @@ class Space:
     def has_size(self, ref: ChunkRef) -> bool:
         """Tell if there can be a chunk of that many blocks."""
         return 0 < ref.num_blocks <= self.layout.blocks_per_chunk
-
-
-class Quotas:
-    """All quotas. Belongs to the thread that decides.
-
-    A tenant has one quota for all of its chunks, under its name. Chunks of clients without a tenant count against the
-    quota named after their namespace's id or its model, and all others against one common quota.
-
-    Args:
-        given: bytes by name; ``*`` for those not named.
-    """
-
-    def __init__(self, given: Mapping[str, int]) -> None:
-        self._given = given
-        self._known: dict[tuple[str, str], Quota] = {}
-
-    def __iter__(self) -> Iterator[Quota]:
-        """Iterate over the quotas of all namespaces so far."""
-        return iter(self._known.values())
-
-    def find(self, tenant: str, namespace: Namespace, space_id: bytes) -> Quota:
-        """Return the quota of a namespace."""
-        model = str(namespace.fields.get("model", ""))
-        ids = (namespace.id.hex(), space_id.hex())  # earlier versions showed users the second one
-        names = (tenant, ANY_NAME) if tenant else (*ids, model, model.removeprefix("id "), ANY_NAME)
-        name = next((name for name in names if name in self._given), "")
-        quota = self._known.get((tenant, name))
-        if quota is None:
-            quota = self._known[tenant, name] = Quota(tenant, name, self._given.get(name, NO_QUOTA))
-        return quota
-
-
-class Spaces(dict[bytes, Space]):
-    """All namespaces by id. Belongs to the thread that decides.
-
-    Args:
-        quotas: the quotas of their chunks.
-    """
-
-    def __init__(self, quotas: Quotas) -> None:
-        super().__init__()
-        self.quotas = quotas
-        self._forgotten: list[Space] = []
-
-    def enter(self, namespace: Namespace, layout: KVLayout, tenant: str = "", most: int = MAX_SPACES) -> Space | None:
-        """Return a tenant's space of a namespace; None if it would exceed ``most``, or the tenant's bound."""
-        fresh = Space(namespace, layout, tenant)
-        space = self.get(fresh.id)
-        if space is not None:
-            return space
-        if self._is_crowded(tenant, most):
-            next(self.forget_empty(), None)
-        if self._is_crowded(tenant, most):
-            return None
-        fresh.quota = self.quotas.find(tenant, namespace, fresh.id)
-        self[fresh.id] = fresh
-        return fresh
-
-    def _is_crowded(self, tenant: str, most: int) -> bool:
-        if tenant and sum(space.tenant == tenant for space in self.values()) >= MAX_TENANT_SPACES:
-            return True
-        return len(self) >= most
-
-    def forget_empty(self) -> Iterator[None]:
-        """Forget namespaces without chunks or clients, one in each step."""
-        for space in list(self.values()):
-            if not (space.num_sessions or space.chunks or space.used_bytes) and space.id in self:
-                self._forgotten.append(self.pop(space.id))
-                yield
-
-    def take_forgotten(self) -> list[Space]:
-        """Take the forgotten namespaces, whose folders are to be deleted after their removals."""
-        forgotten, self._forgotten = self._forgotten, []
-        return forgotten

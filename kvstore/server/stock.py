@@ -28,7 +28,9 @@ from kvstore.protocol.payload import PAGE_BYTES, Run
 from kvstore.server.lifetimes import NO_END_MS, Lifetimes
 from kvstore.server.pins import Holds, Pins
 from kvstore.server.pool import FreePages
-from kvstore.server.spaces import Chunk, Quota, Quotas, Space, Spaces
+from kvstore.server.quotas import Quotas
+from kvstore.server.registry import Spaces
+from kvstore.server.spaces import Chunk, Quota, Space
 
 
 class Stock:
@@ -71,6 +73,7 @@ class Stock:
         self._chunks: dict[bytes, Chunk] = {}  # all that are not dropped, by key
         self._cleared: deque[tuple[dict[ChunkRef, Chunk], Trails]] = deque()  # yet to be dropped
         self._removals: list[tuple[Space, ChunkRef]] = []
+        self._is_changing_quotas = False
 
     @property
     def num_on_disk(self) -> int:
@@ -306,6 +309,19 @@ class Stock:
                 self._drop(chunk, MissReason.REMOVED)
             yield
 
+    def change_quotas(self, given: Mapping[str, int]) -> Iterator[None]:
+        """Apply other quotas, and evict what exceeds them, in steps. Meanwhile no quota gives room by evictions."""
+        self._is_changing_quotas = True
+        yield from self.spaces.quotas.change(given, self.spaces)
+        for quota in list(self.spaces.quotas):
+            for chunk in list(quota.by_age()) if quota.used_bytes > quota.limit_bytes else ():
+                if quota.used_bytes <= quota.limit_bytes:
+                    break
+                if not chunk.is_gone and self._may_go(chunk):
+                    self._drop(chunk, MissReason.EVICTED)
+                yield
+        self._is_changing_quotas = False
+
     def clear(self, space: Space) -> int:
         """Forget all chunks of a namespace, and those just being written; return their number.
 
@@ -416,6 +432,8 @@ class Stock:
     def _shrink(self, quota: Quota, limit_bytes: int) -> bool:
         """Evict the least recently used chunks of a quota down to a limit; if that cannot be reached, evict none."""
         missing_bytes = quota.used_bytes - limit_bytes
+        if missing_bytes > 0 and self._is_changing_quotas:  # far more than one chunk may have to go
+            return False
         victims: list[Chunk] = []
         for chunk in quota.by_age() if missing_bytes > 0 else ():
             if self._may_go(chunk):

@@ -134,7 +134,7 @@ def test_the_end_of_the_terminal_is_not_its_end() -> None:
     with serving_process(disk_gib=0.01, forks=False) as server:
         assert server.process is not None
         server.process.send_signal(signal.SIGHUP)
-        wait_for("it has heard", lambda: "SIGHUP" in server.log.read_text())
+        wait_for("it has heard", lambda: "the configuration was read again" in server.log.read_text())
         tier = open_tier(server.url)
         assert tier.put([make_transfer(EVEN, A)]) == [Outcome.STORED]
         tier.close()

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.keys import Namespace, PrefixHasher
-from kvstore.server.operators import exposition
+from kvstore.server.exposition import Exposition
 from kvstore.testing.harness import EVEN, MINE, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.server.tier import ServerTier
@@ -147,7 +147,7 @@ def test_a_namespace_has_one_id(tier: ServerTier, server: ServerThread, prompt: 
     assert name in run(server, "pins")
     tree = json.loads(run(server, "stats", "--json"))
     assert [space["id"] for space in tree["namespaces"]] == [name, name]
-    page = exposition(server.hub.snapshot(5.0))
+    page = Exposition().page(server.hub.snapshot(5.0))
     (line,) = (line for line in page.splitlines() if line.startswith("kvstore_server_namespace_chunks{"))
     assert line == f'kvstore_server_namespace_chunks{{namespace="{name}",model="{MINE.fields["model"]}"}} 4'
     assert run(server, "clear", "--namespace", name) == "4 chunks forgotten\n"

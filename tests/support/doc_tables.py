@@ -42,11 +42,12 @@ TOPICS: Final = {
         "pd_timeout_ms transfer_channel"
     ),
     "Server": (
-        "server_listen server_key_file server_clients server_operators server_quotas server_http_port server_drain_secs"
+        "server_listen server_key_file server_clients server_operators server_quotas server_http_port server_http_host "
+        "server_http_token_file server_drain_secs server_log_level"
     ),
     "Operation": (
         "required allow_untested_vllm internal_api_server_enabled internal_api_server_host "
-        "internal_api_server_port_start log_request_sample model_id"
+        "internal_api_server_port_start internal_api_server_token_file log_request_sample model_id"
     ),
 }
 """The keys by what a user has in mind, most wanted first."""

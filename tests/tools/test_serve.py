@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from kvstore.config import StoreConfig
 from kvstore.protocol.payload import PAGE_BYTES
 from kvstore.server.hub import Hub
 from kvstore.server.options import ServerOptions
-from kvstore.tools.serve import run_server
+from kvstore.tools.serve.process import run_server
+from kvstore.tools.serve.reloading import Reloader
 
 
 def test_python_does_not_look_for_cycles_among_all_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +37,7 @@ def test_python_does_not_look_for_cycles_among_all_chunks(tmp_path: Path, monkey
         assert kept
         hub.stop()
 
-    assert run_server(hub, None, grow)
+    assert run_server(lambda: hub, Reloader(tmp_path / "unread.yaml", StoreConfig()), None, grow)
     assert gc.get_threshold() == (700, 10, 10)
     gc.set_threshold(*thresholds)
     assert 1 in seen

@@ -16,7 +16,7 @@ from kvstore.model.keys import PREFIX_KEY_BYTES
 from kvstore.model.layout import KVLayout
 from kvstore.tools.bench.lines import target
 from kvstore.tools.bench.samples import NAMESPACE, require
-from kvstore.tools.serve import without_full_collections
+from kvstore.tools.serve.process import without_full_collections
 
 if TYPE_CHECKING:
     from kvstore.protocol import messages

@@ -93,6 +93,7 @@ def proxy(
         bidirectional=engines.bidirectional,
         host=entrance.host,
         port=entrance.port,
+        api_key_file=entrance.api_key_file,
         api_keys=() if entrance.api_key_file is None else read_keys(entrance.api_key_file),
         engine_api_key=None if entrance.engine_api_key_file is None else read_key(entrance.engine_api_key_file),
         **asdict(tls),

@@ -62,9 +62,13 @@ class Doorkeeper:
 
     def __init__(self, app: ASGIApp, api_keys: Iterable[str], paths: frozenset[str], meters: ProxyMeters) -> None:
         self._app = app
-        self._expected = [f"Bearer {key}".encode() for key in api_keys]
         self._paths = paths
         self._meters = meters
+        self.change(api_keys)
+
+    def change(self, api_keys: Iterable[str]) -> None:
+        """Replace the keys. Requests that were admitted go on."""
+        self._expected = [f"Bearer {key}".encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse a request, or pass it on."""
@@ -139,13 +143,19 @@ class Gate:
         self._options = options
         self._meters = meters
         self._most_body_bytes = int(options.max_body_mb * _MIB)
-        share = options.key_share if len(options.api_keys) > 1 else 1.0
-        self._requests = Bound(options.max_requests, max(1, int(options.max_requests * share)))
-        most_bytes = int(options.max_bodies_mb * _MIB)
-        self._bodies = Bound(most_bytes, max(self._most_body_bytes, int(most_bytes * share)))
+        self._most_bodies_bytes = int(options.max_bodies_mb * _MIB)
+        self._requests = Bound(options.max_requests, options.max_requests)
+        self._bodies = Bound(self._most_bodies_bytes, self._most_bodies_bytes)
+        self.share_between(len(options.api_keys))
         meters.in_flight.set_function(lambda: self._requests.taken)
         self._running: set[_Running] = set()
         self._is_halted = False
+
+    def share_between(self, num_keys: int) -> None:
+        """Change the number of API keys."""
+        share = self._options.key_share if num_keys > 1 else 1.0
+        self._requests.bound_key(max(1, int(self._options.max_requests * share)))
+        self._bodies.bound_key(max(self._most_body_bytes, int(self._most_bodies_bytes * share)))
 
     def halt(self) -> None:
         """End all running requests, each with an error."""

@@ -76,6 +76,7 @@ class ProxyOptions(Limits, Tls):
         host: address to listen on; beyond loopback only with ``api_keys``.
         port: port to listen on; 0 for any free one.
         api_keys: keys of which clients must present one; with several, none may take more than ``key_share``.
+        api_key_file: their file, which is read again when it has changed.
         engine_api_key: key that the proxy presents to engines; None forwards the client's.
     """
 
@@ -90,6 +91,7 @@ class ProxyOptions(Limits, Tls):
     host: str = "127.0.0.1"
     port: int = 0
     api_keys: tuple[str, ...] = ()
+    api_key_file: Path | None = None
     engine_api_key: str | None = None
 
     def check(self) -> None:

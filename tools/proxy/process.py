@@ -21,16 +21,17 @@ import math
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from http import HTTPStatus
+from pathlib import Path
 from typing import Final
 
 from kvstore.model.errors import ConfigError
 from kvstore.ops.admin_http import listen
 from kvstore.tools.interrupts import ignore_hangup
-from kvstore.tools.proxy.options import ProxyOptions
+from kvstore.tools.proxy.options import ProxyOptions, read_keys
 
 try:
     import uvicorn
@@ -85,6 +86,11 @@ class Proxy:
             _METRICS: (_OWN, self._show),
         }
         self.app = Doorkeeper(self._answer, options.api_keys, frozenset(self._routes), meters)
+
+    def change_keys(self, api_keys: Sequence[str]) -> None:
+        """Replace the keys of which clients must present one."""
+        self.app.change(api_keys)
+        self.gate.share_between(len(api_keys))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request by its path, or run the engines' checks for as long as the server runs."""
@@ -156,7 +162,7 @@ async def _serve(options: ProxyOptions, listener: socket.socket, report: Callabl
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     ignore_hangup()
-    renewal = asyncio.create_task(_renew(options, context))
+    renewal = asyncio.create_task(_renew(options, context, proxy))
     await server.serve(sockets=[listener])
     renewal.cancel()
     return proxy.gate.cut == 0
@@ -201,25 +207,42 @@ def _uvicorn_config(proxy: Proxy, options: ProxyOptions, context: ssl.SSLContext
     return config
 
 
-async def _renew(options: ProxyOptions, context: ssl.SSLContext | None) -> None:
-    """Reload the certificate for new connections when its file changes."""
-    shown = _written(options)
-    while context is not None and options.tls_cert is not None:
-        await asyncio.sleep(options.health_interval_s)
-        now = _written(options)
-        if now == shown:
-            continue
-        shown = now
-        try:
+async def _renew(options: ProxyOptions, context: ssl.SSLContext | None, proxy: Proxy) -> None:
+    """Read certificate and API keys again when their files change, for new connections and requests."""
+
+    def show() -> None:
+        if context is not None and options.tls_cert is not None:
             options.server_context()  # checks the files
             context.load_cert_chain(options.tls_cert, options.tls_key, password="")
-        except (ConfigError, OSError) as error:
-            logger.error("the certificate stays as it is: %s", error)  # noqa: TRY400 - the message says it all
-        else:
-            logger.info("the certificate in %s is shown from now on", options.tls_cert)
+
+    def admit() -> None:
+        if options.api_key_file is not None:
+            proxy.change_keys(read_keys(options.api_key_file))
+
+    renewed = {(options.tls_cert, options.tls_key): show, (options.api_key_file,): admit}
+    read = {files: _written(files) for files in renewed}
+    while True:
+        await asyncio.sleep(options.health_interval_s)
+        for files, renew in renewed.items():
+            now = _written(files)
+            if now == read[files]:
+                continue
+            read[files] = now
+            try:
+                renew()
+            except (ConfigError, OSError) as error:
+                logger.error("%s stays as it was: %s", files[0], error)  # noqa: TRY400 - the message says it all
+            else:
+                logger.info("%s was read again", files[0])
 
 
-def _written(options: ProxyOptions) -> list[int]:
-    """Return the modification times of the certificate and its key; 0 for a missing file."""
-    files = (options.tls_cert, options.tls_key)
-    return [file.stat().st_mtime_ns if file is not None and file.exists() else 0 for file in files]
+def _written(files: Sequence[Path | None]) -> list[int]:
+    """Return the modification times of files; 0 for missing ones."""
+
+    def written(file: Path) -> int:
+        try:
+            return file.stat().st_mtime_ns
+        except OSError:
+            return 0
+
+    return [written(file) for file in files if file is not None]

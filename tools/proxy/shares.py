@@ -23,6 +23,10 @@ class Bound:
         self._most_of_key = most_of_key
         self._by_key = Counter[str]()
 
+    def bound_key(self, most_of_key: int) -> None:
+        """Change the limit for one key, which keeps what it has beyond it."""
+        self._most_of_key = most_of_key
+
     def take(self, key: str, amount: int) -> bool:
         """Take an amount; return False and take nothing if it would exceed a limit."""
         if self.taken + amount > self._most or self._by_key[key] + amount > self._most_of_key:

@@ -18,6 +18,7 @@ from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.worker.worker import StoreWorker
 from kvstore.memory import limits
 from kvstore.model.errors import ConfigError
+from kvstore.ops.access import read_token
 from kvstore.ops.admin_http import AdminServer
 
 if TYPE_CHECKING:
@@ -46,7 +47,9 @@ def admin_server(vllm_config: VllmConfig, config: StoreConfig, scheduler: StoreS
     controls = SchedulerControls(scheduler, config, {"vllm": vllm.__version__})
     port = config.internal_api_server_port_start
     replica = int(vllm_config.parallel_config.data_parallel_rank) if port else 0
-    return AdminServer(controls, config.internal_api_server_host, port + replica)
+    file = config.internal_api_server_token_file
+    token = read_token(Path(file)) if file else None
+    return AdminServer(controls, config.internal_api_server_host, port + replica, token)
 
 
 def open_worker(

@@ -82,3 +82,30 @@ class TestItsEnd:
             assert client.get(f"{proxy.url}/health").status_code == 200
             proxy.signal(signal.SIGINT)
             assert proxy.wait() == 0
+
+
+def test_api_keys_are_read_again(engines: list[FakeEngine], tmp_path: Path) -> None:
+    """An answer under way goes on, though its key is gone; wrong files change nothing."""
+    keys = tmp_path / "keys"
+    keys.write_text("first-key\n")
+    keys.chmod(0o600)
+    engines[1].script.holds_after = 1
+    with (
+        started(engines, tmp_path, "--api-key-file", str(keys), "--health-interval-s", "0.1") as proxy,
+        httpx.Client(base_url=proxy.url, trust_env=False, timeout=60) as client,
+    ):
+
+        def status(key: str) -> int:
+            return client.get("/metrics", headers={"authorization": f"Bearer {key}"}).status_code
+
+        headers = {"authorization": "Bearer first-key"}
+        with client.stream("POST", "/v1/completions", json=STREAMED, headers=headers) as answer:
+            assert (status("first-key"), status("second-key")) == (200, 401)
+            keys.write_text("second-key\nthird-key\n")
+            wait_for("the new keys count", lambda: status("second-key") == status("third-key") == 200)
+            assert status("first-key") == 401
+            engines[1].gate.set()
+            assert answer.read().endswith(DONE)
+        keys.write_text("bad\n")
+        wait_for("it is noticed", lambda: "keys stays as it was" in proxy.log.read_text())
+        assert status("second-key") == 200

@@ -87,7 +87,7 @@ def test_a_certificate_that_is_renewed(engines: list[FakeEngine], tmp_path: Path
         proxy.start()
         old = shown_by(proxy)
         cert.write_text("broken", encoding="utf-8")
-        wait_for("it is noticed", lambda: "the certificate stays as it is" in proxy.log.read_text())
+        wait_for("it is noticed", lambda: "proxy.pem stays as it was" in proxy.log.read_text())
         assert shown_by(proxy) == old
         new_key.replace(key)
         new_cert.replace(cert)

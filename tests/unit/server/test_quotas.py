@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from support.shop import CHUNK_BYTES, LAYOUT, ONE, TWO, whole
+from support.shop import CHUNK_BYTES, LAYOUT, ONE, THREE, TWO, whole
 
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.keys import Namespace
 from kvstore.server.pool import FreePages
-from kvstore.server.spaces import MAX_FAR_SPACES, MAX_SPACES, MAX_TENANT_SPACES, Space
+from kvstore.server.registry import MAX_FAR_SPACES, MAX_SPACES, MAX_TENANT_SPACES
+from kvstore.server.spaces import Chunk, Space
 from kvstore.server.stock import Stock
 from kvstore.testing.harness import make_ref
 
@@ -86,3 +87,55 @@ def test_a_tenant_cannot_take_all_namespaces() -> None:
             space.num_sessions = 1
     assert len(stock.spaces) == MAX_FAR_SPACES
     assert stock.spaces.enter(Namespace({"model": "ours"}), LAYOUT) is not None, "there is room left for this host"
+
+
+def test_other_limits(stock: Stock) -> None:
+    """Each namespace counts against the quota of its name, and what exceeds one goes, the oldest first."""
+    one, other, team = enter(stock), enter(stock, model="other"), enter(stock, "team")
+    for space in (one, other, team):
+        store(stock, space, ONE)
+        store(stock, space, TWO)
+    assert held(one, other, team) == [[ONE, TWO], [TWO], [ONE, TWO]]
+    list(stock.change_quotas({"team": CHUNK_BYTES, "other": 3 * CHUNK_BYTES}))
+    assert held(one, other, team) == [[ONE, TWO], [TWO], [TWO]]
+    assert {(quota.tenant, quota.name) for quota in stock.spaces.quotas} == {("", ""), ("", "other"), ("team", "team")}
+    for ref in (ONE, THREE):
+        store(stock, other, ref)
+        store(stock, one, ref)
+    list(stock.change_quotas({"*": 2 * CHUNK_BYTES}))
+    assert held(one, other, team) == [[THREE], [THREE], [TWO]], "those without an order are mixed evenly"
+    assert {(quota.tenant, quota.name) for quota in stock.spaces.quotas} == {("", "*"), ("team", "*")}
+    for quota in stock.spaces.quotas:
+        assert quota.used_bytes == sum(space.used_bytes for space in (one, other, team) if space.quota is quota)
+
+
+def test_stores_while_quotas_change() -> None:
+    """A quota gives no room by evictions before it knows its chunks, of which it may count others' as well."""
+    stock = Stock(64 * CHUNK_BYTES, FreePages(128), policy="LRU", quotas={"*": 4 * CHUNK_BYTES})
+    one, two = enter(stock, model="one"), enter(stock, model="two")
+    for space in (one, two):
+        store(stock, space, ONE)
+        store(stock, space, TWO)
+    change = stock.change_quotas({"*": 2 * CHUNK_BYTES, "one": 2 * CHUNK_BYTES})
+    next(change)
+    assert whole(stock.reserve(two, THREE)) is None
+    assert held(one, two) == [[ONE, TWO], [ONE, TWO]]
+    list(change)
+    assert held(one, two) == [[ONE, TWO], [ONE, TWO]]
+    store(stock, two, THREE)
+    assert held(one, two) == [[ONE, TWO], [TWO, THREE]]
+
+
+def test_what_is_in_use_stays_until_room_is_needed(stock: Stock) -> None:
+    space = enter(stock)
+    store(stock, space, ONE)
+    store(stock, space, TWO)
+    chunk = whole(stock.acquire(space, ONE))
+    assert isinstance(chunk, Chunk)
+    list(stock.change_quotas({"model": CHUNK_BYTES}))
+    assert held(space) == [[ONE]]
+    list(stock.change_quotas({"model": CHUNK_BYTES - 1}))
+    assert held(space) == [[ONE]]
+    stock.release(chunk)
+    assert whole(stock.reserve(space, THREE)) is None
+    assert held(space) == [[ONE]], "nothing goes for a chunk that never fits"

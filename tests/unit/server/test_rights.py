@@ -17,7 +17,9 @@ from kvstore.protocol.keyfiles import EVERY_RIGHT, NEEDED, NO_RIGHT, Right
 from kvstore.protocol.messages import Refusal, Request
 from kvstore.protocol.payload import Geometry
 from kvstore.server.clients import OURSELVES, TCP, Client
-from kvstore.server.operators import exposition, stats
+from kvstore.server.exposition import Exposition
+from kvstore.server.operators import stats
+from kvstore.server.passes import Passes
 from kvstore.server.sessions import Peer
 
 FORMAT = Path(__file__).parents[3] / "docs/FORMAT.md"
@@ -201,4 +203,4 @@ class TestTenants:
 
 def page(desk: Desk) -> str:
     tree = stats(desk.service._core, 1.0, 0)
-    return exposition({**tree, "malformed": 0, "refused": 0})
+    return Exposition().page({**tree, "malformed": 0, "refused": 0, "passes": Passes().tree()})

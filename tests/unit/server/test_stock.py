@@ -22,7 +22,7 @@ from kvstore.protocol.payload import PAGE_BYTES
 from kvstore.server.clients import OURSELVES, TCP
 from kvstore.server.pool import FreePages
 from kvstore.server.sessions import Lease, Peer, Session, Sessions
-from kvstore.server.spaces import Chunk, Space
+from kvstore.server.spaces import NO_QUOTA, Chunk, Space
 from kvstore.server.stock import Stock
 from kvstore.testing.harness import make_ref
 
@@ -33,6 +33,7 @@ REFS = st.builds(make_ref, st.integers(0, 5), st.sampled_from([1, 4]))
 RESTS_MS = st.sampled_from([0, 0, 1, 5000, 10_000, 30_000])
 SELDOM = st.integers(0, 9).map(lambda number: int(number == 0))
 QUOTA_BYTES = 8 * PAGE_BYTES
+QUOTAS = [{"2": QUOTA_BYTES}, {}, {"2": QUOTA_BYTES // 2}, {"*": QUOTA_BYTES}, {"1": 6 * PAGE_BYTES, "2": QUOTA_BYTES}]
 
 
 class StockMachine(RuleBasedStateMachine):
@@ -67,6 +68,8 @@ class StockMachine(RuleBasedStateMachine):
         self.writing: list[Chunk] = []
         self.in_vain: set[Chunk] = set()  # those of them whose files will be deleted at once
         self.under_way: list[Iterator[None]] = []
+        self.is_changing = False  # the quotas
+        self.has_changed = False
 
     @rule(chance=SELDOM)
     def restart(self, chance: int) -> None:
@@ -120,6 +123,19 @@ class StockMachine(RuleBasedStateMachine):
         elif chunk is not None:
             self.sessions.lease(session, chunk, is_write=True)
 
+    @rule(quotas=st.sampled_from(QUOTAS), is_slow=st.booleans(), chance=st.integers(0, 2))
+    def change_quotas(self, quotas: dict[str, int], is_slow: bool, chance: int) -> None:
+        if chance and not self.is_changing:
+            self.begin(self._change_quotas(quotas), is_slow=is_slow)
+
+    def _change_quotas(self, quotas: dict[str, int]) -> Iterator[None]:
+        self.is_changing = self.has_changed = True
+        yield from self.stock.change_quotas(quotas)
+        self.is_changing = False
+        for quota in self.stock.spaces.quotas:
+            idle = [chunk for chunk in quota.by_age() if not chunk.is_gone and self.stock._may_go(chunk)]
+            assert quota.used_bytes <= quota.limit_bytes or not idle
+
     def begin(self, work: Iterator[None], *, is_slow: bool) -> None:
         if is_slow:
             self.under_way.append(work)
@@ -145,11 +161,9 @@ class StockMachine(RuleBasedStateMachine):
                 is_refused = end.value in (None, Outcome.FAILED)
                 found = end.value
                 break
-            assert self.num_evicted() == evicted or space.quota.limit_bytes == QUOTA_BYTES or not self.idle_cleared()
+            assert self.num_evicted() == evicted or space.quota.limit_bytes < NO_QUOTA or not self.idle_cleared()
             yield
-        assert not (is_refused and self.idle_cleared() and space.quota.limit_bytes != QUOTA_BYTES), (
-            "refused for its sake"
-        )
+        assert not (is_refused and self.idle_cleared() and space.quota.limit_bytes == NO_QUOTA), "refused for its sake"
         return found
 
     def num_evicted(self) -> int:
@@ -365,10 +379,20 @@ class StockMachine(RuleBasedStateMachine):
             ending = [chunk for chunk in space.chunks.values() if chunk.until_s is not None]
             ending += [chunk for chunk in self.cleared() if chunk.space is space and chunk.until_s is not None]
             assert space.num_ending == len(ending)
-        (quota,) = (quota for quota in self.stock.spaces.quotas if quota.name)
-        shared = [space for space in self.stock.spaces.values() if space.quota is quota]
-        assert quota.used_bytes == sum(space.used_bytes for space in shared) <= QUOTA_BYTES
-        assert set(quota.by_age()) - set(self.cleared()) == {c for space in shared for c in space.chunks.values()}
+
+    @invariant()
+    def quotas_add_up(self) -> None:
+        spaces = self.stock.spaces.values()
+        assert {space.quota for space in spaces} <= {*self.stock.spaces.quotas}
+        for quota in self.stock.spaces.quotas:
+            shared = [space for space in spaces if space.quota is quota]
+            assert quota.used_bytes == sum(space.used_bytes for space in shared)
+            assert quota.used_bytes <= quota.limit_bytes or self.has_changed
+            known = set(quota.by_age()) - set(self.cleared())
+            there = {chunk for space in shared for chunk in space.chunks.values()}
+            if not self.is_changing:
+                assert known == (there if quota.limit_bytes < NO_QUOTA else set())
+                assert len(quota._chunks) == len(list(quota.by_age()))
 
     @invariant()
     def tiers_add_up(self) -> None:

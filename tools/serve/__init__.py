@@ -1,0 +1,1 @@
+"""Cache server as a process, for ``kvstore serve``."""
