@@ -6,8 +6,9 @@ import asyncio
 import logging
 import socket
 import threading
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.model.errors import ConfigError
 from kvstore.ops.access import Access
@@ -15,14 +16,10 @@ from kvstore.ops.admin import PROBE, Controls, answer
 from kvstore.protocol.loopback import is_loopback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     import uvicorn
     from starlette.requests import Request
     from starlette.responses import Response
 
-    Page = Callable[[], tuple[int, str]]
-    Order = Callable[[], tuple[int, Mapping[str, object]]]
     Respond = Callable[[Request, bytes], Response]
     Admit = Callable[[Request], Response | None]
 
@@ -116,13 +113,28 @@ class AdminServer(HttpServer):
         super().__init__(admit, respond, host, port, name="the admin endpoint", remedy=remedy)
 
 
+class Page(NamedTuple):
+    """Something that a ``PageServer`` shows, or does.
+
+    Attributes:
+        show: returns the HTTP status and the text; called on a thread of the server.
+        is_open: True if it needs no token; see ``Access``.
+        media_type: media type of the text.
+        policy: content security policy of a page for browsers.
+    """
+
+    show: Callable[[], tuple[int, str]]
+    is_open: bool = False
+    media_type: str = "text/plain"
+    policy: str = "default-src 'none'"
+
+
 class PageServer(HttpServer):
-    """Serves a few pages of text, which are open, and orders, which need the token.
+    """Serves a few pages, and carries out orders without a body.
 
     Args:
-        pages: functions that make a page, its HTTP status and text, by path.
-        orders: functions that carry out a POST, and return a status and what is sent as JSON, by path.
-        access: who may send orders.
+        pages: the pages by method and path.
+        access: who may see pages that are not open.
         host: see ``HttpServer``.
         port: see ``HttpServer``.
         name: see ``HttpServer``.
@@ -133,35 +145,26 @@ class PageServer(HttpServer):
     """
 
     def __init__(
-        self,
-        pages: Mapping[str, Page],
-        orders: Mapping[str, Order],
-        access: Access,
-        host: str,
-        port: int,
-        *,
-        name: str,
-        remedy: str,
+        self, pages: Mapping[tuple[str, str], Page], access: Access, host: str, port: int, *, name: str, remedy: str
     ) -> None:
         def admit(request: Request) -> Response | None:
             from starlette.responses import PlainTextResponse  # noqa: PLC0415
 
-            is_open = request.method == "GET" and request.url.path in pages
-            refusal = access.refusal(request.headers, is_open=is_open)
+            page = pages.get((request.method, request.url.path))
+            refusal = access.refusal(request.headers, is_open=page is not None and page.is_open)
             return None if refusal is None else PlainTextResponse(f"{refusal.message}\n", refusal.status)
 
         def respond(request: Request, _: bytes) -> Response:
-            from starlette.responses import JSONResponse, PlainTextResponse  # noqa: PLC0415
+            from starlette.responses import PlainTextResponse  # noqa: PLC0415
 
-            method, path = request.method, request.url.path
-            if method == "GET" and path in pages:
-                status, text = pages[path]()
-                return PlainTextResponse(text, status)
-            if method == "POST" and path in orders:
-                status, tree = orders[path]()
-                return JSONResponse(dict(tree), status)
-            known = ", ".join([*pages, *(f"POST {path}" for path in orders)])
-            return PlainTextResponse(f"unknown path: known are {known}\n", HTTPStatus.NOT_FOUND)
+            page = pages.get((request.method, request.url.path))
+            if page is None:
+                known = ", ".join(f"{method} {path}" for method, path in pages)
+                return PlainTextResponse(f"unknown path: known are {known}\n", HTTPStatus.NOT_FOUND)
+            status, text = page.show()
+            headers = {"content-security-policy": page.policy, "x-content-type-options": "nosniff"}
+            headers |= {"cache-control": "no-store", "referrer-policy": "no-referrer"}
+            return PlainTextResponse(text, status, headers, page.media_type)
 
         super().__init__(admit, respond, host, port, name=name, remedy=remedy, most_body_bytes=_MAX_ORDER_BYTES)
 

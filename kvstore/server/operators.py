@@ -15,10 +15,12 @@ from kvstore.protocol import messages
 from kvstore.protocol.messages import Refusal, fields_bytes
 from kvstore.server.clients import Client
 from kvstore.server.core import Core
+from kvstore.server.sessions import Session
 from kvstore.server.spaces import NO_QUOTA, Chunk, Quota, Space
 
 _MAX_LISTED: Final = 1024  # groups of pins
 _MAX_SPACES: Final = 256
+_MAX_SLOWEST: Final = 20
 _MAX_FIELDS_BYTES: Final = 256 << 10  # of all namespaces in a report
 
 
@@ -131,8 +133,31 @@ def stats(core: Core, uptime_s: float, num_unwritten: int) -> dict[str, Any]:
         "disk_errors": core.disk.num_errors if core.disk is not None else 0,
         "tiers": _tiers(core, num_unwritten),
         "quotas": [_quota(quota) for quota in core.stock.spaces.quotas if quota.limit_bytes != NO_QUOTA],
+        "slowest_clients": _slowest(core),
         "denied": [{"client": name, "lacked": lacked, "count": n} for (name, lacked), n in core.denied.items()],
     }
+
+
+def _slowest(core: Core) -> list[dict[str, Any]]:
+    """List the clients that have held a lease for longest, or have not received what was sent to them."""
+    now_s = core.now()
+
+    def held_s(session: Session) -> float:
+        return now_s - next(iter(session.leases.values())).since_s if session.leases else 0.0
+
+    busy = [session for session in core.sessions.by_peer.values() if session.leases or session.unsent_bytes]
+    return [
+        {
+            "client": session.client.name,
+            "tenant": session.client.tenant,
+            "namespace": session.space.namespace.id.hex(),
+            "held_s": round(held_s(session), 3),
+            "leases": len(session.leases),
+            "leased_bytes": session.leased_bytes,
+            "unsent_bytes": session.unsent_bytes,
+        }
+        for session in nlargest(_MAX_SLOWEST, busy, key=lambda session: (held_s(session), session.unsent_bytes))
+    ]
 
 
 def part_of_stats(core: Core, spaces: Collection[Space]) -> dict[str, Any]:

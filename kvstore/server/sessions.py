@@ -37,6 +37,7 @@ class Lease:
     Attributes:
         number: its number.
         chunk: the chunk.
+        since_s: time at which it began.
         is_write: True to write the chunk, False to read it.
         copies: number of pieces that the server is copying; the pages are kept until they have ended.
         arrived: begin and end of each range that has arrived, in order; adjacent pieces are one range.
@@ -46,6 +47,7 @@ class Lease:
 
     number: int
     chunk: Chunk
+    since_s: float
     is_write: bool
     copies: int = 0
     arrived: list[tuple[int, int]] = field(default_factory=list)
@@ -212,7 +214,7 @@ class Sessions:
 
     def lease(self, session: Session, chunk: Chunk, *, is_write: bool) -> Lease:
         """Lease to a client a chunk whose use was counted already."""
-        lease = Lease(next(self._numbers), chunk, is_write)
+        lease = Lease(next(self._numbers), chunk, session.heard_s, is_write)
         session.leases[lease.number] = lease
         session.leased_bytes += chunk.size_bytes
         self._leased.take(session.client, chunk.size_bytes)

@@ -79,13 +79,14 @@ def test_every_module_is_in_it(wheel: Path, checkout: Path) -> None:
             inside = package.relative_to(checkout)
             prefix = inside if folder == "kvstore" else Path("kvstore") / inside
             expected |= {str(prefix / path.name) for path in package.glob("*.py")}
+    expected.add("kvstore/tools/serve/status.html")
     assert sum("examples" in name for name in expected) >= 2
     assert not expected - contents(wheel).keys()
 
 
 def test_nothing_else_is_in_it(wheel: Path) -> None:
     names = [name for name in contents(wheel) if ".dist-info/" not in name]
-    assert not [name for name in names if not name.endswith((".py", ".yaml", "/py.typed"))]
+    assert not [name for name in names if not name.endswith((".py", ".yaml", "/py.typed", "/status.html"))]
     assert not [name for name in names if "/dev/" in name or "test_" in name]
 
 

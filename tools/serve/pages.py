@@ -1,15 +1,21 @@
-"""HTTP pages of a cache server for machines: metrics, probes, and the orders of an operator."""
+"""HTTP pages of a cache server: metrics and probes for machines, orders, and its status for people."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
+import re
 from http import HTTPStatus
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvstore.model.errors import ConfigError
 from kvstore.ops.access import Access, read_token
-from kvstore.ops.admin_http import PageServer
+from kvstore.ops.admin_http import Page, PageServer
 from kvstore.server.exposition import Exposition
+from kvstore.tools.serve.history import History
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -20,6 +26,9 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S: Final = 2.0
 _STARTING: Final = "starting"
+_NO_ANSWER: Final = "the server does not answer"
+_JSON: Final = "application/json"
+_INLINE: Final = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 Reply = tuple[int, str]
 
@@ -38,31 +47,37 @@ class Pages:
     def __init__(self, config: StoreConfig, reloader: Reloader) -> None:
         assert config.server_http_port is not None
         self._hub: Hub | None = None
+        self._history: History | None = None
         self._reloader = reloader
         self._exposition = Exposition()
         host, file = config.server_http_host, config.server_http_token_file
-        access = Access(
-            host, read_token(Path(file)) if file else None, "name a file with one in server_http_token_file"
-        )
+        token = read_token(Path(file)) if file else None
+        access = Access(host, token, "name a file with one in server_http_token_file")
         reloader.access = access
-        self._server = PageServer(
-            {"/metrics": self._metrics, "/healthz": self._alive, "/readyz": self._ready},
-            {"/reload": self._reload, "/drain": self._drain},
-            access,
-            host,
-            config.server_http_port,
-            name="the server's HTTP endpoint",
-            remedy="choose another server_http_port, or leave it out",
-        )
+        status = files(__package__).joinpath("status.html").read_text("utf-8")
+        pages = {
+            ("GET", "/metrics"): Page(self._metrics, is_open=True),
+            ("GET", "/healthz"): Page(self._alive, is_open=True),
+            ("GET", "/readyz"): Page(self._ready, is_open=True),
+            ("GET", "/"): Page(lambda: (HTTPStatus.OK, status), True, "text/html", _policy(status)),  # without figures
+            ("GET", "/status.json"): Page(self._status, media_type=_JSON),
+            ("POST", "/reload"): Page(self._reload, media_type=_JSON),
+            ("POST", "/drain"): Page(self._drain, media_type=_JSON),
+        }
+        name, remedy = "the server's HTTP endpoint", "choose another server_http_port, or leave it out"
+        self._server = PageServer(pages, access, host, config.server_http_port, name=name, remedy=remedy)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._server.port}"
 
     def start(self, hub: Hub) -> None:
         """Show a server that can be reached by its clients now."""
         self._hub = hub
+        self._history = History(lambda: hub.snapshot(_TIMEOUT_S))
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
         self._server.close()
+        if self._history is not None:
+            self._history.close()
 
     def _asked(self, shown: Callable[[Hub], Reply]) -> Reply:
         """Show something of the server, unless it is being opened, or does not answer."""
@@ -71,7 +86,7 @@ class Pages:
         try:
             return shown(self._hub)
         except TimeoutError:
-            return HTTPStatus.SERVICE_UNAVAILABLE, "the server does not answer\n"
+            return HTTPStatus.SERVICE_UNAVAILABLE, f"{_NO_ANSWER}\n"
 
     def _metrics(self) -> Reply:
         def shown(hub: Hub) -> Reply:
@@ -92,18 +107,44 @@ class Pages:
 
         return self._asked(shown)
 
-    def _reload(self) -> tuple[int, Mapping[str, object]]:
+    def _status(self) -> Reply:
+        hub, history = self._hub, self._history
+        if hub is None or history is None:
+            return _as_json(HTTPStatus.SERVICE_UNAVAILABLE, {"error": _STARTING})
         try:
-            return HTTPStatus.OK, self._reloader.reload()
-        except ConfigError as error:
-            return HTTPStatus.CONFLICT, {"error": str(error)}
+            tree = hub.snapshot(_TIMEOUT_S)
         except TimeoutError:
-            return HTTPStatus.SERVICE_UNAVAILABLE, {"error": "the server does not answer"}
+            return _as_json(HTTPStatus.SERVICE_UNAVAILABLE, {"error": _NO_ANSWER})
+        return _as_json(HTTPStatus.OK, {**tree, "reloads": self._reloader.counts, "history": history.samples()})
 
-    def _drain(self) -> tuple[int, Mapping[str, object]]:
-        if self._hub is None:
-            return HTTPStatus.SERVICE_UNAVAILABLE, {"error": _STARTING}
+    def _reload(self) -> Reply:
         try:
-            return HTTPStatus.OK, {"status": "closing", "unwritten": self._hub.drain(_TIMEOUT_S)}
+            return _as_json(HTTPStatus.OK, self._reloader.reload())
+        except ConfigError as error:
+            return _as_json(HTTPStatus.CONFLICT, {"error": str(error)})
         except TimeoutError:
-            return HTTPStatus.SERVICE_UNAVAILABLE, {"error": "the server does not answer"}
+            return _as_json(HTTPStatus.SERVICE_UNAVAILABLE, {"error": _NO_ANSWER})
+
+    def _drain(self) -> Reply:
+        if self._hub is None:
+            return _as_json(HTTPStatus.SERVICE_UNAVAILABLE, {"error": _STARTING})
+        try:
+            return _as_json(HTTPStatus.OK, {"status": "closing", "unwritten": self._hub.drain(_TIMEOUT_S)})
+        except TimeoutError:
+            return _as_json(HTTPStatus.SERVICE_UNAVAILABLE, {"error": _NO_ANSWER})
+
+
+def _as_json(status: HTTPStatus, tree: Mapping[str, object]) -> Reply:
+    return status, json.dumps(tree)
+
+
+def _policy(page: str) -> str:
+    """Return a policy that lets a page load nothing but itself, and run no script and no style but its own."""
+
+    def sources(kind: str) -> str:
+        found = [text for name, text in _INLINE.findall(page) if name == kind]
+        digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in found]
+        return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+    own = f"script-src {sources('script')}; style-src {sources('style')}; connect-src 'self'"
+    return f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -17,7 +17,7 @@ SIZE = 24
 def make_lease(num_bytes: int = SIZE) -> Lease:
     chunk = Chunk.__new__(Chunk)
     chunk.num_bytes = num_bytes
-    return Lease(1, chunk, is_write=True)
+    return Lease(1, chunk, 0.0, is_write=True)
 
 
 @schedules(200)
