@@ -42,6 +42,7 @@ from kvstore.adapters.vllm.glue.requests import (
     is_shareable,
     key_extras,
 )
+from kvstore.adapters.vllm.glue.spans import Spans
 from kvstore.adapters.vllm.glue.support import check_supported, frees_blocks, log_limits, stores_nothing
 from kvstore.adapters.vllm.plan import WorkerFacts
 from kvstore.adapters.vllm.requests.arrivals import Arrivals, Known
@@ -111,6 +112,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: StoreScheduler | None = None
         self._worker: StoreWorker | None = None
         self._admin: AdminServer | None = None
+        self._spans = Spans()
         if role is KVConnectorRole.SCHEDULER:
             log_limits(vllm_config, kv_cache_config)
             options = scheduler_options(vllm_config, kv_cache_config, self._config)
@@ -225,6 +227,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.close()
         self._arrivals.close()
+        self._spans.close()
 
     def unregister_kv_caches(self) -> None:
         """Finish all work on the caches before vLLM sleeps, which has already reset the connector.
@@ -293,6 +296,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the tokens that can be loaded beyond vLLM's own prefix cache, and True if the request waits."""
         if not self._arrivals.is_admitted(request.request_id):
             return None, False
+        self._spans.asked(request, num_computed_tokens)
         num_tokens = self._scheduling.num_new_matched_tokens(request, num_computed_tokens)
         if self._has_states:
             capabilities.end_step_at(request, self._scheduling.parted_tokens(request.request_id))
@@ -301,6 +305,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plan the load that vLLM decided on."""
         self._scheduling.allocated(request.request_id, self._tables(blocks.get_block_ids()), num_external_tokens)
+        self._spans.allocated(request.request_id, self._scheduling.hit_tokens(request.request_id))
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """Split a hit by the tiers that hold it; only versions of vLLM that name hit sources call this."""
@@ -310,14 +315,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Plan the step."""
         self._arrivals.end_pass()
         state = scheduler_output.kv_connector_block_state
-        return PlanMetadata(
-            self._scheduling.plan_step(
-                scheduler_output.num_scheduled_tokens,
-                lambda req_id: self._tables(state.get_block_ids(req_id)),
-                preempts=self._frees_blocks or bool(scheduler_output.preempted_req_ids),
-                states_of=lambda req_id: self._states(state.boundary_state_offloads.get(req_id, ())),
-            )
+        plan = self._scheduling.plan_step(
+            scheduler_output.num_scheduled_tokens,
+            lambda req_id: self._tables(state.get_block_ids(req_id)),
+            preempts=self._frees_blocks or bool(scheduler_output.preempted_req_ids),
+            states_of=lambda req_id: self._states(state.boundary_state_offloads.get(req_id, ())),
         )
+        self._spans.planned(plan, len(self.facts))
+        return PlanMetadata(plan)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Process the merged report of the workers."""
@@ -327,6 +332,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_cache_manager.evict_blocks(self._scheduling.spoilt_blocks(failed_block_ids))
         reported = connector_output.kv_connector_worker_meta
         if isinstance(reported, ReportMetadata):
+            self._spans.completed(reported.report)
             self._scheduling.complete(reported.report)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
@@ -356,6 +362,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """
         request_id = request.request_id
         self._arrivals.end(request_id)
+        self._spans.finished(request_id)
         answer = self._scheduling.answer(request_id, first_token=next(iter(request.output_token_ids), None))
         answer = self._fields.answer(request_id, answer)
         return self._scheduling.finish_request(request_id, self._tables(block_ids)), answer
