@@ -46,6 +46,11 @@ class Client:
     key: str = ""
 
     @property
+    def sharer(self) -> str:
+        """Its tenant or, without one, its key, of which all clients together have one share; empty without both."""
+        return f"/{self.tenant}" if self.tenant else self.name  # no key file's name has a slash
+
+    @property
     def runs_all(self) -> bool:
         """True if its orders reach the whole server, and not only its tenant."""
         return bool(self.rights & Right.OPERATE) and not self.tenant
@@ -79,6 +84,11 @@ class Clients:
             return Client(listed.name, TCP, rights, listed.tenant, key)
 
         self._by_key = {key.decode(): client(key.decode(), of_key) for key, of_key in listed.items()}
+
+    @property
+    def num_sharers(self) -> int:
+        """Number of tenants and of keys without one."""
+        return len({client.sharer for client in self._by_key.values()})
 
     def now(self, client: Client) -> Client:
         """Return a client from the network as the list describes it now."""
@@ -144,20 +154,20 @@ class Shares:
     Args:
         most: bound for all clients together.
         by_socket: bounds for the clients of a socket; ``most`` for sockets that are not named.
-        by_key: bound for the clients with the same key; None for the bound of their socket.
+        by_sharer: bound for the clients of one tenant, or with one key; None for the bound of their socket.
     """
 
-    def __init__(self, most: int, by_socket: Mapping[int, int] | None = None, by_key: int | None = None) -> None:
+    def __init__(self, most: int, by_socket: Mapping[int, int] | None = None, by_sharer: int | None = None) -> None:
         self.held = 0
         self._most = most
         self._by_socket = by_socket or {}
-        self._by_key = by_key
+        self._by_sharer = by_sharer
         self._of_socket = Counter[int]()
-        self._of_key = Counter[str]()
+        self._of_sharer = Counter[str]()
 
-    def bound_keys(self, by_key: int | None) -> None:
-        """Change the bound for the clients with the same key. They keep what they hold beyond it."""
-        self._by_key = by_key
+    def bound_sharers(self, by_sharer: int | None) -> None:
+        """Change the bound for one tenant or key. Clients keep what they hold beyond it."""
+        self._by_sharer = by_sharer
 
     def has_room(self, client: Client, amount: int) -> bool:
         """Tell if a client may hold so much more."""
@@ -165,14 +175,15 @@ class Shares:
             return False
         if self._of_socket[client.socket] + amount > self._by_socket.get(client.socket, self._most):
             return False
-        return self._by_key is None or not client.name or self._of_key[client.name] + amount <= self._by_key
+        sharer = client.sharer
+        return self._by_sharer is None or not sharer or self._of_sharer[sharer] + amount <= self._by_sharer
 
     def take(self, client: Client, amount: int) -> None:
         """Note that a client holds so much more."""
         self.held += amount
         self._of_socket[client.socket] += amount
-        if client.name:
-            self._of_key[client.name] += amount
+        if client.sharer:
+            self._of_sharer[client.sharer] += amount
 
     def give(self, client: Client, amount: int) -> None:
         """Note that a client holds so much less."""

@@ -213,12 +213,12 @@ class Hub:
         self._clients.change(options.listed, options.operators)
         if self._client_keys is not None:
             self._client_keys.change(options.listed)
-        self.sessions.share_between(len(options.listed))
+        self.sessions.share_between(self._clients.num_sharers)
         self.service.change(options.quotas, options.pin_max_s)
         count = 0
         for session in [session for peer, session in self.sessions.by_peer.items() if peer.socket == TCP]:
             now = self._clients.now(session.client)
-            if now.tenant == session.client.tenant and now is not STRANGER:
+            if replace(now, rights=session.client.rights) == session.client:
                 session.client = now
             else:
                 self.service.end(session)
@@ -246,7 +246,7 @@ class Hub:
             first_stamp=time.time_ns(),
         )
         most = {socket: count - count // _SPARE_PART for socket, count in self._most.items()}
-        self.sessions = Sessions(self.stock, self.pool.num_bytes, most, len(options.listed))
+        self.sessions = Sessions(self.stock, self.pool.num_bytes, most, self._clients.num_sharers)
         self.core = Core(
             self.pool,
             self.stock,

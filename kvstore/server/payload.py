@@ -45,7 +45,7 @@ class Payload:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._copiers = ThreadPoolExecutor(_copy_threads(), "kvstore-copy")
-        self._unsent = Shares(_MAX_UNSENT_BYTES, by_key=_MAX_UNSENT_BYTES // 2)
+        self._unsent = Shares(_MAX_UNSENT_BYTES, by_sharer=_MAX_UNSENT_BYTES // 2)
 
     def answer(
         self, session: Session, request: messages.Piece | messages.Fetch | messages.Front, frames: Sequence[Buffer]

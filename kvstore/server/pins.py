@@ -24,13 +24,14 @@ class Pins:
 
     Args:
         memory: the policy of the memory. It never contains pinned chunks, so that no search for room visits them.
-        max_bytes: the most bytes that may be pinned.
+        max_bytes: the most bytes that may be pinned; of one tenant half of them.
     """
 
     def __init__(self, memory: Policy, max_bytes: int) -> None:
         self.used_bytes = 0
         self._memory = memory
         self._max_bytes = max_bytes
+        self._of_tenant = Counter[str]()
         self._groups: dict[bytes, dict[int, _Group]] = {}  # by namespace, then by end
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -46,7 +47,7 @@ class Pins:
             chunk = space.chunks.get(ref)
             if chunk is None:
                 continue
-            if not chunk.is_pinned and self.used_bytes + chunk.size_bytes > self._max_bytes:
+            if not chunk.is_pinned and not self._has_room(space, chunk.size_bytes):
                 break
             self.set(chunk, end_s)
             count += 1
@@ -69,9 +70,18 @@ class Pins:
         longer = next((space.chunks[ref] for ref in refs if ref != tail.ref), None)
         if longer is None or longer.pin_end_s >= tail.pin_end_s:
             return
-        pinned_bytes = self.used_bytes - tail.size_bytes + (0 if longer.is_pinned else longer.size_bytes)
-        if pinned_bytes <= self._max_bytes:
+        if self._has_room(space, (0 if longer.is_pinned else longer.size_bytes) - tail.size_bytes):
             self.set(longer, tail.pin_end_s)
+
+    def _has_room(self, space: Space, num_bytes: int) -> bool:
+        if self.used_bytes + num_bytes > self._max_bytes:
+            return False
+        return not space.tenant or self._of_tenant[space.tenant] + num_bytes <= self._max_bytes // 2
+
+    def _count(self, space: Space, num_bytes: int) -> None:
+        self.used_bytes += num_bytes
+        if space.tenant:
+            self._of_tenant[space.tenant] += num_bytes
 
     def set(self, chunk: Chunk, end_s: float) -> None:
         """Pin a chunk until ``end_s``; replaces an earlier pin."""
@@ -81,7 +91,7 @@ class Pins:
         group = self._groups.setdefault(chunk.space.id, {}).setdefault(chunk.pin_end_s, _Group())
         group.chunks[chunk] = None
         group.num_bytes += chunk.size_bytes
-        self.used_bytes += chunk.size_bytes
+        self._count(chunk.space, chunk.size_bytes)
 
     def drop(self, chunk: Chunk) -> None:
         """Unpin a chunk that is dropped."""
@@ -95,12 +105,12 @@ class Pins:
             del groups[chunk.pin_end_s]
             if not groups:
                 del self._groups[chunk.space.id]
-        self.used_bytes -= chunk.size_bytes
+        self._count(chunk.space, -chunk.size_bytes)
         chunk.pin_end_s = 0
 
     def forget(self, space: Space) -> None:
         """Unpin all chunks of a namespace that was cleared."""
-        self.used_bytes -= sum(group.num_bytes for group in self._groups.pop(space.id, {}).values())
+        self._count(space, -sum(group.num_bytes for group in self._groups.pop(space.id, {}).values()))
 
     def due(self, now_s: float) -> list[Chunk]:
         """Return the chunks with expired pins; they are still pinned."""

@@ -147,17 +147,18 @@ class Sessions:
         stock: the chunks that are leased.
         pool_bytes: bytes of the pool. All leases together may hold three quarters, and those of one session a quarter.
         most: the most sessions by socket.
-        num_keys: number of clients' keys. If there are several, each may have half of the sessions and of the bytes.
+        num_sharers: number of tenants, and of keys without one. If there are several, each may have half of the
+            sessions and of the bytes.
     """
 
-    def __init__(self, stock: Stock, pool_bytes: int, most: Mapping[int, int], num_keys: int = 0) -> None:
+    def __init__(self, stock: Stock, pool_bytes: int, most: Mapping[int, int], num_sharers: int = 0) -> None:
         self.by_peer: dict[Peer, Session] = {}
         self.num_leases = 0
         self._counts = Shares(sum(most.values()), most)
         far_bytes = {TCP: pool_bytes * 5 // 8} if IPC in most else None  # an eighth is left for this host
         self._leased = Shares(pool_bytes * 3 // 4, far_bytes)
-        self._key_bounds = most.get(TCP, 0) // 2, pool_bytes // 2
-        self.share_between(num_keys)
+        self._shares = most.get(TCP, 0) // 2, pool_bytes // 2
+        self.share_between(num_sharers)
         self._by_token: dict[bytes, Session] = {}
         self._stock = stock
         self._max_session_bytes = max(pool_bytes // 4, 1)
@@ -168,11 +169,11 @@ class Sessions:
         """Bytes of the pages of all leases."""
         return self._leased.held
 
-    def share_between(self, num_keys: int) -> None:
-        """Change the number of clients' keys."""
-        sessions, leased_bytes = self._key_bounds if num_keys > 1 else (None, None)
-        self._counts.bound_keys(sessions)
-        self._leased.bound_keys(leased_bytes)
+    def share_between(self, num_sharers: int) -> None:
+        """Change the number of tenants and keys."""
+        sessions, leased_bytes = self._shares if num_sharers > 1 else (None, None)
+        self._counts.bound_sharers(sessions)
+        self._leased.bound_sharers(leased_bytes)
 
     def may_begin(self, client: Client) -> bool:
         """Tell if a client may begin another session."""

@@ -104,6 +104,19 @@ def test_a_key_that_replaces_another_of_its_name(keys: Path, server: ServerThrea
     new.close()
 
 
+def test_a_key_with_another_name_gives_back_what_it_took_under_the_old_one(keys: Path, server: ServerThread) -> None:
+    tier = open_tier(server.url, **files(keys, "stays"))
+    tier.put([make_transfer(EVEN, A)])
+    (keys / "clients/stays.pub").rename(keys / "clients/renamed.pub")
+    assert read_again(server, keys) > 0
+    wait_for("it is connected again", lambda: not is_refused(tier))
+    tier.close()
+    wait_for("its sessions end", lambda: not server.hub.sessions.by_peer)
+    for shares in (server.hub.sessions._counts, server.hub.sessions._leased):
+        assert not any(shares._of_sharer.values())
+        assert not shares.held
+
+
 def test_a_key_that_was_only_away_comes_back(keys: Path, server: ServerThread) -> None:
     tier = open_tier(server.url, **files(keys, "goes"))
     tier.put([make_transfer(EVEN, A)])

@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pytest
 import zmq
-from support.shop import CHUNK_BYTES, ONE, Shop
+from support.shop import CHUNK_BYTES, LAYOUT, ONE, Shop, whole
 
 from kvstore.model.errors import ConfigError
+from kvstore.model.keys import Namespace
 from kvstore.protocol.contexts import close_context, open_context
-from kvstore.protocol.keyfiles import USUAL_RIGHTS
+from kvstore.protocol.keyfiles import USUAL_RIGHTS, ListedKey
 from kvstore.server import connections
-from kvstore.server.clients import IPC, OURSELVES, TCP, Client, Shares
+from kvstore.server.clients import IPC, OURSELVES, TCP, Client, Clients, Shares
 from kvstore.server.connections import Listener, allowed_clients
 from kvstore.server.sessions import Peer, Session, Sessions
+from kvstore.testing.harness import make_ref
 
 A, B = (Client(name, TCP, USUAL_RIGHTS) for name in "ab")
 ANYBODY = Client("", TCP, USUAL_RIGHTS)
@@ -37,9 +39,20 @@ def test_a_key_and_a_socket_have_their_share() -> None:
     assert Shares(10, {TCP: 8}, 5).has_room(ANYBODY, 8), "clients without a key are bounded by their socket"
 
 
+def test_keys_of_one_tenant_have_one_share() -> None:
+    one, two = (Client(name, TCP, USUAL_RIGHTS, "team") for name in "ab")
+    shares = Shares(10, {TCP: 10}, 5)
+    shares.take(one, 3)
+    shares.take(two, 2)
+    assert not shares.has_room(two, 1)
+    assert shares.has_room(Client("team", TCP, USUAL_RIGHTS), 5), "a key of that name is another"
+    listed = {b"1": ListedKey("a", tenant="team"), b"2": ListedKey("b", tenant="team"), b"3": ListedKey("team")}
+    assert Clients(listed, frozenset()).num_sharers == 2
+
+
 def test_sessions_by_key_and_by_socket() -> None:
     shop = Shop()
-    sessions = Sessions(shop.stock, 8 * CHUNK_BYTES, {IPC: 2, TCP: 6}, num_keys=2)
+    sessions = Sessions(shop.stock, 8 * CHUNK_BYTES, {IPC: 2, TCP: 6}, num_sharers=2)
     begun: list[Session] = []
     for who in (A, A, A, A, B, B, B, B):
         if sessions.may_begin(who):
@@ -52,11 +65,11 @@ def test_sessions_by_key_and_by_socket() -> None:
     assert sessions.may_begin(B) is False
 
 
-@pytest.mark.parametrize("num_keys", [0, 2])
-def test_leases_leave_room_for_others(num_keys: int) -> None:
+@pytest.mark.parametrize("num_sharers", [0, 2])
+def test_leases_leave_room_for_others(num_sharers: int) -> None:
     """Of 32 chunks, all clients may lease 24, the network 20, one of several keys 16, and one session 8."""
     shop = Shop(chunks=32)
-    sessions = Sessions(shop.stock, 32 * CHUNK_BYTES, {IPC: 9, TCP: 9}, num_keys)
+    sessions = Sessions(shop.stock, 32 * CHUNK_BYTES, {IPC: 9, TCP: 9}, num_sharers)
     chunk = shop.store(ONE)
 
     def lease_all(who: Client) -> int:
@@ -68,7 +81,7 @@ def test_leases_leave_room_for_others(num_keys: int) -> None:
                 count += 1
         return count
 
-    assert [lease_all(A), lease_all(B), lease_all(OURSELVES)] == ([16, 4, 4] if num_keys else [20, 0, 4])
+    assert [lease_all(A), lease_all(B), lease_all(OURSELVES)] == ([16, 4, 4] if num_sharers else [20, 0, 4])
 
 
 def test_the_limit_of_files_bounds_the_clients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,3 +138,29 @@ def test_the_door_is_shut_while_few_files_are_left(monkeypatch: pytest.MonkeyPat
     assert made.port == port
     router.close(linger=0)
     close_context(context)
+
+
+def test_pins_of_one_tenant_leave_room_for_those_of_others() -> None:
+    shop = Shop(chunks=16)
+    spaces = []
+    for tenant in ("", "a", "b"):
+        space = shop.stock.spaces.enter(Namespace({"model": "mine"}), LAYOUT, tenant)
+        assert space is not None
+        for number in range(5):
+            chunk = whole(shop.stock.reserve(space, make_ref(number, 4)))
+            assert chunk is not None
+            shop.stock.complete(chunk, is_whole=True)
+        spaces.append(space)
+    ours, a, b = spaces
+    pins, refs = shop.stock.pins, [make_ref(number, 4) for number in range(5)]
+    assert pins.pin(a, refs, 9.0) == 4, "of 16 chunks 8 may be pinned"
+    assert pins.pin(a, refs, 10.0) == 4, "the same again, for longer"
+    assert pins.pin(b, refs[:3], 9.0) == 3
+    assert pins.pin(ours, refs, 9.0) == 1
+    shop.stock.remove(a, refs[:1])
+    assert pins.pin(ours, refs, 9.0) == 2
+    shop.stock.clear(a)
+    assert pins.pin(ours, refs, 9.0) == 5
+    assert pins.used_bytes == 8 * CHUNK_BYTES
+    shop.stock.clear(ours)
+    assert pins.pin(b, refs, 9.0) == 4
