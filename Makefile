@@ -10,7 +10,7 @@ SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-unit demo test test-all test-unit test-gpu check format bench bench-gpu soak mutate mutate-gpu matrix models pages wheel clean
+.PHONY: help venv venv-unit demo test test-all test-unit test-gpu check format bench bench-gpu soak mutate mutate-gpu matrix models pages wheel release clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,7 +67,10 @@ pages: venv  ## run all that the documentation shows, in page order, with real v
 	@$(BIN)/python -m kvstore.tools.dev.pages --log bench-results/pages.log $(ARGS)
 
 wheel: venv-unit  ## build dist/*.whl, to install on other machines
-	@$(BIN)/python -m build --wheel --no-isolation --outdir dist .
+	@$(BIN)/python -m kvstore.tools.dev.release --wheel
+
+release: venv-unit  ## the wheel, checked, with its licences and bill of materials, in dist/
+	@$(BIN)/python -m kvstore.tools.dev.release
 
 venv:  ## make or update the environment, with vLLM
 	@tools/dev/venv.sh full

@@ -1,3 +1,3 @@
-"""Version of this package, as ``kvstore.__version__`` and in pyproject.toml."""
+"""Version of this package, as ``kvstore.__version__``: the only place of it, which pyproject.toml reads."""
 
 __version__ = "0.1.0"

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from kvstore.tools.dev.release.checkout import files
 from kvstore.tools.processes import kill_group
 
 # Those that are slow to import.
@@ -41,7 +42,7 @@ class Tree:
     def __init__(self, root: Path, home: Path) -> None:
         self.home = home
         self._scratch = home.with_name(f"{home.name}.t")
-        for name in _files(root):
+        for name in files(root):
             target = home / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, target, follow_symlinks=False)
@@ -144,12 +145,6 @@ def copies(root: Path, count: int) -> Iterator[list[Tree]]:
             trees.append(Tree(root, Path(folder, str(number))))
             opened.callback(trees[-1].close)
         yield trees
-
-
-def _files(root: Path) -> list[str]:
-    listing = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    names = subprocess.run(listing, cwd=root, check=True, capture_output=True).stdout.decode().split("\0")  # noqa: S603
-    return sorted({name for name in names if name and os.path.lexists(root / name)})
 
 
 def _read(status: int | None, output: str) -> PytestRun:
