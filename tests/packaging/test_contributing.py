@@ -11,7 +11,7 @@ from kvstore.testing import PolicyConformance, TierConformance
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "ARCHITECTURE.md"]
-PATH = re.compile(r"`((?:kvstore|adapters|config|tools|tests|docs)/[\w/.*-]*)`")
+PATH = re.compile(r"`((?:kvstore|adapters|config|tools|tests|docs|deploy)/[\w/.*-]*)`")
 MAX_LINES = 450
 
 
