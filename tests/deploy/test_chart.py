@@ -23,6 +23,7 @@ VERSIONS = ("1.25", "1.37")  # the oldest that Chart.yaml allows, and the newest
 CUSTOM = {"PodMonitor"}  # of the Prometheus operator, for which no schema is installed
 PENDING = {"server_http_host", "server_http_token_file"}  # keys that this version of kvstore may not have yet
 GIB = 1 << 30
+DIGEST = f"sha256:{'a' * 64}"
 
 by_example = pytest.mark.parametrize("example", KINDS)
 
@@ -188,6 +189,12 @@ def test_a_change_replaces_pods_unless_told_otherwise() -> None:
     before, after = annotations(), annotations("--set", "quotas.a=3")
     assert before["checksum/config"] != after["checksum/config"]
     assert "checksum/config" not in annotations("--set", "restartOnChange=false")
+
+
+@pytest.mark.parametrize(("tag", "end"), [("", f":{__version__}"), ("v1", ":v1"), (DIGEST, f"@{DIGEST}")])
+def test_the_image_has_a_tag_or_a_digest(tag: str, end: str) -> None:
+    (server,) = pod(None, "--set", f"image.tag={tag}")["containers"]
+    assert server["image"] == f"kvstore{end}"
 
 
 def test_other_keys_of_the_configuration() -> None:

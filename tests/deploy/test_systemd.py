@@ -52,6 +52,12 @@ def test_the_server_may_do_little(unit: Path) -> None:
     assert analyze(*security, str(unit)).returncode != 0
 
 
+def test_zeromq_may_ask_for_interfaces() -> None:
+    """It aborts the server otherwise, as soon as that listens on TCP."""
+    (families,) = values("RestrictAddressFamilies")
+    assert {"AF_INET", "AF_INET6", "AF_NETLINK", "AF_UNIX"} == set(families.split())
+
+
 def test_its_folder_is_that_of_the_sockets() -> None:
     (folder,), (mode,) = values("RuntimeDirectory"), values("RuntimeDirectoryMode")
     assert (f"kvs+ipc:///run/{folder}" in UNIT.read_text(), mode) == (True, "0700")

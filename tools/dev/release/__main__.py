@@ -31,12 +31,12 @@ def release(root: Path, dist: Path) -> list[Path]:
     Raises:
         ConfigError: names each problem.
     """
-    wheel = build_wheel(root, dist)
-    check_wheel(wheel)
     changelog = (root / "CHANGELOG.md").read_text(encoding="utf-8")
     problems = list(changelog_problems(changelog, __version__, is_release=f"v{__version__}" in tags(root)))
     if problems:
         raise ConfigError("\n".join(["CHANGELOG.md is not ready:", *problems]))
+    wheel = build_wheel(root, dist)
+    check_wheel(wheel)
     return [wheel, *_papers(root, dist)]
 
 

@@ -22,7 +22,7 @@ def _git(root: Path, *arguments: str) -> str:
     command = ["git", "-C", str(root), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own command lines
     if result.returncode:
-        raise ConfigError(f"{root} is not a checkout with a commit: git says {result.stderr.strip()!r}")
+        raise ConfigError(f"{root} is not a checkout with a commit, which git clone makes: {result.stderr.strip()}")
     return result.stdout
 
 

@@ -28,7 +28,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 
 {{- define "kvstore.image" -}}
 {{- $repository := required "image.repository: name the image that deploy/image builds, in a registry of yours" .Values.image.repository -}}
-{{- printf "%s:%s" $repository (.Values.image.tag | default .Chart.AppVersion) -}}
+{{- $tag := .Values.image.tag | default .Chart.AppVersion -}}
+{{- printf "%s%s%s" $repository (hasPrefix "sha256:" $tag | ternary "@" ":") $tag -}}
 {{- end -}}
 
 {{/* Memory of the container in MiB: the pool, its index and page tables, and the process. */}}
