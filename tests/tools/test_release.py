@@ -35,6 +35,8 @@ def commit(folder: Path, *, at_s: int = COMMIT_S) -> None:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
     folder = tmp_path_factory.mktemp("one")
     copy_sources(ROOT, folder)
     commit(folder)

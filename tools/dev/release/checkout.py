@@ -20,7 +20,10 @@ def _git(root: Path, *arguments: str) -> str:
         ConfigError: this is no checkout, or it has no commit.
     """
     command = ["git", "-C", str(root), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own command lines
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own
+    except FileNotFoundError as error:
+        raise ConfigError("a release needs git, which is not installed") from error
     if result.returncode:
         raise ConfigError(f"{root} is not a checkout with a commit, which git clone makes: {result.stderr.strip()}")
     return result.stdout
