@@ -230,6 +230,9 @@ def test_wrong_values_are_refused(arguments: list[str], complaint: str) -> None:
     result = render(*arguments)
     assert result.returncode != 0
     assert complaint in result.stderr
+
+
+def test_the_values_that_are_varied_are_right() -> None:
     assert render(*SHARED).returncode == 0
 
 

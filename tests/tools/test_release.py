@@ -17,7 +17,7 @@ from kvstore.model.errors import ConfigError
 from kvstore.model.version import __version__
 from kvstore.tools.dev.release.__main__ import release
 from kvstore.tools.dev.release.changelog import changelog_problems
-from kvstore.tools.dev.release.checkout import copy_sources
+from kvstore.tools.dev.release.checkout import files
 from kvstore.tools.dev.release.installed import Package, declared, packages
 from kvstore.tools.dev.release.licences import UNKNOWN, expression_of, is_permissive, licences
 from kvstore.tools.dev.release.wheel import build_wheel
@@ -33,24 +33,33 @@ def commit(folder: Path, *, at_s: int = COMMIT_S) -> None:
         subprocess.run(["git", "-C", str(folder), *command], check=True, env=environment)
 
 
+def copy_package(folder: Path) -> None:
+    """Copy all that gets into a wheel, with the links between folders."""
+    for name in files(ROOT):
+        if name.partition("/")[0] not in {"deploy", "docs", "tests"}:
+            copy = folder / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, copy, follow_symlinks=False)
+
+
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     folder = tmp_path_factory.mktemp("one")
-    copy_sources(ROOT, folder)
+    copy_package(folder)
     commit(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def files(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def made(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return release(checkout, tmp_path_factory.mktemp("dist"))
 
 
-def test_a_wheel_has_the_same_bytes_in_any_folder_and_at_any_time(files: list[Path], tmp_path: Path) -> None:
+def test_a_wheel_has_the_same_bytes_in_any_folder_and_at_any_time(made: list[Path], tmp_path: Path) -> None:
     other = tmp_path / "another"
-    copy_sources(ROOT, other)
+    copy_package(other)
     commit(other)
     (other / "build" / "lib" / "kvstore").mkdir(parents=True)
     (other / "build" / "lib" / "kvstore" / "left.py").touch()  # by another build; git ignores it
@@ -62,8 +71,8 @@ def test_a_wheel_has_the_same_bytes_in_any_folder_and_at_any_time(files: list[Pa
         wheel = build_wheel(other, tmp_path / "dist")
     finally:
         os.umask(before)
-    assert wheel.name == files[0].name == f"vllm_kvstore-{__version__}-py3-none-any.whl"
-    assert wheel.read_bytes() == files[0].read_bytes()
+    assert wheel.name == made[0].name == f"vllm_kvstore-{__version__}-py3-none-any.whl"
+    assert wheel.read_bytes() == made[0].read_bytes()
 
 
 def test_an_earlier_wheel_is_replaced(tmp_path: Path) -> None:
@@ -74,8 +83,8 @@ def test_an_earlier_wheel_is_replaced(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2  # nothing is removed for a build that cannot begin
 
 
-def test_the_bill_of_materials_names_all_that_is_required(files: list[Path]) -> None:
-    (path,) = (path for path in files if path.name.endswith(".cdx.json"))
+def test_the_bill_of_materials_names_all_that_is_required(made: list[Path]) -> None:
+    (path,) = (path for path in made if path.name.endswith(".cdx.json"))
     bill = json.loads(path.read_text())
     assert (bill["bomFormat"], bill["metadata"]["timestamp"][:10]) == ("CycloneDX", "2023-11-14")
     assert bill["metadata"]["component"]["version"] == __version__
@@ -87,19 +96,19 @@ def test_the_bill_of_materials_names_all_that_is_required(files: list[Path]) -> 
     assert {"name": "kvstore:required:redis", "value": ">=5.2"} in listed["redis"]["properties"]
 
 
-def test_every_package_has_its_line_of_licence(files: list[Path]) -> None:
-    (path,) = (path for path in files if path.name.endswith("-licences.md"))
+def test_every_package_has_its_line_of_licence(made: list[Path]) -> None:
+    (path,) = (path for path in made if path.name.endswith("-licences.md"))
     lines = path.read_text().splitlines()
     assert len(lines) == 2 + len(packages(declared(ROOT)))
     assert any(line.startswith("| pydantic | 2.") and "| MIT |" in line for line in lines)
 
 
-def test_a_tag_without_its_section_is_refused(checkout: Path, tmp_path: Path) -> None:
-    other = tmp_path / "checkout"
-    shutil.copytree(checkout, other, symlinks=True)
-    subprocess.run(["git", "-C", str(other), "tag", f"v{__version__}"], check=True)
+def test_a_tag_without_its_section_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "CHANGELOG.md").write_text("## [Unreleased]\n\n### Added\n- A thing.\n")
+    commit(tmp_path)
+    subprocess.run(["git", "-C", str(tmp_path), "tag", f"v{__version__}"], check=True)
     with pytest.raises(ConfigError, match=rf"there is no '## \[{__version__}\]', and the commit has its tag"):
-        release(other, tmp_path / "dist")
+        release(tmp_path, tmp_path / "dist")
 
 
 GOOD = """# Changelog
