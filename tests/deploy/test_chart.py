@@ -16,12 +16,11 @@ from support.chart import CHART, EXAMPLES, Manifest, helm, manifests, only, rend
 from kvstore.config import load_config
 from kvstore.model.version import __version__
 from kvstore.protocol.keyfiles import make_keys
-from kvstore.tools.serve import server_options
+from kvstore.tools.serve.options import server_options
 
 KINDS = {"host-cache.yaml": "DaemonSet", "shared-pool.yaml": "StatefulSet", "tenants.yaml": "StatefulSet"}
 VERSIONS = ("1.25", "1.37")  # the oldest that Chart.yaml allows, and the newest with a schema
 CUSTOM = {"PodMonitor"}  # of the Prometheus operator, for which no schema is installed
-PENDING = {"server_http_host", "server_http_token_file"}  # keys that this version of kvstore may not have yet
 GIB = 1 << 30
 DIGEST = f"sha256:{'a' * 64}"
 
@@ -117,13 +116,11 @@ def rooted(text: str, root: Path) -> str:
 @by_example
 def test_kvstore_takes_the_configuration(example: str, tmp_path: Path) -> None:
     keys = configuration(example=example)
-    assert keys.keys() & PENDING
-    known = {key: value for key, value in keys.items() if key not in PENDING}
     make_keys(tmp_path / "run/secrets/kvstore", "server")
     for name in ("admin", "vllm"):
         make_keys(tmp_path / "etc/kvstore/clients", name)
     file = tmp_path / "kvstore.yaml"
-    file.write_text(rooted(yaml.safe_dump(known), tmp_path))
+    file.write_text(rooted(yaml.safe_dump(keys), tmp_path))
     loaded = load_config(path=file, environ={})
     assert not loaded.warnings
     options = server_options(loaded.config)
@@ -167,6 +164,19 @@ def test_the_pod_may_do_little(example: str) -> None:
         assert ("runAsUser" in context) is (container["name"] == "own-folders")
 
 
+def test_keys_are_files_of_root_for_the_group() -> None:
+    """Kubernetes renews them in place, so that a new token counts with the next reload."""
+    spec = pod("tenants.yaml")
+    assert "initContainers" not in spec
+    (keys,) = (volume["projected"] for volume in spec["volumes"] if volume["name"] == "keys")
+    assert keys["defaultMode"] == 0o440
+    assert [source["secret"]["items"][0]["path"] for source in keys["sources"]] == ["server.key", "token"]
+    (mount,) = (each for each in spec["containers"][0]["volumeMounts"] if each["name"] == "keys")
+    told = configuration(example="tenants.yaml")
+    assert told["server_key_file"] == f"{mount['mountPath']}/server.key"
+    assert told["server_http_token_file"] == f"{mount['mountPath']}/token"
+
+
 def test_probes_ask_the_port_of_the_pages() -> None:
     (server,) = pod("host-cache.yaml")["containers"]
     paths = {name: server[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
@@ -199,6 +209,7 @@ def test_the_image_has_a_tag_or_a_digest(tag: str, end: str) -> None:
 
 def test_other_keys_of_the_configuration() -> None:
     assert configuration("--set", "config.cache_policy=LRU")["cache_policy"] == "LRU"
+    assert configuration("--set", "logLevel=DEBUG")["server_log_level"] == "DEBUG"
     assert configuration("--set-json", "memoryGib=0.5")["max_local_cpu_size"] == 0.5
 
 

@@ -58,5 +58,5 @@ def test_the_keys_that_the_examples_make_are_those_that_they_mount(
         assert files
         assert all(file.is_file() for file in files)
     rendered = render(example="shared-pool.yaml").stdout
-    assert "secretName: kvstore-server," in rendered
+    assert "secret: {name: kvstore-server," in rendered
     assert "name: kvstore-clients}" in rendered

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.ops.admin_http import PageServer
+from kvstore.ops.access import Access
+from kvstore.ops.admin_http import Page, PageServer
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "image"
@@ -49,7 +50,9 @@ def test_only_the_wheel_gets_to_the_builder() -> None:
 
 @pytest.fixture(params=[200, 503], ids=["healthy", "closing"])
 def page(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
-    server = PageServer({"/healthz": lambda: (request.param, "x\n")}, 0, name="a page", remedy="none")
+    pages = {("GET", "/healthz"): Page(lambda: (request.param, "x\n"), is_open=True)}
+    access = Access("127.0.0.1", None, "none")
+    server = PageServer(pages, access, "127.0.0.1", 0, name="a page", remedy="none")
     yield server.port, request.param
     server.close()
 

@@ -42,3 +42,23 @@ def test_python_does_not_look_for_cycles_among_all_chunks(tmp_path: Path, monkey
     gc.set_threshold(*thresholds)
     assert 1 in seen
     assert 2 not in seen
+
+
+def test_a_server_that_is_told_to_end_while_it_opens_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process of a container ignores signals that it does not handle."""
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    numbers = (signal.SIGHUP, signal.SIGTERM)
+    handlers = [signal.getsignal(number) for number in numbers]
+
+    def open_hub() -> Hub:
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("it went on")
+
+    reloader = Reloader(tmp_path / "unread.yaml", StoreConfig())
+    with pytest.raises(SystemExit) as ended:
+        run_server(open_hub, reloader, None, lambda _: None)
+    assert ended.value.code == 128 + signal.SIGTERM
+    reloader.close()
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from kvstore.memory.mapped import keep_freed
 from kvstore.tools.serve.options import planned
@@ -36,6 +36,7 @@ def run_server(
     """
     keep_freed(_KEPT_BYTES)
     signal.signal(signal.SIGHUP, lambda *_: reloader.ask())  # until the server is open, the question waits
+    signal.signal(signal.SIGTERM, _end_at_once)  # which the first process of a container would ignore otherwise
     with without_full_collections():
         hub = open_hub()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -53,6 +54,10 @@ def run_server(
             return hub.run()
         finally:
             reloader.close()
+
+
+def _end_at_once(number: int, _frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 @contextmanager

@@ -65,6 +65,9 @@ server_clients: /etc/kvstore/clients
 server_operators: {{ join ", " . | quote }}
 {{- end }}
 {{- end }}
+{{- with .Values.logLevel }}
+server_log_level: {{ . }}
+{{- end }}
 {{- with .Values.quotas }}
 server_quotas: {{ include "kvstore.quotas" . | quote }}
 {{- end }}

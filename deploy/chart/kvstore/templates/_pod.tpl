@@ -56,25 +56,17 @@ spec:
     {{- with .Values.podSecurityContext }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
-  {{- if or (include "kvstore.ownsFolders" .) (include "kvstore.needsKeys" .) }}
+  {{- if include "kvstore.ownsFolders" . }}
   initContainers:
     {{- include "kvstore.ownFolders" . | nindent 4 }}
-    {{- include "kvstore.copyKeys" . | nindent 4 }}
   {{- end }}
   containers:
     - name: kvstore
       image: {{ include "kvstore.image" . }}
       imagePullPolicy: {{ .Values.image.pullPolicy }}
       args: [serve, --config, /etc/kvstore/server/kvstore.yaml]
-      {{- if or .Values.logLevel .Values.env }}
-      env:
-        {{- with .Values.logLevel }}
-        - name: KVSTORE_LOG_LEVEL
-          value: {{ . | quote }}
-        {{- end }}
-        {{- with .Values.env }}
-        {{- toYaml . | nindent 8 }}
-        {{- end }}
+      {{- with .Values.env }}
+      env: {{- toYaml . | nindent 8 }}
       {{- end }}
       ports:
         - name: http
@@ -118,7 +110,6 @@ spec:
 
 {{/* kubelet makes a hostPath that belongs to root. Their paths here have no parents that are closed to root without its rights. */}}
 {{- define "kvstore.ownFolders" -}}
-{{- if include "kvstore.ownsFolders" . -}}
 - name: own-folders
   image: {{ include "kvstore.image" . }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
@@ -146,35 +137,6 @@ spec:
     - {name: disk, mountPath: /own/disk}
     {{- end }}
 {{- end -}}
-{{- end -}}
-
-{{/* The files of a Secret belong to root, and kvstore takes a key only from its own user's file that nobody else may read. */}}
-{{- define "kvstore.copyKeys" -}}
-{{- if include "kvstore.needsKeys" . -}}
-- name: copy-keys
-  image: {{ include "kvstore.image" . }}
-  imagePullPolicy: {{ .Values.image.pullPolicy }}
-  command:
-    - install
-    - --mode=0600
-    - --target-directory=/run/secrets/kvstore
-    {{- if include "kvstore.isShared" . }}
-    - /secrets/server/server.key
-    {{- end }}
-    {{- if .Values.http.tokenSecret }}
-    - /secrets/token/token
-    {{- end }}
-  securityContext: {{- include "kvstore.restricted" . | nindent 4 }}
-  volumeMounts:
-    - {name: keys, mountPath: /run/secrets/kvstore}
-    {{- if include "kvstore.isShared" . }}
-    - {name: server-key, mountPath: /secrets/server, readOnly: true}
-    {{- end }}
-    {{- if .Values.http.tokenSecret }}
-    - {name: token, mountPath: /secrets/token, readOnly: true}
-    {{- end }}
-{{- end -}}
-{{- end -}}
 
 {{- define "kvstore.volumes" -}}
 - name: config
@@ -184,8 +146,6 @@ spec:
 {{- if include "kvstore.isShared" . }}
 - name: sockets
   emptyDir: {sizeLimit: 1Mi}
-- name: server-key
-  secret: {secretName: {{ .Values.tcp.serverKeySecret }}, defaultMode: 0440}
 - name: clients
   {{- if .Values.tcp.clientsSecret }}
   secret: {secretName: {{ .Values.tcp.clientsSecret }}, defaultMode: 0440}
@@ -201,11 +161,16 @@ spec:
 {{- end }}
 {{- end }}
 {{- if include "kvstore.needsKeys" . }}
+# Files of root that the group may read, which kvstore accepts from root only.
 - name: keys
-  emptyDir: {medium: Memory, sizeLimit: 1Mi}
-{{- end }}
-{{- with .Values.http.tokenSecret }}
-- name: token
-  secret: {secretName: {{ . }}, defaultMode: 0440}
+  projected:
+    defaultMode: 0440
+    sources:
+      {{- if include "kvstore.isShared" . }}
+      - secret: {name: {{ .Values.tcp.serverKeySecret }}, items: [{key: server.key, path: server.key}]}
+      {{- end }}
+      {{- with .Values.http.tokenSecret }}
+      - secret: {name: {{ . }}, items: [{key: token, path: token}]}
+      {{- end }}
 {{- end }}
 {{- end -}}
