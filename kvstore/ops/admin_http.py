@@ -205,6 +205,7 @@ def _make_server(admit: Admit, respond: Respond, name: str, most_body_bytes: int
             ws="none",
             log_config=None,  # the process configures its logging itself
             log_level=None,
+            access_log=False,  # each probe and each scrape would be a line
             lifespan="off",
             loop="asyncio",
             timeout_keep_alive=2,
