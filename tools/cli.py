@@ -25,6 +25,7 @@ from kvstore.tools.commands import (
     serving,
     simulating,
     stored,
+    top,
     warming,
 )
 from kvstore.tools.console import Answer, for_typer
@@ -43,7 +44,8 @@ _COMMANDS: Final[dict[str, Callable[..., Answer | None]]] = {
     "kvstore serve --config cache.yaml": serving.serve,
     "kvstore keygen --folder keys server": serving.keygen,
     "kvstore ping --url kvs+ipc:///run/kvstore": cache_server.ping,
-    "kvstore stats --url kvs+ipc:///run/kvstore --watch": cache_server.stats,
+    "kvstore stats --url kvs+ipc:///run/kvstore": cache_server.stats,
+    "kvstore top kvs+ipc:///run/kvstore": top.top,
     "kvstore lookup --url kvs+ipc:///run/kvstore --tokens prompt.json": cache_server.lookup,
     "kvstore explain --url kvs+ipc:///run/kvstore --tokens prompt.json": cache_server.explain,
     "kvstore pin --url kvs+ipc:///run/kvstore --tokens system-prompt.json": cache_server.pin,

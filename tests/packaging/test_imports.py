@@ -38,6 +38,7 @@ ROOMS = (
         "tools.demo",
         "tools.doctor",
         "tools.flags",
+        "tools.live",
         "tools.probe",
         "tools.proxy",
         "tools.simulate",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, Group
-from rich.live import Live
 from rich.markup import escape
 from rich.table import Column, Table
 
@@ -30,6 +28,23 @@ _REASONS = {
     "removed": "it was cleared, or replaced by a longer chunk",
     "lost": "its file was missing or damaged",
 }
+
+
+def connect(url: str, key_file: Path | None, server_key_file: Path | None, timeout_s: float) -> Operator:
+    """Return a connection to a cache server.
+
+    Raises:
+        ConfigError: the URL, a key file or the installation cannot be used.
+        TierError: the server does not answer.
+    """
+    from kvstore.tiers import load_tier  # noqa: PLC0415
+
+    load_tier("server")  # its error names the package to install
+    from kvstore.tiers.server.operator import Operator  # noqa: PLC0415 - an extra
+    from kvstore.tiers.server.url import parse_server  # noqa: PLC0415
+
+    keys = {"client_key_file": key_file, "server_key_file": server_key_file}
+    return Operator(parse_server(url, {"timeout_s": timeout_s, **keys}))
 
 
 @dataclass(frozen=True)
@@ -50,15 +65,8 @@ class Server:
     @contextmanager
     def operator(self, timeout_s: float = 5.0) -> Iterator[Operator]:
         """Yield a connection, whose errors end the command, with exit code 1 if the server does not answer."""
-        from kvstore.tiers import load_tier  # noqa: PLC0415
-
         try:
-            load_tier("server")  # its error names the package to install
-            from kvstore.tiers.server.operator import Operator  # noqa: PLC0415 - an extra
-            from kvstore.tiers.server.url import parse_server  # noqa: PLC0415
-
-            keys = {"client_key_file": self.key_file, "server_key_file": self.server_key_file}
-            with closing(Operator(parse_server(self.url, {"timeout_s": timeout_s, **keys}))) as operator:
+            with closing(connect(self.url, self.key_file, self.server_key_file, timeout_s)) as operator:
                 yield operator
         except KVStoreError as error:
             give_up(error, WRONG_USAGE if isinstance(error, ConfigError | InvalidCallError) else FAILED)
@@ -118,26 +126,14 @@ def ping(server: Server, *, timeout: Annotated[float, typer.Option(help="Seconds
     return Answer({"status": status}, [status], 0 if status == "ok" else FAILED)
 
 
-def stats(
-    server: Server,
-    *,
-    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second, until Ctrl-C.")] = False,
-    as_json: AsJson = False,
-) -> None:
+def stats(server: Server, *, as_json: AsJson = False) -> None:
     """Show what a cache server holds and has done, for each tier and each namespace."""
     with server.operator() as operator:
-        if as_json:
-            print(json.dumps(operator.stats()))
-        elif not watch:
-            Console().print(_tables(operator.stats()))
-        else:
-            with Live(_tables(operator.stats()), auto_refresh=False) as live:
-                try:
-                    while True:
-                        time.sleep(1.0)
-                        live.update(_tables(operator.stats()), refresh=True)
-                except KeyboardInterrupt:
-                    return
+        tree = operator.stats()
+    if as_json:
+        print(json.dumps(tree))
+    else:
+        Console().print(_tables(tree))
 
 
 def lookup(server: Server, prompt: Prompt) -> Answer:
