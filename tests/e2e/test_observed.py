@@ -10,7 +10,7 @@ import httpx
 import pytest
 from support.cache_server import ServerProcess, short_folder
 from support.disaggregated import PATIENT, Disaggregation
-from support.prometheus import OF_OTHERS, PENDING, PrometheusServer, names_in, plain
+from support.prometheus import OF_OTHERS, PrometheusServer, names_in, plain
 from support.redis_server import wait_for
 
 from kvstore.tools.dev.observe.board import queries
@@ -103,7 +103,7 @@ def site(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 def test_every_panel_has_data(site: Site) -> None:
     asked = [(panel.title, plain(query)) for _, panel, query in queries()]
-    missing = [each for each in asked if not names_in(each[1]) & (PENDING | CANNOT_OCCUR.keys())]
+    missing = [each for each in asked if not names_in(each[1]) & CANNOT_OCCUR.keys()]
     assert len(missing) > len(asked) * 0.8
 
     def is_complete() -> bool:

@@ -23,8 +23,9 @@ from support.redis_server import wait_for
 from support.served import A, B, open_tier
 
 from kvstore.model.keys import Namespace
-from kvstore.ops.admin_http import PageServer
-from kvstore.server.operators import exposition
+from kvstore.ops.access import Access
+from kvstore.ops.admin_http import Page, PageServer
+from kvstore.server.exposition import Exposition
 from kvstore.testing.harness import EVEN, make_transfer
 from kvstore.tools.commands.top import _view
 from kvstore.tools.live import Course, Sample
@@ -42,7 +43,8 @@ def server() -> Iterator[ServerThread]:
 @contextmanager
 def page_of(text: str) -> Iterator[str]:
     """Serve a page, and yield its address."""
-    pages = PageServer({"/metrics": lambda: (200, text)}, 0, name="a page", remedy="none")
+    page, access = Page(lambda: (200, text), is_open=True), Access("127.0.0.1", None, "none")
+    pages = PageServer({("GET", "/metrics"): page}, access, "127.0.0.1", 0, name="a page", remedy="none")
     try:
         yield f"http://127.0.0.1:{pages.port}/metrics"
     finally:
@@ -72,7 +74,7 @@ class TestOnce:
         (space,) = first["namespaces"]
         assert (space["model"], space["chunks"]) == ("m", 1)
         assert [quota["quota"] for quota in first["quotas"]] == ["*"]
-        with page_of(exposition(server.hub.snapshot(5.0))) as url:
+        with page_of(Exposition().page(server.hub.snapshot(5.0))) as url:
             second = figures_of(run("top", url, "--once", "--json").stdout)
         for name in ("kind", "hit_rate", "tiers", "flows", "failures", "namespaces", "quotas"):
             assert first[name] == second[name]
@@ -106,7 +108,7 @@ class TestOnce:
 class TestPicture:
     def test_names_of_clients_are_no_orders_to_a_terminal(self, server: ServerThread, run: Any) -> None:
         fill(server, HOSTILE)
-        with page_of(exposition(server.hub.snapshot(5.0))) as url:
+        with page_of(Exposition().page(server.hub.snapshot(5.0))) as url:
             for target in (server.url, url):
                 shown = run("top", target, "--once").stdout
                 assert "title" in shown

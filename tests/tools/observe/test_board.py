@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from support import prometheus
-from support.prometheus import OBSERVE, OF_OTHERS, PENDING, RULES, names_in, plain, require
+from support.prometheus import OBSERVE, OF_OTHERS, RULES, names_in, plain, require
 
 from kvstore.tools.dev.observe.board import NOT_SHOWN, ROWS, board, queries
 
@@ -40,14 +40,9 @@ def test_the_dashboard_is_the_one_of_the_code() -> None:
 
 def test_every_metric_is_on_the_dashboard() -> None:
     shown = {name for _, _, query in queries() for name in names_in(plain(query))}
-    assert shown <= exported() | OF_OTHERS | PENDING
+    assert shown <= exported() | OF_OTHERS
     assert exported() - shown == NOT_SHOWN.keys()
     assert not NOT_SHOWN.keys() & shown
-
-
-def test_what_is_pending_is_not_there_yet() -> None:
-    """Take a metric off the list as soon as it is there: from then on it has to be."""
-    assert not PENDING & exported()
 
 
 def test_panels_are_whole() -> None:
@@ -106,4 +101,4 @@ class TestAlerts:
 
     @pytest.mark.parametrize("name", alerts())
     def test_each_is_of_metrics_that_exist(self, name: str) -> None:
-        assert names_in(alerts()[name]["expr"]) <= exported() | OF_OTHERS | PENDING
+        assert names_in(alerts()[name]["expr"]) <= exported() | OF_OTHERS
