@@ -115,7 +115,7 @@ def _reported(tree: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, object],
     """Yield name, labels and value of all that a report contains; a client with a tenant gets less."""
     for name in _SERVER_LEVELS:
         yield name, {}, tree.get(name)
-    for name in ("malformed", "refused"):
+    for name in ("malformed", "refused", "disk_errors"):
         yield f"{name}_total", {}, tree.get(name)
     for tier, numbers in tree.get("tiers", {}).items():
         for name, value in numbers.items():

@@ -88,7 +88,7 @@ class Disk:
         self._staging = threading.local()
         self._is_closing = False
         self._counting = threading.Lock()
-        self.num_errors = 0  # calls that failed
+        self.num_errors = 0  # calls that failed, and damaged chunks
 
     @property
     def used_bytes(self) -> int:
@@ -223,8 +223,7 @@ class Disk:
                 return
             error = future.exception()
             if error is not None:
-                with self._counting:
-                    self.num_errors += 1
+                self._count_error()
             if isinstance(error, TierTimeoutError):
                 self._complain(error)
                 if reports_hang:
@@ -271,6 +270,8 @@ class Disk:
                 (outcome,) = opened.tier.put([Transfer(chunk.ref, buffer, trail=chunk.trail, until_s=until_s)])
             finally:
                 self._tiers.unclaim(most_bytes)
+            if outcome is Outcome.FAILED:
+                self._count_error()
             return opened.raw.size_of(chunk.ref) if outcome is Outcome.STORED else None
 
     def _get(self, chunk: Chunk, parts: Sequence[ByteArray]) -> Outcome:
@@ -282,6 +283,8 @@ class Disk:
                 return Outcome.MISS
             buffer = parts[0] if len(parts) == 1 else self._room(chunk)
             (outcome,) = opened.tier.get([Transfer(chunk.ref, buffer)])
+        if outcome in {Outcome.FAILED, Outcome.CORRUPT}:
+            self._count_error()
         if outcome is Outcome.HIT and len(parts) > 1:
             scatter(buffer, parts)
         return outcome
@@ -314,6 +317,10 @@ class Disk:
             room = np.frombuffer(mmap.mmap(-1, chunk.size_bytes), np.uint8)
             self._staging.buffer = room
         return room[: chunk.size_bytes]
+
+    def _count_error(self) -> None:
+        with self._counting:
+            self.num_errors += 1
 
     def _complain(self, error: Exception) -> None:
         self._throttle.log("disk", "disk error of the cache server: %s", error)

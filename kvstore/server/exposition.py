@@ -15,7 +15,7 @@ _GAUGES: Final = {
 _COUNTERS: Final = {
     "malformed": "Clients disconnected for a malformed message.",
     "refused": "Clients refused because their key is not listed.",
-    "disk_errors": "Calls of the disk that failed.",
+    "disk_errors": "Calls of the disk that failed, and damaged chunks.",
 }
 _MOST_NAMES: Final = 256  # namespaces with series of their own
 _NAMES_AN_HOUR: Final = 512  # new ones

@@ -235,7 +235,8 @@ def main() -> None:
         for ready in select.select([connection.fileno(), *ends], [], [])[0]:
             if ready in ends:
                 pid, end = ends.pop(ready)
-                os.write(end, str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+                with suppress(BrokenPipeError):  # nobody waits for its end
+                    os.write(end, str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
                 os.close(end)
                 os.close(ready)
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ def plant() -> Iterator[Plant]:
         finally:
             if load is not None:
                 load.kill()
+                load.wait()
             server.kill()
 
 
@@ -111,8 +113,13 @@ def test_a_client_without_a_right(plant: Plant) -> None:
 
 def test_a_disk_that_fails(plant: Plant) -> None:
     disk = plant.server.folder / "disk"
-    disk.rename(disk.with_name("gone"))  # the server writes to it all the time
-    disk.write_bytes(b"")  # root may write anywhere, but not below a file
+
+    def is_gone() -> bool:
+        shutil.rmtree(disk, ignore_errors=True)  # the server makes folders in it all the time
+        disk.write_bytes(b"")  # root may write anywhere, but not below a file
+        return True
+
+    wait_for("the disk is gone", is_gone)
     fires_after(plant, "KVStoreDiskErrors", lambda: None)
 
 
