@@ -22,7 +22,7 @@ from kvstore.tools.dev.observe.board import queries
 from kvstore.tools.dev.observe.server_rows import SERVER
 from kvstore.tools.processes import free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.sweep
 
 LISTED = {"engine": "", "reader": "rights: read\n"}
 LINES = """
