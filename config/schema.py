@@ -60,8 +60,9 @@ class StoreConfig(HandoverKeys, ServerKeys, OperationKeys, RemoteKeys, RequestKe
         values = self.model_dump(mode="json")
         if self.remote_password is not None:
             values["remote_password"] = _HIDDEN
-        if self.remote_url is not None:
-            values["remote_url"] = _hide_login(self.remote_url)
+        for key in ("remote_url", "remote_host_url"):
+            if (url := values[key]) is not None:
+                values[key] = _hide_login(url)
         values["peers"] = [_hide_login(url) for url in self.peers]
         return values
 

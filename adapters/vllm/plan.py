@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Self
 
 from kvstore.adapters.vllm.requests.params import DisaggSpec
-from kvstore.engine.options import RemoteOptions, Shard
 from kvstore.handover.tracker import PushJob, Settled
 from kvstore.index.plans import Place, TierState
 from kvstore.model.chunks import ChunkRef
@@ -19,6 +18,7 @@ from kvstore.model.layout import KVLayout
 from kvstore.model.lifetime import Lifetime
 from kvstore.model.retention import Retention
 from kvstore.ops.metrics import Tally
+from kvstore.protocol.hosts import this_host
 from kvstore.protocol.progress import Progress
 from kvstore.transfer.mover import LoadJob, StoreJob
 
@@ -261,6 +261,8 @@ class WorkerFacts:
         sends_lifetimes: its remote tier does; later the state of the tiers says so.
         namespace: that of the chunks in its tiers.
         layout: their geometry.
+        host: that of its process, as ``this_host`` names it.
+        remote_url: address at which other hosts reach its remote tier; None if they cannot, or there is none.
         server_url: address of its server for other engines, as this engine's processes reach it; None without one.
         groups: the groups of layers whose KV it keeps; None for one group that keeps all tokens.
         remote_problem: the reason why its remote tier cannot be used now; None if it can, or there is none.
@@ -277,6 +279,8 @@ class WorkerFacts:
     survivors: Sequence[tuple[ChunkRef, int]]
     namespace: Namespace
     layout: KVLayout
+    host: str = field(default_factory=this_host)
+    remote_url: str | None = None
     server_url: str | None = None
     groups: Groups | None = None
     remote_problem: str | None = None
@@ -289,18 +293,3 @@ class WorkerFacts:
     sends_lifetimes: bool = False
     reads_fronts: bool = False
     divisions: tuple[Division, ...] = ()
-
-
-def shards_of(facts: Sequence[WorkerFacts], remote: RemoteOptions) -> list[Shard]:
-    """Return the shard to ask for each part of a chunk, given the workers in the order of their ranks.
-
-    Workers that hold the same KV share their part at a remote tier, unless each has its own server or peers.
-    """
-    shards = {}
-    servers = tuple(worker.server_url for worker in facts if worker.server_url is not None)
-    for rank, worker in enumerate(facts):
-        where = replace(remote, url=worker.server_url, is_own=True, servers=servers) if worker.server_url else remote
-        options = replace(where, rank=rank, divisions=worker.divisions)
-        name = worker.namespace.id, options.url, rank if options.peers is not None else 0
-        shards[name] = Shard(worker.namespace, worker.layout, options)
-    return list(shards.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Annotated, Final
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from kvstore.config.keys.base import Keys, QueueLength, Seconds, Text, Threads, Unit, require_one_of
@@ -14,6 +14,8 @@ from kvstore.format.codecs import CODEC_NAMES
 from kvstore.model.errors import ConfigError
 from kvstore.tiers import known_schemes, leads_to, tier_behind
 
+HOST_MARK: Final = "{host}"
+"""Stands for the host's own address."""
 _NAIVE: Final = "naive"  # LMCache's word for none
 
 
@@ -29,6 +31,9 @@ class RemoteKeys(Keys):
     `rediss://`, `unix://`, `redis-sentinel://` or `redis-cluster://`, an [object store](object.md) `s3://`, `az://` or
     `gs://`, a [shared folder](object.md) `file:///path`, a read-only [pack](warming.md#a-pack-as-a-tier) `pack:///path`.
     Other schemes are those of [other packages](tiers.md)."""
+    remote_host_url: str | None = None
+    """Address of this host's own `remote_url` for [other hosts](parallelism.md#several-hosts) of the engine:
+    `kvs://{host}:5566`. `{host}` is vLLM's address of its host."""
     remote_username: Text = None
     """User name there, unless the URL has one."""
     remote_password: Text = Field(default=None, repr=False)
@@ -86,6 +91,16 @@ class RemoteKeys(Keys):
             if not mark or scheme not in OTHER_SCHEMES:
                 names = ", ".join(f"{name}://" for name in known)
                 raise PydanticCustomError("remote_url", "must begin with one of {known}", {"known": names}) from error
+        return value
+
+    @field_validator("remote_host_url")
+    @classmethod
+    def _same_tier(cls, value: str | None, info: ValidationInfo) -> str | None:
+        url = info.data.get("remote_url")
+        if not value or url is None or not has_tier(url):
+            return None
+        if not leads_to(value, tier_behind(url)):
+            raise PydanticCustomError("remote_url", "must lead to a tier of the same kind as remote_url")
         return value
 
     @field_validator("remote_serde")

@@ -25,9 +25,9 @@ TOPICS: Final = {
         "disk_io_threads use_odirect"
     ),
     "Shared": (
-        "remote_url remote_username remote_password remote_key_file remote_server_key_file remote_required "
-        "remote_ttl_secs remote_serde remote_connections remote_io_threads remote_lookup_cache_secs max_remote_queue "
-        "lookup_timeout_ms peers reshard_from min_remote_tokens"
+        "remote_url remote_host_url remote_username remote_password remote_key_file remote_server_key_file "
+        "remote_required remote_ttl_secs remote_serde remote_connections remote_io_threads remote_lookup_cache_secs "
+        "max_remote_queue lookup_timeout_ms peers reshard_from min_remote_tokens"
     ),
     "Loading": (
         "enable_async_loading enable_async_saving use_layerwise load_only_if_faster min_retrieve_tokens "

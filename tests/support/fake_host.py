@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstore.adapters.vllm.plan import StepPlan
+from kvstore.adapters.vllm.plan import StepPlan, WorkerFacts
 from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadRules
 from kvstore.adapters.vllm.scheduler.connected import Connected
@@ -101,13 +101,16 @@ class FakeHost(FakeTables):
         with patch.object(opening, "open_tier", setup.server.open) if setup.server else nullcontext():
             try:
                 self.workers.extend(self._worker(rank) for rank in range(len(caches)))
-                self.scheduler.connect([worker.facts() for worker in self.workers])
+                self.scheduler.connect([self._facts(rank) for rank in range(len(caches))])
             except BaseException:
                 self.close()
                 raise
 
     def _worker(self, rank: int) -> StoreWorker:
         raise NotImplementedError
+
+    def _facts(self, rank: int) -> WorkerFacts:
+        return self.workers[rank].facts()
 
     def _write(self, step: Step, part: Scheduled, tokens: list[int], start: int) -> None:
         """Compute the KV of the tokens from ``start`` on, from the KV before it."""

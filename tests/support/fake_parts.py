@@ -203,6 +203,7 @@ class Setup(CommonSetup):
     push_slots: int = 8
     port: int | None = None  # of the first rank's own server, for other engines
     server_bytes: int = SERVER_BYTES
+    remote: RemoteOptions | None = None  # a remote tier over real sockets, with all its options
     peers: tuple[str, ...] | None = None  # other engines, over real sockets
     sources: tuple[str, ...] = ()  # other engines that requests may name
     shared: str | None = None  # a cache server, over real sockets, that engines with a port only read
@@ -215,6 +216,8 @@ class Setup(CommonSetup):
 
 def remote_of(setup: Setup) -> RemoteOptions | None:
     """Return the options of a remote tier in a dictionary or over real sockets, or None without one."""
+    if setup.remote is not None:
+        return setup.remote
     if setup.port is not None or setup.peers is not None:
         num_sends = 0 if setup.port is None else 64
         peers, timeout_s = setup.peers or (), setup.lookup_timeout_s

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,11 +46,31 @@ class OtherHost:
         name: of the namespace.
         near: the address of this end of the cable.
         far: the address of the other end.
+        cable: the name of this end.
     """
 
     name: str
     near: str
     far: str
+    cable: str = ""
+
+    @property
+    def far_cable(self) -> str:
+        """The name of the other end."""
+        return self.cable.replace("kvn", "kvf")
+
+    def words(self, command: Sequence[object], *, binds: Mapping[Path, Path] | None = None) -> list[str]:
+        """Return the words for a ``Forker`` that run a module's ``main`` there; see ``support/there.py``."""
+        places = {str(near): str(far) for near, far in (binds or {}).items()}
+        return ["support.there", json.dumps([self.name, places]), *map(str, command)]
+
+    def cut(self) -> None:
+        """Pull the cable out."""
+        subprocess.run(["ip", "link", "set", self.cable, "down"], check=True)
+
+    def mend(self) -> None:
+        """Put the cable in."""
+        subprocess.run(["ip", "link", "set", self.cable, "up"], check=True)
 
     def run_python(self, code: str, *arguments: str) -> str:
         """Run a program there, and return its output."""
@@ -73,8 +94,8 @@ def other_host() -> Iterator[OtherHost]:
         pytest.skip("there is no ip command: apt-get install iproute2")
     token = secrets.token_hex(3)
     net = f"10.{200 + secrets.randbelow(50)}.{secrets.randbelow(256)}"
-    host = OtherHost(f"kvs-{token}", f"{net}.1", f"{net}.2")
     near, far = f"kvn{token}", f"kvf{token}"
+    host = OtherHost(f"kvs-{token}", f"{net}.1", f"{net}.2", near)
     steps = [
         f"ip netns add {host.name}",
         f"ip link add {near} type veth peer name {far} netns {host.name}",
@@ -82,6 +103,7 @@ def other_host() -> Iterator[OtherHost]:
         f"ip link set {near} up",
         f"ip -n {host.name} address add {host.far}/{_PREFIX_BITS} dev {far}",
         f"ip -n {host.name} link set {far} up",
+        f"ip -n {host.name} link set lo up",
     ]
     try:
         for step in steps:

@@ -12,7 +12,7 @@ import vllm
 from kvstore.adapters.vllm.glue.binding import groups_of, paged_kv_of
 from kvstore.adapters.vllm.glue.namespace import namespace_of
 from kvstore.adapters.vllm.glue.options import engine_options, sends, worker_options
-from kvstore.adapters.vllm.glue.parallel import port_of, rank_of
+from kvstore.adapters.vllm.glue.parallel import port_of, rank_of, workers_here
 from kvstore.adapters.vllm.scheduler.operator import SchedulerControls
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.worker.worker import StoreWorker
@@ -60,8 +60,8 @@ def open_worker(
     Raises:
         KVStoreError: a part of it cannot be opened, or the KV cache cannot be stored.
     """
-    workers = int(vllm_config.parallel_config.world_size)
-    asked = f"max_local_cpu_size of {config.max_local_cpu_bytes / 2**30:.1f} GiB for each of {workers} workers"
+    workers = workers_here(vllm_config)
+    asked = f"max_local_cpu_size of {config.max_local_cpu_bytes / 2**30:.1f} GiB for each of {workers} workers here"
     sends_bytes = config.pd_buffer_size if sends(vllm_config, config) else 0
     if config.listens or sends_bytes:
         asked += f", and pd_buffer_size of {config.pd_buffer_size / 2**30:.1f} GiB"

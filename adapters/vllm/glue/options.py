@@ -20,7 +20,7 @@ from kvstore.adapters.vllm.glue.groups import (
     has_states,
     is_grouped,
 )
-from kvstore.adapters.vllm.glue.parallel import folder_of, port_of, rank_of, shard_of
+from kvstore.adapters.vllm.glue.parallel import folder_of, host_address, is_first_here, port_of, rank_of, shard_of
 from kvstore.adapters.vllm.glue.support import frees_blocks, overwrites_early
 from kvstore.adapters.vllm.requests.params import server_url
 from kvstore.adapters.vllm.requests.tracker import SaveRules
@@ -31,8 +31,10 @@ from kvstore.adapters.vllm.telemetry.announcer import ContextOf
 from kvstore.adapters.vllm.telemetry.events import context_of
 from kvstore.adapters.vllm.worker.pushes import PushOptions
 from kvstore.adapters.vllm.worker.worker import WorkerOptions
+from kvstore.config.keys.remote import HOST_MARK
 from kvstore.config.schema import PD_ROLES
 from kvstore.engine.options import EngineOptions, RemoteOptions
+from kvstore.protocol.hosts import is_on_each_host
 from kvstore.tiers import READ_ONLY, tier_behind
 
 if TYPE_CHECKING:
@@ -116,7 +118,27 @@ def worker_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, conf
         overwrites_early=overwrites_early(vllm_config, kv_cache_config),
         push=_push_options(vllm_config, config),
         runs_ahead=vllm_config.scheduler_config.async_scheduling,
+        remote_url=_url_from_elsewhere(config),
     )
+
+
+def _sends_its_part(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> bool:
+    """Tell if this worker sends chunks to its tier.
+
+    Of workers that hold the same KV, as all ranks do with MLA, one sends it to a shared tier, or one on each host if
+    the hosts have separate tiers, but each to its own server.
+    """
+    if config.listens or shard_of(vllm_config, kv_cache_config).replica == 0:
+        return True
+    url = config.shared_url
+    return is_first_here() and url is not None and (config.remote_host_url is not None or is_on_each_host(url))
+
+
+def _url_from_elsewhere(config: StoreConfig) -> str | None:
+    """Return the address at which other hosts reach the shared tier; None if they cannot."""
+    named = config.remote_host_url
+    url = config.shared_url if named is None else named.replace(HOST_MARK, host_address())
+    return None if url is None or is_on_each_host(url) else url
 
 
 def engine_options(
@@ -127,15 +149,18 @@ def engine_options(
 ) -> EngineOptions:
     """Return a worker's options for keeping KV; every worker has its own folder.
 
-    Of workers that hold the same KV, as all ranks do with MLA, one sends it to a shared tier, but each to its own
-    server. ``caches``, as registered and as blocks, determine the divisions for other tensor-parallel sizes.
+    ``caches``, as registered and as blocks, determine the divisions for other tensor-parallel sizes.
     """
     remote = remote_options(config)
     if remote is not None:
-        sends = config.listens or shard_of(vllm_config, kv_cache_config).replica == 0
         divisions = divisions_of(vllm_config, kv_cache_config, config, *caches) if caches else ()
-        servers = tuple(_servers(vllm_config, config)) if config.listens and divisions else ()
-        remote = replace(remote, sends=sends, rank=rank_of(vllm_config), divisions=divisions, servers=servers)
+        remote = replace(
+            remote,
+            sends=_sends_its_part(vllm_config, kv_cache_config, config),
+            rank=rank_of(vllm_config),
+            divisions=divisions,
+            servers=tuple(_servers(vllm_config, config)) if config.listens and divisions else (),
+        )
     return EngineOptions(
         max_local_cpu_bytes=config.max_local_cpu_bytes,
         local_cpu=config.local_cpu,

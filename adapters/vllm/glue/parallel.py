@@ -5,6 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+from vllm.distributed.parallel_state import get_node_count, get_world_group
+from vllm.utils.network_utils import get_ip
+
 from kvstore.adapters.vllm.glue.capabilities import kv_replicas
 from kvstore.model.errors import ConfigError
 
@@ -41,6 +45,25 @@ def rank_of(vllm_config: VllmConfig) -> int:
     """Return the number of this worker among those of one replica."""
     parallel = vllm_config.parallel_config
     return int(parallel.rank % (parallel.tensor_parallel_size * parallel.pipeline_parallel_size))
+
+
+def workers_here(vllm_config: VllmConfig) -> int:
+    """Return the number of this replica's workers on this host, if all hosts have as many."""
+    parallel = vllm_config.parallel_config
+    hosts = get_node_count() if torch.distributed.is_initialized() else 1
+    workers = int(parallel.world_size)
+    return min(workers, -(-workers * int(parallel.data_parallel_size) // hosts))
+
+
+def is_first_here() -> bool:
+    """Tell if this worker is the first one on its host."""
+    return torch.distributed.is_initialized() and get_world_group().local_rank == 0
+
+
+def host_address() -> str:
+    """Return the address of this host as vLLM tells it to others, such as VLLM_HOST_IP, for a URL."""
+    address = str(get_ip())
+    return f"[{address}]" if ":" in address else address
 
 
 def folder_of(vllm_config: VllmConfig, folder: Path, rank: int | None = None, world_size: int | None = None) -> Path:

@@ -27,7 +27,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from kvstore.adapters.vllm.connector import KVStoreConnector
 from kvstore.adapters.vllm.flag import CONNECTOR_MODULE, connector_config
 from kvstore.adapters.vllm.glue.options import remote_options
-from kvstore.adapters.vllm.plan import shards_of
+from kvstore.adapters.vllm.scheduler.shards import shards_of
 from kvstore.config import load_config
 from kvstore.config.sources import FILE_VARIABLES
 from kvstore.engine.opening import open_directory
@@ -104,8 +104,8 @@ class OfflineEngine:
             self._facts = self._connector.facts
             if not self._facts:
                 raise ConfigError("vLLM's workers did not say what they own: nothing could be stored")
-            options = remote_options(self._config)
-            self._directory = open_directory(shards_of(self._facts, options)) if options is not None else None
+            shards = shards_of(self._facts, remote_options(self._config))
+            self._directory = open_directory(shards) if shards else None
             opened.pop_all()
 
     @property

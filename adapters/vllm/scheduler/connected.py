@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvstore.adapters.vllm.plan import WorkerFacts, shards_of
+from kvstore.adapters.vllm.plan import WorkerFacts
 from kvstore.adapters.vllm.requests.rows import RowMap
 from kvstore.adapters.vllm.scheduler.canary import Canary
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice
@@ -17,8 +17,10 @@ from kvstore.adapters.vllm.scheduler.matching import Matching
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.prefetches import Prefetches
 from kvstore.adapters.vllm.scheduler.saves import SavePlanner
+from kvstore.adapters.vllm.scheduler.shards import check_hosts, shards_of
 from kvstore.adapters.vllm.scheduler.steps import StepTracker
 from kvstore.engine.opening import open_directory
+from kvstore.engine.options import RemoteOptions, Shard
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import TierState
 from kvstore.index.remote_view import RemoteView
@@ -71,12 +73,15 @@ class Connected:
         """Connect to the workers. A chunk counts only if every rank holds its part.
 
         Raises:
-            KVStoreError: the remote tier cannot be opened.
+            KVStoreError: the remote tier cannot be opened, or the workers are where they cannot be used.
         """
+        check_hosts(facts)
+        shards = shards_of(facts, options.remote)
+        options = options if shards else replace(options, remote=None)
         sizes = [dict(rank.survivors) for rank in facts]
         held = [set(rank) for rank in sizes]
         complete = set.intersection(*held)
-        remote, num_ranks = _open_remote(facts, options), len(facts)
+        remote, num_ranks = _open_remote(shards, options.remote), len(facts)
         rows = _row_map(facts, options)
         index = _new_index(facts, options, remote, rows.checkpoints)
         index.set_tiers(TierState(remote_keeps_lifetimes=all(rank.sends_lifetimes for rank in facts)))
@@ -94,11 +99,9 @@ class Connected:
         return cls(num_ranks, index, remote, choice, matching, loads, saves, hints, prefetches, rows)
 
 
-def _open_remote(facts: Sequence[WorkerFacts], options: SchedulerOptions) -> RemoteLookup:
-    remote = options.remote
+def _open_remote(shards: Sequence[Shard], remote: RemoteOptions | None) -> RemoteLookup:
     if remote is None:
         return RemoteLookup(RemoteDirectory(()), RemoteView(0.0), 0.0)
-    shards = shards_of(facts, remote)
     namespaces = [shard.namespace for shard in shards]
     view = RemoteView(remote.hold_s)
     return RemoteLookup(open_directory(shards), view, remote.lookup_timeout_s, remote.sources, namespaces)

@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvstore.adapters.vllm.scheduler.shards import unreached
 from kvstore.model.version import __version__
 
 if TYPE_CHECKING:
     from kvstore.adapters.vllm.plan import WorkerFacts
     from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+    from kvstore.config import StoreConfig
     from kvstore.config.loader import LoadedConfig
     from kvstore.index.index import ChunkIndex
 
@@ -45,13 +47,18 @@ def log_start(
 ) -> None:
     """Log one block once the workers' facts are known, as a warning if a tier cannot be used."""
     found = len(index) if index is not None else 0
-    level = logging.WARNING if _problems_of(facts) else logging.INFO
+    level = logging.WARNING if _problems_of(facts) or _unasked(loaded.config, facts) else logging.INFO
     logger.log(level, "%s", "\n".join(startup_lines(loaded, options, around, facts, found)))
 
 
 def _problems_of(facts: Sequence[WorkerFacts]) -> list[str]:
     """Return the reasons why remote tiers cannot be used now, each once."""
     return list(dict.fromkeys(rank.remote_problem for rank in facts if rank.remote_problem))
+
+
+def _unasked(config: StoreConfig, facts: Sequence[WorkerFacts]) -> list[int]:
+    """Return the workers for which the shared tier cannot be asked, as they are on other hosts."""
+    return unreached(facts) if config.shared_url is not None and not config.listens else []
 
 
 def startup_lines(
@@ -93,6 +100,8 @@ def _sources(origins: Mapping[str, str]) -> list[str]:
 def _places(loaded: LoadedConfig, facts: Sequence[WorkerFacts], num_chunks: int) -> Iterator[str]:
     config, shown = loaded.config, loaded.config.shown()
     passage = "" if config.local_cpu else ", for staging only: local_cpu is false"
+    if len({rank.host for rank in facts}) > 1:
+        yield "workers on several hosts: each uses the memory, folders and local addresses of its own"
     yield f"memory: {_bound(facts[0].num_slots * facts[0].slot_bytes, len(facts))}{passage}"
     if facts[0].gpu_bytes:
         yield f"GPU: {_bound(facts[0].gpu_bytes, len(facts))}"
@@ -105,6 +114,8 @@ def _places(loaded: LoadedConfig, facts: Sequence[WorkerFacts], num_chunks: int)
         yield f"remote tier: the server that each worker opens for other engines{', ' + state if problems else ''}"
     if config.shared_url is not None:
         only_read = ", which is only read" if config.listens else ""
+        if unasked := _unasked(config, facts):
+            state = f"NOT USED: worker {unasked[0]} has its own on another host, which nobody asks: set remote_host_url"
         yield f"remote tier {shown['remote_url']}{only_read}: {state}"
     if config.peers:
         yield f"peers, which are only read: {', '.join(str(url) for url in _listed(shown['peers']))}"

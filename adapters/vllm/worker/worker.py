@@ -60,6 +60,7 @@ class WorkerOptions:
         overwrites_early: blocks that are taken from a request may be overwritten before ``prepare`` is called.
         groups: the groups of layers whose KV is kept; None for one group that keeps all tokens.
         runs_ahead: vLLM plans a step before it knows of the loads that failed in the one before.
+        remote_url: as in ``WorkerFacts``.
     """
 
     layer_names: tuple[str, ...] = ()
@@ -70,6 +71,7 @@ class WorkerOptions:
     overwrites_early: bool = False
     groups: Groups | None = None
     runs_ahead: bool = False
+    remote_url: str | None = None
 
 
 class StoreWorker:
@@ -154,6 +156,7 @@ class StoreWorker:
             sends_lifetimes=self._tiers.remote is not None and self._tiers.remote.keeps_lifetimes,
             namespace=self._namespace,
             layout=self._layout,
+            remote_url=self._options.remote_url,
             server_url=self._server.url if self._server else None,
             groups=self._options.groups,
             remote_problem=self._remote_problem,

@@ -224,6 +224,15 @@ class TestLMCache:
     def test_no_remote_url(self, file: Path, value: str) -> None:
         assert load_text(file, f"remote_url: {value}").config.shared_url is None
 
+    def test_the_address_of_each_hosts_server(self, file: Path) -> None:
+        text = "remote_url: kvs+ipc:///run/kvstore\nremote_host_url: kvs://me:secret@{host}:5566"
+        config = load_text(file, text).config
+        assert config.remote_host_url == "kvs://me:secret@{host}:5566"
+        assert config.shown()["remote_host_url"] == "kvs://***@{host}:5566"
+        assert load_text(file, "remote_host_url: kvs://{host}:5566").config.remote_host_url is None
+        with pytest.raises(ConfigError, match="of the same kind as remote_url"):
+            load_text(file, "remote_url: kvs+ipc:///run/kvstore\nremote_host_url: redis://{host}")
+
     def test_a_remote_url_that_only_lmcache_knows_warns(self, file: Path) -> None:
         loaded = load_text(file, "remote_url: lm://host:1")
         assert loaded.config.shared_url is None

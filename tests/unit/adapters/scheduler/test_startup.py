@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from kvstore.adapters.vllm.plan import WorkerFacts
 from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadRules
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
-from kvstore.adapters.vllm.scheduler.startup import Surroundings, startup_lines
+from kvstore.adapters.vllm.scheduler.startup import Surroundings, log_start, startup_lines
 from kvstore.config import load_config
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
@@ -97,3 +98,18 @@ def test_other_sizes_are_named_if_they_are_read(tmp_path: Path) -> None:
     assert "also read: chunks that engines of tensor-parallel size 1 and 4 have stored" in block("", tmp_path, *ranks)
     refused = block("reshard_from: [1]\nlocal_disk: /d\nmax_local_disk_size: 1", tmp_path)
     assert not any(line.startswith("also read") for line in refused)
+
+
+@pytest.mark.parametrize("url", [None, "kvs://10.0.0.6:5566"], ids=["nowhere", "told"])
+def test_workers_on_several_hosts(tmp_path: Path, caplog: pytest.LogCaptureFixture, url: str | None) -> None:
+    """A tier that nobody can ask for a worker is a warning."""
+    file = tmp_path / "kvstore.yaml"
+    file.write_text("remote_url: kvs+ipc:///run/kvstore")
+    facts = [FACTS, replace(FACTS, host="elsewhere", remote_url=url)]
+    with caplog.at_level(logging.INFO):
+        log_start(load_config({}, path=file, environ={}), OPTIONS, AROUND, None, facts)
+    (record,) = caplog.records
+    assert (record.levelno == logging.WARNING) is (url is None)
+    assert "several hosts" in record.message
+    state = "NOT USED: worker 1 has its own on another host" if url is None else "answers"
+    assert f"remote tier kvs+ipc:///run/kvstore: {state}" in record.message

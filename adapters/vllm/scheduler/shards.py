@@ -1,0 +1,72 @@
+"""Places at which the scheduler asks for the workers' parts of chunks, on its own host and on others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvstore.adapters.vllm.plan import WorkerFacts
+from kvstore.engine.options import RemoteOptions, Shard
+from kvstore.model.errors import ConfigError
+from kvstore.model.heads import Division
+from kvstore.protocol.hosts import is_on_each_host, this_host
+
+
+def check_hosts(facts: Sequence[WorkerFacts]) -> None:
+    """Check that other engines can reach the servers of all workers.
+
+    Raises:
+        ConfigError: the servers are on several hosts, and a request names one.
+    """
+    if len({worker.host for worker in facts if worker.server_url is not None}) > 1:
+        raise ConfigError(
+            "pd_peer_init_port is set, and this engine's workers are on several hosts, but others send to one host "
+            "only: start the workers on one host, or hand over through a shared store"
+        )
+
+
+def shards_of(facts: Sequence[WorkerFacts], remote: RemoteOptions | None) -> list[Shard]:
+    """Return the shard to ask for each part of a chunk, given the workers in the order of their ranks.
+
+    Workers that hold the same KV share their part at a remote tier, unless each has its own server or peers. There are
+    none if a worker's tier cannot be asked, as a chunk counts only if every part does.
+    """
+    if remote is None:
+        return []
+    shards = {}
+    servers = tuple(worker.server_url for worker in facts if worker.server_url is not None)
+    for rank, worker in enumerate(facts):
+        where, divisions = remote, worker.divisions
+        if worker.server_url is not None:
+            where = replace(remote, url=worker.server_url, is_own=True, servers=servers)
+        elif worker.host != this_host():
+            where, divisions = _as_reached(worker, remote), tuple(map(_without_folders, divisions))
+        options = replace(where, rank=rank, divisions=divisions)
+        if not _can_be_asked(options):
+            return []
+        name = worker.namespace.id, options.url, rank if options.peers is not None else 0
+        shards[name] = Shard(worker.namespace, worker.layout, options)
+    return list(shards.values())
+
+
+def unreached(facts: Sequence[WorkerFacts]) -> list[int]:
+    """Return the ranks on other hosts whose shared tier, if there is one, cannot be reached from here."""
+    return [rank for rank, worker in enumerate(facts) if worker.host != this_host() and worker.remote_url is None]
+
+
+def _as_reached(worker: WorkerFacts, remote: RemoteOptions) -> RemoteOptions:
+    """Return the tier and the other engines of a worker on another host, as they are reached from here."""
+    url = worker.remote_url if remote.url is not None else None
+    peers, sources = (
+        tuple(url for url in urls if not is_on_each_host(url)) for urls in (remote.peers or (), remote.sources)
+    )
+    return replace(remote, url=url, peers=None if remote.peers is None and url else peers, sources=sources)
+
+
+def _without_folders(division: Division) -> Division:
+    return replace(division, parts=tuple(part._replace(folders=()) for part in division.parts))
+
+
+def _can_be_asked(options: RemoteOptions) -> bool:
+    folders = any(part.folders for division in options.divisions for part in division.parts)
+    return bool(options.url or options.peers or options.sources or folders)
