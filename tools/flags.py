@@ -121,7 +121,8 @@ def _password_in(config: StoreConfig) -> str | None:
     """Return the key whose value holds a password; None if there is none."""
     if config.remote_password is not None:
         return "remote_password"
-    return "remote_url" if _PASSWORD.search(config.shared_url or "") else None
+    urls = {"remote_url": config.shared_url, "remote_host_url": config.remote_host_url}
+    return next((key for key, url in urls.items() if _PASSWORD.search(url or "")), None)
 
 
 def _advice(config: StoreConfig) -> list[str]:

@@ -280,7 +280,7 @@ class WorkerFacts:
     namespace: Namespace
     layout: KVLayout
     host: str = field(default_factory=this_host)
-    remote_url: str | None = None
+    remote_url: str | None = field(default=None, repr=False)  # it may have a password
     server_url: str | None = None
     groups: Groups | None = None
     remote_problem: str | None = None

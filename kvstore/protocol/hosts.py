@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from functools import cache
 from pathlib import Path
@@ -26,7 +27,7 @@ def this_host() -> str:
 
 
 def is_on_each_host(url: str) -> bool:
-    """Tell if a URL means another place on each host: a socket's path, or a loopback address."""
+    """Tell if a URL means another place on each host: a socket's path, or an address of the host itself."""
     try:
         parts = urlsplit(url)
     except ValueError:  # refused where it is opened
@@ -34,7 +35,7 @@ def is_on_each_host(url: str) -> bool:
     if parts.scheme in _SOCKET_SCHEMES:
         return True
     listed = parts.netloc.rpartition("@")[2].split(",")
-    return any(is_loopback(_name_of(place)) for place in listed)
+    return any(is_loopback(name) or _is_unspecified(name) for name in map(_name_of, listed))
 
 
 def _name_of(place: str) -> str:
@@ -42,6 +43,14 @@ def _name_of(place: str) -> str:
     if place.startswith("["):
         return place[1:].partition("]")[0]
     return place.partition(":")[0].lower()
+
+
+def _is_unspecified(name: str) -> bool:
+    """Tell if a name is 0.0.0.0 or ::, which clients take for loopback."""
+    try:
+        return ipaddress.ip_address(name).is_unspecified
+    except ValueError:
+        return False
 
 
 def _text_of(path: Path) -> str:

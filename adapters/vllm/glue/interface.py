@@ -117,6 +117,8 @@ _USED: Final[Mapping[str, Mapping[str, str]]] = {
         "BlockHash": "",
         "maybe_convert_block_hash": "",
     },
+    "vllm.distributed.parallel_state": {"get_node_count": "", "get_world_group": "", "GroupCoordinator": "local_rank"},
+    "vllm.utils.network_utils": {"get_ip": ""},
     "vllm.distributed.kv_events": {
         "MEDIUM_CPU": "",
         "MEDIUM_STORAGE": "",

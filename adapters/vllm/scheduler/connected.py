@@ -75,7 +75,7 @@ class Connected:
         Raises:
             KVStoreError: the remote tier cannot be opened, or the workers are where they cannot be used.
         """
-        check_hosts(facts)
+        check_hosts(facts, options.remote)
         shards = shards_of(facts, options.remote)
         options = options if shards else replace(options, remote=None)
         sizes = [dict(rank.survivors) for rank in facts]

@@ -12,16 +12,22 @@ from kvstore.model.heads import Division
 from kvstore.protocol.hosts import is_on_each_host, this_host
 
 
-def check_hosts(facts: Sequence[WorkerFacts]) -> None:
-    """Check that other engines can reach the servers of all workers.
+def check_hosts(facts: Sequence[WorkerFacts], remote: RemoteOptions | None) -> None:
+    """Check that the workers are where they can be used.
 
     Raises:
-        ConfigError: the servers are on several hosts, and a request names one.
+        ConfigError: workers with servers for other engines are on several hosts, and a request names one; or a required
+            tier cannot be asked.
     """
     if len({worker.host for worker in facts if worker.server_url is not None}) > 1:
         raise ConfigError(
             "pd_peer_init_port is set, and this engine's workers are on several hosts, but others send to one host "
             "only: start the workers on one host, or hand over through a shared store"
+        )
+    if remote is not None and remote.required and remote.url is not None and (ranks := unreached(facts)):
+        raise ConfigError(
+            f"remote_required is true, and the tier of worker {ranks[0]} cannot be asked from here, as each host has "
+            "its own: set remote_host_url, or remote_required to false"
         )
 
 

@@ -23,6 +23,8 @@ PROGRAM = "from kvstore.protocol.hosts import this_host; print(this_host())"
         "kvs://127.0.0.1:5566",
         "kvs://127.3.2.1:5566?connections=2",
         "kvs://[::1]:5566",
+        "kvs://0.0.0.0:5566",
+        "kvs://[::]:5566",
         "redis://LocalHost",
         "redis://user:p%40ss@localhost:6379/0",
         "redis-cluster://cache-1:6379,127.0.0.1:6379",

@@ -203,6 +203,19 @@ def test_folders_of_another_host_are_not_looked_at(tmp_path: Path) -> None:
 def test_servers_for_other_engines_are_on_one_host() -> None:
     facts = [replace(worker, server_url="kvs+ipc:///run/own") for worker in (NEAR, FAR)]
     with pytest.raises(ConfigError, match="several hosts"):
-        check_hosts(facts)
-    check_hosts([NEAR, FAR])
-    check_hosts([facts[0], replace(facts[1], host=this_host())])
+        check_hosts(facts, IPC)
+    check_hosts([NEAR, FAR], IPC)
+    check_hosts([facts[0], replace(facts[1], host=this_host())], IPC)
+
+
+def test_a_tier_that_is_required_can_be_asked() -> None:
+    required, facts = replace(IPC, required=True), [NEAR, replace(FAR, remote_url=None)]
+    with pytest.raises(ConfigError, match="worker 1 cannot be asked from here"):
+        check_hosts(facts, required)
+    check_hosts(facts, IPC)
+    check_hosts([NEAR, FAR], required)
+    check_hosts(facts, replace(required, url=None, peers=("kvs://other:1",)))
+
+
+def test_logs_show_no_password_of_a_tier() -> None:
+    assert "secret" not in repr(replace(FAR, remote_url="redis://me:secret@cache"))
