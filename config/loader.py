@@ -17,6 +17,7 @@ from kvstore.config.problems import Entry, Findings
 from kvstore.config.schema import StoreConfig
 from kvstore.model.errors import ConfigError
 from kvstore.policies import choose_policy
+from kvstore.tiers import leads_to
 
 _log = logging.getLogger("kvstore.config")
 
@@ -152,6 +153,8 @@ def _useless(config: StoreConfig, origins: Mapping[str, str]) -> list[str]:
         warn("remote_serde", f"kvstore has no codec {codec!r}: 'none' is used, so chunks are stored as they are")
     if config.encryption_keys and config.shared_url is not None and not config.encrypts_remote:
         warn("encryption_keys", "the tier of remote_url keeps chunks as they are: only disk and objects are encrypted")
+    if leads_to(config.remote_host_url, "server") and not config.remote_key_file:
+        warn("remote_host_url", "without remote_key_file the servers of other hosts refuse, so nothing is found there")
     if config.pd_peer_init_port is not None and not config.enable_pd and origins["enable_pd"] == "default":
         warn("pd_peer_init_port", "ignored: enable_pd is not set, so this engine does not listen")
     if config.reshard_from and not config.has_remote:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+import pytest
 
 from kvstore.protocol.keyfiles import make_keys
 from kvstore.tools.processes import free_port
@@ -71,5 +75,7 @@ class TwoHosts:
 @contextmanager
 def two_hosts() -> Iterator[TwoHosts]:
     """Make both, and remove them at the end. The test is skipped where that is not allowed."""
+    if not shutil.which("unshare") or subprocess.run(["unshare", "--mount", "true"], check=False).returncode:
+        pytest.skip("needs unshare, and mounts of its own")
     with other_host() as host, short_folder() as folder, ExitStack() as opened:
         yield TwoHosts(folder, host, opened)

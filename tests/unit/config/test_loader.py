@@ -226,8 +226,13 @@ class TestLMCache:
 
     def test_the_address_of_each_hosts_server(self, file: Path) -> None:
         text = "remote_url: kvs+ipc:///run/kvstore\nremote_host_url: kvs://me:secret@{host}:5566"
-        config = load_text(file, text).config
+        loaded = load_text(file, text)
+        config = loaded.config
         assert config.remote_host_url == "kvs://me:secret@{host}:5566"
+        assert [warning.partition("remote_host_url: ")[2][:23] for warning in loaded.warnings] == [
+            "without remote_key_file"
+        ]
+        assert not load_text(file, f"{text}\nremote_key_file: /k\nremote_server_key_file: /s").warnings
         assert config.shown()["remote_host_url"] == "kvs://***@{host}:5566"
         assert load_text(file, "remote_host_url: kvs://{host}:5566").config.remote_host_url is None
         with pytest.raises(ConfigError, match="of the same kind as remote_url"):
