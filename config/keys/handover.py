@@ -137,7 +137,7 @@ class HandoverKeys(Keys):
     pd_buffer_size: Annotated[int, Unit("bytes per worker"), Field(gt=0), AfterValidator(_check_bytes)] = GIB_BYTES
     """Memory of the server that each worker opens at `pd_peer_init_port`."""
     pd_peer_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    """Address at which this engine's workers listen and others reach them."""
+    """Address at which this engine's workers listen and others reach them. `{host}`: vLLM's of each host."""
     pd_peer_init_port: _Ports = None
     """Port of this engine's first worker, for other engines to send to it and read from it. Worker n adds n; a list
     gives each worker its port. Needs `enable_pd`. A `remote_url` is then only read. If null, the engine does not

@@ -13,7 +13,7 @@ from vllm.config import KVTransferConfig
 from kvstore.adapters.vllm.glue import capabilities, parallel
 from kvstore.adapters.vllm.glue import options as glue_options
 from kvstore.adapters.vllm.glue.opening import open_worker
-from kvstore.adapters.vllm.glue.options import engine_options, worker_options
+from kvstore.adapters.vllm.glue.options import engine_options, fitting_config, worker_options
 from kvstore.config.schema import StoreConfig
 from kvstore.memory import limits
 from kvstore.model.errors import ConfigError
@@ -74,6 +74,25 @@ def test_a_worker_tells_where_other_hosts_reach_its_tier(
     monkeypatch.setattr(parallel, "get_ip", lambda: address)
     config = configured(KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_both"))
     assert worker_options(config, cache_config(), StoreConfig(**keys)).remote_url == url
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("{host}", "kvs://10.0.0.6:7302"), ("10.0.0.5", "kvs://10.0.0.5:7302"), ("127.0.0.1", None)],
+    ids=["its own", "named", "loopback"],
+)
+def test_a_worker_that_takes_kv_tells_where_other_hosts_reach_it(
+    monkeypatch: pytest.MonkeyPatch, host: str, url: str | None
+) -> None:
+    monkeypatch.setattr(glue_options, "host_address", lambda: "10.0.0.6")
+    keys: dict[str, Any] = {"server_key_file": "/k/server.key", "server_clients": "/k/clients"}
+    store = StoreConfig(enable_pd=True, pd_peer_init_port=7300, pd_peer_host=host, **keys)
+    store = fitting_config(store, cache_config(), logs_change=False)
+    config = configured(KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_consumer"))
+    config.parallel_config = worker_config(rank=2, tp=4).parallel_config
+    config.parallel_config.data_parallel_rank = 0
+    config.parallel_config.use_ubatching = False
+    assert worker_options(config, cache_config(), store).remote_url == url
 
 
 @pytest.mark.parametrize(

@@ -5,17 +5,30 @@ Paths mean another place on each host, so the same configuration names two serve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.fake_parts import BLOCK, CHUNK
+from support.fake_parts import BLOCK, CHUNK, Setup
+from support.fake_vllm import FakeVllm
+from support.gate import HANG_GUARD_S
+from support.handed_over import Wire, answered, flush
 from support.two_hosts import TwoHosts, two_hosts
 from support.worker_process import PROBE_INTERVAL_S, ProcessSetup, ProcessVllm
 
+from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover
+from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
 from kvstore.engine import opening
 from kvstore.engine.options import RemoteOptions
+from kvstore.handover.tcp import open_transport
+from kvstore.handover.transport import Transport
+from kvstore.model.keys import Namespace
+from kvstore.model.layout import KVLayout
+from kvstore.protocol.keyfiles import read_list, read_pair
+from kvstore.server.embedded import EmbeddedOptions
+from kvstore.tools.processes import free_port
 
 PROMPT = list(range(3 * CHUNK + 2 * BLOCK + 1))  # three chunks, a tail of two blocks, one token
 WHOLE = len(PROMPT) - 1
@@ -39,19 +52,18 @@ def build(hosts: TwoHosts) -> Iterator[Build]:
     def words(rank: int, command: Sequence[str]) -> list[str]:
         return hosts.host.words(command, binds=hosts.binds) if rank else list(command)
 
-    def build_(*, reached: bool = True, disk: Path | None = None) -> ProcessVllm:
+    def build_(**how: Any) -> ProcessVllm:
         settings = {**hosts.keys, "timeout_s": 2.0}
         setup = ProcessSetup(
             ranks=2,
             remote=RemoteOptions(f"kvs+ipc://{hosts.run}", settings, lookup_timeout_s=1.0, hold_s=0.0, max_queue=64),
             max_write_queue=64,
             local_cpu=False,
-            disk=disk,
             folder_of_caches=hosts.folder / "caches",
             words=words,
-            reached=(None, hosts.far_url if reached else None),
+            reached=(None, hosts.far_url),
         )
-        engines.append(ProcessVllm(setup))
+        engines.append(ProcessVllm(replace(setup, **how)))
         return engines[-1]
 
     yield build_
@@ -132,12 +144,47 @@ def test_a_host_that_is_lost_and_comes_back(hosts: TwoHosts, build: Build) -> No
 
 def test_folders_are_those_of_each_host(hosts: TwoHosts, build: Build) -> None:
     disk = hosts.disk / "worker"
-    vllm = filled(build, disk=disk, reached=False)
+    vllm = filled(build, disk=disk, reached=(None, None))
     assert loaded(vllm, "from disk") == WHOLE
     assert loads_of(vllm) == [0, 0], "nobody can ask the far server"
     files = [sorted(path.name for path in home.rglob("*.safetensors")) for home in (disk, hosts.binds[hosts.disk])]
     assert files[0] == files[1] != []
     vllm.close()
-    restarted = build(disk=disk, reached=False)
+    restarted = build(disk=disk, reached=(None, None))
     assert loaded(restarted, "after a restart") == WHOLE
     restarted.assert_nothing_leaked()
+
+
+class WithKeys(Wire):
+    """A wire of an engine that has a key."""
+
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        super().__init__()
+        self._keys = keys
+
+    def connect(self, url: str, namespace: Namespace, layout: KVLayout, _: Mapping[str, object]) -> Transport:
+        return open_transport(url, namespace, layout, {"timeout_s": 5.0, **self._keys})
+
+
+def test_kv_is_handed_over_to_the_worker_of_each_host(hosts: TwoHosts, build: Build) -> None:
+    addresses, folder = (hosts.host.near, hosts.host.far), hosts.folder
+    port = free_port()
+    locks: dict[str, Any] = {"keys": read_pair(folder / "server.key"), "listed": read_list(folder / "clients")}
+    decode = build(
+        remote=RemoteOptions(None, peers=(), peer_settings=hosts.keys, lookup_timeout_s=5.0, hold_s=0.2, max_queue=64),
+        saves=False,
+        handover=HandoverOptions(receives=True, own=(hosts.host.near, port), timeout_s=HANG_GUARD_S),
+        servers=[EmbeddedOptions(8 << 20, host, port + rank, **locks) for rank, host in enumerate(addresses)],
+        reached=[f"kvs://{host}:{port + rank}" for rank, host in enumerate(addresses)],
+    )
+    sends = HandoverOptions(sends=True, allows_host=addresses.__contains__)
+    wire: Any = WithKeys(hosts.keys)
+    with closing(FakeVllm(Setup(ranks=2, handover=sends, receiver=wire))) as prefill:
+        spec = DisaggSpec("client", ",".join(addresses), (port, port + 1))
+        request = prefill.ask("prefill", PROMPT, handover=Handover(spec))
+        decode.ask("decode", PROMPT, handover=answered(request))
+        flush(prefill)
+    assert decode.loaded_tokens["decode"] == WHOLE
+    assert loads_of(decode) == [4, 4]
+    decode.settle()
+    decode.assert_nothing_leaked()

@@ -23,6 +23,7 @@ from kvstore.engine import opening
 from kvstore.engine.options import EngineOptions
 from kvstore.model.keys import Namespace
 from kvstore.paged.binding import bind_paged_kv
+from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from support.fake_host import Cache
 from support.fake_parts import BLOCK, CHUNK, CHUNK_SLOT_BYTES, GARBAGE, Setup
 from support.fake_vllm import FakeVllm
@@ -45,6 +46,7 @@ class Task:
         namespace: of the chunks.
         options: of the engine.
         remote_url: as in ``WorkerFacts``.
+        server: its server for other engines; None for none.
     """
 
     cache: tuple[Path, ...]
@@ -52,6 +54,7 @@ class Task:
     namespace: Namespace
     options: EngineOptions
     remote_url: str | None
+    server: EmbeddedOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,15 @@ class ProcessSetup(Setup):
         disk: of each worker, on its host; None for none.
         folder_of_caches: where the caches of the model are.
         words: see there.
-        reached: the address of each host's tier for others.
+        reached: the address of each worker's tier for other hosts.
+        servers: those of the workers for other engines.
     """
 
     disk: Path | None = None
     folder_of_caches: Path = Path()
     words: Words = lambda _, command: list(command)
     reached: Sequence[str | None] = (None, None)
+    servers: Sequence[EmbeddedOptions | None] = (None, None)
 
 
 class WorkerProcess:
@@ -132,7 +137,7 @@ class ProcessVllm(FakeVllm):
             io_timeout_s=2.0,
             remote=self._remote_at(rank),
         )
-        task = Task(files, setup.gpu_blocks, self.namespace(rank), options, setup.reached[rank])
+        task = Task(files, setup.gpu_blocks, self.namespace(rank), options, setup.reached[rank], setup.servers[rank])
         return WorkerProcess(rank, task, setup.words)
 
 
@@ -151,7 +156,8 @@ def main() -> None:
     }
     paged = bind_paged_kv(caches, num_blocks=task.gpu_blocks, block_tokens=BLOCK, chunk_tokens=CHUNK, reserved_blocks=1)
     how = WorkerOptions(layer_names=tuple(caches), remote_url=task.remote_url)
-    worker = StoreWorker(paged, task.namespace, task.options, how)
+    server = EmbeddedServer(task.namespace, paged.layout, task.server) if task.server is not None else None
+    worker = StoreWorker(paged, task.namespace, task.options, how, server)
     calls: Mapping[str, Callable[..., object]] = {
         "finish_saves": worker._background.finish_saves,
         "pending": lambda timeout_s: worker._mover.flush(timeout_s).pending,

@@ -67,7 +67,7 @@ class Handover:
         if self._usage is None:
             return b""
         params = {
-            "remote_host": self._receiver.host,
+            "remote_host": self._receiver.host.partition(",")[0],
             "remote_port": self._receiver.port,
             "num_tokens": self._usage.usage.total_tokens - 1,  # the last token has no KV
         }

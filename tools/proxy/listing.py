@@ -8,14 +8,15 @@ from urllib.parse import urlsplit
 
 from kvstore.model.errors import ConfigError
 
-_RECEIVER: Final = re.compile(r"kvs://(\[[^\]\s]+\]|[^\s:/?#@\[\],]+):(\d{1,5}(?:,\d{1,5})*)", re.ASCII)
+_HOST: Final = r"(?:\[[^\]\s,]+\]|[^\s:/?#@\[\],]+)"
+_RECEIVER: Final = re.compile(rf"kvs://({_HOST}(?:,{_HOST})*):(\d{{1,5}}(?:,\d{{1,5}})*)", re.ASCII)
 
 
 class Receiver(NamedTuple):
     """Address at which a decode engine receives KV.
 
     Attributes:
-        host: host of the engine.
+        host: host of the engine, or its hosts with commas, each for as many of the ports.
         port: port for the first prefill worker.
         more_ports: ports for the other workers; empty if worker n sends to ``port`` + n.
     """
@@ -25,21 +26,25 @@ class Receiver(NamedTuple):
     more_ports: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"kvs://{host}:{','.join(map(str, (self.port, *self.more_ports)))}"
+        hosts = ",".join(f"[{host}]" if ":" in host else host for host in self.host.split(","))
+        return f"kvs://{hosts}:{','.join(map(str, (self.port, *self.more_ports)))}"
 
     @classmethod
     def parse(cls, url: str, name: str = "--decode-kv") -> Receiver:
-        """Parse ``kvs://host:port``, or ``kvs://host:port,port``, given as ``name``.
+        """Parse ``kvs://host:port``, ``kvs://host:port,port`` or ``kvs://host,host:port,port``, given as ``name``.
 
         Raises:
             ConfigError: the URL has another form.
         """
         found = _RECEIVER.fullmatch(url)
         ports = [int(port) for port in found[2].split(",")] if found else []
-        if found is None or not all(0 < port < 1 << 16 for port in ports):
-            raise ConfigError(f"{name} is {url!r}: it must be kvs://HOST:PORT, or a port for each prefill worker")
-        return cls(found[1].strip("[]").lower(), ports[0], tuple(ports[1:]))
+        hosts = [host.strip("[]").lower() for host in found[1].split(",")] if found else []
+        if not hosts or len(ports) % len(hosts) or not all(0 < port < 1 << 16 for port in ports):
+            raise ConfigError(
+                f"{name} is {url!r}: it must be kvs://HOST:PORT, or a port for each prefill worker; of several hosts, "
+                "with commas, each has as many"
+            )
+        return cls(",".join(hosts), ports[0], tuple(ports[1:]))
 
 
 class Listed(NamedTuple):

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 def fitting_config(config: StoreConfig, kv_cache_config: KVCacheConfig, *, logs_change: bool) -> StoreConfig:
-    """Return the configuration with a ``chunk_size`` of whole blocks."""
+    """Return the configuration with a ``chunk_size`` of whole blocks, and this host's address for other engines."""
     chunk_size = fitting_chunk_size(kv_cache_config, config)
     if chunk_size != config.chunk_size and logs_change:
         logger.warning(
@@ -57,7 +57,9 @@ def fitting_config(config: StoreConfig, kv_cache_config: KVCacheConfig, *, logs_
             chunk_size,
             config.chunk_size,
         )
-    return config.model_copy(update={"chunk_size": chunk_size})
+    host = config.pd_peer_host
+    host = host.replace(HOST_MARK, host_address()) if HOST_MARK in host else host
+    return config.model_copy(update={"chunk_size": chunk_size, "pd_peer_host": host})
 
 
 def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> SchedulerOptions:
@@ -118,7 +120,7 @@ def worker_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, conf
         overwrites_early=overwrites_early(vllm_config, kv_cache_config),
         push=_push_options(vllm_config, config),
         runs_ahead=vllm_config.scheduler_config.async_scheduling,
-        remote_url=_url_from_elsewhere(config),
+        remote_url=_url_from_elsewhere(vllm_config, config),
     )
 
 
@@ -134,10 +136,14 @@ def _sends_its_part(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, con
     return is_first_here() and url is not None and (config.remote_host_url is not None or is_on_each_host(url))
 
 
-def _url_from_elsewhere(config: StoreConfig) -> str | None:
-    """Return the address at which other hosts reach the shared tier; None if they cannot."""
-    named = config.remote_host_url
-    url = config.shared_url if named is None else named.replace(HOST_MARK, host_address())
+def _url_from_elsewhere(vllm_config: VllmConfig, config: StoreConfig) -> str | None:
+    """Return the address at which other hosts reach this worker's tier or server; None if they cannot."""
+    url, named = config.shared_url, config.remote_host_url
+    if config.listens:
+        url = server_url(config.pd_peer_host, port_of(vllm_config, config, rank_of(vllm_config)))
+    elif named is not None:
+        address = host_address()
+        url = named.replace(HOST_MARK, f"[{address}]" if ":" in address else address)
     return None if url is None or is_on_each_host(url) else url
 
 

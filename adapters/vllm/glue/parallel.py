@@ -61,9 +61,8 @@ def is_first_here() -> bool:
 
 
 def host_address() -> str:
-    """Return the address of this host as vLLM tells it to others, such as VLLM_HOST_IP, for a URL."""
-    address = str(get_ip())
-    return f"[{address}]" if ":" in address else address
+    """Return the address of this host as vLLM tells it to others, such as VLLM_HOST_IP."""
+    return str(get_ip())
 
 
 def folder_of(vllm_config: VllmConfig, folder: Path, rank: int | None = None, world_size: int | None = None) -> Path:

@@ -167,7 +167,7 @@ class DisaggSpec:
 
     Attributes:
         req_id: the request's id at its sender.
-        receiver_host: the host at which the receiving engine takes KV.
+        receiver_host: the host at which the receiving engine takes KV, or several with commas, each for as many ranks.
         receiver_init_port: its port for each rank; if there is only one, rank 0's, and the others follow it.
         receiver_alloc_port: LMCache's second port: kept, and not used, as one port does both.
         is_last_prefill: True if the prompt is complete with this.
@@ -200,11 +200,17 @@ class DisaggSpec:
             return None
         return Source(self.kept_host, self.kept_port, max(self.num_transferred_tokens, self.num_coming_tokens or 0))
 
+    @property
+    def receiver_hosts(self) -> list[str]:
+        """The hosts of ``receiver_host``."""
+        return self.receiver_host.split(",")
+
     def receiver(self, rank: int) -> Receiver:
         """Return the address to which a rank sends its part."""
         ports = self.receiver_init_port
-        port = ports[0] + rank if len(ports) == 1 else ports[min(rank, len(ports) - 1)]
-        return Receiver(self.receiver_host, port)
+        number = min(rank, len(ports) - 1)
+        host = self.receiver_hosts[number * len(self.receiver_hosts) // len(ports)]
+        return Receiver(host, ports[0] + rank if len(ports) == 1 else ports[number])
 
     def as_params(self) -> dict[str, object]:
         """Return the fields for ``kv_transfer_params``, where a list of a single port is written as a number."""

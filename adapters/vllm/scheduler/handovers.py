@@ -92,7 +92,7 @@ class Handovers:
                 self.waits.name_source(request.request_id, SOURCE_GRACE_S, kept.url)
             elif spec.kept_url is not None and spec.kept_url == self._options.shared:
                 self.waits.name_source(request.request_id, SOURCE_GRACE_S)  # the shared tier is asked anyway
-        elif spec is not None and self._options.sends and self._is_allowed(spec.receiver_host):
+        elif spec is not None and self._options.sends and all(map(self._is_allowed, spec.receiver_hosts)):
             self.outgoing.begin(tracker, spec, wants_first_token=handover.wants_first_token)
         if source is None or not self._is_allowed_source(source):
             return None
@@ -143,7 +143,7 @@ class Handovers:
         """Tell if a request's KV is sent to this engine, rather than from it to another."""
         options = self._options
         if options.sends and options.receives:
-            return (spec.receiver_host, spec.receiver_init_port[0]) == options.own
+            return (spec.receiver_hosts[0], spec.receiver_init_port[0]) == options.own
         return options.receives
 
     # -- allowed engines ---------------------------------------------------------------------------------------------

@@ -16,13 +16,19 @@ def check_hosts(facts: Sequence[WorkerFacts], remote: RemoteOptions | None) -> N
     """Check that the workers are where they can be used.
 
     Raises:
-        ConfigError: workers with servers for other engines are on several hosts, and a request names one; or a required
-            tier cannot be asked.
+        ConfigError: a server for other engines on another host is not reached there, or must read from workers on
+            several hosts; or a required tier cannot be asked.
     """
-    if len({worker.host for worker in facts if worker.server_url is not None}) > 1:
+    far = [worker for worker in facts if worker.server_url is not None and worker.host != this_host()]
+    if any(worker.remote_url is None for worker in far):
         raise ConfigError(
-            "pd_peer_init_port is set, and this engine's workers are on several hosts, but others send to one host "
-            "only: start the workers on one host, or hand over through a shared store"
+            "pd_peer_init_port is set, and this engine's workers are on several hosts, which do not reach each other "
+            "at pd_peer_host: set it to {host}, which stands for the address of each host"
+        )
+    if any(worker.divisions for worker in far):
+        raise ConfigError(
+            "reshard_from is set, and this engine's workers take KV on several hosts, where they cannot divide it: "
+            "start them on one host, or prefill engines of the same size, and unset it"
         )
     if remote is not None and remote.required and remote.url is not None and (ranks := unreached(facts)):
         raise ConfigError(
@@ -45,8 +51,8 @@ def shards_of(facts: Sequence[WorkerFacts], remote: RemoteOptions | None) -> lis
         where, divisions = remote, worker.divisions
         if worker.server_url is not None:
             where = replace(remote, url=worker.server_url, is_own=True, servers=servers)
-        elif worker.host != this_host():
-            where, divisions = _as_reached(worker, remote), tuple(map(_without_folders, divisions))
+        if worker.host != this_host():
+            where, divisions = _as_reached(worker, where), tuple(map(_without_folders, divisions))
         options = replace(where, rank=rank, divisions=divisions)
         if not _can_be_asked(options):
             return []
@@ -63,10 +69,16 @@ def unreached(facts: Sequence[WorkerFacts]) -> list[int]:
 def _as_reached(worker: WorkerFacts, remote: RemoteOptions) -> RemoteOptions:
     """Return the tier and the other engines of a worker on another host, as they are reached from here."""
     url = worker.remote_url if remote.url is not None else None
-    peers, sources = (
-        tuple(url for url in urls if not is_on_each_host(url)) for urls in (remote.peers or (), remote.sources)
+    listed = remote.peers or (), remote.sources, (remote.shared,) if remote.shared is not None else ()
+    peers, sources, shared = (tuple(url for url in urls if not is_on_each_host(url)) for urls in listed)
+    return replace(
+        remote,
+        url=url,
+        settings=remote.peer_settings if remote.is_own else remote.settings,
+        peers=None if remote.peers is None and url is not None else peers,
+        sources=sources,
+        shared=next(iter(shared), None),
     )
-    return replace(remote, url=url, peers=None if remote.peers is None and url else peers, sources=sources)
 
 
 def _without_folders(division: Division) -> Division:

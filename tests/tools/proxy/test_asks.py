@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw
 
-from kvstore.model.errors import InvalidCallError
+from kvstore.adapters.vllm.requests.params import DisaggSpec
+from kvstore.model.errors import ConfigError, InvalidCallError
 from kvstore.tools.proxy.listing import Receiver
 from kvstore.tools.proxy.objects import MAX_MEMBERS, Parts
 from kvstore.tools.proxy.requests import Ask, sent_kv
@@ -31,6 +32,17 @@ def test_each_prefill_worker_is_told_its_port(url: str, ports: int | list[int]) 
     assert str(receiver) == url
     told = read(Ask.parse(b"{}").for_prefill(receiver, "t"))["kv_transfer_params"]["disagg_spec"]
     assert (told["receiver_init_port"], told["receiver_alloc_port"]) == (ports, ports)
+
+
+def test_prefill_workers_are_told_the_hosts_of_a_decode_engine() -> None:
+    receiver = Receiver.parse("kvs://H-1,[fd00::2]:7,8,9,10")
+    assert str(receiver) == "kvs://h-1,[fd00::2]:7,8,9,10"
+    told = read(Ask.parse(b"{}").for_prefill(receiver, "t"))["kv_transfer_params"]["disagg_spec"]
+    spec = DisaggSpec(told["req_id"], told["receiver_host"], tuple(told["receiver_init_port"]))
+    assert [spec.receiver(rank) for rank in (0, 1, 2, 3)] == [("h-1", 7), ("h-1", 8), ("fd00::2", 9), ("fd00::2", 10)]
+    for wrong in ("kvs://a,b:7", "kvs://a,b:7,8,9", "kvs://a,:7,8", "kvs://,a:7,8"):
+        with pytest.raises(ConfigError, match="each has as many"):
+            Receiver.parse(wrong)
 
 
 @pytest.mark.parametrize("name", ["prompt", "messages", "tools", "unknown"])

@@ -29,6 +29,13 @@ class TestParsing:
         assert [DisaggSpec("r", "h", (7000,)).receiver(rank).port for rank in range(3)] == [7000, 7001, 7002]
         assert parse_handover({"disagg_spec": spec.as_params()}, "id") == Handover(spec)
 
+    def test_receivers_on_several_hosts(self) -> None:
+        spec = DisaggSpec("r", "a,b", (7000, 7001, 7002, 7003))
+        assert [str(spec.receiver(rank)) for rank in range(4)] == ["a:7000", "a:7001", "b:7002", "b:7003"]
+        assert str(spec.receiver(9)) == "b:7003"
+        assert spec.receiver_hosts == ["a", "b"]
+        assert [str(DisaggSpec("r", "a,b", (7000,)).receiver(rank)) for rank in range(2)] == ["a:7000", "a:7001"]
+
     @pytest.mark.parametrize(
         ("request_id", "host", "port"),
         [

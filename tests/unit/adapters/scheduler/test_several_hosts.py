@@ -190,6 +190,17 @@ def test_other_engines_on_loopback_are_those_of_each_host() -> None:
     assert shards_of([NEAR, FAR], replace(both, peers=peers[:1], sources=())) == []
 
 
+def test_a_worker_elsewhere_that_takes_kv_is_asked_with_the_keys_of_its_server() -> None:
+    """The tier that it reads beside its server is that of its host."""
+    own = RemoteOptions(None, {"timeout_s": 1.0}, shared=IPC.url, peers=(), peer_settings={"client_key_file": "/k"})
+    facts = [replace(worker, server_url=f"kvs+ipc:///run/{worker.host}") for worker in (NEAR, FAR)]
+    near, far = (shard.remote for shard in shards_of(facts, own))
+    assert (near.url, near.shared, near.settings) == (facts[0].server_url, IPC.url, own.settings)
+    assert (far.url, far.shared, far.settings) == ("kvs://far:5566", None, own.peer_settings)
+    _, far = (shard.remote for shard in shards_of(facts, replace(own, shared="redis://cache")))
+    assert far.shared == "redis://cache"
+
+
 def test_folders_of_another_host_are_not_looked_at(tmp_path: Path) -> None:
     division = Worker(0, 2).division(1)
     division = replace(division, parts=tuple(part._replace(folders=(tmp_path,)) for part in division.parts))
@@ -200,12 +211,16 @@ def test_folders_of_another_host_are_not_looked_at(tmp_path: Path) -> None:
     assert shards_of(facts, RemoteOptions(None, peers=())) == [], "nothing is left to ask for the second"
 
 
-def test_servers_for_other_engines_are_on_one_host() -> None:
+def test_servers_for_other_engines_are_reached_from_all_hosts() -> None:
     facts = [replace(worker, server_url="kvs+ipc:///run/own") for worker in (NEAR, FAR)]
-    with pytest.raises(ConfigError, match="several hosts"):
-        check_hosts(facts, IPC)
-    check_hosts([NEAR, FAR], IPC)
-    check_hosts([facts[0], replace(facts[1], host=this_host())], IPC)
+    check_hosts(facts, IPC)
+    with pytest.raises(ConfigError, match="do not reach each other at pd_peer_host"):
+        check_hosts([facts[0], replace(facts[1], remote_url=None)], IPC)
+    check_hosts([facts[0], replace(facts[1], remote_url=None, host=this_host())], IPC)
+    divided = [replace(worker, divisions=(Worker(0, 2).division(1),)) for worker in facts]
+    with pytest.raises(ConfigError, match="they cannot divide it"):
+        check_hosts(divided, IPC)
+    check_hosts([replace(worker, host=this_host()) for worker in divided], IPC)
 
 
 def test_a_tier_that_is_required_can_be_asked() -> None:
