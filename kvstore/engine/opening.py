@@ -28,7 +28,7 @@ from kvstore.tiers.directory import RemoteDirectory
 from kvstore.tiers.disk.notes import retained_in, trails_in
 from kvstore.tiers.disk.opening import open_folders
 from kvstore.tiers.disk.survey import describe_foreign
-from kvstore.tiers.guards import GuardOptions, Statistics, find, guarded
+from kvstore.tiers.guards import GuardOptions, Statistics, find, guarded, guarded_parts
 from kvstore.tiers.peers import PeersTier, at_rank
 from kvstore.transfer.hot import HotChunks
 from kvstore.transfer.lane import WRITE_THREADS, Lane
@@ -229,8 +229,9 @@ def open_remote(
     own = None
     with ExitStack() as opened:
         if options.url is not None:
-            setup = TierSetup(namespace, layout, UNBOUNDED_BYTES, {**options.settings, "url": options.url})
-            own = guarded(_open_own(setup, options, problems, check=not asks_only), guard)
+            settings = {**options.settings, "url": options.url}
+            setup = TierSetup(namespace, layout, UNBOUNDED_BYTES, settings, partial(guarded, options=guard))
+            own = guarded_parts(_open_own(setup, options, problems, check=not asks_only), guard)
             opened.callback(own.close)
         if options.peers is None and not options.divisions:
             if own is None:

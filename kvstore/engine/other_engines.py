@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from urllib.parse import urlsplit
 
@@ -15,7 +16,7 @@ from kvstore.model.layout import KVLayout
 from kvstore.tiers import READ_ONLY, open_tier, tier_behind
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup
 from kvstore.tiers.disk.reader import FolderReader
-from kvstore.tiers.guards import GuardOptions, guarded
+from kvstore.tiers.guards import GuardOptions, guarded, guarded_parts
 from kvstore.tiers.peers import at_rank
 from kvstore.tiers.resharded import ReshardedTier
 
@@ -58,10 +59,11 @@ class OtherEngines:
         if place in self._divided:
             tier = _open_divided(*self._divided[place], namespace, self._guard.timeout_s)
         elif place == self._options.shared:
-            tier = open_tier(tier_behind(place), shared_setup(self._options, namespace, self._layout))
+            setup = shared_setup(self._options, namespace, self._layout)
+            tier = open_tier(tier_behind(place), replace(setup, guard=partial(guarded, options=self._guard)))
         else:
             tier = _open_peer(self._options, place, self._options.rank, namespace, self._layout)
-        return guarded(tier, self._guard)
+        return guarded_parts(tier, self._guard)
 
 
 def shared_setup(options: RemoteOptions, namespace: Namespace, layout: KVLayout) -> TierSetup:

@@ -65,6 +65,7 @@ SCHEME_GROUP = "kvstore.schemes"
 # Names, not imports: opening a tier imports it.
 BUILT_IN = (
     EntryPoint("disk", "kvstore.tiers.disk.tier:DiskTier.open", GROUP),
+    EntryPoint("members", "kvstore.tiers.members.tier:MembersTier.open", GROUP),
     EntryPoint("object", "kvstore.tiers.object.tier:ObjectTier.open", GROUP),
     EntryPoint("pack", "kvstore.tiers.pack:PackTier.open", GROUP),
     EntryPoint("redis", "kvstore.tiers.redis.tier:RedisTier.open", GROUP),
@@ -78,11 +79,12 @@ BUILT_IN_SCHEMES = tuple(
         "object": ("s3", "az", "gs", "file"),
         "pack": ("pack",),
         "server": ("kvs", "kvs+ipc"),
+        "members": ("kvs+dns", "kvs+srv", "kvs+file"),
     }.items()
     for scheme in schemes
 )
 
-_EXTRAS = {"redis": "redis", "server": "server"}  # the extra that a tier needs
+_EXTRAS = {"members": "server", "redis": "redis", "server": "server"}  # the extra that a tier needs
 
 READ_ONLY = frozenset({"pack"})
 """Tiers that store nothing."""
@@ -94,7 +96,9 @@ def tier_behind(url: str) -> str:
     Raises:
         ConfigError: its scheme leads to none, or several packages claim it.
     """
-    scheme, mark, _ = url.partition("://")
+    scheme, mark, rest = url.partition("://")
+    if scheme == "kvs" and "," in rest.partition("?")[0]:
+        return "members"  # a list
     schemes = known_schemes()
     entries = schemes.get(scheme, []) if mark else []
     if not entries:

@@ -21,7 +21,7 @@ import logging
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
@@ -121,12 +121,14 @@ class TierSetup:
         layout: the geometry of the chunks.
         capacity_bytes: the bound of a ``BoundedTier``. ``UNBOUNDED_BYTES`` for a tier behind a remote URL.
         options: options of this kind of tier, such as a folder.
+        guard: for a tier of several parts that may break alone: puts guards around each. None for the part's choice.
     """
 
     namespace: Namespace
     layout: KVLayout
     capacity_bytes: int
     options: Mapping[str, object] = field(default_factory=dict)
+    guard: Callable[[Tier], Tier] | None = None
 
     def require_known_options(self, *known: str) -> None:
         """Refuse options that the tier does not have.
@@ -238,6 +240,10 @@ class Tier(ABC):
     @abstractmethod
     def contains(self, refs: Sequence[ChunkRef]) -> Sequence[Presence]:
         """Tell for each chunk if ``get`` would find it; the end in seconds since 1970 if it has a time to live."""
+
+    def look(self, refs: Sequence[ChunkRef]) -> Sequence[Presence | None]:
+        """Look up like ``contains``, but with None for chunks of a part that failed and may hold them."""
+        return self.contains(refs)
 
     @property
     def keeps_lifetimes(self) -> bool:

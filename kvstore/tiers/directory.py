@@ -149,9 +149,8 @@ class RemoteDirectory:
 
 
 def _held(tier: Tier, refs: Sequence[ChunkRef]) -> Sequence[Presence | None]:
-    with_peers = find(tier, PeersTier)
     try:
-        return with_peers.look(refs) if with_peers else tier.contains(refs)
+        return tier.look(refs)
     except TierError:  # the circuit breaker has logged it
         return [None] * len(refs)
 

@@ -128,7 +128,7 @@ class PeersTier(Tier):
             return held
         asked = [self._submit(self._ask, peer, wanted) for peer in self._peers().values()]
         if self.own:
-            asked.append(self._submit(_asked, self.own.contains, wanted))
+            asked.append(self._submit(_asked, self.own.look, wanted))
         for answer in as_completed(asked):
             self._check_open()
             held = [_either(so_far, here) for so_far, here in zip(held, answer.result(), strict=True)]
@@ -310,7 +310,7 @@ class PeersTier(Tier):
             raise ClosedError("the peers tier was closed") from error
 
     def _ask(self, peer: Tier, refs: Sequence[ChunkRef]) -> _Held:
-        held = _asked(peer.contains, refs)
+        held = _asked(peer.look, refs)
         if self._removed or self._removed_tails:
             held = [
                 False if here and (ref in self._removed or ref in self._removed_tails) else here

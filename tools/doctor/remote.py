@@ -89,6 +89,8 @@ def _shared(config: StoreConfig, url: str) -> Iterator[Finding]:
         yield from _redis(config)
     elif name == "server":
         yield _cache_server("cache server", url, config, is_required=config.remote_required)
+    elif name == "members":
+        yield from _cache_servers(config, url)
     elif name == "pack":
         yield _pack(url)
     elif name == "object":
@@ -144,6 +146,25 @@ def _cache_server(topic: str, url: str, config: StoreConfig, *, is_required: boo
     if status != "ok":
         return Finding(topic, down, f"says {status!r}", "start it again")
     return Finding(topic, "ok", f"answers in {1e3 * (time.perf_counter() - begin_s):.1f} ms, the connection included")
+
+
+def _cache_servers(config: StoreConfig, url: str) -> Iterator[Finding]:
+    """Check that each of several cache servers answers this engine."""
+    from kvstore.tiers.members.addresses import parse_members  # noqa: PLC0415 - an extra
+
+    down: State = "error" if config.remote_required else "warning"
+    try:
+        members = parse_members(url).find()
+    except ConfigError as error:
+        yield Finding("cache servers", "error", str(error), "correct remote_url, or the file that it names")
+        return
+    except KVStoreError as error:
+        yield Finding("cache servers", down, str(error), "correct remote_url, or what it names")
+        return
+    if not members:
+        yield Finding("cache servers", down, "remote_url leads to none", "start them, or correct what it names")
+    for member in members:
+        yield _cache_server(f"cache server {member.name}", member.url, config, is_required=False)
 
 
 def _listens(url: str) -> bool:

@@ -23,6 +23,7 @@ __all__ = [
     "TierWrapper",
     "find",
     "guarded",
+    "guarded_parts",
     "layers",
 ]
 
@@ -46,6 +47,11 @@ class GuardOptions:
     failures: int = 5
     probe_interval_s: float = 10.0
     asks_storage: bool = False
+
+
+def guarded_parts(tier: Tier, options: GuardOptions) -> Tier:
+    """Return a tier with guards, which are around its parts already if it has several, see ``TierSetup.guard``."""
+    return guarded(tier, options) if tier.parts == (tier,) else Statistics(tier)
 
 
 def guarded(tier: Tier, options: GuardOptions, shared: AbandonableThreads | None = None) -> CircuitBreaker:

@@ -209,6 +209,10 @@ class CircuitBreaker(TierWrapper):
             hidden = self._removals.hidden(refs)
             return [presence if ref not in hidden else False for ref, presence in zip(refs, held, strict=True)]
 
+    def look(self, refs: Sequence[ChunkRef]) -> Sequence[Presence | None]:
+        """See ``contains``; the parts of a tier have breakers of their own."""
+        return self.contains(refs)
+
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         """Forward; all empty while open. Never a probe."""
         with self._passage(may_probe=False) as passage:

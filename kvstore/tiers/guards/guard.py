@@ -132,6 +132,10 @@ class TierWrapper(BoundedTier):
         """Forward."""
         return self._call("contains", lambda: self.inner.contains(refs), len(refs))
 
+    def look(self, refs: Sequence[ChunkRef]) -> Sequence[Presence | None]:
+        """Forward."""
+        return self._call("contains", lambda: self.inner.look(refs), len(refs))
+
     @property
     def keeps_trails(self) -> bool:
         """Forward."""

@@ -48,6 +48,8 @@ def parse_server(url: object, options: Mapping[str, object]) -> ServerTarget:
         ConfigError: names the part that is wrong.
     """
     parts = split_url(url, "cache server", "kvs+ipc:///run/kvstore")
+    if "," in parts.netloc or parts.scheme in {"kvs+dns", "kvs+srv", "kvs+file"}:
+        raise ConfigError("this URL names several cache servers; here it must be that of one: kvs://host:port")
     given = read_options("cache server", _KINDS, dict(parse_qsl(parts.query)), options)
     files = given.pop("client_key_file", None), given.pop("server_key_file", None)
     if parts.scheme == "kvs+ipc":

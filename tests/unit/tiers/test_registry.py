@@ -41,6 +41,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_our_tiers_can_be_opened(tmp_path: Path) -> None:
     options: dict[str, dict[str, object]] = {
         "disk": {"folder": tmp_path},
+        "members": {"url": "kvs://127.0.0.1:1,127.0.0.1:2"},
         "object": {"url": f"file://{tmp_path}/shared"},
         "pack": {"url": f"pack://{tmp_path}/empty.kvpack"},
         "redis": {"url": "redis://localhost"},
@@ -58,7 +59,7 @@ def test_our_tiers_can_be_opened(tmp_path: Path) -> None:
 
 def test_a_tier_of_another_package(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_example(site)
-    assert list(known_tiers()) == ["disk", "object", "pack", "redis", "server", "sqlite"]
+    assert list(known_tiers()) == ["disk", "members", "object", "pack", "redis", "server", "sqlite"]
     assert tier_behind("sqlite:///x") == "sqlite"
     tier = open_tier("sqlite", make_setup(url=f"sqlite://{tmp_path}"))
     monkeypatch.delitem(sys.modules, example_tier.MODULE)
@@ -131,6 +132,7 @@ def test_a_scheme_means_what_the_registry_says(site: Path) -> None:
         **dict.fromkeys(("s3", "az", "gs", "file"), "object"),
         "pack": "pack",
         **dict.fromkeys(("kvs", "kvs+ipc"), "server"),
+        **dict.fromkeys(("kvs+dns", "kvs+srv", "kvs+file"), "members"),
     }
     ignored = StoreConfig(remote_url="fs://bucket")
     assert ignored.shared_url is None
@@ -168,7 +170,9 @@ def test_a_scheme_that_cannot_be_used(site: Path, sections: str, problem: str) -
     assert StoreConfig(remote_url="redis://h").shared_url == "redis://h"  # others are not harmed
 
 
-@pytest.mark.parametrize(("name", "hint"), [("dsik", "did you mean 'disk'?"), ("tape", "known are disk, object")])
+@pytest.mark.parametrize(
+    ("name", "hint"), [("dsik", "did you mean 'disk'?"), ("tape", "known are disk, members, object")]
+)
 def test_unknown_tiers(name: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=f"no tier '{name}'") as caught:
         open_tier(name, make_setup())

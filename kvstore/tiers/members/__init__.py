@@ -1,0 +1,1 @@
+"""The tier of several cache servers, its members: each chunk is in one of them."""
