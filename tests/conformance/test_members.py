@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -15,13 +15,11 @@ from kvstore.protocol.payload import PAGE_BYTES
 from kvstore.testing import MINE, TierConformance
 from kvstore.tiers import open_tier, tier_behind
 from kvstore.tiers.base import Tier, TierSetup
-from kvstore.tiers.guards import GuardOptions, guarded, guarded_parts
-
-GUARD = GuardOptions(timeout_s=60.0, asks_storage=True)
+from kvstore.tiers.guards import Statistics
 
 
 class TestMembers(TierConformance):
-    """Tier of three servers, each with its guards."""
+    """Tier of three servers."""
 
     persistent = True
     keeps_trails = True
@@ -44,11 +42,8 @@ class TestMembers(TierConformance):
                 stock.spaces.clear()
             self._last_folder = self.folder
         url = "kvs://" + ",".join(f"127.0.0.1:{server.hub.tcp_port}" for server in self.servers)
-        setup = self.with_options(setup, url=url, timeout_s=60.0)
-        named = TierSetup(
-            setup.namespace, setup.layout, setup.capacity_bytes, setup.options, partial(guarded, options=GUARD)
-        )
-        tier = guarded_parts(open_tier(tier_behind(url), named), GUARD)
+        named = replace(self.with_options(setup, url=url, timeout_s=60.0), guard=Statistics)
+        tier = open_tier(tier_behind(url), named)
         tier.check()
         return tier
 

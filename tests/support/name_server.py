@@ -10,6 +10,7 @@ from dnslib import AAAA, QTYPE, RCODE, RR, SRV, A
 from dnslib.server import BaseResolver, DNSHandler, DNSLogger, DNSRecord, DNSServer
 
 _POLL_S: Final = 0.02  # for its end
+_TRIES: Final = 20
 
 
 class NameServer(BaseResolver):  # type: ignore[misc]
@@ -19,6 +20,7 @@ class NameServer(BaseResolver):  # type: ignore[misc]
         records: of each name.
         fails: answer SERVFAIL.
         asked: number of questions.
+        port: on which it listens.
     """
 
     def __init__(self, records: Mapping[str, list[str] | list[tuple[str, int]]]) -> None:
@@ -26,26 +28,27 @@ class NameServer(BaseResolver):  # type: ignore[misc]
         self.fails = False
         self.asked = 0
         quiet = DNSLogger("-request,-reply,-truncated,-error,-recv,-send,-data")
-        self._servers = [DNSServer(self, port=0, address="127.0.0.1", logger=quiet)]
-        port = self.port
-        self._servers.append(DNSServer(self, port=port, address="127.0.0.1", logger=quiet, tcp=True))
-
-    @property
-    def port(self) -> int:
-        """Port on which it listens."""
-        return int(self._servers[0].server.server_address[1])
+        for _ in range(_TRIES):
+            udp = DNSServer(self, port=0, address="127.0.0.1", logger=quiet)
+            self.port = int(udp.server.server_address[1])
+            try:
+                tcp = DNSServer(self, port=self.port, address="127.0.0.1", logger=quiet, tcp=True)
+            except OSError:  # another program has that port
+                udp.server.server_close()
+            else:
+                self._servers = [udp.server, tcp.server]
+                return
+        raise OSError("no port is free for both protocols")
 
     def __enter__(self) -> Self:
         for server in self._servers:
-            threading.Thread(
-                target=server.server.serve_forever, args=(_POLL_S,), name="test-names", daemon=True
-            ).start()
+            threading.Thread(target=server.serve_forever, args=(_POLL_S,), name="test-names", daemon=True).start()
         return self
 
     def __exit__(self, *_error: object) -> None:
         for server in self._servers:
-            server.server.shutdown()
-            server.server.server_close()
+            server.shutdown()
+            server.server_close()
 
     def resolve(self, request: DNSRecord, _handler: DNSHandler) -> DNSRecord:
         """Answer a question, as the library asks for it."""
