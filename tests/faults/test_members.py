@@ -137,6 +137,26 @@ def test_one_that_missed_a_removal_loses_no_other_chunk(cluster: Cluster, tier: 
     wait_for("it is told", lambda: read(tier, REFS) == set(REFS[4:]))
 
 
+@pytest.mark.parametrize("how", ["clear", "remove"])
+def test_nothing_is_read_or_stored_before_it_has_caught_up(
+    cluster: Cluster, tier: Tier, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(tier, REFS)
+    cluster.name_and_wait(tier, 0, 1)
+    late = owned(cluster.names, REFS)[cluster.names[2]]
+    if how == "clear":
+        tier.clear()
+    else:
+        tier.remove(late)
+    with monkeypatch.context() as patch:
+        patch.setattr(members_tier.MembersTier, "_settle", lambda _self, _member: None)
+        cluster.name_and_wait(tier, 0, 1, 2)
+        assert set(store(tier, sorted(late))) == {Outcome.FAILED}, "it would be removed at once"
+        assert late.isdisjoint(held(tier, REFS) | read(tier, REFS))
+    wait_for("it has caught up", lambda: set(store(tier, sorted(late))) == {Outcome.STORED})
+    assert late <= read(tier, REFS)
+
+
 def test_a_chunk_that_moved_and_was_removed_does_not_move_back(cluster: Cluster, tier: Tier) -> None:
     """It is at its first owner, then at another one, where it is removed; the first one was away then, or here."""
     moving = sorted(owned(cluster.names, REFS)[cluster.names[2]])
