@@ -27,11 +27,10 @@ class RemoteKeys(Keys):
     """The shared tier: its address, login and limits."""
 
     remote_url: str | None = None
-    """Tier that several engines share. A [cache server](server.md) is `kvs+ipc://` or `kvs://`,
-    [several](server.md#several-servers) `kvs://a:1,b:1`, `kvs+dns://`, `kvs+srv://` or `kvs+file://`, [Redis](redis.md)
-    `redis://`, `rediss://`, `unix://`, `redis-sentinel://` or `redis-cluster://`, an [object store](object.md) `s3://`,
-    `az://` or `gs://`, a [shared folder](object.md) `file:///path`, a read-only [pack](warming.md#a-pack-as-a-tier)
-    `pack:///path`. Other schemes are those of [other packages](tiers.md)."""
+    """Tier that several engines share. A [cache server](server.md) is `kvs+ipc://`, `kvs://`, `kvs+srv://`, `kvs+dns://`
+    or `kvs+file://`, [Redis](redis.md) `redis://`, `rediss://`, `unix://`, `redis-sentinel://` or `redis-cluster://`,
+    an [object store](object.md) `s3://`, `az://` or `gs://`, a [shared folder](object.md) `file:///path`, a read-only
+    [pack](warming.md#a-pack-as-a-tier) `pack:///path`. Other schemes are those of [other packages](tiers.md)."""
     remote_host_url: str | None = None
     """Address of this host's own `remote_url` for [other hosts](parallelism.md#several-hosts) of the engine:
     `kvs://{host}:5566`. `{host}` is vLLM's address of its host."""

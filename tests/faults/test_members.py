@@ -24,6 +24,7 @@ from kvstore.protocol.keyfiles import make_keys, read_list, read_pair
 from kvstore.server.options import ServerOptions, TcpAddress
 from kvstore.testing.harness import EVEN, MINE, make_ref
 from kvstore.tiers.base import Tier
+from kvstore.tiers.directory import RemoteDirectory
 from kvstore.tiers.members import tier as members_tier
 from kvstore.tiers.members.addresses import Member, Members
 
@@ -66,6 +67,9 @@ def test_a_server_that_ends_costs_its_chunks_only(cluster: Cluster, tier: Tier) 
     assert [ref for ref, presence in zip(REFS, tier.look(REFS), strict=True) if presence is None] == [
         ref for ref in REFS if ref in lost
     ], "nobody knows whether it has these"
+    assert {
+        ref for ref, answer in zip(REFS, RemoteDirectory((tier,)).answer(REFS), strict=True) if answer is None
+    } == lost
     assert read(tier, REFS) == set(REFS) - lost
     cluster.begin(1)
     wait_for("it is used again", lambda: all(part.answers for part in tier.parts))

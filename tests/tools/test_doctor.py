@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cache_server import POOL_BYTES, serving, serving_ipc, short_folder
+from support.cache_server import POOL_BYTES, serving, serving_ipc, serving_tcp, short_folder
 from support.diskwork import EVEN, MINE
 from support.example_tier import MODULE, install_example
 from support.redis_server import RedisServer, running
@@ -147,6 +147,22 @@ def test_cache_servers(tmp_path: Path, required: bool) -> None:
         assert (found.state, found.remedy.split(",")[0]) == (down, "start it")
     keys = {"remote_key_file": f"{tmp_path}/none", "remote_server_key_file": f"{tmp_path}/none"}
     assert states(look({**config, **keys, "remote_url": "kvs://127.0.0.1:1"})["cache server"]) == {"error"}
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_several_cache_servers(tmp_path: Path, required: bool) -> None:
+    config = {"max_local_cpu_size": 0.1, "remote_required": required, "blocking_timeout_secs": 0.5}
+    down = "error" if required else "warning"
+    with serving_tcp() as server:
+        there, gone = f"127.0.0.1:{server.hub.tcp_port}", f"127.0.0.1:{free_port()}"
+        found = look({**config, "remote_url": f"kvs://{there},{gone}"})
+        assert [states(found[f"cache server {address}"]) for address in (there, gone)] == [{"ok"}, {"warning"}]
+    members = tmp_path / "members"
+    assert states(look({**config, "remote_url": f"kvs+file://{members}"})["cache servers"]) == {down}
+    members.write_text("# none yet\n")
+    assert states(look({**config, "remote_url": f"kvs+file://{members}"})["cache servers"]) == {down}
+    members.write_text("nonsense\n")
+    assert states(look({**config, "remote_url": f"kvs+file://{members}"})["cache servers"]) == {"error"}
 
 
 def test_peers() -> None:
