@@ -219,7 +219,8 @@ class MembersTier(Tier):
                 self._removed[ref] = self._number
                 self._removed.move_to_end(ref)
             while len(self._removed) > _MAX_REMOVED:
-                self._dropped = self._removed.popitem(last=False)[1]
+                first, self._dropped = next(iter(self._removed.items()))  # before it is gone, as readers take no lock
+                del self._removed[first]
         self._ask_each(self._members, self._settle)
 
     def clear(self) -> None:
@@ -350,7 +351,7 @@ class MembersTier(Tier):
                     self._change([found[name] for name in sorted(found)[:MAX_MEMBERS]])
                 if len(found) > MAX_MEMBERS:
                     self._throttle.log("many", "only %d of %d cache servers are used", MAX_MEMBERS, len(found))
-            except KVStoreError as error:
+            except (KVStoreError, RuntimeError) as error:  # or no thread can be started
                 self._throttle.log("find", "the last known cache servers are kept: %s", error)
             for member in self._members:
                 with suppress(RuntimeError):  # after close
