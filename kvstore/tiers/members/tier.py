@@ -172,7 +172,7 @@ class MembersTier(Tier):
 
     def look(self, refs: Sequence[ChunkRef]) -> list[Presence | None]:
         """Look up chunks like ``contains``, all owners at once, but with None where the owner did not answer."""
-        parts = self._by_owner(refs)
+        parts = {member: places for member, places in self._by_owner(refs).items() if member.tier.answers}
         told = self._ask_each(
             parts.items(), lambda part: _asked(part[0].tier.contains, [refs[place] for place in part[1]])
         )
@@ -184,7 +184,7 @@ class MembersTier(Tier):
 
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         """Return the trails that the servers name, those that share most first; one that fails counts as empty."""
-        used = filter(self._is_used, self._members if trails else ())
+        used = [member for member in self._members if trails and member.tier.answers and not self._must_clear(member)]
         told = self._ask_each(used, lambda member: _asked(member.tier.nearest, trails))
         return [_closest(trail, chain(*filter(None, near))) for trail, *near in zip(trails, *told, strict=True)]
 
@@ -251,13 +251,13 @@ class MembersTier(Tier):
         self._watcher.join(_END_S)
 
     def _by_owner(self, refs: Sequence[ChunkRef]) -> dict[_Member, list[int]]:
-        """Return the places of each member's chunks, without those that it must remove, if the member is in use."""
+        """Return the places of each member's chunks, without those that it must remove."""
         self._check_open()
         members, parts = self._members, dict[_Member, list[int]]()
         for place, owner in enumerate(owners(refs, [member.seed for member in members]) if members and refs else ()):
             if self._removed.get(refs[place], 0) <= members[owner].settled:
                 parts.setdefault(members[owner], []).append(place)
-        return {member: some for member, some in parts.items() if self._is_used(member)}
+        return {member: some for member, some in parts.items() if not self._must_clear(member)}
 
     def _move(
         self,
@@ -268,15 +268,16 @@ class MembersTier(Tier):
         reads_fronts: bool = False,
     ) -> list[Outcome]:
         sizes = [len(payload_view(self._layout, transfer, reads_fronts=reads_fronts)) for transfer in transfers]
-        clears = any(map(self._must_clear, self._members))
-        outcomes = [removed if clears or item.ref in self._removed else Outcome.FAILED for item in transfers]
+        outcomes = [removed if self._members else Outcome.FAILED] * len(transfers)
         for member, places in self._by_owner([transfer.ref for transfer in transfers]).items():
+            moved = [Outcome.FAILED] * len(places)
             try:
-                moved = move(member.tier, [transfers[place] for place in places])
+                if member.tier.answers:
+                    moved = move(member.tier, [transfers[place] for place in places])
             except TierTimeoutError:
                 raise
             except (TierError, ClosedError):  # the circuit breaker has logged it; or the member has just left
-                continue
+                pass
             for place, outcome in zip(places, moved, strict=True):
                 outcomes[place] = outcome
         return [self.counters.count(outcome, size) for outcome, size in zip(outcomes, sizes, strict=True)]
@@ -301,9 +302,6 @@ class MembersTier(Tier):
 
     def _must_clear(self, member: _Member) -> bool:
         return member.settled < max(self._cleared, self._dropped)
-
-    def _is_used(self, member: _Member) -> bool:
-        return member.tier.answers and not self._must_clear(member)
 
     def _sweep(self, namespace: Namespace | None = None) -> None:
         with self._lock:
