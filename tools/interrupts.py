@@ -58,7 +58,7 @@ def interruptible(finishing: str, *, at_once: bool = False) -> Iterator[ShouldSt
 
 def ignore_hangup() -> None:
     """Ignore SIGHUP, which a closing terminal sends, so that it ends no server. Call it on the main thread."""
-    signal.signal(signal.SIGHUP, lambda *_: tell("SIGHUP is ignored: a restart reads the configuration again"))
+    signal.signal(signal.SIGHUP, lambda *_: tell("SIGHUP is ignored"))
 
 
 def tell(line: str) -> None:

@@ -67,9 +67,9 @@ class ServerKeys(Keys):
     server_http_port: Annotated[int | None, Field(ge=0, le=65_535)] = None
     """Port for `/metrics`, `/healthz` and `/readyz` of the server; 0 for any free port."""
     server_http_host: str = "127.0.0.1"
-    """Address for `server_http_port`. Beyond loopback orders such as `POST /reload` need a token."""
+    """Address for `server_http_port`."""
     server_http_token_file: Text = None
-    """File with a token that orders over HTTP must send as `Authorization: Bearer`."""
+    """File with a token that orders over HTTP, and beyond loopback the status, must send as `Authorization: Bearer`."""
     server_log_level: str = "INFO"
     """Level of the server's log: `DEBUG`, `INFO`, `WARNING` or `ERROR`."""
     server_drain_secs: Seconds = Field(default=30.0, ge=0)

@@ -41,18 +41,26 @@ class Access:
         self._is_local = is_loopback(host)
         self._remedy = remedy
 
-    def refusal(self, headers: Mapping[str, str], *, is_open: bool = False) -> Refusal | None:
-        """Return the reason why a request with these headers, by lower-case names, may not be carried out."""
+    def refusal(
+        self, headers: Mapping[str, str], *, is_open: bool = False, needs_token: bool = False
+    ) -> Refusal | None:
+        """Return the reason why a request with these headers, by lower-case names, may not be carried out.
+
+        Args:
+            headers: the headers.
+            is_open: it is for an open page.
+            needs_token: it is for an order that not every program of this machine may give.
+        """
         token = self.token
         if is_open or token is None:
             if self._is_local and not is_from_here(headers):
                 said = "only programs on this machine may send requests, to a loopback address"
                 return Refusal(HTTPStatus.FORBIDDEN, said)
-            if is_open or self._is_local:
+            if is_open or (self._is_local and not needs_token):
                 return None
             return Refusal(HTTPStatus.FORBIDDEN, f"this needs a token: {self._remedy}")
-        given = headers.get("authorization", "").encode("latin-1", "replace")
-        if hmac.compare_digest(given, f"Bearer {token}".encode()):
+        scheme, _, given = headers.get("authorization", "").encode("latin-1", "replace").partition(b" ")
+        if scheme.lower() == b"bearer" and hmac.compare_digest(given, token.encode()):
             return None
         return Refusal(HTTPStatus.UNAUTHORIZED, "the token is missing or wrong: send Authorization: Bearer TOKEN")
 

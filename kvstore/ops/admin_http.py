@@ -119,12 +119,14 @@ class Page(NamedTuple):
     Attributes:
         show: returns the HTTP status and the text; called on a thread of the server.
         is_open: True if it needs no token; see ``Access``.
+        needs_token: True if it needs one on loopback, too.
         media_type: media type of the text.
         policy: content security policy of a page for browsers.
     """
 
     show: Callable[[], tuple[int, str]]
     is_open: bool = False
+    needs_token: bool = False
     media_type: str = "text/plain"
     policy: str = "default-src 'none'"
 
@@ -147,17 +149,22 @@ class PageServer(HttpServer):
     def __init__(
         self, pages: Mapping[tuple[str, str], Page], access: Access, host: str, port: int, *, name: str, remedy: str
     ) -> None:
+        def page_of(request: Request) -> Page | None:
+            method = "GET" if request.method == "HEAD" else request.method
+            return pages.get((method, request.url.path))
+
         def admit(request: Request) -> Response | None:
             from starlette.responses import PlainTextResponse  # noqa: PLC0415
 
-            page = pages.get((request.method, request.url.path))
-            refusal = access.refusal(request.headers, is_open=page is not None and page.is_open)
+            page = page_of(request)
+            is_open, needs_token = (page.is_open, page.needs_token) if page is not None else (False, False)
+            refusal = access.refusal(request.headers, is_open=is_open, needs_token=needs_token)
             return None if refusal is None else PlainTextResponse(f"{refusal.message}\n", refusal.status)
 
         def respond(request: Request, _: bytes) -> Response:
             from starlette.responses import PlainTextResponse  # noqa: PLC0415
 
-            page = pages.get((request.method, request.url.path))
+            page = page_of(request)
             if page is None:
                 known = ", ".join(f"{method} {path}" for method, path in pages)
                 return PlainTextResponse(f"unknown path: known are {known}\n", HTTPStatus.NOT_FOUND)

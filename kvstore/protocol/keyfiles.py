@@ -149,10 +149,14 @@ def read_list(folder: Path) -> dict[bytes, ListedKey]:
     Raises:
         ConfigError: there is no such folder, or a file holds no key, an unknown line, or the key of another file.
     """
-    if not folder.is_dir():
-        raise ConfigError(f"the folder of the clients' keys, {folder}, does not exist")
+    try:
+        paths = sorted(path for path in folder.iterdir() if path.suffix == PUBLIC_SUFFIX)
+    except FileNotFoundError as error:
+        raise ConfigError(f"the folder of the clients' keys, {folder}, does not exist") from error
+    except OSError as error:
+        raise ConfigError(f"the folder of the clients' keys, {folder}, cannot be read: {error.strerror}") from error
     listed: dict[bytes, ListedKey] = {}
-    for path in sorted(folder.glob(f"*{PUBLIC_SUFFIX}")):
+    for path in paths:
         key, client = _read(path)
         if key in listed:
             raise ConfigError(f"{path} holds the same key as {listed[key].name}{PUBLIC_SUFFIX}: delete one of them")

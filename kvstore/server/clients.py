@@ -69,9 +69,8 @@ class Clients:
     """
 
     def __init__(self, listed: Mapping[bytes, ListedKey] | None, operators: frozenset[str]) -> None:
-        # A client that may replace all chunks can do as much harm as one that clears them, and an engine's reset must
-        # last.
-        self._anybody = Client("", TCP, USUAL_RIGHTS | Right.CLEAR) if listed is None else None
+        self._has_keys = listed is not None
+        self._anybody: Client | None = None
         self._by_key: dict[str, Client] = {}
         self.change(listed or {}, operators)
 
@@ -84,13 +83,17 @@ class Clients:
             return Client(listed.name, TCP, rights, listed.tenant, key)
 
         self._by_key = {key.decode(): client(key.decode(), of_key) for key, of_key in listed.items()}
+        if not self._has_keys:
+            # A client that may replace all chunks can do as much harm as one that clears them, and an engine's reset
+            # must last.
+            self._anybody = client("", ListedKey("", USUAL_RIGHTS | Right.CLEAR))
 
     @property
     def num_sharers(self) -> int:
         """Number of tenants and of keys without one."""
         return len({client.sharer for client in self._by_key.values()})
 
-    def now(self, client: Client) -> Client:
+    def current(self, client: Client) -> Client:
         """Return a client from the network as the list describes it now."""
         return self._anybody or self._by_key.get(client.key, STRANGER)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -77,6 +77,12 @@ class Core:
         self.denied[client.name, lacked] += 1
         who = client.name or "a client without a key"
         self._throttle.log(f"{who} {lacked}", "refused %s: %s", who, why)
+
+    def keep_denials(self, names: Collection[str]) -> None:
+        """Forget the refusals of all other clients, which are no longer listed."""
+        for name, lacked in list(self.denied):
+            if name and name not in names:
+                del self.denied[name, lacked]
 
     def sweep(self) -> None:
         """Start to delete the files of evicted and removed chunks."""

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import zmq
 
@@ -31,6 +29,7 @@ from kvstore.server.clients import IPC, STRANGER, TCP, Client, ClientKeys, Clien
 from kvstore.server.connections import LOOK_S, Intake, Network, allowed_clients, bind_router
 from kvstore.server.core import Core
 from kvstore.server.disk import Disk
+from kvstore.server.jobs import Jobs
 from kvstore.server.operators import stats
 from kvstore.server.options import ServerOptions
 from kvstore.server.owner import Owner
@@ -45,10 +44,10 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 logger = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 CONTROL_NAME: Final = "control"
 _TICK_S: Final = 0.5
+_DEAD_S: Final = 30.0  # without a pass
 _PAUSE_MS: Final = 2  # without a request, after which deferred work is done
 _TURN: Final = 64  # messages of one socket before the next socket is served
 _LOOK_EACH_S: Final = 2e-4  # between two looks, for each connection: a look takes some microseconds
@@ -73,14 +72,14 @@ class Hub:
         self.options = options
         self._owner = owner
         self.num_malformed = 0
-        self._jobs: deque[Callable[[], None]] = deque()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._jobs = Jobs()
         self._stopping = threading.Event()
         self._hurry = threading.Event()
         self._throttle = Throttle(logger)
         self._passes = Passes()
         self._began_s = time.monotonic()
         self._expired_s = 0.0
+        self._beat_s = self._began_s  # of the last pass
         self._at_hand: Sequence[zmq.Frame] = ()  # the message that is being handled
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._kicked: OrderedDict[Peer, None] = OrderedDict()  # the longest ago first
@@ -88,7 +87,7 @@ class Hub:
         self._looked_s = 0.0
         self._by_fd: dict[int, Session] = {}  # clients from the network, by their connections
         with contextlib.ExitStack() as opened:
-            opened.callback(self._close_wake)
+            opened.callback(self._jobs.close)
             self._open(opened)
             self._opened = opened.pop_all()
 
@@ -107,7 +106,7 @@ class Hub:
         if self._stopping.is_set():
             self._hurry.set()
         self._stopping.set()
-        self._rouse()
+        self._jobs.rouse()
 
     def snapshot(self, timeout_s: float) -> dict[str, Any]:
         """Return all counters. From any thread but the one that serves.
@@ -115,7 +114,12 @@ class Hub:
         Raises:
             TimeoutError: the server does not answer in time.
         """
-        return self._ask(self._stats, timeout_s)
+        return self._jobs.ask(self._stats, timeout_s)
+
+    @property
+    def is_alive(self) -> bool:
+        """True unless the thread that decides hangs. From any thread."""
+        return time.monotonic() - self._beat_s < _DEAD_S
 
     def status(self, timeout_s: float) -> str:
         """Return ``ok``, or ``closing``. From any thread but the one that serves.
@@ -123,7 +127,7 @@ class Hub:
         Raises:
             TimeoutError: the server does not answer in time.
         """
-        return self._ask(lambda: self.core.status, timeout_s)
+        return self._jobs.ask(lambda: self.core.status, timeout_s)
 
     def drain(self, timeout_s: float) -> int:
         """Take no new clients and chunks from now on, and return the number of chunks that wait for the disk.
@@ -133,7 +137,7 @@ class Hub:
         Raises:
             TimeoutError: the server does not answer in time.
         """
-        return self._ask(self._begin_drain, timeout_s)
+        return self._jobs.ask(self._begin_drain, timeout_s)
 
     def change(self, options: ServerOptions, timeout_s: float) -> int:
         """Apply other keys, rights, tenants, operators, quotas and bounds; the rest of the options does not change.
@@ -154,15 +158,15 @@ class Hub:
             drain_s=options.drain_s,
         )
         options.check()
-        return self._ask(lambda: self._change(options), timeout_s)
+        return self._jobs.ask(lambda: self._change(options), timeout_s)
 
     def enter(self, namespace: Namespace) -> None:
         """Change the owner's namespace. From any thread; takes effect soon after."""
-        self._report(lambda: self.service.enter(namespace))
+        self._jobs.report(lambda: self.service.enter(namespace))
 
     def let_go(self, refs: Sequence[ChunkRef]) -> None:
         """Release the holds on these chunks of the owner. From any thread; takes effect soon after."""
-        self._report(lambda: self.service.let_go(refs))
+        self._jobs.report(lambda: self.service.let_go(refs))
 
     def run(self) -> bool:
         """Serve until ``stop``; return False if chunks were lost because they were not written to disk in time."""
@@ -193,20 +197,15 @@ class Hub:
         self._open_core(opened)
         if options.tcp is not None:  # last, because a client that is let in must be served
             self._sockets[TCP] = bind_router(self._context, str(options.tcp), options.keys)
-            self.network = Network(self._context, self._sockets[TCP], self._wake, self._most[TCP])
+            self.network = Network(self._context, self._sockets[TCP], self._jobs.fd, self._most[TCP])
             opened.callback(self.network.watch.close)
         self._intakes = {number: Intake(router) for number, router in self._sockets.items()}
         self._poller = zmq.Poller()
         keys = self._client_keys and self._client_keys.socket
         monitor = self.network and self.network.monitor
-        for source in (*self._sockets.values(), self._wake, self._unix_socket, keys, monitor):
+        for source in (*self._sockets.values(), self._jobs.fd, self._unix_socket, keys, monitor):
             if source is not None:
                 self._poller.register(source, zmq.POLLIN)
-
-    def _ask(self, call: Callable[[], Result], timeout_s: float) -> Result:
-        asked = Future[Result]()
-        self._report(lambda: asked.set_result(call()))
-        return asked.result(timeout_s)
 
     def _change(self, options: ServerOptions) -> int:
         self.options = options
@@ -215,9 +214,10 @@ class Hub:
             self._client_keys.change(options.listed)
         self.sessions.share_between(self._clients.num_sharers)
         self.service.change(options.quotas, options.pin_max_s)
+        self.core.keep_denials({listed.name for listed in options.listed.values()})
         count = 0
         for session in [session for peer, session in self.sessions.by_peer.items() if peer.socket == TCP]:
-            now = self._clients.now(session.client)
+            now = self._clients.current(session.client)
             if replace(now, rights=session.client.rights) == session.client:
                 session.client = now
             else:
@@ -233,7 +233,7 @@ class Hub:
 
     def _open_core(self, opened: contextlib.ExitStack) -> None:
         options = self.options
-        disk = Disk(options.disk, self._report) if options.disk else None
+        disk = Disk(options.disk, self._jobs.report) if options.disk else None
         if disk is not None:
             opened.callback(disk.close, 5.0)
         self.stock = Stock(
@@ -253,7 +253,7 @@ class Hub:
             self.sessions,
             disk,
             self._send,
-            self._report,
+            self._jobs.report,
             self._is_open,
             self._stats,
             self._sender,
@@ -287,14 +287,10 @@ class Hub:
             network.listener.look()
             timeout_s = min(timeout_s, LOOK_S)
         ready = dict(self._poller.poll(_PAUSE_MS if self.service.has_leisure_work else int(timeout_s * 1000)))
-        began_s = time.monotonic()
+        began_s = self._beat_s = time.monotonic()
         if not ready or self.service.is_behind:
             self.service.do_leisure_work()
-        if self._wake in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake)
-        for _ in range(len(self._jobs)):  # jobs added by these run after the next messages
-            self._jobs.popleft()()
+        self._jobs.carry_out(is_roused=self._jobs.fd in ready)
         if self._unix_socket is not None and self._unix_socket.fileno() in ready:
             for token in self._unix_socket.look():
                 self.service.hang_up(token)
@@ -417,20 +413,7 @@ class Hub:
             self.pool.add(run)
             self.service.grants.go_on()
 
-        self._report(add)
-
-    def _report(self, job: Callable[[], None]) -> None:
-        """Queue a call for the thread that decides. From any thread."""
-        self._jobs.append(job)
-        self._rouse()
-
-    def _rouse(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # closed
-            os.eventfd_write(self._wake, 1)
-
-    def _close_wake(self) -> None:
-        wake, self._wake = self._wake, -1  # a disk call that hung may return later, and report
-        os.close(wake)
+        self._jobs.report(add)
 
     def _begin_drain(self) -> int:
         self.core.is_closing = True

@@ -21,10 +21,13 @@ class Quotas:
 
     Args:
         given: bytes by name; ``*`` for those not named.
+
+    Attributes:
+        given: the same, as last changed.
     """
 
     def __init__(self, given: Mapping[str, int]) -> None:
-        self._given = given
+        self.given = given
         self._known: dict[tuple[str, str], Quota] = {}
 
     def __iter__(self) -> Iterator[Quota]:
@@ -36,7 +39,7 @@ class Quotas:
         model = str(namespace.fields.get("model", ""))
         ids = (namespace.id.hex(), space_id.hex())  # earlier versions showed users the second one
         names = (tenant, ANY_NAME) if tenant else (*ids, model, model.removeprefix("id "), ANY_NAME)
-        name = next((name for name in names if name in self._given), "")
+        name = next((name for name in names if name in self.given), "")
         quota = self._known.get((tenant, name))
         if quota is None:
             quota = self._known[tenant, name] = Quota(tenant, name, self._limit_of(name))
@@ -45,16 +48,21 @@ class Quotas:
     def change(self, given: Mapping[str, int], spaces: Mapping[bytes, Space]) -> Iterator[None]:
         """Apply other limits, in steps. Nothing is evicted, so a quota may hold more than its limit afterwards.
 
-        A quota that had no limit knows no order of use. Each of its namespaces does, and they are mixed evenly.
+        A quota that had no limit, or gets other namespaces, knows no order of use. Its namespaces do, and are mixed
+        evenly.
         """
-        self._given = given
+        self.given = given
         for quota in self._known.values():
             quota.limit_bytes = self._limit_of(quota.name)
+        joined = set[Quota]()
         for space in list(spaces.values()):
-            space.count_against(self.find(space.tenant, space.namespace, space.id))
+            quota = self.find(space.tenant, space.namespace, space.id)
+            if space.quota is not quota:
+                space.count_against(quota)
+                joined.add(quota)
             yield
         for quota in list(self._known.values()):
-            yield from quota.settle()
+            yield from quota.settle(keeps_order=quota not in joined)
         members = defaultdict[Quota, list[Space]](list)
         for space in spaces.values():
             members[space.quota].append(space)
@@ -64,7 +72,7 @@ class Quotas:
                 yield from _learn_order(quota, members[quota])
 
     def _limit_of(self, name: str) -> int:
-        return self._given.get(name, NO_QUOTA) if name else NO_QUOTA
+        return self.given.get(name, NO_QUOTA) if name else NO_QUOTA
 
 
 def _learn_order(quota: Quota, spaces: Collection[Space]) -> Iterator[None]:

@@ -158,6 +158,9 @@ class Service:
     def change(self, quotas: Mapping[str, int], pin_max_s: float) -> None:
         """Apply other bounds, the quotas in slices."""
         self._orders.pin_max_s = pin_max_s
+        wanted = self._core.stock.spaces.quotas.given if self._quotas is None else self._quotas
+        if quotas == wanted:
+            return
         self._quotas = quotas
         if not self._is_changing_quotas:
             self._is_changing_quotas = True

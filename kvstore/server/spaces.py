@@ -121,10 +121,10 @@ class Quota:
         """Iterate over the chunks of all of these namespaces, the least recently used first."""
         return iter(self._chunks)
 
-    def settle(self) -> Iterator[None]:
-        """Forget the chunks that count against another quota now, or all without a limit, in steps."""
+    def settle(self, *, keeps_order: bool) -> Iterator[None]:
+        """Forget the chunks that count against another quota now, or all without a limit or an order, in steps."""
         for chunk in list(self._chunks):
-            if chunk.space.quota is not self or self.limit_bytes == NO_QUOTA:
+            if chunk.space.quota is not self or self.limit_bytes == NO_QUOTA or not keeps_order:
                 self.drop(chunk)
             yield
 

@@ -53,7 +53,7 @@ def fill(server: ServerThread) -> None:
             server.hub.stock.complete(chunk, is_whole=True)
         filled.set_result(None)
 
-    server.hub._report(work)
+    server.hub._jobs.report(work)
     filled.result(WAIT_S)
 
 
@@ -270,7 +270,7 @@ class TestGrants:
             server.hub.stock.lookup = watched  # type: ignore[method-assign]
             server.hub.stock.reserve = slowly  # type: ignore[method-assign]
             gate = threading.Event()
-            server.hub._report(partial(hold, gate))
+            server.hub._jobs.report(partial(hold, gate))
             refs = [make_ref(number, 1) for number in range(5)]
             client.connection.send(messages.Reserve(1, messages.pack_refs(refs)))
             for _ in range(3):

@@ -257,7 +257,7 @@ class TestLeases:
                 os.kill(client.pid, signal.SIGSTOP)
                 (session,) = server.hub.sessions.by_peer.values()
                 session.heard_s -= 10_000
-                server.hub._report(server.hub.service.expire)
+                server.hub._jobs.report(server.hub.service.expire)
                 tier = open_tier(server.url)
                 tier.check()
                 assert server.hub.sessions.num_leases == 1

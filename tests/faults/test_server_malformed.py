@@ -294,7 +294,7 @@ class TestMessages:
                 messages.Granted,
             )
             gate = threading.Event()
-            server.hub._report(partial(hold, gate))
+            server.hub._jobs.report(partial(hold, gate))
             piece = bytes(2 << 20)
             for number in range(8):
                 offset = number * len(piece)

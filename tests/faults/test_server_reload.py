@@ -218,7 +218,11 @@ class Process:
     def __init__(self, process: ServerProcess, keys: Path) -> None:
         self.process = process
         self.keys = keys
-        self.usual = process.config.read_text() + f"server_clients: {keys}/clients\nserver_http_port: 0\n"
+        self.token = keys / "token"
+        self.token.write_text(TOKEN)
+        self.token.chmod(0o600)
+        lines = f"server_clients: {keys}/clients\nserver_http_port: 0\nserver_http_token_file: {self.token}\n"
+        self.usual = process.config.read_text() + lines
 
     def start(self, more: str = "") -> None:
         self.process.config.write_text(self.usual + more)
@@ -275,10 +279,8 @@ def test_a_hang_up_reads_the_file_again(running: Process) -> None:
 
 
 def test_orders_need_the_token_and_pages_do_not(running: Process) -> None:
-    token = running.keys / "token"
-    token.write_text(TOKEN)
-    token.chmod(0o600)
-    running.start(f"server_http_token_file: {token}\n")
+    token = running.token
+    running.start()
     for path in ("/healthz", "/readyz", "/metrics"):
         assert running.get(path).status_code == 200
     assert running.order("/reload", "another-token-of-16").status_code == 401

@@ -111,7 +111,7 @@ def throw_away(vllm: FakeVllm) -> None:
         assert worker._server is not None
         hub = worker._server._hub
         done = Event()
-        hub._report(partial(_clear, hub, done))
+        hub._jobs.report(partial(_clear, hub, done))
         assert done.wait(HANG_GUARD_S)
 
 

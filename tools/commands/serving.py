@@ -35,9 +35,11 @@ def serve(
     """
     from kvstore.config import load_config  # noqa: PLC0415
     from kvstore.memory.limits import require_memory  # noqa: PLC0415
+    from kvstore.tools.interrupts import ignore_hangup  # noqa: PLC0415
     from kvstore.tools.serve.options import planned, server_options  # noqa: PLC0415
 
     log_to_stderr()
+    ignore_hangup()  # until there is something to reload
     loaded = load_config(path=config).config
     logging.getLogger().setLevel(loaded.server_log_level)
     require_memory(loaded.max_local_cpu_bytes, "the cache server", patience_s=_FREEING_S)

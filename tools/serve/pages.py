@@ -5,11 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
+import threading
+import time
 from http import HTTPStatus
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.model.errors import ConfigError
 from kvstore.ops.access import Access, read_token
@@ -25,12 +28,14 @@ if TYPE_CHECKING:
     from kvstore.tools.serve.reloading import Reloader
 
 _TIMEOUT_S: Final = 2.0
+_FRESH_S: Final = 0.5
 _STARTING: Final = "starting"
 _NO_ANSWER: Final = "the server does not answer"
 _JSON: Final = "application/json"
 _INLINE: Final = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 Reply = tuple[int, str]
+Tree = dict[str, Any]
 
 
 class Pages:
@@ -50,19 +55,22 @@ class Pages:
         self._history: History | None = None
         self._reloader = reloader
         self._exposition = Exposition()
+        self._showing = threading.Lock()
+        self._shown: tuple[float, Tree] = (-math.inf, {})  # the last report, and its time
         host, file = config.server_http_host, config.server_http_token_file
         token = read_token(Path(file)) if file else None
         access = Access(host, token, "name a file with one in server_http_token_file")
         reloader.access = access
+        # The page itself is open to all, as it has no figures.
         status = files(__package__).joinpath("status.html").read_text("utf-8")
         pages = {
             ("GET", "/metrics"): Page(self._metrics, is_open=True),
             ("GET", "/healthz"): Page(self._alive, is_open=True),
             ("GET", "/readyz"): Page(self._ready, is_open=True),
-            ("GET", "/"): Page(lambda: (HTTPStatus.OK, status), True, "text/html", _policy(status)),  # without figures
+            ("GET", "/"): Page(lambda: (HTTPStatus.OK, status), True, media_type="text/html", policy=_policy(status)),
             ("GET", "/status.json"): Page(self._status, media_type=_JSON),
-            ("POST", "/reload"): Page(self._reload, media_type=_JSON),
-            ("POST", "/drain"): Page(self._drain, media_type=_JSON),
+            ("POST", "/reload"): Page(self._reload, media_type=_JSON, needs_token=True),
+            ("POST", "/drain"): Page(self._drain, media_type=_JSON, needs_token=True),
         }
         name, remedy = "the server's HTTP endpoint", "choose another server_http_port, or leave it out"
         self._server = PageServer(pages, access, host, config.server_http_port, name=name, remedy=remedy)
@@ -88,17 +96,34 @@ class Pages:
         except TimeoutError:
             return HTTPStatus.SERVICE_UNAVAILABLE, f"{_NO_ANSWER}\n"
 
+    def _report(self, hub: Hub) -> Tree:
+        """Return a report that is at most half a second old: whatever asks for pages, the server makes few.
+
+        Raises:
+            TimeoutError: the server does not answer in time.
+        """
+        if not self._showing.acquire(timeout=_TIMEOUT_S):
+            raise TimeoutError
+        try:
+            if time.monotonic() - self._shown[0] > _FRESH_S:
+                self._shown = time.monotonic(), hub.snapshot(_TIMEOUT_S)
+            return self._shown[1]
+        finally:
+            self._showing.release()
+
     def _metrics(self) -> Reply:
         def shown(hub: Hub) -> Reply:
-            return HTTPStatus.OK, self._exposition.page(hub.snapshot(_TIMEOUT_S), self._reloader.counts)
+            tree = self._report(hub)
+            with self._showing:
+                return HTTPStatus.OK, self._exposition.page(tree, self._reloader.counts)
 
         return self._asked(shown)
 
     def _alive(self) -> Reply:
         """Answer 200 while the process works, also while it starts or ends."""
-        if self._hub is None:
-            return HTTPStatus.OK, f"{_STARTING}\n"
-        return self._asked(lambda hub: (HTTPStatus.OK, f"{hub.status(_TIMEOUT_S)}\n"))
+        if self._hub is None or self._hub.is_alive:
+            return HTTPStatus.OK, "ok\n"
+        return HTTPStatus.SERVICE_UNAVAILABLE, f"{_NO_ANSWER}\n"
 
     def _ready(self) -> Reply:
         def shown(hub: Hub) -> Reply:
@@ -112,7 +137,7 @@ class Pages:
         if hub is None or history is None:
             return _as_json(HTTPStatus.SERVICE_UNAVAILABLE, {"error": _STARTING})
         try:
-            tree = hub.snapshot(_TIMEOUT_S)
+            tree = self._report(hub)
         except TimeoutError:
             return _as_json(HTTPStatus.SERVICE_UNAVAILABLE, {"error": _NO_ANSWER})
         return _as_json(HTTPStatus.OK, {**tree, "reloads": self._reloader.counts, "history": history.samples()})

@@ -78,3 +78,14 @@ def test_the_group_may_read_a_secret_that_root_has_mounted(tmp_path: Path, monke
     os.chown(path, 1000, 1000)
     with pytest.raises(ConfigError, match="can be read by others"):
         require_private(path)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
+def test_orders_that_not_every_program_of_this_machine_may_give(address: str) -> None:
+    without, access = Access(address, None, "name a file"), Access(address, TOKEN, "name a file")
+    refusal = without.refusal(HERE, needs_token=True)
+    assert refusal is not None
+    assert refusal.message == "this needs a token: name a file"
+    assert access.refusal(HERE, needs_token=True) is not None
+    assert access.refusal(HERE | WITH_IT, needs_token=True) is None
+    assert access.refusal(HERE | {"authorization": f"bearer {TOKEN}"}, needs_token=True) is None

@@ -139,3 +139,16 @@ def test_what_is_in_use_stays_until_room_is_needed(stock: Stock) -> None:
     stock.release(chunk)
     assert whole(stock.reserve(space, THREE)) is None
     assert held(space) == [[ONE]], "nothing goes for a chunk that never fits"
+
+
+def test_a_namespace_that_comes_to_a_quota_is_not_the_first_to_go() -> None:
+    """The order of use between both is not known, so both lose as many."""
+    quotas = {"*": 8 * CHUNK_BYTES, "own": 8 * CHUNK_BYTES}
+    stock = Stock(64 * CHUNK_BYTES, FreePages(128), policy="LRU", quotas=quotas)
+    own, other = enter(stock, model="own"), enter(stock, model="other")
+    for number in range(4):
+        store(stock, other, make_ref(number, 4))
+        store(stock, own, make_ref(number, 4))
+    list(stock.change_quotas({"*": 4 * CHUNK_BYTES}))
+    assert [len(refs) for refs in held(own, other)] == [2, 2]
+    assert held(own)[0] == [make_ref(number, 4) for number in (2, 3)]
