@@ -30,6 +30,8 @@ TEXTS: dict[str, object] = {
     "local_disk_serde": "split",
     "remote_serde": "lz4",
     "remote_url": "redis://cache:6379",
+    "remote_host_url": "redis://{host}:6379",
+    "server_log_level": "ERROR",
     "internal_api_server_host": "127.0.0.1",
     "request_fields": ["ttl", "pin"],
     "pd_role": "both",
@@ -42,6 +44,7 @@ BESIDE: dict[str, dict[str, object]] = {
     "local_disk": {"max_local_disk_size": 1.0},
     "max_local_disk_size": {"local_disk": "/d"},
     "pd_buffer_size": {},
+    "remote_host_url": {"remote_url": "redis://127.0.0.1:6379"},
 }
 
 
