@@ -33,6 +33,7 @@ from kvstore.adapters.vllm import connector, plugin, refusals
 from kvstore.adapters.vllm.connector import KVStoreConnector
 from kvstore.adapters.vllm.flag import CONNECTOR_NAME
 from kvstore.adapters.vllm.glue.metadata import FactsMetadata, ReportMetadata
+from kvstore.adapters.vllm.glue.spans import Spans
 from kvstore.adapters.vllm.identity import fingerprint_adapter
 from kvstore.adapters.vllm.plan import StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.requests import adapterfiles
@@ -71,6 +72,7 @@ class _NothingConnected(KVStoreConnector):
         self._fields = RequestFields(StoreConfig(required=False), self._scheduler.count_wrong_field)
         self._log_start = partial(lambda *_: None)
         self._arrivals = Arrivals(AdapterFiles(), 1.0)
+        self._spans = Spans()
         self._config = StoreConfig(required=False)
         self._vllm_config = vllm_config()
         self._kv_cache_config: Any = None

@@ -18,6 +18,8 @@ from kvstore.tiers.server.operator import Operator
 from kvstore.tiers.server.url import parse_server
 from kvstore.tools.processes import free_port
 
+pytestmark = pytest.mark.sweep
+
 REFS = [make_ref(number) for number in range(90)]
 SERVICE = "_kvs._tcp.cache"
 ROUNDS = 20

@@ -30,6 +30,8 @@ from kvstore.protocol.keyfiles import read_list, read_pair
 from kvstore.server.embedded import EmbeddedOptions
 from kvstore.tools.processes import free_port
 
+pytestmark = pytest.mark.sweep
+
 PROMPT = list(range(3 * CHUNK + 2 * BLOCK + 1))  # three chunks, a tail of two blocks, one token
 WHOLE = len(PROMPT) - 1
 TRIES = 200

@@ -49,7 +49,7 @@ def text(browser: Browser, name: str) -> str:
     return str(browser.value(f"document.getElementById('{name}').innerText"))
 
 
-@pytest.mark.e2e
+@pytest.mark.sweep
 def test_live_figures(process: ServerProcess, browser: Browser, tmp_path: Path) -> None:
     url = start(process, "server_quotas: '*=0.05'\n")
     tier = open_tier(process.url, namespace=Namespace({"model": HOSTILE}))
@@ -76,7 +76,7 @@ def test_live_figures(process: ServerProcess, browser: Browser, tmp_path: Path) 
     wait_for("it is shown again", lambda: text(browser, "state") == "ready")
 
 
-@pytest.mark.e2e
+@pytest.mark.sweep
 def test_nothing_can_be_read_without_the_token(process: ServerProcess, browser: Browser, tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(TOKEN)
@@ -98,7 +98,7 @@ def test_nothing_can_be_read_without_the_token(process: ServerProcess, browser: 
     assert browser.value("document.getElementById('ask').hidden")
 
 
-@pytest.mark.e2e
+@pytest.mark.sweep
 def test_ten_thousand_namespaces(process: ServerProcess, browser: Browser) -> None:
     browser.open(start(process))
     wait_for("the server is shown", lambda: text(browser, "state") == "ready")

@@ -157,7 +157,8 @@ def top(
             course.add(_known(source.sample(), name))
         except KVStoreError as error:
             give_up(error, WRONG_USAGE if isinstance(error, ConfigError | InvalidCallError) else FAILED)
-        stack.enter_context(handled((signal.SIGTERM,), _interrupt))  # so that the terminal is as it was before
+        # Also where a shell had SIGINT ignored; and the terminal is as it was before.
+        stack.enter_context(handled((signal.SIGINT, signal.SIGTERM), _interrupt))
         try:
             show = stack.enter_context(_display(name, as_json=as_json, is_live=not once))
             show(course)

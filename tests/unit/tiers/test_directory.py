@@ -14,6 +14,8 @@ from kvstore.model.errors import ClosedError
 from kvstore.model.keys import Namespace
 from kvstore.testing.harness import make_ref
 from kvstore.tiers.directory import RemoteDirectory, all_have
+from kvstore.tiers.guards import Statistics
+from kvstore.tiers.guards.guard import TierWrapper
 
 
 def test_an_answer_waits_for_the_reset_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,3 +57,18 @@ def test_a_close_during_a_question_about_trails_says_that_it_is_closed() -> None
     directory.close()
     with pytest.raises(ClosedError):
         directory.answer([bytes(16)])
+
+
+class Full(TierWrapper):
+    """Wrapper that answers itself."""
+
+    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+        return [True] * len(refs)
+
+
+def test_a_wrapper_that_answers_itself_is_asked() -> None:
+    """Also below and above others, which only forward."""
+    for tier in (Full(FakeTier()), Statistics(Full(FakeTier())), Full(Statistics(FakeTier()))):
+        directory = RemoteDirectory([tier])
+        assert directory.answer([make_ref(1)]) == [True]
+        directory.close()
