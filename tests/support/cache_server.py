@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import shutil
 import signal
@@ -22,6 +23,8 @@ from support.forked import ForkedProcess, forker
 from support.redis_server import wait_for
 
 POOL_BYTES = 64 << 20
+_KEPT_POOLS = 24  # of ended servers, which are cycles; Python's own collections come too late for so much memory
+_ended = itertools.count(1)
 
 
 def mapped_pools() -> int:
@@ -56,6 +59,8 @@ class ServerThread:
             self.hub.stop()
         self._thread.join(60)
         assert not self._thread.is_alive()
+        if next(_ended) % _KEPT_POOLS == 0:
+            gc.collect()
 
 
 @contextmanager
