@@ -33,6 +33,7 @@ SomeAnswer = TypeVar("SomeAnswer", bound=messages.Answer)
 
 _CONNECT_TIMEOUT_S = 2.0
 _SEND_QUEUE = 64
+_RECONNECT_MS = (20, 200)  # the first and the longest pause; a server that is being replaced is soon back
 # Versions of the protocol.
 _SINCE = {
     **dict.fromkeys((messages.Sending, messages.Describe, messages.Nearest), 2),
@@ -47,7 +48,7 @@ def is_known(kind: type[messages.Request], version: int) -> bool:
 
 
 class NoSessionError(TierError):
-    """The server was restarted, or has dropped this connection, so a new connection is needed."""
+    """The server was restarted or replaced, or has dropped this connection, so a new connection is needed."""
 
 
 class NoRightError(TierError):
@@ -74,6 +75,7 @@ class ServerConnection:
 
     Raises:
         TierSetupError: on this host, it is not a server of this user.
+        NoSessionError: it has ended meanwhile, perhaps because another one replaces it.
         TierError: it cannot be reached.
     """
 
@@ -89,16 +91,23 @@ class ServerConnection:
         self._socket = self._open_socket(context)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
+        self._losses: zmq.Socket[bytes] | None = None
         if self.hold is not None:
             self._poller.register(self.hold, zmq.POLLIN)
             _connections.add(self)
-        if not self._socket.poll(int(connect_s * 1000), zmq.POLLOUT):
+        try:
+            self._wait_until_writable(connect_s, f"the cache server at {target.address} cannot be reached{self._why()}")
+        except TierError:
             self.close()
-            raise TierError(f"the cache server at {target.address} cannot be reached{self._why()}")
+            raise
+        if self.hold is None:
+            self._watch_losses()
 
     @property
     def is_alive(self) -> bool:
         """False if the server is known to have dropped this connection."""
+        if self._losses is not None:
+            return not self._losses.poll(0)
         return self.hold is None or not self.hold.is_over
 
     def knows(self, kind: type[messages.Request]) -> bool:
@@ -153,7 +162,8 @@ class ServerConnection:
         """
         try:
             if not int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT:
-                self._wait_until_writable()
+                failure = f"the cache server at {self._target.address} does not accept a request"
+                self._wait_until_writable(self._target.timeout_s, failure)
             self._socket.send_multipart([messages.encode(request), *frames], copy=not frames)
         except zmq.ZMQError as error:
             raise TierError(f"the cache server at {self._target.address}: {error.strerror}") from error
@@ -197,7 +207,8 @@ class ServerConnection:
         Raises:
             NoSessionError, TierError: see ``ask``; or ``place`` returns None, or an array of another size.
         """
-        self._wait(f"no answer of the cache server at {self._target.address}{self._why()}")
+        timeout_s = self._target.timeout_s
+        self._wait(timeout_s, f"no answer of the cache server at {self._target.address}{self._why()}")
         is_sound = False
         try:
             answer = messages.decode_answer(self._socket.recv())
@@ -216,6 +227,8 @@ class ServerConnection:
     def close(self) -> None:
         """Disconnect. Idempotent. The pool must no longer be used for this connection."""
         self._socket.close()
+        if self._losses is not None:
+            self._losses.close(0)
         self.memory = None  # a traceback may keep this object alive
         self.drop()
 
@@ -224,6 +237,15 @@ class ServerConnection:
         if self.hold is not None:
             self.hold.close()
 
+    def _watch_losses(self) -> None:
+        """Notice from now on if the connection is lost: ZeroMQ connects again, but sends no request again."""
+        try:
+            self._losses = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        except zmq.ZMQError as error:  # too many files are open, for one
+            self.close()
+            raise TierError(f"the cache server at {self._target.address}: {error.strerror}") from error
+        self._poller.register(self._losses, zmq.POLLIN)
+
     def _check_size(self, pool_bytes: int) -> None:
         if self.hold is not None and self.hold.pool_bytes != pool_bytes:
             raise TierSetupError(
@@ -231,21 +253,21 @@ class ServerConnection:
                 f"out {self.hold.pool_bytes}: it may be another program"
             )
 
-    def _wait_until_writable(self) -> None:
+    def _wait_until_writable(self, timeout_s: float, failure: str) -> None:
         self._poller.modify(self._socket, zmq.POLLOUT)
         try:
-            self._wait(f"the cache server at {self._target.address} does not accept a request")
+            self._wait(timeout_s, failure)
         finally:
             self._poller.modify(self._socket, zmq.POLLIN)
 
-    def _wait(self, failure: str) -> None:
-        deadline_s = time.monotonic() + self._target.timeout_s
+    def _wait(self, timeout_s: float, failure: str) -> None:
+        deadline_s = time.monotonic() + timeout_s
         while True:
             ready = self._poller.poll(max(0, int((deadline_s - time.monotonic()) * 1000) + 1))
             if any(source is self._socket for source, _ in ready):
                 return
             if ready:
-                raise TierError(f"the cache server at {self._target.address} has ended")
+                raise NoSessionError(f"the cache server at {self._target.address} has ended")
             if time.monotonic() >= deadline_s:
                 raise TierError(failure)
 
@@ -273,6 +295,7 @@ class ServerConnection:
             made.sndhwm = _SEND_QUEUE
             made.sndbuf = made.rcvbuf = buffer_bytes(target.address)
             made.ipv6 = "[" in target.address
+            made.reconnect_ivl, made.reconnect_ivl_max = _RECONNECT_MS
             if self.hold is not None:
                 made.reconnect_ivl = -1  # a later listener is not the server that was checked
             if target.keys is not None and target.server_key is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 
 from kvstore.model.errors import ClosedError, TierError
@@ -21,6 +21,7 @@ from kvstore.tiers.server.hold import Hold, Watcher
 from kvstore.tiers.server.url import ServerTarget
 
 _CLOSE_WAIT_S = 2.0
+_MORE_TRIES = 2  # a server may be replaced again meanwhile
 Result = TypeVar("Result")
 
 
@@ -50,7 +51,7 @@ class ServerConnections:
         return is_known(kind, self._version)
 
     def use(self, action: Callable[[ServerConnection], Result]) -> Result:
-        """Run an action over a connection, and again if the server was restarted and does not know the connection.
+        """Run an action over a connection, and again if the server was replaced and does not know the connection.
 
         Raises:
             ClosedError: after ``close``.
@@ -107,11 +108,14 @@ class ServerConnections:
             self.namespace = Namespace(dict(namespace.fields))
         self._hang_up_idle()
         with self._turn():
-            connection = self._connect(former)
-            try:
-                last_action(connection)
-            finally:
-                connection.close()
+            _repeated(lambda: self._act_in(former, last_action))
+
+    def _act_in(self, former: Namespace, action: Callable[[ServerConnection], object]) -> None:
+        connection = self._connect(former)
+        try:
+            action(connection)
+        finally:
+            connection.close()
 
     def close(self) -> None:
         """Wait for uses under way for as long as the server may be silent, then disconnect. Idempotent.
@@ -134,10 +138,7 @@ class ServerConnections:
         return connection.namespace is self.namespace
 
     def _act(self, action: Callable[[ServerConnection], Result]) -> tuple[ServerConnection, Result]:
-        try:
-            return self._act_once(action)
-        except NoSessionError:
-            return self._act_once(action)
+        return _repeated(lambda: self._act_once(action))
 
     def _act_once(self, action: Callable[[ServerConnection], Result]) -> tuple[ServerConnection, Result]:
         connection = self._take()
@@ -226,3 +227,11 @@ class ServerConnections:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
+
+
+def _repeated(call: Callable[[], Result]) -> Result:
+    """Call something again if its connection's server was replaced."""
+    for _ in range(_MORE_TRIES):
+        with suppress(NoSessionError):
+            return call()
+    return call()
