@@ -75,6 +75,10 @@ class Policy(ABC):
         """Maximum of remembered keys whose chunks are not in the tier."""
         return max(MIN_GHOSTS, GHOSTS_PER_CHUNK * len(self._sizes))
 
+    def by_value(self) -> list[PrefixKey]:
+        """Return all keys, the least valuable first. Takes time for each chunk."""
+        return list(dict.fromkeys([*self._given_up, *self._order(None), *self._sizes]))
+
     # -- what happened -----------------------------------------------------------------------------------------------
 
     def touch_chain(

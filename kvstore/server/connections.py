@@ -17,6 +17,7 @@ import os
 import resource
 import socket
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 LOOK_S: Final = 0.05
 _WANTED_FILES: Final = 65_536
 _KEPT_FILES: Final = 512
+_RETRY_S: Final = 0.002
 _OWN_FILES: Final = 32  # files that the server itself opens later, for its disk and its pages
 _FILES_PER_CLIENT: Final = 2  # two sockets for a client of this host; a socket and its duplicate for one of the network
 _FEWEST_CLIENTS: Final = 128
@@ -85,9 +87,15 @@ def allowed_clients(*, has_ipc: bool, has_tcp: bool) -> dict[int, int]:
 
 
 def bind_router(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, keys: KeyPair | None = None
+    context: zmq.Context[zmq.Socket[bytes]], address: str, keys: KeyPair | None = None, patience_s: float = 0.0
 ) -> zmq.Socket[bytes]:
     """Return a socket that listens on an address, with encryption if there are keys.
+
+    Args:
+        context: of the socket.
+        address: to listen on.
+        keys: the server's keys; None for no encryption.
+        patience_s: longest wait for another process to leave the address.
 
     Raises:
         ConfigError: it cannot listen there.
@@ -107,11 +115,16 @@ def bind_router(
         router.curve_server = True
         router.curve_secretkey = keys.secret
         router.zap_domain = b"kvstore"
-    try:
-        router.bind(address)
-    except zmq.ZMQError as error:
-        raise ConfigError(f"the cache server cannot listen on {address}: {error.strerror}; name another") from error
-    return router
+    deadline_s = time.monotonic() + patience_s
+    while True:
+        try:
+            router.bind(address)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EADDRINUSE and time.monotonic() < deadline_s:
+                time.sleep(_RETRY_S)
+                continue
+            raise ConfigError(f"the cache server cannot listen on {address}: {error.strerror}; name another") from error
+        return router
 
 
 def room_for_clients(limit: int) -> int:
@@ -156,6 +169,12 @@ class Listener:
     def port(self) -> int:
         """Port of the address."""
         return int(self._endpoint.rsplit(":", 1)[1])
+
+    def shut(self) -> None:
+        """Unbind the socket until the next ``look``."""
+        if self.is_open:
+            self._router.unbind(self._endpoint)
+            self.is_open = False
 
     def look(self) -> None:
         """Unbind the socket or bind it again, by the number of open files. Takes microseconds."""

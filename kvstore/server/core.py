@@ -111,6 +111,11 @@ class Slices:
         self._waiting: deque[Iterator[None]] = deque()  # work that gets a slice in turn
         self._is_due = False
 
+    @property
+    def is_busy(self) -> bool:
+        """True if some work is not finished."""
+        return bool(self._waiting)
+
     def begin(self, work: Iterator[None]) -> None:
         """Do a first slice of work whose steps each take far less than a slice. Raises the errors of this slice."""
         end_s = self._now() + SLICE_S

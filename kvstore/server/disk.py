@@ -62,19 +62,20 @@ class Disk:
     Args:
         options: the disk.
         report: queues a call for the thread that decides.
+        lock_fd: a lock of the folder from another process, which this object then owns.
 
     Raises:
         ConfigError: the folder cannot be used, is an engine's, or is smaller than the bound.
         FolderOwnedError: another process uses it.
     """
 
-    def __init__(self, options: DiskOptions, report: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, options: DiskOptions, report: Callable[[Callable[[], None]], None], lock_fd: int = -1) -> None:
         self.capacity_bytes = options.capacity_bytes
         self._options = options
         self._report = report
         self._throttle = Throttle(logger)
         _folder.make_folder(options.folder)
-        self._owner = _folder.FolderLock(options.folder)
+        self._owner = _folder.FolderLock(options.folder, lock_fd)
         try:
             _refuse_engines(options.folder)
             survey.check_room([options.folder], options.capacity_bytes)
@@ -120,6 +121,23 @@ class Disk:
                 ends = {ref: until_s - ahead_s for ref, until_s in opened.tier.lifetimes() if until_s is not None}
                 found.append(Found(space, chunks, trails, ends))
         return found
+
+    @property
+    def lock_fd(self) -> int:
+        """Descriptor that locks the folder."""
+        return self._owner.fd
+
+    def bytes_of(self, space: Space) -> int:
+        """Return the bytes of all files of a namespace."""
+        return self._tiers.bytes_of(space)
+
+    def expect(self, space: Space, num_bytes: int) -> None:
+        """Note the bytes of a namespace whose tier was not opened here."""
+        self._tiers.expect(space, num_bytes)
+
+    def rest(self) -> bool:
+        """Close all files, which the next call opens again; return False if some must stay open."""
+        return self._tiers.rest()
 
     def size_of(self, space: Space, ref: ChunkRef) -> int:
         """Return the most bytes that a chunk can take on disk."""

@@ -152,6 +152,31 @@ class DiskTiers:
             self._leave(entry)
             self._tidy()
 
+    def bytes_of(self, space: Space) -> int:
+        """Return the bytes of all files of a namespace."""
+        entry = self._entries.get(space.id)
+        return entry.used_bytes if entry is not None else 0
+
+    def expect(self, space: Space, num_bytes: int) -> None:
+        """Note the bytes of a namespace whose tier is not open."""
+        with self._lock:
+            self._entries.setdefault(space.id, _Entry()).closed_bytes = num_bytes
+
+    def rest(self) -> bool:
+        """Close all tiers; return False if one has a user, a call that hangs or a removal that is pending."""
+        with self._lock:
+            opened = [entry for entry in self._entries.values() if entry.opened is not None]
+            if any(entry.users or not entry.opened.is_dispensable for entry in opened if entry.opened is not None):
+                return False
+            for entry in opened:
+                entry.users += 1
+        for entry in opened:
+            try:
+                self._close_if_idle(entry)
+            finally:
+                self._leave(entry)
+        return True
+
     def claim(self, space: Space, num_bytes: int) -> bool:
         """Claim bytes for one more file, after a deletion of spare files if needed; return False without room."""
         with self._lock:

@@ -54,6 +54,7 @@ class Grants:
     """
 
     def __init__(self, core: Core) -> None:
+        self.num_reading = 0  # chunks, on threads of the disk
         self._core = core
         self._loading: dict[Chunk, list[Callable[[Outcome], None]]] = {}
         self._waiting: deque[_Batch] = deque()  # for pages
@@ -153,7 +154,13 @@ class Grants:
             core.sweep()
 
         parts = core.pool.parts(chunk.runs, 0, chunk.size_bytes)
-        core.disk.read(chunk, parts, done, lambda: core.stock.release(chunk))
+
+        def freed() -> None:
+            self.num_reading -= 1
+            core.stock.release(chunk)
+
+        self.num_reading += 1
+        core.disk.read(chunk, parts, done, freed)
 
     def _arrived(self, batch: _Batch, number: int, chunk: Chunk, outcome: Outcome) -> None:
         if outcome is Outcome.HIT and chunk.is_gone:

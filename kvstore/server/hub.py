@@ -10,23 +10,20 @@ import contextlib
 import logging
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import zmq
 
 from kvstore.channels import open_channel
 from kvstore.model.chunks import ChunkRef
-from kvstore.model.errors import ProtocolError
 from kvstore.model.keys import Namespace
 from kvstore.model.throttle import Throttle
-from kvstore.protocol import messages
 from kvstore.protocol.contexts import close_context, open_context
 from kvstore.protocol.payload import Run
-from kvstore.server.clients import IPC, STRANGER, TCP, Client, ClientKeys, Clients
-from kvstore.server.connections import LOOK_S, Intake, Network, allowed_clients, bind_router
+from kvstore.server.clients import IPC, TCP, ClientKeys, Clients
+from kvstore.server.connections import LOOK_S, Network, allowed_clients, bind_router
 from kvstore.server.core import Core
 from kvstore.server.disk import Disk
 from kvstore.server.jobs import Jobs
@@ -34,19 +31,25 @@ from kvstore.server.operators import stats
 from kvstore.server.options import ServerOptions
 from kvstore.server.owner import Owner
 from kvstore.server.passes import Passes
+from kvstore.server.pause import Pause
 from kvstore.server.pool import Pool
+from kvstore.server.reception import Reception
 from kvstore.server.service import Service
-from kvstore.server.sessions import Peer, Session, Sessions
+from kvstore.server.sessions import Sessions
+from kvstore.server.spaces import Chunk
 from kvstore.server.stock import Stock
-from kvstore.server.unix_socket import UnixSocket
+from kvstore.server.succession.estate import Inheritance, settle
+from kvstore.server.unix_socket import CONTROL_NAME, UnixSocket
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from kvstore.server.succession.taking import Succession
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
-CONTROL_NAME: Final = "control"
 _TICK_S: Final = 0.5
+_LEAVE_S: Final = 5.0  # longest wait for an address that the predecessor leaves
 _DEAD_S: Final = 30.0  # without a pass
 _PAUSE_MS: Final = 2  # without a request, after which deferred work is done
 _TURN: Final = 64  # messages of one socket before the next socket is served
@@ -61,17 +64,21 @@ class Hub:
     Args:
         options: addresses, sizes and policies.
         owner: the engine that it belongs to; None if it takes chunks of all engines.
+        succession: of the server that it replaces; None if it begins empty, or with what its disk holds.
 
     Raises:
         ConfigError: something cannot be used as configured; nothing is left open.
         TierError: the disk cannot be read, or belongs to another process.
+        SuccessionError: the other server cannot be replaced.
     """
 
-    def __init__(self, options: ServerOptions, owner: Owner | None = None) -> None:
+    def __init__(
+        self, options: ServerOptions, owner: Owner | None = None, succession: Succession | None = None
+    ) -> None:
         options.check()
         self.options = options
         self._owner = owner
-        self.num_malformed = 0
+        self._succession = succession
         self._jobs = Jobs()
         self._stopping = threading.Event()
         self._hurry = threading.Event()
@@ -80,15 +87,12 @@ class Hub:
         self._began_s = time.monotonic()
         self._expired_s = 0.0
         self._beat_s = self._began_s  # of the last pass
-        self._at_hand: Sequence[zmq.Frame] = ()  # the message that is being handled
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
-        self._kicked: OrderedDict[Peer, None] = OrderedDict()  # the longest ago first
         self.network: Network | None = None
-        self._looked_s = 0.0
-        self._by_fd: dict[int, Session] = {}  # clients from the network, by their connections
+        self.pause: Pause | None = None
         with contextlib.ExitStack() as opened:
             opened.callback(self._jobs.close)
-            self._open(opened)
+            self._open(opened, succession.receive() if succession is not None else None)
             self._opened = opened.pop_all()
 
     @property
@@ -168,6 +172,14 @@ class Hub:
         """Release the holds on these chunks of the owner. From any thread; takes effect soon after."""
         self._jobs.report(lambda: self.service.let_go(refs))
 
+    def ask(self, call: Callable[[], Result], timeout_s: float) -> Result:
+        """Return the result of a call on the thread that serves. From any other thread.
+
+        Raises:
+            TimeoutError: it has not begun in time, and never will; or it has not ended.
+        """
+        return self._jobs.ask(call, timeout_s)
+
     def run(self) -> bool:
         """Serve until ``stop``; return False if chunks were lost because they were not written to disk in time."""
         try:
@@ -179,33 +191,47 @@ class Hub:
 
     # -- opening -----------------------------------------------------------------------------------------------------
 
-    def _open(self, opened: contextlib.ExitStack) -> None:
+    def _open(self, opened: contextlib.ExitStack, inherited: Inheritance | None) -> None:
         options = self.options
         self._most = allowed_clients(has_ipc=options.folder is not None, has_tcp=options.tcp is not None)
         self._clients = Clients(options.listed if options.keys else None, options.operators)
-        self.pool = Pool(options.pool_bytes, self._note_pages)
+        self.reception = Reception(self._sockets, self._clients)
+        fd, taken = (-1, []) if inherited is None else (inherited.pool_fd, inherited.runs)
+        self.pool = Pool(options.pool_bytes, self._note_pages, fd=fd, taken=taken)
         opened.callback(self.pool.close)
         self._context = open_context(io_threads=2 if options.tcp else 1)
         opened.callback(close_context, self._context)
         self._client_keys = ClientKeys(self._context, options.listed) if options.keys else None
         self._unix_socket: UnixSocket | None = None
         if options.folder is not None:
-            self._unix_socket = UnixSocket(options.folder, self.pool.fd, self._most[IPC])
+            listener_fd = -1 if inherited is None else inherited.listener_fd
+            self._unix_socket = UnixSocket(options.folder, self.pool.fd, self._most[IPC], listener_fd)
             opened.callback(self._unix_socket.close)
-            self._sockets[IPC] = bind_router(self._context, f"ipc://{options.folder / CONTROL_NAME}")
-            (options.folder / CONTROL_NAME).chmod(0o600)
-        self._open_core(opened)
-        if options.tcp is not None:  # last, because a client that is let in must be served
-            self._sockets[TCP] = bind_router(self._context, str(options.tcp), options.keys)
-            self.network = Network(self._context, self._sockets[TCP], self._jobs.fd, self._most[TCP])
-            opened.callback(self.network.watch.close)
-        self._intakes = {number: Intake(router) for number, router in self._sockets.items()}
+        self._open_core(opened, inherited)
+        self._bind(opened)
+        self.reception.open(self.service, self.sessions, self._unix_socket, self.network)
+        if self._unix_socket is not None:
+            self.pause = Pause(self.core, self.service, self._sockets, self._unix_socket, self.network)
         self._poller = zmq.Poller()
         keys = self._client_keys and self._client_keys.socket
         monitor = self.network and self.network.monitor
         for source in (*self._sockets.values(), self._jobs.fd, self._unix_socket, keys, monitor):
             if source is not None:
                 self._poller.register(source, zmq.POLLIN)
+
+    def _bind(self, opened: contextlib.ExitStack) -> None:
+        """Listen, last of all, because a client that is let in must be served."""
+        options, patience_s = self.options, 0.0
+        if self._succession is not None and self._unix_socket is not None:
+            self._succession.become_owner()
+            self._unix_socket.owns_path, patience_s = True, _LEAVE_S
+        if options.folder is not None:
+            self._sockets[IPC] = bind_router(self._context, f"ipc://{options.folder / CONTROL_NAME}")
+            (options.folder / CONTROL_NAME).chmod(0o600)
+        if options.tcp is not None:
+            self._sockets[TCP] = bind_router(self._context, str(options.tcp), options.keys, patience_s)
+            self.network = Network(self._context, self._sockets[TCP], self._jobs.fd, self._most[TCP])
+            opened.callback(self.network.watch.close)
 
     def _change(self, options: ServerOptions) -> int:
         self.options = options
@@ -222,18 +248,13 @@ class Hub:
                 session.client = now
             else:
                 self.service.end(session)
-                self._cut(session.fd)
+                self.reception.cut(session.fd)
                 count += 1
         return count
 
-    def _cut(self, fd: int) -> None:
-        """Disconnect a client from the network."""
-        if self.network is not None:
-            self.network.watch.cut(fd)
-
-    def _open_core(self, opened: contextlib.ExitStack) -> None:
-        options = self.options
-        disk = Disk(options.disk, self._jobs.report) if options.disk else None
+    def _open_core(self, opened: contextlib.ExitStack, inherited: Inheritance | None) -> None:
+        options, lock_fd = self.options, -1 if inherited is None else inherited.lock_fd
+        disk = Disk(options.disk, self._jobs.report, lock_fd) if options.disk else None
         if disk is not None:
             opened.callback(disk.close, 5.0)
         self.stock = Stock(
@@ -252,11 +273,11 @@ class Hub:
             self.stock,
             self.sessions,
             disk,
-            self._send,
+            self.reception.send,
             self._jobs.report,
             self._is_open,
             self._stats,
-            self._sender,
+            self.reception.sender,
             time.monotonic,
         )
         self.service = Service(
@@ -267,8 +288,17 @@ class Hub:
             channel=open_channel(options.channel, self.pool.bytes),
         )
         opened.callback(self.service.close)
-        if disk is not None:
+        if inherited is not None:
+            self._settle(inherited)
+        elif disk is not None:
             self._take_stock(disk)
+
+    def _settle(self, inherited: Inheritance) -> None:
+        assert self._unix_socket is not None
+        for token, fd in zip(inherited.estate.tokens, inherited.connection_fds, strict=True):
+            self._unix_socket.adopt(token, fd)
+        for chunk in settle(inherited.estate, self.core):
+            self.service.writes.begin(chunk)
 
     def _take_stock(self, disk: Disk) -> None:
         for former, chunks, trails, ends in disk.open_all():
@@ -277,11 +307,16 @@ class Hub:
                 disk.forget(former)
                 continue
             for ref, size_bytes in chunks:
-                self.stock.found_on_disk(space, ref, size_bytes, trails.get(ref.prefix_key, b""), ends.get(ref))
+                chunk = Chunk(space, ref, disk_bytes=size_bytes, until_s=ends.get(ref))
+                chunk.describe(trails.get(ref.prefix_key, b""))
+                self.stock.adopt(chunk)
 
     # -- serving -----------------------------------------------------------------------------------------------------
 
     def _turn(self, timeout_s: float) -> None:
+        if self._is_paused:
+            self._rest()
+            return
         network = self.network
         if network is not None:
             network.listener.look()
@@ -291,117 +326,37 @@ class Hub:
         if not ready or self.service.is_behind:
             self.service.do_leisure_work()
         self._jobs.carry_out(is_roused=self._jobs.fd in ready)
+        if self._is_paused:  # since a moment ago
+            return
         if self._unix_socket is not None and self._unix_socket.fileno() in ready:
             for token in self._unix_socket.look():
                 self.service.hang_up(token)
         if self._client_keys is not None and self._client_keys.socket in ready:
             self._client_keys.answer()
-        if network is not None and network.monitor in ready:
-            self._note_connections(_TURN)
-        for number, router in self._sockets.items():
-            if router in ready:
-                self._receive(number, router)
+        self.reception.receive(ready)
         now_s = time.monotonic()
-        if network is not None and now_s - self._looked_s > max(LOOK_S, _LOOK_EACH_S * len(network.watch)):
-            self._looked_s = now_s
-            self._cut_endless(network.watch.cut_endless())
-            self.service.forget_silent()
         if now_s - self._expired_s > _TICK_S:
             self._expired_s = now_s
             self.service.expire()
         self._passes.note(time.monotonic() - began_s)
 
-    def _cut_endless(self, count: int) -> None:
-        self.num_malformed += count
-        if count:
-            self._throttle.log("endless", "disconnected %d clients that sent a message without end", count)
+    @property
+    def _is_paused(self) -> bool:
+        return self.pause is not None and self.pause.is_on
 
-    def _receive(self, number: int, router: zmq.Socket[bytes]) -> None:
-        for _ in range(_TURN):
-            message = self._intakes[number].take()
-            if message is None:
-                return
-            peer = Peer(number, message.name)
-            if self.network is not None and number == TCP and message.frames:
-                self.network.watch.note_message(self._fd_of(peer, message.frames[0]))
-            if not message.is_whole:
-                if peer not in self._kicked:
-                    self._kick(peer, "a message with too many frames")
-            elif peer not in self._kicked:
-                self._handle(peer, message.frames)
-            if not int(router.get(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than an exception
-                return
-
-    def _handle(self, peer: Peer, frames: Sequence[zmq.Frame]) -> None:
-        self._at_hand = frames
-        is_new = peer.socket == TCP and peer not in self.sessions.by_peer
-        if is_new:  # the end of an earlier connection with the same number must not end this client
-            self._note_connections()
-        try:
-            self.service.handle(peer, [frame.buffer for frame in frames])
-            if is_new:
-                self._note_client(peer, frames[0])
-        except ProtocolError as error:
-            self._kick(peer, str(error))
-        finally:
-            self._at_hand = ()
-
-    def _fd_of(self, peer: Peer, frame: zmq.Frame) -> int:
-        session = self.sessions.by_peer.get(peer)
-        return session.fd if session is not None and session.fd >= 0 else int(frame.get(zmq.SRCFD))
-
-    def _note_client(self, peer: Peer, frame: zmq.Frame) -> None:
-        """Remember the connection of a client, to know when it ends."""
-        session = self.sessions.by_peer.get(peer)
-        if session is not None:
-            session.fd = int(frame.get(zmq.SRCFD))
-            self._by_fd[session.fd] = session
-            assert self.network is not None
-            self.network.watch.note_hello(session.fd)
-
-    def _note_connections(self, at_most: int | None = None) -> None:
-        """Note new connections, and end the clients of closed ones; handles ``at_most`` so many events."""
-        assert self.network is not None
-        for fd in self.network.ended(at_most):
-            session = self._by_fd.pop(fd, None)
-            if session is not None:
-                self.service.end(session)
-
-    def _kick(self, peer: Peer, why: str) -> None:
-        """End a client that sent a malformed message, and ignore all later messages of its connection."""
-        self.num_malformed += 1
-        self._throttle.log("kick", "disconnected a client: %s", why[:200])
-        self._send(peer, messages.Refused(0, messages.Refusal.MALFORMED, why[:200]), ())
-        self._kicked[peer] = None
-        if len(self._kicked) > _MAX_KICKED:
-            self._kicked.popitem(last=False)
-        session = self.sessions.by_peer.pop(peer, None)
-        if session is not None and session.token and self._unix_socket is not None:
-            self._unix_socket.ask_to_leave(session.token)  # the session ends when the client releases the pool
-        elif session is not None:
-            self.service.end(session)
-
-    def _send(self, peer: Peer, answer: messages.Answer, payload: Sequence[Buffer]) -> None:
-        frames = [peer.name, messages.encode(answer), *payload]
-        try:
-            self._sockets[peer.socket].send_multipart(frames, zmq.NOBLOCK, copy=not payload)
-        except zmq.ZMQError:  # it has disconnected, or does not read its answers
-            session = self.sessions.by_peer.get(peer)
-            if session is not None and not session.token:
-                self.service.end(session)
+    def _rest(self) -> None:
+        """Do nothing but what other threads ask for, and refuse what clients do."""
+        ready = dict(self._poller.poll(_PAUSE_MS))
+        self._beat_s = time.monotonic()
+        self._jobs.carry_out(is_roused=self._jobs.fd in ready)
+        if self.pause is not None:
+            self.reception.refuse(ready, self.pause)
 
     def _stats(self) -> dict[str, Any]:
         refused = self.num_strangers + (self._client_keys.refused if self._client_keys else 0)
         counted = stats(self.core, time.monotonic() - self._began_s, self.service.writes.num_unwritten)
         counted |= self.service.offers.stats()
-        return {**counted, "malformed": self.num_malformed, "refused": refused, "passes": self._passes.tree()}
-
-    def _sender(self, peer: Peer) -> Client:
-        frame = self._at_hand[0]
-        client = self._clients.sender(peer.socket, frame)
-        if client is STRANGER:
-            self._cut(int(frame.get(zmq.SRCFD)))
-        return client
+        return {**counted, "malformed": self.reception.num_malformed, "refused": refused, "passes": self._passes.tree()}
 
     def _is_open(self, token: bytes) -> bool:
         return self._unix_socket is not None and self._unix_socket.is_open(token)
@@ -421,6 +376,10 @@ class Hub:
 
     def _drain(self) -> bool:
         """Wait for disk writes and deletions, while reads are still answered; return False if writes are left."""
+        if self.pause is not None:
+            if self.pause.is_final:  # another process has them
+                return True
+            self.pause.end()
         self._begin_drain()
         deadline_s = time.monotonic() + self.options.drain_s
         while self.service.writes.is_changing_files and time.monotonic() < deadline_s and not self._hurry.is_set():

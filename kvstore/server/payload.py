@@ -43,6 +43,7 @@ class Payload:
     """
 
     def __init__(self, core: Core) -> None:
+        self.num_under_way = 0  # actions on threads
         self._core = core
         self._copiers = ThreadPoolExecutor(_copy_threads(), "kvstore-copy")
         self._unsent = Shares(_MAX_UNSENT_BYTES, by_sharer=_MAX_UNSENT_BYTES // 2)
@@ -158,8 +159,13 @@ class Payload:
             error = future.exception()
             if error is not None:
                 logger.error("unexpected error on a copy thread of the cache server", exc_info=error)
-            self._core.report(partial(ended, None if error is not None else future.result()))
+            self._core.report(partial(tell, None if error is not None else future.result()))
 
+        def tell(result: Result | None) -> None:
+            self.num_under_way -= 1
+            ended(result)
+
+        self.num_under_way += 1
         self._copiers.submit(action).add_done_callback(look)
 
     def begin(self, session: Session, lease: Lease) -> None:

@@ -12,13 +12,13 @@ import fcntl
 import mmap
 import os
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from kvstore.memory.mapped import map_bytes
 from kvstore.memory.preparing import Pace, Preparation
 from kvstore.model.chunks import ByteArray
-from kvstore.model.errors import ConfigError
+from kvstore.model.errors import ConfigError, ProtocolError
 from kvstore.protocol.payload import PAGE_BYTES, Run, extents
 
 # From linux/fcntl.h; only Python 3.12 and later have them. They keep clients from truncating the pool of the others.
@@ -31,6 +31,25 @@ _PACE: Final = Pace(threads=min(4, len(os.sched_getaffinity(0))), piece_bytes=_P
 def pages_of(num_bytes: int) -> int:
     """Return the number of pages that hold so many bytes."""
     return -(-num_bytes // PAGE_BYTES)
+
+
+def gaps(runs: Iterable[Run], num_pages: int) -> Iterator[Run]:
+    """Yield the pages that are in none of these runs.
+
+    Raises:
+        ProtocolError: some of them overlap, or are not among ``num_pages``.
+    """
+    end = 0
+    for first, length in sorted(runs):
+        if first < end or length < 1:
+            raise ProtocolError(f"page {first} is taken twice")
+        if first > end:
+            yield end, first - end
+        end = first + length
+    if end > num_pages:
+        raise ProtocolError(f"page {end - 1} is taken, and there are {num_pages}")
+    if end < num_pages:
+        yield end, num_pages - end
 
 
 class FreePages:
@@ -110,29 +129,34 @@ class Pool:
         num_bytes: bytes of all pages.
         allocated: called on other threads with each run of pages that was allocated; it must have the thread that
             decides call ``add``.
+        fd: a memfd of this size from another process, with all pages allocated, which this object then owns.
+        taken: pages that are in use there.
 
     Raises:
         ConfigError: the system cannot make a memfd of that size.
+        ProtocolError: ``taken`` contradicts itself.
     """
 
-    def __init__(self, num_bytes: int, allocated: Callable[[Run], None]) -> None:
+    def __init__(
+        self, num_bytes: int, allocated: Callable[[Run], None], *, fd: int = -1, taken: Iterable[Run] = ()
+    ) -> None:
         num_pages = num_bytes // PAGE_BYTES
         if num_pages < 1:
             raise ConfigError(f"a pool of {num_bytes} bytes has no page of {PAGE_BYTES}: raise max_local_cpu_size")
         self.num_bytes = num_pages * PAGE_BYTES
         self.free = FreePages(0)
-        self._left_pages = num_pages
+        self._left_pages = num_pages if fd < 0 else 0
         self._allocated = allocated
         try:
-            self.fd = os.memfd_create("kvstore-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(self.fd, self.num_bytes)
-            fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEALS)
+            self.fd = _make(self.num_bytes) if fd < 0 else fd
             self.bytes = map_bytes(self.num_bytes, self.fd)
         except (OSError, OverflowError, ValueError) as error:
             raise ConfigError(
                 f"cannot make a pool of {self.num_bytes / 2**30:.1f} GiB ({error}): lower max_local_cpu_size"
             ) from error
-        begins = range(0, self.num_bytes, _PIECE_BYTES)
+        if fd >= 0:
+            self.free.give(list(gaps(taken, num_pages)))
+        begins = range(0, self.num_bytes if fd < 0 else 0, _PIECE_BYTES)
         pieces = [(begin, min(begin + _PIECE_BYTES, self.num_bytes)) for begin in begins]
         self._preparation = Preparation(self.bytes, pieces, None, _PACE, self._touch)
 
@@ -173,3 +197,19 @@ class Pool:
     def _touch(self, begin: int, end: int) -> None:
         self.bytes[begin : end : mmap.PAGESIZE] = 0  # on Linux before 5.14 nothing else has allocated them
         self._allocated((begin // PAGE_BYTES, (end - begin) // PAGE_BYTES))
+
+
+def _make(num_bytes: int) -> int:
+    """Return a sealed memfd.
+
+    Raises:
+        OSError: the system cannot make it.
+    """
+    fd = os.memfd_create("kvstore-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, num_bytes)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd

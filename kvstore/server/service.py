@@ -51,6 +51,7 @@ class Service:
 
     Attributes:
         offers: the reads through the channel.
+        payload: the copies on other threads.
         writes: the writes to disk.
     """
 
@@ -73,8 +74,8 @@ class Service:
         self.writes = WriteBehind(core, max_writes)
         self.grants = Grants(core)
         self._orders = Orders(core, pin_max_s, self._clear_space)
-        self._payload = Payload(core)
-        self.offers = Offers(core, self._payload, channel)
+        self.payload = Payload(core)
+        self.offers = Offers(core, self.payload, channel)
 
     def handle(self, peer: Peer, message: Sequence[Buffer]) -> None:
         """Carry out a request of one frame, or of two for a piece, where the second is payload.
@@ -201,7 +202,7 @@ class Service:
     def close(self) -> None:
         """End the threads."""
         self.offers.close()
-        self._payload.close()
+        self.payload.close()
 
     def _deny(self, client: Client, request: messages.Request) -> messages.Refused:
         needed = NEEDED[type(request)]
@@ -266,7 +267,7 @@ class Service:
                 self._note_progress(session, told)
                 return None
             case messages.Piece() | messages.Fetch() | messages.Front():
-                return self._payload.answer(session, request, payload)
+                return self.payload.answer(session, request, payload)
             case messages.Attach() | messages.Offer():
                 return self.offers.answer(session, request)
             case messages.Clear():

@@ -80,6 +80,12 @@ class Stock:
         """Number of chunks on disk."""
         return len(self._disk)
 
+    def by_value(self) -> Iterator[Chunk]:
+        """Iterate over all chunks that can be found: those only on disk, then those in memory, the best last."""
+        yield from (chunk for key in self._disk.by_value() if not (chunk := self._chunks[key]).runs)
+        yield from map(self._chunks.__getitem__, self._memory.by_value())
+        yield from (chunk for chunk in self.pins if chunk.runs)
+
     # -- looking -----------------------------------------------------------------------------------------------------
 
     def lookup(self, space: Space, refs: Sequence[ChunkRef], *, hears_ends: bool = True) -> tuple[bytes, list[int]]:
@@ -231,15 +237,9 @@ class Stock:
 
     # -- the disk ----------------------------------------------------------------------------------------------------
 
-    def found_on_disk(
-        self, space: Space, ref: ChunkRef, size_bytes: int, trail: bytes = b"", until_s: float | None = None
-    ) -> None:
+    def adopt(self, chunk: Chunk) -> None:
         """Add a chunk that an earlier server stored."""
-        chunk = Chunk(space, ref, until_s=until_s)
-        if trail:
-            chunk.describe(trail)
-        chunk.disk_bytes = size_bytes
-        space.used_bytes += chunk.size_bytes
+        chunk.space.used_bytes += chunk.size_bytes
         self._admit(chunk)
 
     def prepare_write(self, chunk: Chunk, size_bytes: int) -> bool:

@@ -25,6 +25,7 @@ from kvstore.protocol.messages import TOKEN_BYTES
 logger = logging.getLogger(__name__)
 
 POOL_SOCKET = "pool"
+CONTROL_NAME = "control"  # of the socket for requests
 FOLDER_MODE = 0o700
 _SOCKET_MODE = 0o600
 _BACKLOG = 128
@@ -38,12 +39,18 @@ class UnixSocket:
         folder: its folder; made if missing.
         pool_fd: the memfd to hand out.
         most: the most connections that may be open.
+        listener_fd: a descriptor that listens there already, from another process, which this object then owns.
+
+    Attributes:
+        folder: its folder.
+        owns_path: the name is deleted at the end.
 
     Raises:
         ConfigError: the folder belongs to another user or is open to others, or another server runs in it.
     """
 
-    def __init__(self, folder: Path, pool_fd: int, most: int) -> None:
+    def __init__(self, folder: Path, pool_fd: int, most: int, listener_fd: int = -1) -> None:
+        self.folder = folder
         self._path = folder / POOL_SOCKET
         self._pool_fd = pool_fd
         self._most = most
@@ -51,13 +58,29 @@ class UnixSocket:
         self._connections: dict[bytes, socket.socket] = {}
         self._throttle = Throttle(logger)
         make_private(folder)
-        self._listener = _listen(self._path)
+        self.owns_path = listener_fd < 0
+        self._listener = _listen(self._path) if listener_fd < 0 else socket.socket(fileno=listener_fd)
         self._epoll = select.epoll()
         self._epoll.register(self._listener, select.EPOLLIN)
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when a client connects or disconnects."""
         return self._epoll.fileno()
+
+    @property
+    def listener_fd(self) -> int:
+        """Descriptor that listens."""
+        return self._listener.fileno()
+
+    def connections(self) -> list[tuple[bytes, int]]:
+        """Return token and descriptor of each connection."""
+        return [(token, fd) for fd, token in self._tokens.items()]
+
+    def adopt(self, token: bytes, fd: int) -> None:
+        """Add a connection that another process has accepted."""
+        connection = socket.socket(fileno=fd)
+        connection.setblocking(False)
+        self._enter(token, connection)
 
     def is_open(self, token: bytes) -> bool:
         """Tell if the connection with this token is open."""
@@ -70,6 +93,11 @@ class UnixSocket:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
 
+    def ask_all_to_leave(self) -> None:
+        """Ask all clients to close their ends."""
+        for token in self._connections:
+            self.ask_to_leave(token)
+
     def look(self) -> list[bytes]:
         """Accept new clients; return the tokens of those that are gone."""
         gone = []
@@ -81,12 +109,13 @@ class UnixSocket:
         return gone
 
     def close(self) -> None:
-        """Close the socket and all connections, and delete its name."""
+        """Close the socket and all connections, and delete its name, unless another process has it now."""
         for fd in list(self._tokens):
             self._close(fd)
         self._epoll.close()
         self._listener.close()
-        self._path.unlink(missing_ok=True)
+        if self.owns_path:
+            self._path.unlink(missing_ok=True)
 
     def _let_in(self) -> None:
         try:
@@ -107,6 +136,9 @@ class UnixSocket:
         except OSError:  # gone already
             connection.close()
             return
+        self._enter(token, connection)
+
+    def _enter(self, token: bytes, connection: socket.socket) -> None:
         self._tokens[connection.fileno()] = token
         self._connections[token] = connection
         self._epoll.register(connection, select.EPOLLIN | select.EPOLLRDHUP)
@@ -169,9 +201,9 @@ def _listen(path: Path) -> socket.socket:
     return listener
 
 
-def is_alive(path: Path) -> bool:
+def is_alive(path: Path, kind: socket.SocketKind = socket.SOCK_STREAM) -> bool:
     """Tell if a process listens on a unix socket."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+    with socket.socket(socket.AF_UNIX, kind) as probe:
         probe.settimeout(1.0)
         try:
             probe.connect(str(path))

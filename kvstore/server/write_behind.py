@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from kvstore.server.core import Core
@@ -21,10 +21,12 @@ class WriteBehind:
 
     Attributes:
         num_writing: number of chunks that are being written.
+        is_held: no write begins meanwhile.
     """
 
     def __init__(self, core: Core, max_writes: int) -> None:
         self.num_writing = 0
+        self.is_held = False
         self._core = core
         self._max_writes = max_writes
         self._unwritten: deque[Chunk] = deque(maxlen=_MAX_UNWRITTEN)
@@ -36,6 +38,11 @@ class WriteBehind:
         return self.num_writing + len(self._unwritten)
 
     @property
+    def waiting(self) -> Iterable[Chunk]:
+        """Chunks that wait for the disk."""
+        return tuple(self._unwritten)
+
+    @property
     def is_changing_files(self) -> bool:
         """True while chunks are on their way to disk, or files of evicted chunks are still there."""
         return bool(self.num_unwritten) or (self._core.disk is not None and self._core.disk.is_busy)
@@ -45,7 +52,7 @@ class WriteBehind:
         core, disk = self._core, self._core.disk
         if disk is None:
             return
-        if self.num_writing >= self._max_writes or core.stock.has_cleared:
+        if not self._may_begin():
             self._unwritten.append(chunk)
             return
         if not core.stock.prepare_write(chunk, disk.size_of(chunk.space, chunk.ref)):
@@ -62,9 +69,12 @@ class WriteBehind:
 
     def go_on(self) -> Iterator[None]:
         """Start to write the chunks that wait, one in each step."""
-        while self._unwritten and self.num_writing < self._max_writes and not self._core.stock.has_cleared:
+        while self._unwritten and self._may_begin():
             self.begin(self._unwritten.popleft())
             yield
+
+    def _may_begin(self) -> bool:
+        return self.num_writing < self._max_writes and not (self.is_held or self._core.stock.has_cleared)
 
     def note_end(self, chunk: Chunk) -> None:
         """Start to change the end of a chunk's time to live on disk, if it is there; one change at a time."""

@@ -305,7 +305,7 @@ class TestGrants:
                 client.connection.send(
                     messages.Acquire(client.connection.new_serial(), messages.pack_refs([make_ref(0)]))
                 )
-            wait_for("it is cut off", lambda: server.hub.num_malformed == 1)
+            wait_for("it is cut off", lambda: server.hub.reception.num_malformed == 1)
             gate.set()
             client.close()
             tier.close()

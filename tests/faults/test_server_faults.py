@@ -144,11 +144,11 @@ class TestLeases:
         first_context, first = open_connection(server.url)
         came: list[tuple[zmq.Context[zmq.Socket[bytes]], ServerConnection]] = []
         opener = threading.Thread(target=lambda: came.append(open_connection(server.url)))
-        receive = server.hub._receive
+        receive = server.hub.reception._receive
 
         def change_places(number: int, router: zmq.Socket[bytes]) -> None:
             """Run on the server's thread, after its look for closed connections and before that for messages."""
-            server.hub._receive = receive  # type: ignore[method-assign]
+            server.hub.reception._receive = receive  # type: ignore[method-assign]
             first.close()
             close_context(first_context)
             time.sleep(0.1)  # until this end of the connection is closed, too
@@ -156,15 +156,15 @@ class TestLeases:
             time.sleep(0.1)  # until its hello has arrived
             receive(number, router)
 
-        wait_for("only these two are left", lambda: len(server.hub._by_fd) == 2)
-        fds = set(server.hub._by_fd)
-        server.hub._receive = change_places  # type: ignore[method-assign]
+        wait_for("only these two are left", lambda: len(server.hub.reception._by_fd) == 2)
+        fds = set(server.hub.reception._by_fd)
+        server.hub.reception._receive = change_places  # type: ignore[method-assign]
         try:
             other.ask(messages.Lookup(other.new_serial(), messages.pack_refs([A])), messages.Held)
             opener.join(10)
             new = came[0][1]
             assert new.ask(messages.Lookup(new.new_serial(), messages.pack_refs([A])), messages.Held).found == b"\0"
-            return set(server.hub._by_fd) == fds
+            return set(server.hub.reception._by_fd) == fds
         finally:
             for its_context, connection in ((context, other), *came):
                 connection.close()

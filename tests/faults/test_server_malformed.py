@@ -39,7 +39,7 @@ class TestMalformed:
         context, connection = open_connection(server.url)
         connection.ask(messages.Acquire(connection.new_serial(), messages.pack_refs([A])), messages.Granted)
         connection._socket.send(b"\x93\x01nonsense")
-        wait_for("it is cut off", lambda: server.hub.num_malformed == 1)
+        wait_for("it is cut off", lambda: server.hub.reception.num_malformed == 1)
         with pytest.raises(TierError):
             connection.ask(messages.Lookup(connection.new_serial(), b""), messages.Held)
         connection.close()
@@ -169,7 +169,7 @@ def fuzz(server: ServerThread, count: int) -> None:
         connection.close()
     close_context(context)
     check_quiet(server)
-    assert server.hub.num_malformed >= count // 4
+    assert server.hub.reception.num_malformed >= count // 4
     wait_for("the good client is served", lambda: check_read(tier, A) in {Outcome.HIT, Outcome.MISS})
     tier.close()
 
@@ -230,7 +230,7 @@ class TestMessages:
             tier.put([make_transfer(EVEN, A)])
             peer = raw_peer(server)
             assert self.endless(peer) < 1 << 30
-            assert server.hub.num_malformed >= 1
+            assert server.hub.reception.num_malformed >= 1
             assert tier.contains([A]) == [True]
             peer.close()
             tier.close()
@@ -278,7 +278,7 @@ class TestMessages:
             peers = [raw_peer(server) for _ in range(12)]
             for peer in peers:
                 peer.sendall(part)
-            wait_for("some are cut off", lambda: server.hub.num_malformed >= 12 - 5)
+            wait_for("some are cut off", lambda: server.hub.reception.num_malformed >= 12 - 5)
             for peer in peers:
                 peer.close()
 
@@ -304,7 +304,7 @@ class TestMessages:
             gate.set()
             outcomes = [connection.receive() for _ in range(8)]
             assert all(isinstance(outcome, messages.Done) for outcome in outcomes)
-            assert server.hub.num_malformed == 0
+            assert server.hub.reception.num_malformed == 0
             connection.close()
             close_context(context)
 
@@ -317,9 +317,9 @@ class TestMessages:
             tier = open_tier(server.url)
             client = Raw(server)
             client.connection._socket.send_multipart([b"x"] * 20_000)
-            wait_for("it is malformed", lambda: server.hub.num_malformed == 1)
+            wait_for("it is malformed", lambda: server.hub.reception.num_malformed == 1)
             assert tier.contains([A]) == [False]
-            assert server.hub.num_malformed == 1
+            assert server.hub.reception.num_malformed == 1
             client.close()
             tier.close()
 

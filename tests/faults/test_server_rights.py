@@ -58,7 +58,7 @@ def test_what_a_key_may_not_is_a_value_and_costs_no_connection(keys: Path, caplo
                 tier.clear()
         assert usual.contains([A, B]) == [True, True]
         assert server.hub.core.denied["reader", "write"] == 9
-        assert server.hub.num_malformed == 0
+        assert server.hub.reception.num_malformed == 0
         operator = Operator(parse_server(server.url, files(keys, "root")))
         assert operator.stats()["clients"] >= 1
         assert operator.clear() == 2

@@ -14,7 +14,8 @@ from kvstore.tools.console import FAILED, Answer, log_to_stderr, print_report
 
 if TYPE_CHECKING:
     from kvstore.config import StoreConfig
-    from kvstore.server.options import ServerOptions
+    from kvstore.tools.serve.pages import Pages
+    from kvstore.tools.serve.reloading import Reloader
 
 _FREEING_S: Final = 10.0  # without progress: engines unmap an earlier server's memory before the system frees any
 
@@ -24,6 +25,13 @@ def serve(
     *,
     check: Annotated[
         bool, typer.Option("--check", help="Only check the configuration, and show what it means.")
+    ] = False,
+    take_over: Annotated[
+        bool,
+        typer.Option("--take-over", help="Replace the server that runs in the folder, if one does; keep its chunks."),
+    ] = False,
+    wait_at_end: Annotated[
+        bool, typer.Option("--wait-at-end", help="After being replaced, wait for SIGTERM instead of exiting.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Report the start as one JSON object.")] = False,
 ) -> None:
@@ -36,37 +44,36 @@ def serve(
     from kvstore.config import load_config  # noqa: PLC0415
     from kvstore.memory.limits import require_memory  # noqa: PLC0415
     from kvstore.tools.interrupts import ignore_hangup  # noqa: PLC0415
+    from kvstore.server.succession.taking import can_be_replaced  # noqa: PLC0415
     from kvstore.tools.serve.options import planned, server_options  # noqa: PLC0415
+    from kvstore.tools.serve.process import Successions, run_server  # noqa: PLC0415
+    from kvstore.tools.serve.reloading import Reloader  # noqa: PLC0415
 
     log_to_stderr()
     ignore_hangup()  # until there is something to reload
     loaded = load_config(path=config).config
     logging.getLogger().setLevel(loaded.server_log_level)
-    require_memory(loaded.max_local_cpu_bytes, "the cache server", patience_s=_FREEING_S)
     options = server_options(loaded)
     options.check()
+    if not take_over or not can_be_replaced(options):
+        require_memory(loaded.max_local_cpu_bytes, "the cache server", patience_s=_FREEING_S)
     if check:
         print_report(planned(options), as_json=as_json)
         return
-    if not _run(config, loaded, options, partial(print_report, as_json=as_json)):
+    successions = Successions(takes_over=take_over, waits_at_end=wait_at_end)
+    reloader = Reloader(config, loaded)
+    pages = _pages(loaded, reloader)
+    if not run_server(options, reloader, pages, partial(print_report, as_json=as_json), successions):
         raise typer.Exit(FAILED)
 
 
-def _run(path: Path, config: StoreConfig, options: ServerOptions, report: Callable[[dict[str, object]], None]) -> bool:
-    from kvstore.server.hub import Hub  # noqa: PLC0415
-    from kvstore.tools.serve.process import run_server  # noqa: PLC0415
-    from kvstore.tools.serve.reloading import Reloader  # noqa: PLC0415
-
-    reloader = Reloader(path, config)
+def _pages(config: StoreConfig, reloader: Reloader) -> Callable[[], Pages] | None:
+    """Return a function that opens the HTTP pages; None for none."""
     if config.server_http_port is None:
-        return run_server(lambda: Hub(options), reloader, None, report)
+        return None
     from kvstore.tools.serve.pages import Pages  # noqa: PLC0415 - its packages are an extra
 
-    pages = Pages(config, reloader)
-    try:
-        return run_server(lambda: Hub(options), reloader, pages, report)
-    finally:
-        pages.close()
+    return partial(Pages, config, reloader)
 
 
 def keygen(

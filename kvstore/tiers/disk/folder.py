@@ -98,11 +98,19 @@ class FolderLock:
     does the child after a fork. Otherwise a lingering helper process would keep the folder of a killed engine.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, fd: int = -1) -> None:
         self._folder = folder
         self._path = folder / LOCK_FILE
-        self._fd = -1
-        self.acquire()
+        self._fd = fd
+        if fd < 0:
+            self.acquire()
+        else:
+            _held_locks.add(self)
+
+    @property
+    def fd(self) -> int:
+        """Descriptor that holds the lock; a duplicate of it in another process holds it, too."""
+        return self._fd
 
     def acquire(self) -> None:
         """Take the lock, or take it again after the folder was deleted and created again.

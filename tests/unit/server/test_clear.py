@@ -139,7 +139,7 @@ def test_a_namespace_that_comes_again_is_none_of_its_business() -> None:
 def test_what_finds_room_while_it_is_cleared_is_not_there() -> None:
     """They are reads from disk and stores that had begun to make room before."""
     shop = Shop(chunks=1, disk_chunks=4)
-    shop.stock.found_on_disk(shop.space, ONE, CHUNK_BYTES)
+    shop.stock.adopt(Chunk(shop.space, ONE, disk_bytes=CHUNK_BYTES))
     other = enter(shop.stock, "other", KVLayout((PAGE_BYTES // 2,), 1, 16, 16))
     for number in range(2):
         chunk = whole(shop.stock.reserve(other, make_ref(number, 1)))
@@ -151,7 +151,7 @@ def test_what_finds_room_while_it_is_cleared_is_not_there() -> None:
     assert whole(reading) is Outcome.MISS
     drop_all(shop)
     storing = shop.stock.reserve(shop.space, TWO)
-    shop.stock.found_on_disk(shop.space, ONE, CHUNK_BYTES)
+    shop.stock.adopt(Chunk(shop.space, ONE, disk_bytes=CHUNK_BYTES))
     list(storing)
     shop.stock.clear(shop.space)
     assert (shop.space.chunks, shop.stock.num_on_disk) == ({}, 1)

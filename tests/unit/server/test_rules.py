@@ -66,7 +66,7 @@ def test_what_was_looked_up_last_goes_last(kept: ChunkRef) -> None:
 
 def test_pages_for_a_read_that_failed_are_given_back() -> None:
     shop = Shop()
-    shop.stock.found_on_disk(shop.space, ONE, CHUNK_BYTES)
+    shop.stock.adopt(Chunk(shop.space, ONE, disk_bytes=CHUNK_BYTES))
     chunk = shop.acquire(ONE)
     assert isinstance(chunk, Chunk)
     assert shop.free.num_free == 2

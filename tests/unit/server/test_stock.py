@@ -79,7 +79,7 @@ class StockMachine(RuleBasedStateMachine):
         self.open()
         for chunk in self.files.values():
             space = self.stock.spaces[chunk.space.id]
-            self.stock.found_on_disk(space, chunk.ref, chunk.size_bytes, until_s=chunk.until_s)
+            self.stock.adopt(Chunk(space, chunk.ref, disk_bytes=chunk.size_bytes, until_s=chunk.until_s))
         self.files = {key: self.stock._chunks[key] for key in self.files}
 
     @rule(by_s=st.integers(1, 20))
