@@ -208,7 +208,7 @@ class Hub:
             self._unix_socket = UnixSocket(options.folder, self.pool.fd, self._most[IPC], listener_fd)
             opened.callback(self._unix_socket.close)
         self._open_core(opened, inherited)
-        self._bind(opened)
+        self._bind(opened, inherited)
         self.reception.open(self.service, self.sessions, self._unix_socket, self.network)
         if self._unix_socket is not None:
             self.pause = Pause(self.core, self.service, self._sockets, self._unix_socket, self.network)
@@ -219,7 +219,7 @@ class Hub:
             if source is not None:
                 self._poller.register(source, zmq.POLLIN)
 
-    def _bind(self, opened: contextlib.ExitStack) -> None:
+    def _bind(self, opened: contextlib.ExitStack, inherited: Inheritance | None) -> None:
         """Listen, last of all, because a client that is let in must be served."""
         options, patience_s = self.options, 0.0
         if self._succession is not None and self._unix_socket is not None:
@@ -232,6 +232,9 @@ class Hub:
             self._sockets[TCP] = bind_router(self._context, str(options.tcp), options.keys, patience_s)
             self.network = Network(self._context, self._sockets[TCP], self._jobs.fd, self._most[TCP])
             opened.callback(self.network.watch.close)
+        if inherited is not None:
+            count, pause_ms = len(inherited.estate.chunks), (time.monotonic() - inherited.estate.paused_s) * 1000
+            logger.info("took over %d chunks; clients waited for %.0f ms", count, pause_ms)
 
     def _change(self, options: ServerOptions) -> int:
         self.options = options
@@ -314,7 +317,7 @@ class Hub:
     # -- serving -----------------------------------------------------------------------------------------------------
 
     def _turn(self, timeout_s: float) -> None:
-        if self._is_paused:
+        if self._is_paused():
             self._rest()
             return
         network = self.network
@@ -326,7 +329,7 @@ class Hub:
         if not ready or self.service.is_behind:
             self.service.do_leisure_work()
         self._jobs.carry_out(is_roused=self._jobs.fd in ready)
-        if self._is_paused:  # since a moment ago
+        if self._is_paused():  # since a moment ago
             return
         if self._unix_socket is not None and self._unix_socket.fileno() in ready:
             for token in self._unix_socket.look():
@@ -340,7 +343,6 @@ class Hub:
             self.service.expire()
         self._passes.note(time.monotonic() - began_s)
 
-    @property
     def _is_paused(self) -> bool:
         return self.pause is not None and self.pause.is_on
 

@@ -6,10 +6,11 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TypeVar
+from concurrent.futures import CancelledError, Future
+from typing import Any, Final, TypeVar
 
 Result = TypeVar("Result")
+_ENDED: Final = "the server has ended"
 
 
 class Jobs:
@@ -18,6 +19,7 @@ class Jobs:
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._jobs: deque[Callable[[], None]] = deque()
+        self._asked: set[Future[Any]] = set()
 
     def report(self, job: Callable[[], None]) -> None:
         """Queue a call."""
@@ -30,17 +32,23 @@ class Jobs:
         Raises:
             TimeoutError: it has not begun in time, and never will; or it has not ended.
         """
+        if self.fd < 0:
+            raise TimeoutError(_ENDED)
         asked = Future[Result]()
 
         def carry_out() -> None:
             if asked.set_running_or_notify_cancel():
                 asked.set_result(call())
 
+        self._asked.add(asked)
         self.report(carry_out)
         try:
             return asked.result(timeout_s)
+        except CancelledError as error:
+            raise TimeoutError(_ENDED) from error
         finally:
             asked.cancel()
+            self._asked.discard(asked)
 
     def rouse(self) -> None:
         """Make the descriptor readable."""
@@ -60,6 +68,8 @@ class Jobs:
             self._jobs.popleft()()
 
     def close(self) -> None:
-        """Close the descriptor; calls may still be queued, but are not carried out."""
+        """Close the descriptor; calls may still be queued, but are not carried out. Nobody waits for them any more."""
         fd, self.fd = self.fd, -1  # a disk call that hung may return later, and report
         os.close(fd)
+        for asked in list(self._asked):
+            asked.cancel()

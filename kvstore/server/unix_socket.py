@@ -187,7 +187,10 @@ def _listen(path: Path) -> socket.socket:
         ConfigError: a server runs there, or the path cannot be used.
     """
     if is_alive(path):
-        raise ConfigError(f"another cache server runs in {path.parent}: stop it, or name another folder")
+        raise ConfigError(
+            f"another cache server runs in {path.parent}, which cannot be replaced while it runs: stop it, or name "
+            "another folder"
+        )
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         path.unlink(missing_ok=True)

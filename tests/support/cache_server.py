@@ -19,6 +19,7 @@ from pathlib import Path
 
 from kvstore.server.hub import Hub
 from kvstore.server.options import ServerOptions, TcpAddress
+from kvstore.server.succession.taking import Succession
 from support.forked import ForkedProcess, forker
 from support.redis_server import wait_for
 
@@ -36,8 +37,8 @@ def mapped_pools() -> int:
 class ServerThread:
     """A server in this process, whose state may be inspected while no client calls it."""
 
-    def __init__(self, options: ServerOptions) -> None:
-        self.hub = Hub(options)
+    def __init__(self, options: ServerOptions, succession: Succession | None = None) -> None:
+        self.hub = Hub(options, succession=succession)
         self.drained: bool | None = None
         self._thread = threading.Thread(target=self._run, name="test-server")
         self._thread.start()
@@ -128,9 +129,9 @@ class ServerProcess:
         self.log = folder / "server.log"
         self.process: ForkedProcess | subprocess.Popen[bytes] | None = None
 
-    def start(self, *, forks: bool = True) -> ServerProcess:
+    def start(self, *options: str, forks: bool = True) -> ServerProcess:
         """Start it, and wait until it listens; ``forks`` spares the import of all modules."""
-        words = ["kvstore.tools.cli", "serve", "--config", str(self.config)]
+        words = ["kvstore.tools.cli", "serve", "--config", str(self.config), *options]
         with self.log.open("ab") as log:
             begin = log.tell()
             if forks:

@@ -43,8 +43,8 @@ def serve(
     """
     from kvstore.config import load_config  # noqa: PLC0415
     from kvstore.memory.limits import require_memory  # noqa: PLC0415
-    from kvstore.tools.interrupts import ignore_hangup  # noqa: PLC0415
     from kvstore.server.succession.taking import can_be_replaced  # noqa: PLC0415
+    from kvstore.tools.interrupts import ignore_hangup  # noqa: PLC0415
     from kvstore.tools.serve.options import planned, server_options  # noqa: PLC0415
     from kvstore.tools.serve.process import Successions, run_server  # noqa: PLC0415
     from kvstore.tools.serve.reloading import Reloader  # noqa: PLC0415

@@ -70,6 +70,7 @@ class Estate(msgspec.Struct, array_like=True):
     Attributes:
         stamp: see ``Stock``.
         tokens: tokens of the clients' connections, in the order of their descriptors.
+        paused_s: monotonic time since which nobody was served.
     """
 
     spaces: list[SpaceRecord]
@@ -77,6 +78,7 @@ class Estate(msgspec.Struct, array_like=True):
     leases: list[LeaseRecord]
     tokens: list[bytes]
     stamp: int
+    paused_s: float
 
 
 @dataclass
@@ -102,13 +104,14 @@ class Inheritance:
         return [run for chunk in self.estate.chunks for run in chunk.runs]
 
 
-def draw_up(core: Core, unwritten: Iterable[Chunk], tokens: list[bytes]) -> Estate:
+def draw_up(core: Core, unwritten: Iterable[Chunk], tokens: list[bytes], paused_s: float = 0.0) -> Estate:
     """Return the estate of a server that is paused.
 
     Args:
         core: its state.
         unwritten: chunks that wait for the disk.
         tokens: of the clients' connections to the unix socket.
+        paused_s: monotonic time since which nobody is served.
     """
     numbers: dict[bytes, int] = {}
     spaces: list[SpaceRecord] = []
@@ -134,7 +137,7 @@ def draw_up(core: Core, unwritten: Iterable[Chunk], tokens: list[bytes]) -> Esta
         for session in core.sessions.by_peer.values()
         for lease in session.leases.values()
     ]
-    return Estate(spaces, chunks, leases, tokens, core.stock.stamp)
+    return Estate(spaces, chunks, leases, tokens, core.stock.stamp, paused_s)
 
 
 def _record(chunk: Chunk, space: int, *, is_lost: bool, is_unwritten: bool) -> ChunkRecord:

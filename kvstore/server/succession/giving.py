@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -75,6 +75,8 @@ class Giver:
     def close(self) -> None:
         """End the thread; a hand-over that is not final yet fails. Idempotent."""
         self._closing.set()
+        with suppress(OSError):  # nobody waits there any more
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join(_END_WAIT_S)
 
     def _run(self) -> None:
@@ -112,10 +114,12 @@ class Giver:
         logger.info("handing over to kvstore %s, process %d", claim.version, link.process)
         with ExitStack() as failed:
             failed.callback(self._ask, self._pause.end)
+            self._wait(lambda: not self._hub.pool.is_growing, "its memory is not allocated")
             self._wait(self._pause.hold_writes, "its writes to disk have not ended")
+            paused_s = time.monotonic()
             self._ask(self._pause.begin)
             self._wait(self._pause.is_quiet, "what it has begun has not ended")
-            self._send_estate(link)
+            self._send_estate(link, paused_s)
             link.receive(Settled)
             if not self._ask(self._pause.make_final):
                 raise SuccessionError("this server ends, and keeps its chunks")
@@ -140,12 +144,13 @@ class Giver:
             )
         if claim.disk != disk:
             return f"local_disk names {claim.disk or 'none'}, and the server here uses {disk or 'none'}: keep it"
-        return "its memory is still being allocated: try again later" if pool.is_growing else ""
+        return ""
 
-    def _send_estate(self, link: Link) -> None:
+    def _send_estate(self, link: Link, paused_s: float) -> None:
         core, writes = self._hub.core, self._hub.service.writes
         (memory, listener, *lock), connections = self._pause.descriptors()
-        estate = self._ask(lambda: draw_up(core, writes.waiting, [token for token, _ in connections]))
+        tokens = [token for token, _ in connections]
+        estate = self._ask(lambda: draw_up(core, writes.waiting, tokens, paused_s))
         fd, num_bytes = write_estate(estate)
         try:
             link.send(Bequest(num_bytes, bool(lock), len(connections)), [memory, listener, fd, *lock])

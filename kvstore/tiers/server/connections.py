@@ -21,7 +21,7 @@ from kvstore.tiers.server.hold import Hold, Watcher
 from kvstore.tiers.server.url import ServerTarget
 
 _CLOSE_WAIT_S = 2.0
-_MORE_TRIES = 2  # a server may be replaced again meanwhile
+_MORE_TRIES = 4  # on a busy host a server may be replaced again meanwhile
 Result = TypeVar("Result")
 
 
