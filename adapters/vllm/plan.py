@@ -190,12 +190,16 @@ class LoadTime:
 
 
 class Written(NamedTuple):
-    """Result of a write-behind: ``stored`` is True if the chunk was stored, ``size_bytes`` its size on disk."""
+    """Result of a write-behind: ``stored`` is True if the chunk was stored, ``size_bytes`` its size on disk.
+
+    ``is_full`` tells that the tier had no room.
+    """
 
     target: Place
     ref: ChunkRef
     stored: bool
     size_bytes: int | None = None
+    is_full: bool = False
 
 
 @dataclass

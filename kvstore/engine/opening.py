@@ -14,7 +14,7 @@ from kvstore.engine.other_engines import OtherEngines, shared_setup
 from kvstore.format.sealing import open_ring
 from kvstore.index.plans import Place
 from kvstore.memory.slabs import LabelledPool, SlabPool
-from kvstore.model.chunks import ChunkRef
+from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import ConfigError, TierError
 from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.model.layout import KVLayout
@@ -69,7 +69,7 @@ class OpenTiers:
     slots_take_turns: bool = False
 
     def open_lanes(
-        self, options: EngineOptions, on_written: Callable[[Place, ChunkRef, bool], None]
+        self, options: EngineOptions, on_written: Callable[[Place, ChunkRef, Outcome], None]
     ) -> dict[Place, Lane]:
         """Start the threads between the pool and each slower tier; see ``Lane`` for ``on_written``."""
         lanes = {}

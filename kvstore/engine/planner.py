@@ -17,7 +17,7 @@ from kvstore.engine.requests import Request
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import NO_MATCH, LoadStep, Match, Place, TierState, all_refs, chunk_refs
 from kvstore.index.remote_view import NO_ANSWERS, RemoteAnswers, RemoteView
-from kvstore.model.chunks import ChunkRef, chunk_of
+from kvstore.model.chunks import ChunkRef, Outcome, chunk_of
 from kvstore.model.errors import ClosedError
 from kvstore.model.keys import Namespace, PrefixHasher, PrefixKey
 from kvstore.model.layout import KVLayout
@@ -229,13 +229,14 @@ class Planner:
         stored = (step.ref.num_blocks for step in steps if step.gather and step.ref.prefix_key not in failed)
         return sum(stored) * self._layout.block_tokens
 
-    def complete_write(self, target: Place, ref: ChunkRef, stored: bool) -> None:
+    def complete_write(self, target: Place, ref: ChunkRef, outcome: Outcome) -> None:
         """Take the result of a write to a slower tier. Thread-safe."""
         disk = self._tiers.disk if target is Place.DISK else None
+        stored, is_full = outcome is Outcome.STORED, outcome is Outcome.FULL
         size_bytes = disk.size_of(ref) if stored and disk is not None else None
         with self.lock:
             self.index.set_tiers(tier_state(self._tiers.disk, self._tiers.remote))
-            self.index.complete_write(ref.prefix_key, target, stored=stored, size_bytes=size_bytes)
+            self.index.complete_write(ref.prefix_key, target, stored=stored, size_bytes=size_bytes, is_full=is_full)
             self._tell_disk()
             if recalls := self.index.take_recalls():
                 self._remove(Place.REMOTE, recalls)

@@ -12,6 +12,7 @@ from kvstore.index.deadlines import Deadlines
 from kvstore.index.plans import IndexCounters, MissReason, Place
 from kvstore.index.trails import Trails
 from kvstore.model.chunks import ChunkRef, is_trail_of
+from kvstore.model.history import Cause, ChunkEvent, Fate
 from kvstore.model.keys import PREFIX_KEY_BYTES, PrefixHasher, PrefixKey
 from kvstore.model.lifetime import lasts
 
@@ -108,14 +109,16 @@ class Entries(dict[PrefixKey, Entry]):
 
     Args:
         tracks_changes: True to collect ``changes``.
+        note_event: takes what happens to each chunk; must not wait. None for nobody.
 
     Attributes:
         now_s: the time.
         disk_answers: True if the disk can be read now.
     """
 
-    def __init__(self, *, tracks_changes: bool) -> None:
+    def __init__(self, *, tracks_changes: bool, note_event: Callable[[ChunkEvent], object] | None = None) -> None:
         super().__init__()
+        self._note_event = note_event
         self.now_s = 0.0
         self.disk_answers = True
         self.counters = IndexCounters()
@@ -252,8 +255,17 @@ class Entries(dict[PrefixKey, Entry]):
         if self.changes is not None:
             self.changes[chunk.ref.prefix_key] = chunk.trail
 
-    def note_evicted(self, chunk: Entry) -> None:
+    def tell(
+        self, fate: Fate, chunk: Entry | None, place: Place | None, cause: Cause = Cause.NONE, newcomer: PrefixKey = b""
+    ) -> None:
+        """Tell what happens to a chunk, or to all chunks for None, in one place or all."""
+        if self._note_event is not None:
+            key, first_key = (chunk.ref.prefix_key, chunk.trail[:PREFIX_KEY_BYTES]) if chunk is not None else (b"", b"")
+            self._note_event(ChunkEvent(fate, key, first_key, place.value if place else "", cause, newcomer))
+
+    def note_evicted(self, chunk: Entry, place: Place, newcomer: PrefixKey | None) -> None:
         """Note that a chunk was evicted from one place; it is gone unless another place holds it."""
+        self.tell(Fate.EVICTED, chunk, place, newcomer=newcomer or b"")
         if chunk.ref.prefix_key not in self:
             self.note_gone(chunk, MissReason.EVICTED)
 

@@ -31,6 +31,7 @@ from kvstore.index.stores import StorePlanner
 from kvstore.index.writes import DiskWrites, RemoteSends
 from kvstore.model.checkpoints import Checkpoints
 from kvstore.model.chunks import ChunkRef
+from kvstore.model.history import Cause, ChunkEvent, Fate
 from kvstore.model.keys import PrefixKey
 from kvstore.policies import Adaptive, open_policy
 
@@ -57,6 +58,7 @@ class ChunkIndex:
         cache_policy: str = Adaptive.name,
         disk_policy: str | None = None,
         tracks_changes: bool = False,
+        note_event: Callable[[ChunkEvent], object] | None = None,
         checkpoints: Checkpoints | None = None,
         slots_take_turns: bool = False,
         reads_fronts: bool = False,
@@ -76,6 +78,7 @@ class ChunkIndex:
             cache_policy: a name in ``POLICIES``, for memory.
             disk_policy: the same for the disk; None for the same as memory's.
             tracks_changes: True to record changes for ``take_changes``.
+            note_event: takes what happens to each chunk; must not wait. None for nobody.
             checkpoints: the checkpoints that the model needs with its chunks; None if it needs none.
             slots_take_turns: as ``take_turns`` of ``Slots``, for a device.
             reads_fronts: True if the remote tier can read only the leading blocks of a chunk. Not used if the pool is a
@@ -96,7 +99,7 @@ class ChunkIndex:
         max_sends = max(1, num_slots // 4) if max_sends is None else max_sends
         memory_order = open_policy(cache_policy, num_slots)
         disk_order = open_policy(disk_policy or cache_policy, disk_capacity_bytes)
-        self._chunks = chunks = Entries(tracks_changes=tracks_changes)
+        self._chunks = chunks = Entries(tracks_changes=tracks_changes, note_event=note_event)
         self._slots = Slots(chunks, num_slots, memory_order, take_turns=slots_take_turns)
         retained = Retained(disk_order, retention)
         self._disk = DiskWrites(chunks, disk_order, stored_bytes, max_writes, disk_keeps_lifetimes, retained)
@@ -118,6 +121,7 @@ class ChunkIndex:
         self.limit, self.take_lifetimes = self._disk.limit, self._disk.take_lifetimes
         self.holds, self.is_loading = chunks.holds, chunks.is_loading
         self.lookup, self.why_missing = lookup.lookup, lookup.why_missing
+        self.missing_keys = lookup.missing_keys
         self.longest, self.nearest, self.longer = lookup.longest, lookup.nearest, lookup.longer
         self.questions, self.asked_again = lookup.questions, lookup.asked_again
         self.source, self.front = lookup.source, lookup.front
@@ -190,7 +194,7 @@ class ChunkIndex:
         self._chunks.now_s = now_s = max(self._chunks.now_s, now_s)
         for key in self._chunks.expiries.take_due(now_s):
             self.counters.expired += 1
-            self._uses.remove(self._chunks[key])
+            self._uses.remove(self._chunks[key], Fate.EXPIRED)
         for part in self._chunks.take_broken():  # includes parts of what has just expired
             self._uses.discard(part)
         for lease_id in self._leases.ends.take_due(now_s):
@@ -223,31 +227,38 @@ class ChunkIndex:
 
     # -- removal -----------------------------------------------------------------------------------------------------
 
-    def remove(self, keys: Iterable[PrefixKey]) -> int:
+    def remove(self, keys: Iterable[PrefixKey], cause: Cause = Cause.NONE) -> int:
         """Forget chunks by key and return how many were known."""
+        return self._remove(keys, Fate.REMOVED, cause)
+
+    def _remove(self, keys: Iterable[PrefixKey], fate: Fate | None, cause: Cause = Cause.NONE) -> int:
         chunks = [self._chunks[key] for key in keys if key in self]
         for chunk in chunks:
-            self._uses.remove(chunk)
+            self._uses.remove(chunk, fate, cause)
         return len(chunks)
 
     def condemn(self, refs: Sequence[ChunkRef]) -> None:
         """Forget chunks whose bytes are wrong in every place, and recall them from the remote tier."""
         known = [chunk for ref in refs if (chunk := self._chunks.get(ref.prefix_key)) is not None]
         refs = [*refs, *(chunk.front_of for chunk in known if chunk.front_of is not None)]  # or a load returns
-        self.remove(ref.prefix_key for ref in refs)
+        self.remove((ref.prefix_key for ref in refs), Cause.WRONG)
         self._remote.recalls += refs
         self._remote.view.deny(refs, self._chunks.now_s)
 
     def remove_all(self) -> int:
         """Forget every chunk here and return how many there were; those on disk are announced for removal."""
-        return self.remove(list(self._chunks))
+        return self._remove_all(Cause.CLEARED)
+
+    def _remove_all(self, cause: Cause) -> int:
+        self._chunks.tell(Fate.REMOVED, None, None, cause)  # one event, as there may be a million chunks
+        return self._remove(list(self._chunks), None)
 
     def clear(self) -> int:
         """Forget every chunk and return how many there were; chunks in flight are removed when their transfer ends.
 
         The caller clears the disk tier as a whole. Its chunks are announced for removal, in case that fails.
         """
-        count = self.remove_all()
+        count = self._remove_all(Cause.RESET)
         self._remote.clear()
         return count
 

@@ -15,6 +15,7 @@ from kvstore.index.remote_view import NO_ANSWERS, RemoteAnswers
 from kvstore.index.slots import Slots, Uses
 from kvstore.index.writes import RemoteSends
 from kvstore.model.chunks import ChunkRef, chunk_of
+from kvstore.model.history import Fate
 from kvstore.model.keys import PrefixHasher, PrefixKey
 from kvstore.model.lifetime import lasts
 
@@ -122,6 +123,7 @@ class Loads:
         if step.source is Place.MEMORY or chunk.forgotten or self._has_arrived(chunk, step):
             return
         chunk.memory = READY
+        self.chunks.tell(Fate.READ, chunk, step.source)
         if chunk.disk is UNREAD:
             chunk.disk = STORED
         if step.source is Place.REMOTE and step.holder is None and chunk.remote is not SENT:
@@ -139,6 +141,10 @@ class Loads:
         self.chunks.counters.failed_loads += 1
         if self._has_arrived(chunk, step):
             return  # only its way to the blocks failed
+        # The slot lacks its chunk's bytes. If it has changed since, the load only waited for a read that failed.
+        is_mislabelled = step.source is Place.MEMORY and chunk.in_memory and chunk.slot == step.slot
+        is_lost |= is_mislabelled
+        self.chunks.tell(Fate.LOST if is_lost else Fate.UNREAD, chunk, step.source)
         if step.source is Place.REMOTE:  # missing there, or not to be read there soon
             self.remote.view.deny([step.read], self.chunks.now_s)
             if not chunk.forgotten and chunk.disk is NO_FILE:
@@ -146,9 +152,7 @@ class Loads:
             elif not chunk.forgotten:  # the copy on disk stays
                 self.slots.drop(chunk)
             return
-        # The slot lacks its chunk's bytes. If it has changed since, the load only waited for a read that failed.
-        is_mislabelled = step.source is Place.MEMORY and chunk.in_memory and chunk.slot == step.slot
-        if is_lost or is_mislabelled:
+        if is_lost:
             self.chunks.counters.lost_chunks += not chunk.forgotten
             self.chunks.note_gone(chunk, MissReason.LOST)
             self.uses.forget(chunk)

@@ -226,15 +226,10 @@ class Lookup:
         Examines the first chunk after the match, and the tails that it may have been stored as.
         """
         first_chunk, inside_tokens = divmod(known_tokens, hasher.chunk_tokens)
-        end_block = (end_tokens - first_chunk * hasher.chunk_tokens) // hasher.block_tokens
-        inside_blocks = inside_tokens // hasher.block_tokens
-        keys = (inside := hasher.block_keys(first_chunk))[inside_blocks : max(0, end_block)]
-        if not keys:
+        inside, inside_blocks = hasher.block_keys(first_chunk), inside_tokens // hasher.block_tokens
+        if not self._inside(hasher, known_tokens, end_tokens):
             return None
-        if self._checkpoints is not None and not self._checkpoints.groups.full:  # needs a checkpoint
-            last = len(hasher.chunk_keys())
-            behind = ends(hasher, known_tokens, end_tokens, {last: tail_refs(hasher, last)})
-            keys = [first.prefix_key for first in self._checkpoints.first_refs(reversed(behind)) if first is not None]
+        keys = self.missing_keys(hasher, known_tokens, end_tokens)
         here = (chunk for key in reversed(keys) if (chunk := self._chunks.get(key)) is not None and not chunk.forgotten)
         if chunk := next(here, None) or self._hidden(inside, inside_blocks):
             if self._chunks.is_readable(chunk):
@@ -244,6 +239,21 @@ class Lookup:
         gone = (self._chunks.departed.reason(key) for key in reversed(keys))
         reason = next((reason for reason in gone if reason is not None), MissReason.NEVER_STORED)
         return MissReason.TIER_DOWN if self._remote.exists and not self._remote.answers else reason
+
+    def missing_keys(self, hasher: PrefixHasher, known_tokens: int, end_tokens: int) -> list[PrefixKey]:
+        """Return the keys that ``why_missing`` examines: of the first missing chunk's blocks, or of checkpoints."""
+        if self._checkpoints is None or self._checkpoints.groups.full:
+            return self._inside(hasher, known_tokens, end_tokens)
+        last = len(hasher.chunk_keys())
+        behind = ends(hasher, known_tokens, end_tokens, {last: tail_refs(hasher, last)})
+        return [first.prefix_key for first in self._checkpoints.first_refs(reversed(behind)) if first is not None]
+
+    @staticmethod
+    def _inside(hasher: PrefixHasher, known_tokens: int, end_tokens: int) -> list[PrefixKey]:
+        """Return the keys at the ends of the blocks after the match, as far as they lie in its chunk."""
+        first_chunk, inside_tokens = divmod(known_tokens, hasher.chunk_tokens)
+        end_block = (end_tokens - first_chunk * hasher.chunk_tokens) // hasher.block_tokens
+        return hasher.block_keys(first_chunk)[inside_tokens // hasher.block_tokens : max(0, end_block)]
 
     def _hidden(self, keys: Iterable[PrefixKey], known_blocks: int) -> Entry | None:
         """Return a chunk that holds more than the known blocks, which cannot be loaded or it would have matched."""

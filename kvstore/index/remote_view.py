@@ -47,6 +47,11 @@ class RemoteAnswers:
         self._heard: list[_Heard] = []
         self._gave_up = False
 
+    @property
+    def gave_up(self) -> bool:
+        """True if the tier did not answer everything in time."""
+        return self._gave_up
+
     def note(self, answers: Mapping[Asked, Answer], now_s: float, expires_s: float, serial: int) -> None:
         """Note answers to this request's questions. A chunk whose answer is None counts as missing for it."""
         self._heard = [heard for heard in self._heard if heard.expires_s > now_s]  # it may keep asking for minutes

@@ -10,10 +10,11 @@ from itertools import takewhile
 
 from kvstore.index.entries import LOADING, NO_FILE, NO_SLOT, READY, STORED, Entries, Entry, InMemory
 from kvstore.index.leases import Leases
-from kvstore.index.plans import MissReason
+from kvstore.index.plans import MissReason, Place
 from kvstore.index.trails import keys_of
 from kvstore.index.writes import DiskWrites
 from kvstore.model.chunks import ChunkRef
+from kvstore.model.history import Cause, Fate
 from kvstore.model.keys import PREFIX_KEY_BYTES, PrefixKey
 from kvstore.policies import Policy
 
@@ -54,7 +55,7 @@ class Slots:
             for key in victims:
                 self._chunks.counters.evicted_memory += 1
                 self.drop(victim := self._chunks[key])
-                self._chunks.note_evicted(victim)
+                self._chunks.note_evicted(victim, Place.MEMORY, newcomer)
         slot = self.free.pop()
         self._num_hung = min(self._num_hung, len(self.free))
         return slot
@@ -162,8 +163,10 @@ class Uses:
         for key in self.leases.withdraw(lease_id):
             self.end(self.chunks[key])
 
-    def remove(self, chunk: Entry) -> None:
-        """Remove a chunk on request, and note the reason."""
+    def remove(self, chunk: Entry, fate: Fate | None = Fate.REMOVED, cause: Cause = Cause.NONE) -> None:
+        """Remove a chunk on request or when it expires, and note the reason; without ``fate`` it has been told."""
+        if fate is not None:
+            self.chunks.tell(fate, chunk, None, cause)
         self.chunks.note_gone(chunk, MissReason.REMOVED)
         self.discard(chunk)
 

@@ -11,6 +11,7 @@ from kvstore.index.plans import Place, StoreStep
 from kvstore.index.slots import Slots, Uses
 from kvstore.index.writes import DiskWrites, RemoteSends
 from kvstore.model.chunks import ChunkRef
+from kvstore.model.history import Cause, Fate
 from kvstore.model.keys import PREFIX_KEY_BYTES, PrefixHasher, PrefixKey
 
 
@@ -97,19 +98,27 @@ class StorePlanner:
             chunk = self.chunks[step.ref.prefix_key]
             if step.gather and step.ref.prefix_key in failed:
                 self.chunks.counters.failed_stores += 1
+                self.chunks.tell(Fate.FAILED, chunk, Place.MEMORY)
                 self.uses.forget(chunk)
             elif step.gather and not chunk.forgotten:
                 chunk.memory = READY
                 self.chunks.counters.stored += 1
+                self.chunks.tell(Fate.STORED, chunk, Place.MEMORY)
                 self.chunks.note_change(chunk)
             stored.append(chunk)
         for chunk in stored:
             self.uses.end(chunk)
             self.uses.supersede(chunk)
 
-    def complete_write(self, key: PrefixKey, target: Place, *, stored: bool, size_bytes: int | None = None) -> None:
-        """Take the result of a background write, and its size if that differs from the bytes reserved."""
+    def complete_write(
+        self, key: PrefixKey, target: Place, *, stored: bool, size_bytes: int | None = None, is_full: bool = False
+    ) -> None:
+        """Take the result of a background write, and its size if that differs from the bytes reserved.
+
+        ``is_full`` tells that the tier had no room.
+        """
         chunk = self.chunks[key]
+        self._tell_written(chunk, target, stored=stored, is_full=is_full)
         self.disk.tell_again(chunk, target)
         if target is Place.REMOTE:
             self.remote.complete(chunk, stored=stored)
@@ -118,6 +127,18 @@ class StorePlanner:
             if stored and chunk.memory is READY:
                 self.uses.supersede(chunk)
         self.uses.end(chunk)
+
+    def _tell_written(self, chunk: Entry, target: Place, *, stored: bool, is_full: bool) -> None:
+        if chunk.forgotten:
+            return  # its bytes were bad, or it was removed meanwhile
+        if stored:
+            self.chunks.tell(Fate.WRITTEN, chunk, target)
+            return
+        if is_full:
+            self.chunks.tell(Fate.REFUSED, chunk, target, Cause.FULL)
+            return
+        answers = self.remote.answers if target is Place.REMOTE else self.chunks.disk_answers
+        self.chunks.tell(Fate.FAILED, chunk, target, Cause.NONE if answers else Cause.DOWN)
 
     def _discard_out_of_reach(self, refs: Iterable[ChunkRef]) -> None:
         """Discard unused chunks that are only on disk and cannot be read from there."""
@@ -203,7 +224,7 @@ class StorePlanner:
             if parts is not None and ref == parts[0] and not self._has_room(parts):
                 left_out = parts
             if ref in left_out:
-                self.chunks.counters.refused += 1
+                self._refuse(ref, made.get(ref.prefix_key, b""), Cause.IN_USE)
                 continue
             holder = holders.get(ref.prefix_key)
             if holder is not None and self._stands_in(holder):
@@ -223,10 +244,14 @@ class StorePlanner:
             self.chunks.extend(chunk, until_s)
             self.chunks.learn(chunk, trail)
             return self._plan_known(chunk) if is_written else None
-        # A forgotten chunk's earlier entry is still being removed.
-        step = self._plan_new(ref, until_s, trail, is_written=is_written) if chunk is None else None
-        self.chunks.counters.refused += step is None
-        return step
+        if chunk is not None:  # a forgotten chunk's earlier entry is still being removed
+            self._refuse(ref, trail, Cause.LEAVING)
+            return None
+        return self._plan_new(ref, until_s, trail, is_written=is_written)
+
+    def _refuse(self, ref: ChunkRef, trail: bytes, cause: Cause) -> None:
+        self.chunks.counters.refused += 1
+        self.chunks.tell(Fate.REFUSED, Entry(ref, trail=trail), Place.MEMORY, cause)
 
     def _plan_new(self, ref: ChunkRef, until_s: float | None, trail: bytes, *, is_written: bool) -> StoreStep | None:
         chunk = Entry(ref, uses=1, expires_s=until_s)
@@ -236,9 +261,11 @@ class StorePlanner:
         if slot is None and targets:  # worth its room in a slower tier only, which needs a slot for staging
             slot = self.slots.take()
         if slot is None:
+            self._refuse(ref, trail, Cause.POLICY if self.slots.num_idle else Cause.IN_USE)
             return None
         if not targets and not self.keep_in_memory:  # it would be dropped as soon as it is stored
             self.slots.free.append(slot)
+            self._refuse(ref, trail, Cause.UNWRITTEN)
             return None
         chunk.slot, chunk.memory = slot, GATHERING
         self.chunks.enter(chunk, trail)

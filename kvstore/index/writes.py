@@ -28,6 +28,7 @@ from kvstore.index.plans import Place
 from kvstore.index.remote_view import RemoteView
 from kvstore.index.retained import Retained
 from kvstore.model.chunks import ChunkRef, chunk_of
+from kvstore.model.history import Cause, Fate
 from kvstore.model.keys import PREFIX_KEY_BYTES, PrefixKey
 from kvstore.model.lifetime import Lifetime, lasts
 from kvstore.model.retention import Retention
@@ -86,10 +87,12 @@ class DiskWrites:
         if self.stored_bytes is None or chunk.disk is not NO_FILE:
             return False
         if chunk.expires_s is not None and not self.keeps_lifetimes:
+            self.chunks.tell(Fate.REFUSED, chunk, Place.DISK, Cause.LIFETIME)
             return False
         need_bytes = self.stored_bytes(chunk.ref.num_blocks)
-        if self.num_writes >= self.max_writes or not self._make_room(chunk, need_bytes):
+        if (is_busy := self.num_writes >= self.max_writes) or not self._make_room(chunk, need_bytes):
             self.chunks.counters.writes_dropped += 1
+            self.chunks.tell(Fate.REFUSED, chunk, Place.DISK, Cause.QUEUE if is_busy else Cause.POLICY)
             return False
         chunk.disk = WRITING
         self.order.add(chunk.ref.prefix_key, need_bytes)
@@ -184,7 +187,7 @@ class DiskWrites:
         for key in victims or ():
             self.chunks.counters.evicted_disk += 1
             self.drop(victim := self.chunks[key], announce=True)
-            self.chunks.note_evicted(victim)
+            self.chunks.note_evicted(victim, Place.DISK, newcomer.ref.prefix_key)
         return victims is not None
 
 
@@ -224,6 +227,7 @@ class RemoteSends:
         if not self.max_sends or chunk.remote is not UNSENT:
             return False
         if chunk.expires_s is not None and not self.keeps_lifetimes:
+            self.chunks.tell(Fate.REFUSED, chunk, Place.REMOTE, Cause.LIFETIME)
             return False
         if self.view.holds(chunk.ref, self.chunks.now_s):  # another engine's
             chunk.remote = THERE
@@ -234,6 +238,7 @@ class RemoteSends:
             return False
         if self.num_sends >= self.max_sends:
             self.chunks.counters.sends_dropped += 1
+            self.chunks.tell(Fate.REFUSED, chunk, Place.REMOTE, Cause.QUEUE)
             return False
         chunk.remote = SENDING
         self.num_sends += 1

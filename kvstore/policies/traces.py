@@ -1,4 +1,4 @@
-"""Traces: the chunks that each request used, without their content.
+"""Traces: the chunks that each request used, without their content, and why others were missing.
 
 Two formats can be read, both JSON lines. Our own begins with a header and is described in ``docs/FORMAT.md``; the other
 is that of the traces published with Mooncake (FAST 2025), with ``hash_ids`` of blocks of 512 tokens.
@@ -6,24 +6,20 @@ is that of the traces published with Mooncake (FAST 2025), with ``hash_ids`` of 
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
-import secrets
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from hashlib import blake2b
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from kvstore.model.errors import ConfigError
+from kvstore.model.history import Cause, ChunkEvent, Fate
 from kvstore.model.keys import PrefixKey
 
 FORMAT_NAME = "kvstore-trace"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MOONCAKE_BLOCK_TOKENS = 512
-_KEY_BYTES = 8
+KEY_BYTES = 8
+_WITHOUT_REASONS = 1  # the version before, which had requests only
 
 
 class Request(NamedTuple):
@@ -36,6 +32,7 @@ class Request(NamedTuple):
         tail_tokens: tokens in the last chunk.
         num_tokens: tokens of all its chunks, as the trace states.
         answer_tokens: tokens of its answer; None if the trace does not say.
+        request_id: vLLM's id; empty if the trace does not say.
     """
 
     time_s: float
@@ -44,10 +41,80 @@ class Request(NamedTuple):
     tail_tokens: int
     num_tokens: int
     answer_tokens: int | None = None
+    request_id: str = ""
 
     def tokens_of(self, position: int) -> int:
         """Return the tokens in the chunk at this position."""
         return self.tail_tokens if position == len(self.keys) - 1 else self.chunk_tokens
+
+
+class Begin(NamedTuple):
+    """Header of a trace.
+
+    Attributes:
+        chunk_tokens: tokens in each chunk but the last of a request; 0 if the trace does not say.
+        start_s: the time of its beginning, in seconds since 1970; 0 if the trace does not say.
+        has_reasons: lookups and events are recorded, too.
+    """
+
+    chunk_tokens: int = 0
+    start_s: float = 0.0
+    has_reasons: bool = False
+
+
+class Tiers(NamedTuple):
+    """Sizes of an engine's own tiers, for each of its workers; 0 where there is none.
+
+    Attributes:
+        slots: chunks that fit in memory.
+        slot_bytes: memory of each.
+        disk_bytes: bound of the disk.
+        chunk_bytes: bytes of a whole chunk on disk.
+        keeps_in_memory: False if memory is for staging only.
+        has_remote: there is a remote tier.
+    """
+
+    slots: int
+    slot_bytes: int
+    disk_bytes: int
+    chunk_bytes: int
+    keeps_in_memory: bool
+    has_remote: bool
+
+
+class LookedUp(NamedTuple):
+    """Lookup of a request, as it counted when the request was first scheduled.
+
+    Attributes:
+        request_id: vLLM's id.
+        num_tokens: tokens of the request.
+        local_tokens: those in vLLM's own prefix cache.
+        found_tokens: the end of the longest known prefix.
+        hit_tokens: tokens that were loaded, by tier.
+        reason: the reason why no more was found, a value of ``MissReason``; empty if all was.
+        missing: keys at the ends of the blocks of the first missing chunk, as far as they were not found.
+        notes: what was special about the request, such as ``skip_save``.
+    """
+
+    request_id: str
+    num_tokens: int
+    local_tokens: int
+    found_tokens: int
+    hit_tokens: Mapping[str, int]
+    reason: str = ""
+    missing: Sequence[PrefixKey] = ()
+    notes: Sequence[str] = ()
+
+
+class Timed(NamedTuple):
+    """Record other than a request, with its time since the beginning of the trace."""
+
+    time_s: float
+    what: LookedUp | ChunkEvent | Tiers
+
+
+Record: TypeAlias = Begin | Request | Timed
+_ID, _LOOKUP, _EVENT, _TIERS = "id", "lookup", "event", "tiers"
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -61,14 +128,37 @@ def read_trace(path: Path, key_tokens: int | None = None) -> Iterator[Request]:
     Raises:
         ConfigError: the file cannot be read, or a line is in neither format or has keys of another size.
     """
-    number, chunk_tokens = 0, 0
-    keys_of = _MooncakeKeys()
+    for record in read_records(path, key_tokens):
+        if isinstance(record, Request) and record.keys:
+            yield record
+
+
+def read_records(path: Path, key_tokens: int | None = None) -> Iterator[Record]:
+    """Yield all records of a trace, in order, its header first.
+
+    A last line that is cut off, as the trace may still be written, is left out. ``key_tokens`` as in ``read_trace``.
+
+    Raises:
+        ConfigError: as ``read_trace``.
+    """
+    number, header, keys_of = 0, Begin(), _MooncakeKeys()
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
-                fields = json.loads(line)
-                if number == 1 and fields.get("format") == FORMAT_NAME:
-                    chunk_tokens = _chunk_tokens(fields)
+                try:
+                    fields = json.loads(line)
+                except ValueError:
+                    if number > 1 and not line.endswith("\n"):
+                        return
+                    raise
+                if number == 1:
+                    is_ours = fields.get("format") == FORMAT_NAME
+                    yield (header := _header(fields) if is_ours else Begin())
+                    if is_ours:
+                        continue
+                chunk_tokens = header.chunk_tokens
+                if header.has_reasons and "keys" not in fields:
+                    yield from _reasons(fields)
                     continue
                 request = (
                     _own_request(fields, chunk_tokens)
@@ -77,8 +167,7 @@ def read_trace(path: Path, key_tokens: int | None = None) -> Iterator[Request]:
                 )
                 if key_tokens is not None:
                     _check_keys(request, key_tokens)
-                if request.keys:
-                    yield request
+                yield request
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
@@ -91,24 +180,74 @@ def _reason(error: Exception) -> str:
     return f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
 
 
-def _chunk_tokens(header: dict[str, Any]) -> int:
-    if header["version"] != FORMAT_VERSION:
-        raise ValueError(f"version is {header['version']!r}: this release reads {FORMAT_VERSION}")
-    if int(header["chunk_tokens"]) < 1:
-        raise ValueError(f"chunk_tokens is {header['chunk_tokens']!r}: it must be at least 1")
-    return int(header["chunk_tokens"])
+def _header(fields: dict[str, Any]) -> Begin:
+    version, chunk_tokens = fields["version"], int(fields["chunk_tokens"])
+    if version not in {_WITHOUT_REASONS, FORMAT_VERSION}:
+        raise ValueError(f"version is {version!r}: this release reads {_WITHOUT_REASONS} and {FORMAT_VERSION}")
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens is {chunk_tokens!r}: it must be at least 1")
+    return Begin(chunk_tokens, float(fields.get("start_s", 0.0)), has_reasons=version != _WITHOUT_REASONS)
 
 
 def _own_request(fields: dict[str, Any], chunk_tokens: int) -> Request:
-    keys = tuple(bytes.fromhex(key) for key in fields["keys"])
-    return _request(float(fields["time_s"]), keys, chunk_tokens, int(fields["num_tokens"]), fields.get("answer_tokens"))
+    keys = tuple(map(bytes.fromhex, fields["keys"]))
+    request = _request(
+        float(fields["time_s"]), keys, chunk_tokens, int(fields["num_tokens"]), fields.get("answer_tokens")
+    )
+    return request._replace(request_id=str(fields.get(_ID, "")))
+
+
+# -- lines of lookups, events and tiers --------------------------------------------------------------------------------
+
+
+def fields_of(time_s: float, what: LookedUp | Tiers) -> dict[str, Any]:
+    """Return the fields of a line, without the keys that a lookup missed."""
+    if isinstance(what, Tiers):
+        return {"time_s": time_s, _TIERS: what._asdict()}
+    fields = what._asdict()
+    del fields["missing"]
+    return {"time_s": time_s, _LOOKUP: fields.pop("request_id")} | {
+        name: value for name, value in fields.items() if value
+    }
+
+
+def fields_of_events(time_s: float, first: ChunkEvent, chunks: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return the fields of a line for the same event of several chunks, each with its keys as in ``ChunkEvent``."""
+    fields = {"time_s": time_s, _EVENT: first.fate.value, "place": first.place, "cause": first.cause.value}
+    return {**{name: value for name, value in fields.items() if value != ""}, "chunks": chunks}
+
+
+def _reasons(fields: dict[str, Any]) -> Iterator[Timed]:
+    """Yield what a line says besides requests; nothing if a later release added its kind."""
+    time_s = float(fields["time_s"])
+    if _TIERS in fields:
+        yield Timed(time_s, Tiers(**{name: fields[_TIERS][name] for name in Tiers._fields}))
+    elif _LOOKUP in fields:
+        yield Timed(time_s, _looked_up(fields))
+    elif _EVENT in fields:
+        fate, cause = Fate(fields[_EVENT]), Cause(fields.get("cause", ""))
+        for chunk in fields["chunks"]:
+            key, first_key, newcomer, *_ = (*map(bytes.fromhex, chunk), b"", b"", b"")
+            yield Timed(time_s, ChunkEvent(fate, key, first_key, str(fields.get("place", "")), cause, newcomer))
+
+
+def _looked_up(fields: dict[str, Any]) -> LookedUp:
+    counts = {name: int(fields.get(name, 0)) for name in ("num_tokens", "local_tokens", "found_tokens")}
+    return LookedUp(
+        request_id=str(fields[_LOOKUP]),
+        **counts,
+        hit_tokens={str(tier): int(tokens) for tier, tokens in fields.get("hit_tokens", {}).items()},
+        reason=str(fields.get("reason", "")),
+        missing=tuple(map(bytes.fromhex, fields.get("missing", ()))),
+        notes=tuple(map(str, fields.get("notes", ()))),
+    )
 
 
 class _MooncakeKeys(dict[int, PrefixKey]):
     """Keys of blocks, each made once, as agents ask with the same ones a hundred times."""
 
     def __missing__(self, block: int) -> PrefixKey:
-        key = self[block] = int(block).to_bytes(_KEY_BYTES, "little")
+        key = self[block] = int(block).to_bytes(KEY_BYTES, "little")
         return key
 
 
@@ -133,82 +272,3 @@ def _check_keys(request: Request, key_tokens: int) -> None:
         raise ValueError(
             f"{request.num_tokens:,} tokens have {len(request.keys)} keys: a key does not stand for {key_tokens} tokens"
         )
-
-
-# -- recording ---------------------------------------------------------------------------------------------------------
-
-
-class TraceRecorder:
-    """Writes a trace in our own format, through a buffer. Thread-safe.
-
-    Keys are hashed once more, with a secret made for this file and never written, so that knowing a prompt does not
-    reveal if it is in the trace.
-
-    Attributes:
-        recorded: requests written.
-        dropped: requests left out, because the file had reached its bound or could not be written.
-    """
-
-    def __init__(self, path: Path, chunk_tokens: int, *, max_bytes: int = 1 << 30) -> None:
-        """Begin a new file, readable by its owner only.
-
-        Raises:
-            ConfigError: it exists already, or cannot be created.
-        """
-        self.recorded = 0
-        self.dropped = 0
-        self._secret = secrets.token_bytes(32)
-        self._left_bytes = max_bytes
-        self._lock = threading.Lock()
-        self._start_s = time.monotonic()
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise ConfigError(f"cannot record a trace in {path}: {error.strerror}") from error
-        self._file = os.fdopen(descriptor, "w", encoding="ascii", buffering=1 << 16)
-        self._write({"format": FORMAT_NAME, "version": FORMAT_VERSION, "chunk_tokens": chunk_tokens})
-
-    @classmethod
-    def open_next(cls, path: Path, chunk_tokens: int) -> TraceRecorder:
-        """Begin a new file for each start, under the first free name of ``path``, ``path.1``, ``path.2``, ...
-
-        Raises:
-            ConfigError: the file cannot be created.
-        """
-        later = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
-        return cls(next(name for name in itertools.chain([path], later) if not name.exists()), chunk_tokens)
-
-    def record(self, keys: Sequence[PrefixKey], num_tokens: int, answer_tokens: int) -> None:
-        """Write a request: the keys of all its chunks, head first, the number of their tokens, and of its answer's.
-
-        Call it once for each request. After ``close`` requests count as dropped.
-        """
-        names = [blake2b(key, digest_size=_KEY_BYTES, key=self._secret).hexdigest() for key in keys]
-        time_s = round(time.monotonic() - self._start_s, 3)
-        with self._lock:
-            fields = {"time_s": time_s, "num_tokens": num_tokens, "answer_tokens": answer_tokens, "keys": names}
-            written = self._write(fields)
-            self.recorded += written
-            self.dropped += not written
-
-    def close(self) -> None:
-        """Write the buffer and close the file. Idempotent."""
-        with self._lock:
-            self._left_bytes = 0
-            try:
-                self._file.close()
-            except OSError:  # a full disk: the trace ends early
-                self.dropped += 1
-
-    def _write(self, fields: dict[str, Any]) -> bool:
-        line = json.dumps(fields, separators=(",", ":")) + "\n"
-        if len(line) > self._left_bytes:
-            self._left_bytes = 0  # a trace with a gap would be misleading
-            return False
-        try:
-            self._file.write(line)
-        except OSError:
-            self._left_bytes = 0
-            return False
-        self._left_bytes -= len(line)
-        return True

@@ -115,7 +115,8 @@ class Lane:
     Args:
         cpu: the pool.
         tier: the tier to read and write; ``close`` closes it.
-        on_written: called from any thread, exactly once for every ``write`` that has ended.
+        on_written: called from any thread, exactly once for every ``write`` that has ended: with ``STORED``, ``FULL``
+            for no room, or ``FAILED``.
         read_threads: reads in flight at once.
         asks_before_write: the part of the tier that is written to; it is asked before a write if another engine has
             stored the chunk already. None if there is no other writer.
@@ -127,7 +128,7 @@ class Lane:
         self,
         cpu: LabelledPool,
         tier: Tier,
-        on_written: Callable[[ChunkRef, bool], None],
+        on_written: Callable[[ChunkRef, Outcome], None],
         *,
         read_threads: int = 4,
         asks_before_write: Tier | None = None,
@@ -196,7 +197,7 @@ class Lane:
         end of its time to live, in seconds since 1970.
         """
         if self._leaves_writes:
-            self._on_written(ref, True)
+            self._on_written(ref, Outcome.STORED)
             return
         with self._lock:
             began = self._generation if generation is None else generation
@@ -211,7 +212,7 @@ class Lane:
         """Report a write as failed without carrying it out."""
         with self._lock:
             self._untold = self._untold.plus(Flushed(failed=1))
-        self._on_written(ref, False)
+        self._on_written(ref, Outcome.FAILED)
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
         """Start to remove chunks from the tier; one that is being written is removed after its write."""
@@ -399,13 +400,13 @@ class Lane:
             if write.limited is not None and is_wanted and outcome is Outcome.STORED:
                 self._limit(write.limited)
         if write.is_unwanted or write.is_uncertain or (is_over and outcome is Outcome.STORED):
-            self._removals.remove([write.ref], lambda: self._report(write.ref, stored=False))
+            self._removals.remove([write.ref], lambda: self._report(write.ref, Outcome.FAILED))
         else:
-            self._report(write.ref, stored=is_wanted and outcome is Outcome.STORED)
+            self._report(write.ref, outcome if is_wanted else Outcome.FAILED)
 
-    def _report(self, ref: ChunkRef, *, stored: bool) -> None:
+    def _report(self, ref: ChunkRef, outcome: Outcome) -> None:
         try:
-            self._on_written(ref, stored)
+            self._on_written(ref, outcome)
         finally:  # otherwise flush would wait forever
             with self._lock:
                 self._ending -= 1

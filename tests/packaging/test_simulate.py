@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvstore.policies import POLICIES, open_policy
+from kvstore.policies.recorder import TraceRecorder
 from kvstore.policies.simulation import SimulatedStore, best_hits
-from kvstore.policies.traces import TraceRecorder
 from kvstore.tools.cli import app
 from kvstore.tools.simulate import report
 from kvstore.tools.simulate.cells import Cell, Scale

@@ -57,6 +57,7 @@ def scheduler_options(
         max_tokens_per_load=setup.max_tokens_per_load,
         max_write_queue=setup.max_write_queue,
         verify_fraction=setup.verify_fraction,
+        record_trace=str(setup.trace) if setup.trace is not None else None,
     )
     return SchedulerOptions(rules, config, remote=remote, load_rules=load_rules, async_save=setup.async_save)
 

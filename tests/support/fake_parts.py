@@ -171,6 +171,7 @@ class CommonSetup:
     max_tokens_per_load: int = 0
     max_write_queue: int | None = None
     verify_fraction: float = 0.0
+    trace: Path | None = None
     run_ahead: int = 0  # steps planned before the report of the first of them
     drafts: int = 0
     budget: int = 64

@@ -37,7 +37,7 @@ class Bench:
         self.lane = Lane(
             self.cpu,
             self.tier,
-            lambda *written: self.written.append(written),
+            lambda ref, outcome: self.written.append((ref, outcome is Outcome.STORED)),
             asks_before_write=self.tier if asks else None,
             namespace_id=OLD.id,
         )

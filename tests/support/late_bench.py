@@ -11,7 +11,7 @@ import torch
 from kvstore.adapters.vllm.worker.worker import StoreWorker
 from kvstore.index.plans import LoadStep, Place, StoreStep
 from kvstore.memory.slabs import LabelledPool, SlabPool
-from kvstore.model.chunks import ChunkRef
+from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.transfer.hot import HotChunks
 from kvstore.transfer.lane import Lane
 from kvstore.transfer.mover import LoadJob, Mover, StoreJob, as_block_ids
@@ -48,7 +48,11 @@ class Bench:
         self.cpu = LabelledPool(SlabPool(8, SLOT_BYTES), self.paged.streams)
         self.tier = PartTier(self.rig.layout)
         self.written: list[tuple[ChunkRef, bool]] = []
-        lanes = {Place.DISK: Lane(self.cpu, self.tier, lambda *written: self.written.append(written))}
+        lanes = {
+            Place.DISK: Lane(
+                self.cpu, self.tier, lambda ref, outcome: self.written.append((ref, outcome is Outcome.STORED))
+            )
+        }
         self.hot = HotChunks(self.paged, 4 * SLOT_BYTES)
         self.mover = Mover(self.paged, self.cpu, lanes, self.hot)
         for block in range(self.rig.num_blocks):

@@ -27,6 +27,7 @@ from kvstore.index.remote_view import RemoteView
 from kvstore.index.retained import Limits
 from kvstore.model.checkpoints import Checkpoints
 from kvstore.model.groups import Group, GroupKind, Groups
+from kvstore.model.history import ChunkEvent
 from kvstore.model.layout import KVLayout
 from kvstore.tiers.directory import RemoteDirectory
 
@@ -69,6 +70,7 @@ class Connected:
         steps: StepTracker,
         *,
         count_hint: Callable[[str, str], None],
+        note_event: Callable[[ChunkEvent], None] | None = None,
     ) -> Connected:
         """Connect to the workers. A chunk counts only if every rank holds its part.
 
@@ -83,7 +85,7 @@ class Connected:
         complete = set.intersection(*held)
         remote, num_ranks = _open_remote(shards, options.remote), len(facts)
         rows = _row_map(facts, options)
-        index = _new_index(facts, options, remote, rows.checkpoints)
+        index = _new_index(facts, options, remote, rows.checkpoints, note_event)
         index.set_tiers(TierState(remote_keeps_lifetimes=all(rank.sends_lifetimes for rank in facts)))
         found = ((ref, max(rank[ref] for rank in sizes)) for ref, _ in facts[0].survivors if ref in complete)
         index.adopt(found, {key: trail for rank in facts for key, trail in rank.trails.items()})
@@ -120,7 +122,11 @@ def _one_group(layout: KVLayout) -> Groups:
 
 
 def _new_index(
-    facts: Sequence[WorkerFacts], options: SchedulerOptions, remote: RemoteLookup, checkpoints: Checkpoints | None
+    facts: Sequence[WorkerFacts],
+    options: SchedulerOptions,
+    remote: RemoteLookup,
+    checkpoints: Checkpoints | None,
+    note_event: Callable[[ChunkEvent], None] | None,
 ) -> ChunkIndex:
     def stored_bytes(num_blocks: int) -> int:
         return max(rank.stored_bytes[num_blocks - 1] for rank in facts)
@@ -138,6 +144,7 @@ def _new_index(
         cache_policy=options.config.cache_policy,
         disk_policy=options.config.disk_cache_policy,
         tracks_changes=options.announces is not None,
+        note_event=note_event,
         checkpoints=checkpoints,
         slots_take_turns=any(rank.slots_take_turns for rank in facts),
         reads_fronts=all(rank.reads_fronts for rank in facts),

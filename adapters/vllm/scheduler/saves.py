@@ -15,6 +15,7 @@ from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveSpec
 from kvstore.adapters.vllm.scheduler.steps import StepTracker
 from kvstore.index.index import ChunkIndex
 from kvstore.index.plans import Place, StoreStep
+from kvstore.model.history import Cause
 from kvstore.model.keys import PrefixKey
 from kvstore.model.lifetime import clock_ahead_s
 from kvstore.transfer.mover import StoreJob, as_block_ids
@@ -31,6 +32,7 @@ class _Write:
     in_vain: bool = False  # its chunk failed on another rank, and cannot be stored again until this ends
     left_behind: bool = False  # stored by at least one rank
     size_bytes: int = 0  # the most that it takes on any rank
+    is_full: bool = False  # a rank's tier had no room
 
 
 class SavePlanner:
@@ -105,7 +107,7 @@ class SavePlanner:
                 continue  # without room for it, the previous one is better than none
             tracker.checkpoint_tokens = max(tracker.checkpoint_tokens, piece.end_tokens)
             if piece.end_tokens > behind and piece.checkpoint != tracker.decoded:
-                self._index.remove(ref.prefix_key for ref in tracker.decoded)
+                self._index.remove((ref.prefix_key for ref in tracker.decoded), Cause.REPLACED)
                 tracker.decoded = piece.checkpoint
 
     def end_with(self, req_id: str) -> None:
@@ -122,16 +124,23 @@ class SavePlanner:
 
     def complete_write(self, written: Written) -> bool:
         """Note that a rank has ended a write. Return True if its chunk, which had failed, may be offered again now."""
-        target, ref, stored, size_bytes = written
+        target, ref, stored, size_bytes, is_full = written
         write = self._writes[target, ref.prefix_key]
         write.ranks_left -= 1
         write.stored &= stored
         write.left_behind |= stored
         write.size_bytes = max(write.size_bytes, size_bytes or 0)
+        write.is_full |= is_full
         if write.ranks_left:
             return False
         del self._writes[target, ref.prefix_key]
-        self._index.complete_write(ref.prefix_key, target, stored=write.stored, size_bytes=write.size_bytes or None)
+        self._index.complete_write(
+            ref.prefix_key,
+            target,
+            stored=write.stored,
+            size_bytes=write.size_bytes or None,
+            is_full=write.is_full,
+        )
         if target is Place.DISK and write.left_behind and not write.stored:
             self._plans.next.removals.append(ref)  # some ranks only have their part
         return write.in_vain

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from pathlib import Path
 from queue import SimpleQueue
 
 from kvstore.adapters.vllm.plan import FetchResult, StepPlan, StepReport, WorkerFacts
@@ -21,18 +20,18 @@ from kvstore.adapters.vllm.scheduler.handovers import Handovers
 from kvstore.adapters.vllm.scheduler.hints import DEMOTE, DROP
 from kvstore.adapters.vllm.scheduler.lookup import find_tokens
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+from kvstore.adapters.vllm.scheduler.recording import Recording
 from kvstore.adapters.vllm.scheduler.steps import InFlightStep, StepTracker
 from kvstore.adapters.vllm.telemetry.announcer import Announcer, Removed, Stored
 from kvstore.adapters.vllm.telemetry.stats import NO_HIT, HitTokens, SchedulerStats
 from kvstore.index.index import ChunkIndex
 from kvstore.index.leases import LeaseView
-from kvstore.index.plans import Place, chunk_refs, pin_name
+from kvstore.index.plans import Place, pin_name
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import InvalidCallError
 from kvstore.model.keys import NO_EXTRAS, KeyExtras, PrefixHasher, new_epoch
 from kvstore.ops import metrics
 from kvstore.ops.metrics import Tally
-from kvstore.policies.traces import TraceRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +59,7 @@ class StoreScheduler:
         self._steps = StepTracker()
         self._clock = StepClock()
         self._last_hit = ("", NO_HIT)  # of the request last allocated
-        trace = Path(config.record_trace).expanduser() if config.record_trace else None
-        self._recorder = TraceRecorder.open_next(trace, rules.chunk_tokens) if trace else None
+        self._recording = Recording(options)
         self._epoch = ""  # to be entered with the next plan
         self._canary = Canary(config.verify_fraction, rules.block_tokens, self._steps)
         end_tokens = rules.block_tokens if rules.save_tails else rules.chunk_tokens
@@ -85,8 +83,15 @@ class StoreScheduler:
             KVStoreError: the remote tier cannot be opened.
         """
         self._connected = Connected.to(
-            facts, self._options, self._handovers, self._canary, self._steps, count_hint=self._stats.hint
+            facts,
+            self._options,
+            self._handovers,
+            self._canary,
+            self._steps,
+            count_hint=self._stats.hint,
+            note_event=self._recording.note_event,
         )
+        self._recording.connected(facts)
 
     # -- operators -----------------------------------------------------------------------------------------------------
 
@@ -226,8 +231,10 @@ class StoreScheduler:
         if spec is not None and num_external_tokens:
             self._last_hit = (request_id, connected.loads.plan(tracker, spec, tables, num_external_tokens))
             self._describe(connected.index, tracker, connected.loads.blocks_of(tracker, spec, num_external_tokens))
+        if self._stats.admitted(tracker.stats, self._last_hit[1], connected.index, tracker.hasher):
+            end_tokens, is_late = self._stats.end_of(tracker.stats), connected.remote.told(request_id).gave_up
+            self._recording.looked_up(tracker, connected.index, end_tokens, enabled=self.enabled, is_late=is_late)
         connected.remote.end(request_id)
-        self._stats.admitted(tracker.stats, self._last_hit[1], connected.index, tracker.hasher)
 
     def hit_tokens(self, request_id: str) -> HitTokens:
         """Return the tokens by tier of the load just planned for a request."""
@@ -260,8 +267,7 @@ class StoreScheduler:
         if tracker is None:
             return False
         answer_tokens = tracker.request.num_tokens - tracker.request.num_prompt_tokens
-        if self._recorder is not None:
-            _record(self._recorder, tracker.hasher, answer_tokens)
+        self._recording.ended(tracker)
         keeps_blocks = connected is not None and self._save_rest(connected, tracker, tables)
         if connected is not None:
             connected.index.end_request(tracker.noted, answer_tokens)
@@ -434,12 +440,4 @@ class StoreScheduler:
         """End the questions to the remote tier, and the trace."""
         if self._connected is not None:
             self._connected.remote.close()
-        if self._recorder is not None:
-            self._recorder.close()
-
-
-def _record(recorder: TraceRecorder, hasher: PrefixHasher, answer_tokens: int) -> None:
-    """Record the chunks that a request used, its tail included."""
-    if refs := chunk_refs(hasher, with_tail=True):
-        num_blocks = sum(ref.num_blocks for ref in refs)
-        recorder.record([ref.prefix_key for ref in refs], num_blocks * hasher.block_tokens, answer_tokens)
+        self._recording.close()

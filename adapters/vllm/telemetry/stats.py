@@ -119,10 +119,13 @@ class SchedulerStats:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def admitted(self, stats: RequestStats, hit: HitTokens, index: ChunkIndex, hasher: PrefixHasher) -> None:
-        """Count the hit of a request when it is scheduled for the first time. Call it after its load is planned."""
+    def admitted(self, stats: RequestStats, hit: HitTokens, index: ChunkIndex, hasher: PrefixHasher) -> bool:
+        """Count the hit of a request when it is scheduled for the first time, and return True then.
+
+        Call it after its load is planned.
+        """
         if stats.is_admitted:
-            return
+            return False
         stats.has_waited()
         stats.is_admitted, stats.hit = True, hit
         stats.reason = self._reason(stats, index, hasher)
@@ -132,11 +135,16 @@ class SchedulerStats:
             self._tally.count(metrics.HIT_TOKENS.key(place.value), num_tokens)
         if stats.reason is not None:
             self._tally.count(metrics.MISSES.key(stats.reason.value))
+        return True
+
+    def end_of(self, stats: RequestStats) -> int:
+        """Return the end of what can be stored of a request, in tokens."""
+        return stats.num_tokens - stats.num_tokens % self._end_tokens
 
     def _reason(self, stats: RequestStats, index: ChunkIndex, hasher: PrefixHasher) -> MissReason | None:
         """Return the reason why a request did not get everything; None if it did."""
         got_tokens = sum(stats.hit.values())
-        end_tokens = stats.num_tokens - stats.num_tokens % self._end_tokens
+        end_tokens = self.end_of(stats)
         if end_tokens - stats.num_local_tokens < self._block_tokens:
             return None  # nothing of it could have been stored
         if not stats.asks:

@@ -10,7 +10,7 @@ from kvstore.adapters.vllm.plan import LoadTime, StepReport, StepResult, Written
 from kvstore.engine.opening import OpenTiers
 from kvstore.engine.planner import tier_state
 from kvstore.index.plans import Place, TierState
-from kvstore.model.chunks import ChunkRef
+from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.ops import metrics
 from kvstore.protocol.progress import Progress
 from kvstore.transfer.stopwatch import Stopwatch
@@ -45,11 +45,12 @@ class Reporter:
         """Return the result of a step, to be filled in."""
         return self.report.steps.setdefault(step, StepResult())
 
-    def note_written(self, target: Place, ref: ChunkRef, stored: bool) -> None:
+    def note_written(self, target: Place, ref: ChunkRef, outcome: Outcome) -> None:
         """Note a write-behind that has ended. Thread-safe."""
         disk = self._tiers.disk if target is Place.DISK else None
+        stored = outcome is Outcome.STORED
         size_bytes = disk.size_of(ref) if stored and disk is not None else None
-        self._written.append(Written(target, ref, stored, size_bytes))
+        self._written.append(Written(target, ref, stored, size_bytes, outcome is Outcome.FULL))
 
     def note_load(self, step: int, watch: Stopwatch) -> None:
         """Note the loads of a step, whose time is reported once the device has ended them."""

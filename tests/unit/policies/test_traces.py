@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.model.errors import ConfigError
-from kvstore.policies.traces import Request, TraceRecorder, read_trace
+from kvstore.policies.recorder import TraceRecorder
+from kvstore.policies.traces import Request, read_trace
 
 KEYS = [bytes([number]) * 16 for number in range(5)]
 
@@ -71,8 +72,8 @@ def test_a_full_disk_ends_the_trace(tmp_path: Path) -> None:
     recorder._file = Path("/dev/full").open("w", encoding="ascii", buffering=1)  # noqa: SIM115
     recorder.record(KEYS, 1280, 40)
     recorder.record(KEYS, 1280, 40)
-    assert (recorder.recorded, recorder.dropped) == (0, 2)
     recorder.close()
+    assert (recorder.recorded, recorder.dropped) == (0, 2)
 
 
 def test_threads_may_record(tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ HEADER = {"format": "kvstore-trace", "version": 1, "chunk_tokens": 256}
         ([], "is empty"),
         (["text"], "line 1 is not a request"),
         ([{"timestamp": 1, "input_length": 5}], "line 1 .*'hash_ids' is missing"),
-        ([{**HEADER, "version": 2}], "line 1 .*version is 2: this release reads 1"),
+        ([{**HEADER, "version": 3}], "line 1 .*version is 3: this release reads 1 and 2"),
         ([{**HEADER, "chunk_tokens": 0}], "line 1 .*chunk_tokens is 0"),
         ([HEADER, {"time_s": 0, "num_tokens": 1, "keys": ["xy"]}], "line 2 is not a request"),
         ([HEADER, [1, 2]], "line 2 is not a request"),

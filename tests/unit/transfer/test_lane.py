@@ -296,8 +296,8 @@ def test_a_removal_that_fails_holds_up_nobody(bench: Bench, caplog: pytest.LogCa
 def test_a_report_that_fails_keeps_no_other_from_being_made(bench: Bench, gate: Gate) -> None:
     """Two chunks were removed while they were written: both are reported by the removal."""
 
-    def report(ref: ChunkRef, stored: bool) -> None:
-        bench.written.append((ref, stored))
+    def report(ref: ChunkRef, outcome: Outcome) -> None:
+        bench.written.append((ref, outcome is Outcome.STORED))
         raise ZeroDivisionError
 
     bench.lane._on_written = report

@@ -41,7 +41,13 @@ class Bench:
         self.tier = tier
         disk = None if tier is None else Guard(tier, timeout_s, slow_timeout_s=timeout_s)
         lanes = (
-            {} if disk is None else {Place.DISK: Lane(self.cpu, disk, lambda *written: self.written.append(written))}
+            {}
+            if disk is None
+            else {
+                Place.DISK: Lane(
+                    self.cpu, disk, lambda ref, outcome: self.written.append((ref, outcome is Outcome.STORED))
+                )
+            }
         )
         self.mover = Mover(self.rig.paged, self.cpu, lanes)
         self.targets = tuple(lanes)
