@@ -76,8 +76,8 @@ class StorageKeys(Keys):
     disk_cache_policy: Annotated[str | None, AfterValidator(_check_if_given)] = None
     """Policy on disk, if it differs. If null, `cache_policy`."""
     record_trace: Text = None
-    """File that records, as hashes, which chunks each request used, for `kvstore simulate`. If it exists, `.1`, `.2`,
-    ... is appended."""
+    """File that records, as hashes, which chunks requests used, and why they missed others, for `kvstore simulate` and
+    `kvstore why`. If it exists, `.1`, `.2`, ... is appended."""
 
     @property
     def max_local_cpu_bytes(self) -> int:

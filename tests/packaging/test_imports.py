@@ -44,6 +44,7 @@ ROOMS = (
         "tools.simulate",
         "tools.sweeping",
         "tools.verify",
+        "tools.why",
     ),
     ("tools.storecosts", "tools.sweeping"),
     ("tools.warm",),

@@ -48,9 +48,22 @@ extra_config:
   use_odirect: true
 """
 TRACE = """\
-{"format":"kvstore-trace","version":1,"chunk_tokens":256}
-{"time_s":0.0,"num_tokens":600,"keys":["9f86d081884c7d65","9a2fb0a361ae1d1c","1b4f0e9851971998"]}
-{"time_s":1.0,"num_tokens":600,"keys":["9f86d081884c7d65","9a2fb0a361ae1d1c","1b4f0e9851971998"]}
+{"format":"kvstore-trace","version":2,"chunk_tokens":256,"start_s":1795000000.0}
+{"time_s":0.0,"tiers":{"slots":4,"slot_bytes":8388608,"disk_bytes":0,"chunk_bytes":0,"keeps_in_memory":true,\
+"has_remote":false}}
+{"time_s":0.1,"lookup":"cmpl-7d40-0-a1","num_tokens":600,"reason":"never_stored","missing":["9f86d081884c7d65"]}
+{"time_s":0.5,"event":"stored","place":"memory","chunks":[["9f86d081884c7d65"],["9a2fb0a361ae1d1c"],\
+["1b4f0e9851971998"]]}
+{"time_s":0.9,"num_tokens":600,"id":"cmpl-7d40-0-a1","keys":["9f86d081884c7d65","9a2fb0a361ae1d1c","1b4f0e9851971998"]}
+{"time_s":20.0,"lookup":"cmpl-90aa-0-b2","num_tokens":600,"reason":"never_stored","missing":["ef2d127de37b942b"]}
+{"time_s":20.1,"event":"evicted","place":"memory","chunks":[["1b4f0e9851971998","","7c9fa136d4413fa6"],\
+["9a2fb0a361ae1d1c","","e3b0c44298fc1c14"]]}
+{"time_s":20.5,"event":"stored","place":"memory","chunks":[["ef2d127de37b942b"],["7c9fa136d4413fa6"],\
+["e3b0c44298fc1c14"]]}
+{"time_s":20.9,"num_tokens":600,"id":"cmpl-90aa-0-b2","keys":["ef2d127de37b942b","7c9fa136d4413fa6","e3b0c44298fc1c14"]}
+{"time_s":61.0,"lookup":"cmpl-7d41-0-c3","num_tokens":600,"hit_tokens":{"memory":256},"found_tokens":256,\
+"reason":"evicted","missing":["9a2fb0a361ae1d1c"]}
+{"time_s":61.9,"num_tokens":600,"id":"cmpl-7d41-0-c3","keys":["9f86d081884c7d65","9a2fb0a361ae1d1c","1b4f0e9851971998"]}
 """
 PROMPTS = [random_tokens(length, vocab=TINY.vocab, seed=length) for length in (700, 300, 1000)]
 

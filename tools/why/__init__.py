@@ -1,0 +1,1 @@
+"""Implementation of ``kvstore why``, which explains from a recorded trace why a request missed."""
