@@ -194,14 +194,17 @@ def test_an_operator_removed_it(build: Build, explain: Any) -> None:
     assert "POST /clear" in told["because"]
 
 
-def test_a_clear_before_it_was_stored_explains_nothing(build: Build, explain: Any) -> None:
+def test_a_clear_when_it_was_gone_explains_nothing(build: Build, explain: Any) -> None:
     vllm = build(slots=4)
     ask(vllm, "before", other(2))
     vllm.scheduler.clear()
     ask(vllm, "first")
     ask(vllm, "greedy", other(1))
+    vllm.scheduler.clear()
     ask(vllm, "again")
-    assert explain(vllm)["reason"] == "evicted"
+    told = explain(vllm)
+    assert told["reason"] == "evicted"
+    assert not any("removed" in line for line in told["history"])
 
 
 def test_its_time_was_over(build: Build, explain: Any) -> None:
