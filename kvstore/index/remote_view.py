@@ -46,16 +46,18 @@ class RemoteAnswers:
         self.source = source
         self._heard: list[_Heard] = []
         self._gave_up = False
+        self._lacks_some = False
 
     @property
-    def gave_up(self) -> bool:
+    def is_incomplete(self) -> bool:
         """True if the tier did not answer everything in time."""
-        return self._gave_up
+        return self._gave_up or self._lacks_some
 
     def note(self, answers: Mapping[Asked, Answer], now_s: float, expires_s: float, serial: int) -> None:
         """Note answers to this request's questions. A chunk whose answer is None counts as missing for it."""
         self._heard = [heard for heard in self._heard if heard.expires_s > now_s]  # it may keep asking for minutes
         self._heard.append(_Heard(answers, expires_s, serial))
+        self._lacks_some |= None in answers.values()
 
     def give_up(self) -> None:
         """Stop waiting: whatever has no answer counts as missing from now on."""
@@ -81,7 +83,7 @@ class RemoteAnswers:
 
     def forget_missing(self) -> None:
         """Drop the negative answers, because those chunks are on their way."""
-        self._gave_up = False
+        self._gave_up = self._lacks_some = False
         found = (
             heard._replace(answers={item: answer for item, answer in heard.answers.items() if answer})
             for heard in self._heard

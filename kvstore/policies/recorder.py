@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from kvstore.model.errors import ConfigError
 from kvstore.model.history import ChunkEvent
@@ -34,6 +34,8 @@ MAX_QUEUED: Final = 1 << 16  # records; a disk that stands still for so many end
 _MAX_ID: Final = 512  # characters of a request's id, which its client may choose
 _GATHER_S: Final = 0.1  # records that come within this time are written together
 _END_WAIT_S: Final = 5.0
+_BATCH: Final = 1024
+_AT_ONCE: Final = 64  # keys hashed before other threads may run, or a scheduler would wait for milliseconds
 
 
 class _Ended(NamedTuple):
@@ -45,6 +47,7 @@ class _Ended(NamedTuple):
     request_id: str
 
 
+_T = TypeVar("_T")
 _Item = tuple[float, _Ended | LookedUp | ChunkEvent | Tiers]
 
 
@@ -142,8 +145,9 @@ class TraceRecorder:
         is_open = True
         while is_open:
             batch = [self._queue.get()]
-            self._is_closing.wait(_GATHER_S)
-            while batch[-1] is not None and len(batch) < MAX_QUEUED:
+            if self._queue.qsize() < _BATCH:
+                self._is_closing.wait(_GATHER_S)
+            while batch[-1] is not None and len(batch) < _BATCH:
                 try:
                     batch.append(self._queue.get_nowait())
                 except Empty:
@@ -193,20 +197,29 @@ class TraceRecorder:
             if kind is None:
                 yield from (self._line_of(time_s, what) for time_s, what in items)
                 continue
-            events = [what for _, what in items if isinstance(what, ChunkEvent)]
-            chunks = [self._names(event.key, event.first_key, event.newcomer) for event in events]
-            yield _line(fields_of_events(round(items[0][0], 3), events[0], chunks))
+            for some in self._split(items):
+                events = [what for _, what in some if isinstance(what, ChunkEvent)]
+                chunks = [self._names(event.key, event.first_key, event.newcomer) for event in events]
+                yield _line(fields_of_events(round(some[0][0], 3), events[0], chunks))
 
     def _line_of(self, time_s: float, what: _Ended | LookedUp | ChunkEvent | Tiers) -> tuple[str, int]:
         time_s = round(time_s, 3)
         if isinstance(what, _Ended):
             keys, num_tokens, answer_tokens, request_id = what
             fields: dict[str, Any] = {"time_s": time_s, "num_tokens": num_tokens, "answer_tokens": answer_tokens}
-            name = {"id": request_id} if request_id else {}
-            return _line({**fields, **name, "keys": self._names(*keys)})[0], 1
+            named = {"id": request_id} if request_id else {}
+            names = [name for some in self._split(keys) for name in self._names(*some)]
+            return _line({**fields, **named, "keys": names})[0], 1
         assert not isinstance(what, ChunkEvent), "events are written together"
         missing = {"missing": self._names(*what.missing)} if isinstance(what, LookedUp) and what.missing else {}
         return _line({**fields_of(time_s, what), **missing})
+
+    def _split(self, things: Sequence[_T]) -> Iterator[Sequence[_T]]:
+        """Yield things in parts, and let other threads run after each."""
+        for begin in range(0, len(things), _AT_ONCE):
+            yield things[begin : begin + _AT_ONCE]
+            if not self._is_closing.is_set():
+                time.sleep(0)
 
     def _names(self, *keys: PrefixKey) -> list[str]:
         """Return the names of keys in the file, without empty ones at the end."""

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fake_groups import FakeGroups, GroupSetup
 from support.fake_parts import CHUNK, Setup
+from support.fake_scheduler import FakeScheduler
 from support.fake_vllm import FakeVllm, one_after_the_other
+from support.gate import HANG_GUARD_S
 from support.remote import FakeServer
 from support.situations import PLAIN, PROMPT
 
@@ -49,7 +54,7 @@ def explain(trace: Path, run_json: Any) -> Callable[..., dict[str, Any]]:
     return explain_
 
 
-def ask(vllm: FakeVllm, name: str, prompt: list[int] = PROMPT, **how: Any) -> None:
+def ask(vllm: FakeScheduler, name: str, prompt: list[int] = PROMPT, **how: Any) -> None:
     vllm.forget_local()
     vllm.ask(name, prompt, **how)
     vllm.settle()
@@ -225,10 +230,38 @@ def test_its_bytes_were_lost(build: Build, explain: Any, tmp_path: Path, trace: 
         path.write_bytes(b"")
     ask(vllm, "finds out")
     ask(vllm, "again")
-    vllm.scheduler.close()
+    told = explain(vllm, "finds out")
+    assert (told["reason"], told["hit_tokens"]) == ("load_failed", {"disk": len(PROMPT) - 1})
+    assert "4 chunk(s) of its hit were computed after all: its bytes were missing or damaged" in told["because"]
     told = explain(vllm)
     assert told["reason"] == "lost"
     assert "found missing or damaged in the disk" in told["history"][-1]
+
+
+def test_the_remote_tier_was_late(build: Build, explain: Any) -> None:
+    server, gate = FakeServer(), threading.Event()
+    vllm = build(slots=4, server=server, hold_s=0.0, lookup_timeout_s=0.05)
+    ask(vllm, "first", PROMPT[: CHUNK + 1])
+    for number in range(3):
+        ask(vllm, f"greedy {number}", other(number))
+    server.before_contains = lambda: gate.wait(HANG_GUARD_S)
+    vllm.forget_local()
+    vllm.ask("again", PROMPT[: CHUNK + 1])
+    gate.set()
+    vllm.settle()
+    told = explain(vllm)
+    assert told["reason"] == "remote_late"
+    assert "lookup_timeout_ms" in told["advice"]
+
+
+def test_a_model_with_windows(trace: Path, run_json: Any) -> None:
+    """Where hits need checkpoints, these are what is missing."""
+    with closing(FakeGroups(GroupSetup(trace=trace, slots=12))) as vllm:
+        for number in range(6):
+            ask(vllm, f"first {number}", other(number))
+        ask(vllm, "again", other(0))
+    code, told = run_json("why", "again", trace)
+    assert (code, told["reason"]) == (0, "evicted"), told
 
 
 def test_the_table_of_misses(build: Build, trace: Path, run: Any, run_json: Any) -> None:

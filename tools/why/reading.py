@@ -53,6 +53,7 @@ class Story:
         notes: what was special about earlier requests, by id.
         makers: requests that brought a chunk for which another one was evicted, by that chunk.
         num_since: different chunks used since the missing one was used last.
+        failed_loads: events of the request's own chunks that could not be loaded for it.
     """
 
     found: Found
@@ -64,6 +65,7 @@ class Story:
     notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     makers: dict[PrefixKey, str] = field(default_factory=dict)
     num_since: int = 0
+    failed_loads: list[ChunkEvent] = field(default_factory=list)
 
 
 def latest_misses(path: Path, most: int) -> tuple[list[Found], int]:
@@ -158,6 +160,7 @@ class _Teller:
         self._missing = frozenset(story.found.lookup.missing)
         self._since: set[PrefixKey] = set()
         self._is_over = False
+        self._own = frozenset(story.keys)  # until the request has ended
 
     def take(self, record: Record) -> None:
         """Take the next record."""
@@ -171,6 +174,8 @@ class _Teller:
         for key in story.makers.keys() & set(request.keys):
             story.makers[key] = story.makers[key] or request.request_id
         if self._is_over:
+            if request.request_id == story.found.lookup.request_id:
+                self._own = frozenset()
             return
         self._use(*request.keys)
         if self._missing.intersection(request.keys):
@@ -187,6 +192,8 @@ class _Teller:
     def _take_timed(self, time_s: float, what: LookedUp | ChunkEvent | Tiers) -> None:
         story = self._story
         if self._is_over:
+            if isinstance(what, ChunkEvent) and what.fate in {Fate.LOST, Fate.UNREAD} and what.key in self._own:
+                story.failed_loads.append(what)
             return
         if isinstance(what, Tiers):
             story.tiers = what

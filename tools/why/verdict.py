@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Final
 
@@ -58,7 +58,19 @@ class Verdict:
 
 
 def judge(story: Story) -> Verdict:
-    """Return the verdict on a request."""
+    """Return the verdict on a request: why its load failed, if it had a hit, and why no more was found."""
+    missed, failed = _judge_miss(story), story.failed_loads
+    if not (failed and story.found.lookup.hit_tokens):
+        return missed
+    meaning = of_event(failed[-1])
+    because = f"{len({event.key for event in failed})} chunk(s) of its hit were computed after all: {meaning.because}"
+    if not missed.reason:
+        return Verdict("load_failed", because, meaning.advice)
+    return replace(missed, because=f"{missed.because}; also, {because}")
+
+
+def _judge_miss(story: Story) -> Verdict:
+    """Return the verdict on what a request did not find."""
     lookup = story.found.lookup
     if not lookup.reason:
         return Verdict("", "nothing was missed: all that can be stored of it was found, or was in vLLM's own cache")

@@ -232,7 +232,7 @@ class StoreScheduler:
             self._last_hit = (request_id, connected.loads.plan(tracker, spec, tables, num_external_tokens))
             self._describe(connected.index, tracker, connected.loads.blocks_of(tracker, spec, num_external_tokens))
         if self._stats.admitted(tracker.stats, self._last_hit[1], connected.index, tracker.hasher):
-            end_tokens, is_late = self._stats.end_of(tracker.stats), connected.remote.told(request_id).gave_up
+            end_tokens, is_late = self._stats.end_of(tracker.stats), connected.remote.told(request_id).is_incomplete
             self._recording.looked_up(tracker, connected.index, end_tokens, enabled=self.enabled, is_late=is_late)
         connected.remote.end(request_id)
 
