@@ -115,6 +115,8 @@ class Timed(NamedTuple):
 
 Record: TypeAlias = Begin | Request | Timed
 _ID, _LOOKUP, _EVENT, _TIERS = "id", "lookup", "event", "tiers"
+_FATES = {fate.value for fate in Fate}
+_CAUSES = {cause.value: cause for cause in Cause}
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -218,14 +220,16 @@ def fields_of_events(time_s: float, first: ChunkEvent, chunks: Sequence[Sequence
 
 
 def _reasons(fields: dict[str, Any]) -> Iterator[Timed]:
-    """Yield what a line says besides requests; nothing if a later release added its kind."""
+    """Yield what a line says besides requests; nothing if only a later release knows it."""
     time_s = float(fields["time_s"])
     if _TIERS in fields:
         yield Timed(time_s, Tiers(**{name: fields[_TIERS][name] for name in Tiers._fields}))
     elif _LOOKUP in fields:
         yield Timed(time_s, _looked_up(fields))
     elif _EVENT in fields:
-        fate, cause = Fate(fields[_EVENT]), Cause(fields.get("cause", ""))
+        if fields[_EVENT] not in _FATES:
+            return
+        fate, cause = Fate(fields[_EVENT]), _CAUSES.get(fields.get("cause", ""), Cause.NONE)
         for chunk in fields["chunks"]:
             key, first_key, newcomer, *_ = (*map(bytes.fromhex, chunk), b"", b"", b"")
             yield Timed(time_s, ChunkEvent(fate, key, first_key, str(fields.get("place", "")), cause, newcomer))

@@ -352,9 +352,12 @@ def test_a_hostile_id_is_printed_as_text(trace: Path, run: Any) -> None:
         ('{"timestamp":1,"input_length":5,"hash_ids":[1]}\n', "has no reasons of misses"),
         ("", "is empty"),
         ("text\n", "is not a request of a trace"),
-        ('{"format":"kvstore-trace","version":2,"chunk_tokens":256}\n{"time_s":1,"event":"melted"}\n', "line 2"),
+        (
+            '{"format":"kvstore-trace","version":2,"chunk_tokens":256}\n{"time_s":1,"event":"lost","chunks":["xy"]}\n',
+            "line 2",
+        ),
     ],
-    ids=["an earlier release", "Mooncake", "empty", "text", "an unknown event"],
+    ids=["an earlier release", "Mooncake", "empty", "text", "a chunk that is none"],
 )
 def test_what_is_no_trace(trace: Path, run: Any, text: str, message: str) -> None:
     trace.write_text(text)

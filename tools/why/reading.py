@@ -158,7 +158,7 @@ class _Teller:
         self._story = story
         self._until_s = story.found.time_s
         self._missing = frozenset(story.found.lookup.missing)
-        self._since: set[PrefixKey] = set()
+        self._since: set[PrefixKey] | None = None  # nothing before the first use of the missing chunk
         self._is_over = False
         self._own = frozenset(story.keys)  # until the request has ended
 
@@ -200,7 +200,8 @@ class _Teller:
         elif isinstance(what, LookedUp):
             if time_s == self._until_s and what == story.found.lookup:
                 self._is_over = True
-                story.num_since = len(self._since.difference(self._missing).union(self._before_missing()))
+                since = (self._since or set()).difference(self._missing)
+                story.num_since = len(since.union(self._before_missing()))
             elif what.notes and len(story.notes) < _MAX_NOTED:
                 story.notes[what.request_id] = tuple(what.notes)
         else:
@@ -220,8 +221,9 @@ class _Teller:
     def _use(self, *keys: PrefixKey) -> None:
         """Note that chunks are used, among them perhaps the missing one."""
         if not self._missing.isdisjoint(keys):
-            self._since.clear()
-        self._since.update(keys)
+            self._since = set()
+        if self._since is not None:
+            self._since.update(keys)
 
     def _before_missing(self) -> tuple[PrefixKey, ...]:
         """Return the request's chunks up to the missing one."""

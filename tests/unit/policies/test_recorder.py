@@ -82,8 +82,9 @@ def test_a_line_that_is_still_written_is_left_out(tmp_path: Path, cut: int) -> N
 def test_a_line_of_a_later_release_is_left_out(tmp_path: Path) -> None:
     TraceRecorder(tmp_path / "trace", 256).close()
     with (tmp_path / "trace").open("a") as file:
-        file.write('{"time_s":1,"weather":"fair"}\n')
-    assert [type(record) for record in read_records(tmp_path / "trace")] == [Begin]
+        file.write('{"time_s":1,"weather":"fair"}\n{"time_s":1,"event":"melted","chunks":[["ab"]]}\n')
+        file.write('{"time_s":1,"event":"lost","cause":"heat","chunks":[["ab"]]}\n')
+    assert told(tmp_path / "trace", object) == [ChunkEvent(Fate.LOST, b"\xab")]
 
 
 class StuckFile:
