@@ -135,8 +135,8 @@ def read_trace(path: Path, key_tokens: int | None = None) -> Iterator[Request]:
             yield record
 
 
-def read_records(path: Path, key_tokens: int | None = None) -> Iterator[Record]:
-    """Yield all records of a trace, in order, its header first.
+def read_records(path: Path, key_tokens: int | None = None, *, containing: str = "") -> Iterator[Record]:
+    """Yield all records of a trace, in order, its header first; with a text, only those of lines that contain it.
 
     A last line that is cut off, as the trace may still be written, is left out. ``key_tokens`` as in ``read_trace``.
 
@@ -147,6 +147,8 @@ def read_records(path: Path, key_tokens: int | None = None) -> Iterator[Record]:
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
+                if number > 1 and containing not in line:
+                    continue
                 try:
                     fields = json.loads(line)
                 except ValueError:

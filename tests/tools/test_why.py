@@ -255,7 +255,7 @@ def test_the_remote_tier_was_late(build: Build, explain: Any) -> None:
 
 
 def test_a_model_with_windows(trace: Path, run_json: Any) -> None:
-    """Where hits need checkpoints, these are what is missing."""
+    """Checkpoints are missing where hits need them."""
     with closing(FakeGroups(GroupSetup(trace=trace, slots=12))) as vllm:
         for number in range(6):
             ask(vllm, f"first {number}", other(number))
@@ -353,11 +353,11 @@ def test_a_hostile_id_is_printed_as_text(trace: Path, run: Any) -> None:
         ("", "is empty"),
         ("text\n", "is not a request of a trace"),
         (
-            '{"format":"kvstore-trace","version":2,"chunk_tokens":256}\n{"time_s":1,"event":"lost","chunks":["xy"]}\n',
+            '{"format":"kvstore-trace","version":2,"chunk_tokens":256}\n{"time_s":1,"lookup":"a","missing":["xy"]}\n',
             "line 2",
         ),
     ],
-    ids=["an earlier release", "Mooncake", "empty", "text", "a chunk that is none"],
+    ids=["an earlier release", "Mooncake", "empty", "text", "a key that is none"],
 )
 def test_what_is_no_trace(trace: Path, run: Any, text: str, message: str) -> None:
     trace.write_text(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -130,7 +131,7 @@ def read_story(path: Path, found: Found) -> Story:
 def _lookups(path: Path) -> Iterator[Found]:
     """Yield the lookups of a trace, in order."""
     begin = Begin()
-    for record in read_records(path):
+    for record in read_records(path, containing='"lookup":'):
         if isinstance(record, Begin):
             begin = record
             if not begin.has_reasons:
@@ -145,7 +146,7 @@ def _lookups(path: Path) -> Iterator[Found]:
 def _own_keys(path: Path, found: Found) -> tuple[PrefixKey, ...]:
     """Return the chunks of a request; none if it has not ended."""
     wanted = found.lookup.request_id
-    for record in read_records(path):
+    for record in read_records(path, containing=json.dumps(wanted)):
         if isinstance(record, Request) and record.request_id == wanted and record.time_s >= found.time_s:
             return record.keys
     return ()
