@@ -201,6 +201,19 @@ def test_a_change_replaces_pods_unless_told_otherwise() -> None:
     assert "checksum/config" not in annotations("--set", "restartOnChange=false")
 
 
+def test_a_new_pod_takes_over_from_the_old_one_of_its_host() -> None:
+    for kind, takes_over in (("DaemonSet", True), ("StatefulSet", False)):
+        example = "host-cache.yaml" if takes_over else "shared-pool.yaml"
+        server = only(kind, "--set", "takeOver=true", example=example)["spec"]
+        (container,) = server["template"]["spec"]["containers"]
+        assert ("--take-over" in container["args"]) == ("--wait-at-end" in container["args"]) == takes_over
+        assert server.get("updateStrategy", {}).get("rollingUpdate", {}).get("maxSurge") == (1 if takes_over else None)
+    assert (
+        "--take-over"
+        not in only("DaemonSet", example="host-cache.yaml")["spec"]["template"]["spec"]["containers"][0]["args"]
+    )
+
+
 @pytest.mark.parametrize(("tag", "end"), [("", f":{__version__}"), ("v1", ":v1"), (DIGEST, f"@{DIGEST}")])
 def test_the_image_has_a_tag_or_a_digest(tag: str, end: str) -> None:
     (server,) = pod(None, "--set", f"image.tag={tag}")["containers"]

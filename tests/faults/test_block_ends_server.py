@@ -124,7 +124,7 @@ def test_leading_blocks_in_messages(monkeypatch: pytest.MonkeyPatch, version: in
             assert (refused == [Outcome.HIT]) == (version == 1)
         sent.clear()
         assert tier.get([Transfer(ref, buffer, front_blocks=1)]) == [Outcome.HIT]
-        wait_for("what was sent is counted out", lambda: server.hub.service._payload._unsent.held == 0)
+        wait_for("what was sent is counted out", lambda: server.hub.service.payload._unsent.held == 0)
     ranges, payload = layout.front_ranges(ref.num_blocks, 1), make_payload(layout, ref)
     assert buffer[: layout.payload_bytes(1)].tobytes() == b"".join(payload[begin:end] for begin, end in ranges)
     asked = [request for request in sent if isinstance(request, messages.Fetch | messages.Front)]

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,10 @@ def earlier(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return unpack(request.param, tmp_path / "earlier")
 
 
+def is_ready(server: ServerProcess) -> bool:
+    return b"ready" in server.log.read_bytes()
+
+
 def run_clients(version: Path, server: ServerProcess, *, seed: int) -> list[subprocess.Popen[bytes]]:
     words = [sys.executable, "-c", "from support.server_client import main; main()"]
     return [
@@ -190,7 +195,7 @@ def test_engines_and_servers_of_earlier_versions_work_together(earlier: Path) ->
                 process = subprocess.Popen(words, env=environment(version), stdout=log, stderr=log, cwd=version)
             server.process = process
             try:
-                wait_for("the server is ready", lambda log=server.log: b"ready" in log.read_bytes())  # type: ignore[misc]
+                wait_for("the server is ready", partial(is_ready, server))
                 found = results([*run_clients(earlier, server, seed=1), *run_clients(here, server, seed=3)])
                 assert server.terminate() == 0
             finally:
@@ -222,7 +227,7 @@ def test_an_earlier_server_cannot_be_replaced_and_goes_on(earlier: Path) -> None
         with server.log.open("wb") as log:
             server.process = subprocess.Popen(words, env=environment(earlier), stdout=log, stderr=log, cwd=earlier)
         try:
-            wait_for("the server is ready", lambda: b"ready" in server.log.read_bytes())
+            wait_for("the server is ready", partial(is_ready, server))
             refused = subprocess.run([*words, "--take-over"], capture_output=True, check=False, timeout=60)
             assert refused.returncode == 2
             assert b"cannot be replaced" in refused.stderr

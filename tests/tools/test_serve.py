@@ -14,7 +14,7 @@ from kvstore.config import StoreConfig
 from kvstore.protocol.payload import PAGE_BYTES
 from kvstore.server.hub import Hub
 from kvstore.server.options import ServerOptions
-from kvstore.tools.serve.process import run_server
+from kvstore.tools.serve import process
 from kvstore.tools.serve.reloading import Reloader
 
 
@@ -24,7 +24,9 @@ def test_python_does_not_look_for_cycles_among_all_chunks(tmp_path: Path, monkey
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     thresholds = gc.get_threshold()
     gc.set_threshold(700, 10, 10)  # Python's own
-    hub = Hub(ServerOptions(16 * PAGE_BYTES, folder=tmp_path / "run"))
+    options = ServerOptions(16 * PAGE_BYTES, folder=tmp_path / "run")
+    hub = Hub(options)
+    monkeypatch.setattr(process, "Hub", lambda _: hub)
     seen: list[int] = []
 
     def note(phase: str, info: dict[str, Any]) -> None:
@@ -37,7 +39,8 @@ def test_python_does_not_look_for_cycles_among_all_chunks(tmp_path: Path, monkey
         assert kept
         hub.stop()
 
-    assert run_server(lambda: hub, Reloader(tmp_path / "unread.yaml", StoreConfig()), None, grow)
+    reloader = Reloader(tmp_path / "unread.yaml", StoreConfig())
+    assert process.run_server(options, reloader, None, grow, process.Successions())
     assert gc.get_threshold() == (700, 10, 10)
     gc.set_threshold(*thresholds)
     assert 1 in seen
@@ -50,14 +53,15 @@ def test_a_server_that_is_told_to_end_while_it_opens_its_disk(tmp_path: Path, mo
     numbers = (signal.SIGHUP, signal.SIGTERM)
     handlers = [signal.getsignal(number) for number in numbers]
 
-    def open_hub() -> Hub:
+    def open_hub(_: ServerOptions) -> Hub:
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGTERM)
         raise AssertionError("it went on")
 
+    monkeypatch.setattr(process, "Hub", open_hub)
     reloader = Reloader(tmp_path / "unread.yaml", StoreConfig())
     with pytest.raises(SystemExit) as ended:
-        run_server(open_hub, reloader, None, lambda _: None)
+        process.run_server(ServerOptions(PAGE_BYTES), reloader, None, lambda _: None, process.Successions())
     assert ended.value.code == 128 + signal.SIGTERM
     reloader.close()
     for number, handler in zip(numbers, handlers, strict=True):

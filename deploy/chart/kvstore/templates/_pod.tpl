@@ -6,6 +6,10 @@
 {{- if and (not (include "kvstore.isShared" .)) .Values.ownFolders }}true{{ end -}}
 {{- end -}}
 
+{{- define "kvstore.takesOver" -}}
+{{- if and (not (include "kvstore.isShared" .)) .Values.takeOver }}true{{ end -}}
+{{- end -}}
+
 {{/* The pod, of a DaemonSet or a StatefulSet. */}}
 {{- define "kvstore.pod" -}}
 metadata:
@@ -64,7 +68,7 @@ spec:
     - name: kvstore
       image: {{ include "kvstore.image" . }}
       imagePullPolicy: {{ .Values.image.pullPolicy }}
-      args: [serve, --config, /etc/kvstore/server/kvstore.yaml]
+      args: [serve, --config, /etc/kvstore/server/kvstore.yaml{{ if include "kvstore.takesOver" . }}, --take-over, --wait-at-end{{ end }}]
       {{- with .Values.env }}
       env: {{- toYaml . | nindent 8 }}
       {{- end }}
