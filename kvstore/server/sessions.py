@@ -202,6 +202,10 @@ class Sessions:
             self.give_back(session, lease, is_whole=False)
             yield
 
+    def mapped(self) -> list[Session]:
+        """Return the sessions of clients that map the pool, also of those that were disconnected for what they sent."""
+        return list(self._by_token.values())
+
     def of_token(self, token: bytes) -> Session | None:
         """Return the session of a connection to the unix socket, if its client said hello."""
         return self._by_token.get(token)

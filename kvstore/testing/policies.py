@@ -179,6 +179,11 @@ class PolicyMachine(RuleBasedStateMachine):
         self.linked.discard(key)
 
     @invariant()
+    def orders_each_once(self) -> None:
+        """All chunks have a place in the order of value."""
+        assert sorted(self.policy.by_value()) == sorted(self.policy)
+
+    @invariant()
     def agrees(self) -> None:
         """Check that the policy knows the chunks held, to the byte."""
         assert {*self.policy} == {*self.here}

@@ -157,6 +157,24 @@ def test_a_client_that_sleeps_keeps_its_pages_until_it_wakes(line: Line) -> None
     check_quiet(line.now)
 
 
+def test_a_client_that_was_disconnected_keeps_its_pages_too(line: Line) -> None:
+    """It still maps the memory, and may not have noticed yet."""
+    tier = open_tier(line.now.url)
+    connection = tier._connections._connect(tier._connections.namespace)
+    tier._connections._watcher.close(1.0)
+    (grant,) = calls.grants(connection, messages.Reserve, [B])
+    connection.send(messages.Remove(1, b"not a ref"))
+    wait_for("it is disconnected", lambda: line.now.hub.reception.num_malformed == 1)
+    free = line.now.hub.pool.free.num_free
+    line.succeed()
+    assert line.now.hub.pool.free.num_free == free
+    connection.close()
+    wait_for("its pages are free", lambda: line.now.hub.pool.free.num_free > free)
+    assert grant.lease
+    tier.close()
+    check_quiet(line.now)
+
+
 def test_pins_ends_trails_and_counters_go_on(line: Line) -> None:
     tier = open_tier(line.now.url)
     fill(tier)

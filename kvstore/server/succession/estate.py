@@ -134,7 +134,7 @@ def draw_up(core: Core, unwritten: Iterable[Chunk], tokens: list[bytes], paused_
         enter(chunk, is_lost=False)
     leases = [
         LeaseRecord(session.token, enter(lease.chunk, is_lost=True), lease.is_write)
-        for session in core.sessions.by_peer.values()
+        for session in core.sessions.mapped()
         for lease in session.leases.values()
     ]
     return Estate(spaces, chunks, leases, tokens, core.stock.stamp, paused_s)
