@@ -13,6 +13,7 @@ from kvstore.config.nearest import nearest_key
 from kvstore.config.reference import KEYS
 
 _SHOWN_CHARACTERS: Final = 80
+_MAY_NAME_SALTS: Final = frozenset({"local_cpu_quotas", "local_disk_quotas"})  # by mistake, in plain text
 _SECRET_NAME: Final = re.compile(r"pass|secret|token|credential|auth|api_?key|access_?key", re.IGNORECASE)
 _USERINFO: Final = re.compile(r"(\w+://)?\S+@")
 _WRONG_TYPE: Final = re.compile(r"_type$|_parsing|^int_from_float$")
@@ -70,7 +71,8 @@ def _shown(entry: Entry) -> str:
     """Return the value as the user wrote it, shortened, and without anything that may be a secret."""
     value = entry.value
     is_count = entry.key.endswith("tokens") and isinstance(value, int)
-    if entry.key not in KEYS and _SECRET_NAME.search(entry.key) and not is_count:
+    is_secret = entry.key not in KEYS and _SECRET_NAME.search(entry.key) and not is_count
+    if is_secret or entry.key in _MAY_NAME_SALTS:
         return "(a value that is not shown)"
     if isinstance(value, dict | list | tuple | set):
         return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"

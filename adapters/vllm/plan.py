@@ -259,6 +259,7 @@ class WorkerFacts:
         stored_bytes: bytes on disk of a chunk of 1, 2, ... blocks.
         survivors: the chunks that its disk tier held, with their bytes, least recently used first.
         trails: those of the survivors, as far as the tier knows them.
+        owners: the ids of the survivors' owners, as far as the tier knows them.
         retained: those of the survivors that stay until a time, in seconds since 1970.
         limited: those of the survivors that have a time to live, in seconds since 1970.
         keeps_lifetimes: its disk tier keeps times to live.
@@ -291,6 +292,7 @@ class WorkerFacts:
     slots_take_turns: bool = False
     gpu_bytes: int = 0
     trails: Mapping[PrefixKey, bytes] = field(default_factory=dict)
+    owners: Mapping[PrefixKey, bytes] = field(default_factory=dict)
     retained: Sequence[Retention] = ()
     limited: Sequence[Lifetime] = ()
     keeps_lifetimes: bool = False

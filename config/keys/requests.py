@@ -30,8 +30,8 @@ class RequestKeys(Keys):
     """LMCache's other name for `save_unfull_chunk: false`; either suffices. Also read without a prefix from vLLM's
     extra config."""
     skip_last_n_tokens: Tokens = 0
-    """Tokens at the end of a sequence that are neither stored nor loaded, such as the end of a chat template, which the
-    next turn replaces. Also read without a prefix from vLLM's extra config."""
+    """Tokens at a sequence's end that are neither stored nor loaded, such as a chat template's end, which the next turn
+    replaces. Also read without a prefix from vLLM's extra config."""
     priority_limit: int | None = None
     """Requests whose vLLM priority is a larger number, so less urgent, are loaded but not stored."""
     force_skip_save: Annotated[bool, BeforeValidator(_read_bit)] = False
@@ -44,10 +44,9 @@ class RequestKeys(Keys):
     pin_max_secs: Annotated[float, Unit("seconds"), Field(gt=0, le=_MOST_S)] = 86_400.0
     """Duration of a pin, unless it is renewed."""
     retain_max_secs: Annotated[float, Unit("seconds"), Field(gt=0, le=_MOST_S)] = 86_400.0
-    """Longest time for which a request may retain its chunks on disk; a longer one is cut to this."""
+    """Longest time for which requests may retain chunks on disk; longer ones are cut."""
     retain_share: Annotated[float, Field(ge=0, le=0.5)] = 0.25
-    """Share of `max_local_disk_size` that the requests of one salt and tags may retain. All together retain at most
-    half of it."""
+    """Share of `max_local_disk_size` that requests of one salt and tags may retain; all together at most half."""
     min_retrieve_tokens: Tokens = 0
     """A shorter hit is computed instead of loaded."""
     max_tokens_per_load: Tokens = 0
@@ -68,8 +67,7 @@ class RequestKeys(Keys):
     verify_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Fraction of the hits that are computed anyway, to [compare](operations.md#verifying) with what is stored."""
     blocking_timeout_secs: Seconds = Field(default=10.0, gt=0)
-    """Longest time that a read from a slower tier, or a flush, may make its caller wait. Closing flushes, and may take
-    as long again."""
+    """Longest wait for a read from a slower tier, or a flush. Closing flushes, and may take as long again."""
 
     @property
     def saves_tails(self) -> bool:

@@ -25,7 +25,7 @@ from kvstore.paged.footprint import device_bytes
 from kvstore.tiers import open_tier, tier_behind
 from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Tier, TierSetup
 from kvstore.tiers.directory import RemoteDirectory
-from kvstore.tiers.disk.notes import retained_in, trails_in
+from kvstore.tiers.disk.notes import owners_in, retained_in, trails_in
 from kvstore.tiers.disk.opening import open_folders
 from kvstore.tiers.disk.survey import describe_foreign
 from kvstore.tiers.guards import GuardOptions, Statistics, find, guarded, guarded_parts
@@ -51,6 +51,7 @@ class OpenTiers:
         hot: copies on the device, or None.
         survivors: the chunks that the disk held, the longest untouched first.
         trails: their trails, as far as the disk knows them.
+        owners: the ids of their owners, as far as the disk knows them.
         retained: those of them that stay until a time.
         limited: those of them that have a time to live.
         namespace_id: id of the namespace of all their chunks.
@@ -67,6 +68,7 @@ class OpenTiers:
     limited: list[Lifetime] = field(default_factory=list)
     namespace_id: bytes | None = None
     slots_take_turns: bool = False
+    owners: dict[PrefixKey, bytes] = field(default_factory=dict)
 
     def open_lanes(
         self, options: EngineOptions, on_written: Callable[[Place, ChunkRef, Outcome], None]
@@ -142,6 +144,7 @@ def open_tiers(
     named = (options.local_disk,) if isinstance(options.local_disk, str | Path) else options.local_disk or ()
     folders = tuple(map(Path, named))
     disk, remote, hot, survivors, trails, retained, limited = None, None, None, [], {}, [], []
+    owners: dict[PrefixKey, bytes] = {}
     with ExitStack() as opened:
         pool = SlabPool(num_slots, slot_bytes, paged.device, pin_in_background=options.pin_in_background)
         cpu = LabelledPool(pool, paged.streams)
@@ -162,6 +165,7 @@ def open_tiers(
             )
             opened.callback(disk.close)
             survivors, trails, retained, limited = disk.scan(), trails_in(disk), retained_in(disk), disk.lifetimes()
+            owners = owners_in(disk) if options.quotas else {}
             _log_foreign(folders, namespace)
         if options.max_local_gpu_bytes and paged.moves_layers:
             hot = HotChunks(paged, options.max_local_gpu_bytes)
@@ -172,7 +176,7 @@ def open_tiers(
             )
         opened.pop_all()
     is_on_device = paged.device.type != "cpu"
-    return OpenTiers(cpu, disk, remote, hot, survivors, trails, retained, limited, namespace.id, is_on_device)
+    return OpenTiers(cpu, disk, remote, hot, survivors, trails, retained, limited, namespace.id, is_on_device, owners)
 
 
 def log_device_bytes(paged: PagedKV, tiers: OpenTiers, *, threads: int) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from kvstore.model.heads import Division
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
+from kvstore.model.quotas import NO_QUOTAS, QuotaRules
 from kvstore.policies import Adaptive
 
 
@@ -78,6 +79,7 @@ class EngineOptions:
         disk_codec: codec of chunks on disk, a name in ``CODEC_NAMES``.
         encryption_keys: file with the keys that encrypt chunks on disk; None for no encryption.
         max_local_gpu_bytes: device memory for copies of the chunks loaded most often; 0 for none.
+        quotas: bounds of the owners of chunks in memory and on disk.
         pin_in_background: on a GPU, pin the pool after the start, when that cannot disturb the capture of graphs.
     """
 
@@ -97,6 +99,7 @@ class EngineOptions:
     disk_codec: str = "none"
     encryption_keys: str | Path | None = None
     max_local_gpu_bytes: int = 0
+    quotas: QuotaRules = NO_QUOTAS
     pin_in_background: bool = False
 
 

@@ -15,6 +15,7 @@ from kvstore.engine.opening import OpenTiers, open_directory
 from kvstore.engine.options import EngineOptions, Shard
 from kvstore.engine.requests import Request
 from kvstore.index.index import ChunkIndex
+from kvstore.index.owners import Owners
 from kvstore.index.plans import NO_MATCH, LoadStep, Match, Place, TierState, all_refs, chunk_refs
 from kvstore.index.remote_view import NO_ANSWERS, RemoteAnswers, RemoteView
 from kvstore.model.chunks import ChunkRef, Outcome, chunk_of
@@ -75,10 +76,16 @@ class Planner:
             slots_take_turns=tiers.slots_take_turns,
             reads_fronts=tiers.reads_fronts,
             disk_keeps_lifetimes=tiers.keeps_lifetimes,
+            owners=Owners(
+                options.quotas,
+                slot_bytes=layout.slot_bytes,
+                chunk_bytes=disk.stored_bytes(layout.blocks_per_chunk) if disk else 1,
+            ),
         )
-        self.index.adopt(tiers.survivors, tiers.trails)
+        self.index.adopt(tiers.survivors, tiers.trails, tiers.owners)
         self.index.limit(one.later(-clock_ahead_s()) for one in tiers.limited)
         self.index.advance(time.monotonic())
+        self.index.settle()
         self.view = view
         self.directory = open_directory([Shard(namespace, layout, remote)]) if remote else None
         self._layout = layout

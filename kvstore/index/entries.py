@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Final
 
 from kvstore.index.deadlines import Deadlines
+from kvstore.index.owners import Owner
 from kvstore.index.plans import IndexCounters, MissReason, Place
 from kvstore.index.trails import Trails
 from kvstore.model.chunks import ChunkRef, is_trail_of
@@ -69,6 +70,7 @@ class Entry:
     expires_s: float | None = None  # the end of its time to live
     front_of: ChunkRef | None = None  # the longer chunk at the remote tier from which it was read
     trail: bytes = b""  # the keys at the ends of its blocks; empty if unknown
+    owner: Owner | None = None  # whose quotas it counts against; None without quotas
 
     def lasts_until(self, until_s: float | None) -> bool:
         """Tell if the chunk is kept at least until ``until_s``; None means without end."""
@@ -234,6 +236,10 @@ class Entries(dict[PrefixKey, Entry]):
             return False
         return chunk.memory is READY if place is _MEMORY else place is _DISK and chunk.on_disk
 
+    def owner_of(self, key: PrefixKey) -> Owner | None:
+        """Return the owner of a known chunk; None without quotas."""
+        return self[key].owner
+
     def is_unused(self, key: PrefixKey) -> bool:
         """Tell if a chunk may be evicted."""
         return self[key].uses == 0
@@ -263,9 +269,13 @@ class Entries(dict[PrefixKey, Entry]):
             key, first_key = (chunk.ref.prefix_key, chunk.trail[:PREFIX_KEY_BYTES]) if chunk is not None else (b"", b"")
             self._note_event(ChunkEvent(fate, key, first_key, place.value if place else "", cause, newcomer))
 
-    def note_evicted(self, chunk: Entry, place: Place, newcomer: PrefixKey | None) -> None:
-        """Note that a chunk was evicted from one place; it is gone unless another place holds it."""
+    def note_evicted(self, chunk: Entry, place: Place, newcomer: PrefixKey | None = None) -> None:
+        """Count and note that a chunk was evicted from one place; it is gone unless another place holds it."""
         self.tell(Fate.EVICTED, chunk, place, newcomer=newcomer or b"")
+        self.counters.evicted_memory += place is _MEMORY
+        self.counters.evicted_disk += place is _DISK
+        if chunk.owner is not None:
+            chunk.owner.note_evicted(place)
         if chunk.ref.prefix_key not in self:
             self.note_gone(chunk, MissReason.EVICTED)
 

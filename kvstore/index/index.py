@@ -23,6 +23,7 @@ from kvstore.index.entries import NO_FILE, Entries
 from kvstore.index.leases import Leases
 from kvstore.index.loads import Loads
 from kvstore.index.lookup import Lookup
+from kvstore.index.owners import Owners
 from kvstore.index.plans import Place, TierState
 from kvstore.index.remote_view import RemoteView
 from kvstore.index.retained import NO_RETENTION, Limits, Retained
@@ -43,6 +44,7 @@ class ChunkIndex:
         checkpoints: the checkpoints that the model needs with its chunks; None if it needs none.
         question_rounds: rounds of ``questions`` after which a match is the longest that can be known.
         counters: the decisions so far.
+        owners: the owners of chunks.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class ChunkIndex:
         reads_fronts: bool = False,
         retention: Limits = NO_RETENTION,
         disk_keeps_lifetimes: bool = False,
+        owners: Owners | None = None,
     ) -> None:
         """Start empty.
 
@@ -85,6 +88,7 @@ class ChunkIndex:
                 staging area, where borrowed bytes are not copied.
             retention: bounds of ``retain``. Beyond half of the disk it leaves no room for others.
             disk_keeps_lifetimes: False keeps chunks with a time to live off the disk.
+            owners: of chunks, with their quotas; None without.
 
         Raises:
             ConfigError: no policy has this name.
@@ -100,22 +104,25 @@ class ChunkIndex:
         memory_order = open_policy(cache_policy, num_slots)
         disk_order = open_policy(disk_policy or cache_policy, disk_capacity_bytes)
         self._chunks = chunks = Entries(tracks_changes=tracks_changes, note_event=note_event)
+        self.owners = owners = owners or Owners()
         self._slots = Slots(chunks, num_slots, memory_order, take_turns=slots_take_turns)
-        retained = Retained(disk_order, retention)
-        self._disk = DiskWrites(chunks, disk_order, stored_bytes, max_writes, disk_keeps_lifetimes, retained)
+        retained = Retained(disk_order, retention, chunks.owner_of)
+        self._disk = DiskWrites(chunks, disk_order, stored_bytes, max_writes, disk_keeps_lifetimes, retained, owners)
         has_remote = remote is not None
         self._remote = RemoteSends(chunks, remote or RemoteView(0.0), has_remote, max_sends, answers=has_remote)
-        self._leases = Leases(num_slots)
+        self._leases = Leases(num_slots, chunks.owner_of)
         self._orders = [memory_order, disk_order] if disk_capacity_bytes else [memory_order]
         self._uses = uses = Uses(chunks, self._slots, self._disk, self._leases, self._orders, keep_in_memory)
         self._lookup = lookup = Lookup(
-            chunks, self._slots, self._remote, checkpoints, reads_fronts=reads_fronts and keep_in_memory
+            chunks, self._slots, self._remote, owners, checkpoints, reads_fronts=reads_fronts and keep_in_memory
         )
-        self._stores = stores = StorePlanner(chunks, self._slots, self._disk, self._remote, uses, keep_in_memory)
-        loads = Loads(chunks, self._slots, self._remote, uses, lookup)
+        self._stores = stores = StorePlanner(
+            chunks, self._slots, self._disk, self._remote, uses, owners, keep_in_memory
+        )
+        loads = Loads(chunks, self._slots, self._remote, uses, lookup, owners)
         self.checkpoints, self.question_rounds, self.counters = checkpoints, lookup.rounds, chunks.counters
         # Calls that one part carries out alone.
-        self.adopt, self.retain = self._disk.adopt, self._disk.retain
+        self.adopt, self.settle, self.retain = self._disk.adopt, self._disk.settle, self._disk.retain
         self.retainable, self.take_retentions = self._disk.retainable, self._disk.take_retentions
         self.end_retention = self._disk.end_retention
         self.limit, self.take_lifetimes = self._disk.limit, self._disk.take_lifetimes

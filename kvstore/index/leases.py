@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvstore.index.deadlines import Deadlines
+from kvstore.index.owners import Owner
 from kvstore.model.keys import PrefixKey
 
 HOLDS_PER_SLOT: Final = 16  # a shared chunk takes one slot, but each hold takes memory here
@@ -39,16 +41,19 @@ class Leases:
         num_slots: slots of the pool. Leases hold at most half as many different chunks. Counting a shared chunk once
             per lease, they hold at most ``HOLDS_PER_SLOT`` times as many; otherwise leases on the same chunks would be
             unbounded.
+        owner_of: tells the owner of a chunk. Leases hold at most half of its quotas.
 
     Attributes:
         ends: the ends of the leases, by name; an expired one still holds its chunks.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, owner_of: Callable[[PrefixKey], Owner | None] = lambda _: None) -> None:
+        self._owner_of = owner_of
         self._max_chunks = max(1, num_slots // 2)
         self._max_holds = max(1, num_slots * HOLDS_PER_SLOT)
         self._leases: dict[str, _Lease] = {}
         self._holders: dict[PrefixKey, dict[str, None]] = {}
+        self._owners: dict[PrefixKey, Owner] = {}  # of these, as far as they have one
         self._num_holds = 0
         self.ends = Deadlines[str]()
 
@@ -65,18 +70,22 @@ class Leases:
     def admitted(self, keys: Sequence[PrefixKey]) -> int:
         """Return how many of these chunks, from the front, one more lease may hold."""
         room = self._max_chunks - len(self._holders)
+        new = Counter[Owner]()
         count = 0
         for key in keys[: max(0, self._max_holds - self._num_holds)]:
-            room -= key not in self._holders
-            if room < 0:
-                break
+            if key not in self._holders:
+                room -= 1
+                if (owner := self._owner_of(key)) is not None:
+                    new[owner] += 1
+                if room < 0 or (owner is not None and owner.num_leased + new[owner] > owner.max_leased):
+                    break
             count += 1
         return count
 
     def add(self, name: str, keys: Sequence[PrefixKey], expires_s: float) -> None:
         """Add a lease. An earlier lease of that name must have been withdrawn."""
         for key in keys:
-            self._holders.setdefault(key, {})[name] = None
+            self._add_holder(key, name)
         self._leases[name] = lease = _Lease(dict.fromkeys(keys), expires_s)
         self._num_holds += len(lease.keys)
         self.ends.set(name, expires_s)
@@ -111,15 +120,21 @@ class Leases:
         names = list(self._holders.get(key, ()))
         added = 0
         for name in names:
-            keys = self._leases[name].keys
-            del keys[key]
+            lease = self._leases[name]
+            del lease.keys[key]
             self._drop_holder(key, name)
-            if to not in keys:
+            if to not in lease.keys:
                 added += 1
-                keys[to] = None
-                self._holders.setdefault(to, {})[name] = None
+                lease.keys[to] = None
+                self._add_holder(to, name)
                 self._num_holds += 1
         return len(names), added
+
+    def _add_holder(self, key: PrefixKey, name: str) -> None:
+        if key not in self._holders and (owner := self._owner_of(key)) is not None:
+            self._owners[key] = owner
+            owner.num_leased += 1
+        self._holders.setdefault(key, {})[name] = None
 
     def _drop_holder(self, key: PrefixKey, name: str) -> None:
         holders = self._holders[key]
@@ -127,3 +142,5 @@ class Leases:
         self._num_holds -= 1
         if not holders:
             del self._holders[key]
+            if (owner := self._owners.pop(key, None)) is not None:
+                owner.num_leased -= 1

@@ -10,6 +10,7 @@ from typing import Final
 
 from kvstore.index.entries import LOADING, NO_FILE, NO_SLOT, READY, SENT, STORED, THERE, UNREAD, Entries, Entry
 from kvstore.index.lookup import Lookup
+from kvstore.index.owners import Owner, Owners
 from kvstore.index.plans import LoadStep, MissReason, Place
 from kvstore.index.remote_view import NO_ANSWERS, RemoteAnswers
 from kvstore.index.slots import Slots, Uses
@@ -28,6 +29,7 @@ class Loads:
 
     Attributes:
         chunks, slots, remote, uses, lookup: the parts of the index.
+        owners: of chunks.
     """
 
     chunks: Entries
@@ -35,6 +37,7 @@ class Loads:
     remote: RemoteSends
     uses: Uses
     lookup: Lookup
+    owners: Owners
 
     def prepare(
         self,
@@ -46,6 +49,7 @@ class Loads:
         *,
         trails: Mapping[PrefixKey, bytes] = NO_TRAILS,
         is_use: bool = True,
+        owner: Owner | None = None,
     ) -> list[LoadStep]:
         """Plan to load a prefix's chunks, in order; stops before the first one that is no longer available.
 
@@ -55,9 +59,11 @@ class Loads:
         A chunk that the caller was ``told`` a remote tier holds counts. Every step holds its chunk until ``complete``.
         ``checkpoint`` lists those of the refs that are parts of one, which are kept or dropped together. With the
         ``hasher`` of the sequence, or its ``trails``, chunks from a remote tier can be found by their block ends
-        afterwards. Without ``is_use`` no request uses them yet, and the policies learn nothing from it.
+        afterwards. Without ``is_use`` no request uses them yet, and the policies learn nothing from it. Without the
+        ``hasher``, ``owner`` is the sequence's. Slots are taken within the quotas of the chunks' owners.
         """
         made = trails or self.chunks.new_trails(hasher, refs)
+        owner = owner or self.owners.of(hasher)
         planned: list[tuple[Entry, Place, ChunkRef | None]] = []
         for position, ref in enumerate(refs, 1):
             source = self.lookup.source(ref, told)
@@ -70,7 +76,7 @@ class Loads:
             chunk = self.chunks.get(wanted.prefix_key)
             if chunk is None:
                 until_s = self.remote.view.until_s(ref, self.chunks.now_s, told)
-                chunk = self.chunks.enter(Entry(wanted, expires_s=until_s, front_of=holder))
+                chunk = self.chunks.enter(Entry(wanted, expires_s=until_s, front_of=holder, owner=owner))
             trail = front or made.get(ref.prefix_key, b"")
             if hasher is not None and not trail and not chunk.trail:  # another sequence's that shares blocks with it
                 trail = self.remote.view.heard.trail_of(ref)
@@ -80,7 +86,7 @@ class Loads:
         steps: list[LoadStep] = []
         for position, (chunk, source, holder) in enumerate(planned):
             if chunk.memory is NO_SLOT:
-                slot = self.slots.take()
+                slot = self.slots.take(owner=chunk.owner)
                 if slot is None:
                     for unreachable, _, _ in planned[position:]:
                         self.uses.end(unreachable)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 
 from kvstore.index.entries import LOADING, NO_SLOT, Entries, Entry
+from kvstore.index.owners import Owner, Owners
 from kvstore.index.plans import NO_MATCH, Match, MissReason, Place, all_refs, ends, tail_refs
 from kvstore.index.remote_view import NO_ANSWERS, RemoteAnswers
 from kvstore.index.slots import Slots
@@ -22,28 +23,50 @@ _MEMORY, _DISK = Place.MEMORY, Place.DISK  # module names for speed, as for the 
 
 @dataclass(slots=True)
 class StagingRoom:
-    """Slots, free or idle, that a load could still take. Idle ones of the load's own chunks are taken by it, too."""
+    """Slots, free or idle, that a load could still take. Idle ones of the load's own chunks are taken by it, too.
+
+    Attributes:
+        slots: within the quota of the owner.
+        owner: of the sequence; None if it is not known.
+        strange_slots: of these, for chunks that count against others because a restart did not know whose they are.
+            None before the first one.
+    """
 
     slots: int
+    owner: Owner | None = None
+    strange_slots: int | None = None
 
     def has_place(self, chunk: Entry) -> bool:
         """Tell if the load has a slot for a chunk."""
-        return self.slots > 0 or (chunk.uses > 0 and chunk.memory is not NO_SLOT)
+        is_here = chunk.uses > 0 and chunk.memory is not NO_SLOT
+        return is_here or (self.slots > 0 and (not self._is_strange(chunk) or self._spare_of(chunk) > 0))
 
     def takes(self, chunk: Entry | None) -> bool:
         """Count a chunk, or None for one that is not here; return False if the load would run out of slots."""
         if chunk is None or not chunk.uses or chunk.memory is NO_SLOT:
             if not self.slots:
                 return False
+            if self.owner is not None and chunk is not None and self._is_strange(chunk):
+                if not (spare := self._spare_of(chunk)):
+                    return False
+                self.strange_slots = spare - 1
             self.slots -= 1
         return True
+
+    def _is_strange(self, chunk: Entry) -> bool:
+        return self.owner is not None and chunk.owner is not self.owner
+
+    def _spare_of(self, chunk: Entry) -> int:
+        if self.strange_slots is not None or chunk.owner is None:
+            return self.strange_slots or 0
+        return chunk.owner.memory.spare_slots
 
 
 class Lookup:
     """The queries of the index.
 
     Args:
-        chunks, slots, remote: the parts of the index.
+        chunks, slots, remote, owners: the parts of the index.
         checkpoints: the checkpoints that the model needs with its chunks; None if it needs none.
         reads_fronts: True if the remote tier can read only the leading blocks of a chunk.
     """
@@ -53,6 +76,7 @@ class Lookup:
         chunks: Entries,
         slots: Slots,
         remote: RemoteSends,
+        owners: Owners,
         checkpoints: Checkpoints | None = None,
         *,
         reads_fronts: bool = False,
@@ -61,6 +85,7 @@ class Lookup:
         self._chunks = chunks
         self._slots = slots
         self._remote = remote
+        self._owners = owners
         self._checkpoints = checkpoints
         self._reads_fronts = reads_fronts
 
@@ -84,7 +109,7 @@ class Lookup:
         """
         if self._checkpoints is not None:
             return self._resumable(self._checkpoints, hasher, skip_tokens, told, limit_tokens)
-        first_chunk, room = skip_tokens // hasher.chunk_tokens, self._room()
+        first_chunk, room = skip_tokens // hasher.chunk_tokens, self._room(hasher)
         found = self._whole(hasher, first_chunk, room, told)
         num_tokens = (first_chunk + len(found)) * hasher.chunk_tokens
         last, num_blocks = self._last(hasher, first_chunk + len(found), room, told, reads_parts=reads_parts)
@@ -186,7 +211,7 @@ class Lookup:
         limit_tokens = hasher.num_tokens if limit_tokens is None else min(limit_tokens, hasher.num_tokens)
         found: list[ChunkRef] = []
         if checkpoints.groups.full:
-            found = self._whole(hasher, first_chunk, self._room(), told)
+            found = self._whole(hasher, first_chunk, self._room(hasher), told)
             last = first_chunk + len(found)
             tails = [tail for tail in tail_refs(hasher, last) if self.source(tail, told) is not None]
             tail_blocks = tails[-1].num_blocks if tails else 0
@@ -208,16 +233,18 @@ class Lookup:
             refs = found[: num_chunks + (tail_tokens > 0) - first_chunk]
             if tail_tokens and len(refs) == num_chunks - first_chunk and checkpoints.groups.full:
                 refs.append(ChunkRef(prefix_key, tail_tokens // hasher.block_tokens))
-            if self._fits((*refs, *parts)):
+            if self._fits((*refs, *parts), hasher):
                 return Match(tuple(refs), num_tokens, first_chunk, parts, reach_tokens)
         return NO_MATCH._replace(chunk_tokens=reach_tokens)
 
-    def _room(self) -> StagingRoom:
-        return StagingRoom(len(self._slots.free) + self._slots.num_idle)
+    def _room(self, hasher: PrefixHasher | None = None) -> StagingRoom:
+        """Return the room for a load of a sequence, within the quota of its owner; for None, of all owners."""
+        owner = self._owners.of(hasher) if hasher is not None else None
+        return StagingRoom(self._slots.room_of(owner), owner)
 
-    def _fits(self, refs: Iterable[ChunkRef]) -> bool:
+    def _fits(self, refs: Iterable[ChunkRef], hasher: PrefixHasher) -> bool:
         """Tell if one load has slots for all of these chunks, which can be found."""
-        room, chunks = self._room(), self._chunks
+        room, chunks = self._room(hasher), self._chunks
         return all(room.takes(chunks[ref.prefix_key] if chunks.is_here(ref) else None) for ref in refs)
 
     def why_missing(self, hasher: PrefixHasher, known_tokens: int, end_tokens: int) -> MissReason | None:

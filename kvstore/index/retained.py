@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple, Self
 
 from kvstore.index.deadlines import Deadlines
+from kvstore.index.owners import Owner
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.keys import PrefixKey
 from kvstore.model.retention import Retention
@@ -38,6 +39,7 @@ NO_RETENTION: Final = Limits()
 class _Stay(NamedTuple):
     until_s: float  # on the index's clock
     tenant: bytes
+    owner: Owner | None
 
 
 class Retained:
@@ -49,11 +51,18 @@ class Retained:
     Args:
         order: the policy of the disk, which offers no retained chunk for eviction.
         limits: the bounds.
+        owner_of: tells the owner of a chunk, which retains at most half of its quota.
     """
 
-    def __init__(self, order: Policy, limits: Limits = NO_RETENTION) -> None:
+    def __init__(
+        self,
+        order: Policy,
+        limits: Limits = NO_RETENTION,
+        owner_of: Callable[[PrefixKey], Owner | None] = lambda _: None,
+    ) -> None:
         self._order = order
         self._limits = limits
+        self._owner_of = owner_of
         self._fresh: dict[PrefixKey, None] = {}  # whose time has begun or become longer since ``take_fresh``
         self._stays: dict[PrefixKey, _Stay] = {}
         self._of_tenant: Counter[bytes] = Counter()
@@ -73,7 +82,9 @@ class Retained:
             if stay is None:
                 self._order.hold(key)
                 self._of_tenant[tenant] += 1
-                self._set(key, _Stay(until_s, tenant))
+                if (owner := self._owner_of(key)) is not None:
+                    owner.num_retained += 1
+                self._set(key, _Stay(until_s, tenant, owner))
             elif stay.until_s < until_s:
                 self._set(key, stay._replace(until_s=until_s))
         return count
@@ -81,9 +92,14 @@ class Retained:
     def admitted(self, keys: Sequence[PrefixKey], tenant: bytes) -> int:
         """Return how many of these chunks, from the front, ``keep`` would let stay."""
         room = min(self._limits.chunks - len(self._stays), self._limits.of_tenant - self._of_tenant[tenant])
+        new = Counter[Owner]()
         for count, key in enumerate(keys):
-            room -= key not in self._stays
-            if room < 0:
+            if key in self._stays:
+                continue
+            room -= 1
+            if (owner := self._owner_of(key)) is not None:
+                new[owner] += 1
+            if room < 0 or (owner is not None and owner.num_retained + new[owner] > owner.max_retained):
                 return count
         return len(keys)
 
@@ -108,6 +124,8 @@ class Retained:
         self._of_tenant[stay.tenant] -= 1
         if not self._of_tenant[stay.tenant]:
             del self._of_tenant[stay.tenant]
+        if stay.owner is not None:
+            stay.owner.num_retained -= 1
         return True
 
     def move(self, key: PrefixKey, to: PrefixKey) -> None:

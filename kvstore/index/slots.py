@@ -10,6 +10,7 @@ from itertools import takewhile
 
 from kvstore.index.entries import LOADING, NO_FILE, NO_SLOT, READY, STORED, Entries, Entry, InMemory
 from kvstore.index.leases import Leases
+from kvstore.index.owners import Owner
 from kvstore.index.plans import MissReason, Place
 from kvstore.index.trails import keys_of
 from kvstore.index.writes import DiskWrites
@@ -39,38 +40,69 @@ class Slots:
         self._take_turns = take_turns
         self._num_hung = 0  # free slots at the front of ``free`` to which a hung read may still write
 
-    def has_room(self, count: int, newcomer: PrefixKey | None = None) -> bool:
+    def has_room(self, count: int, newcomer: PrefixKey | None = None, owner: Owner | None = None) -> bool:
         """Tell if ``count`` slots could be taken one after the other."""
-        return self.order.make_room(count - len(self.free), self._chunks.is_unused, newcomer) is not None
+        own = self._own_victims(count, owner)
+        if own is None:
+            return False
+        missing, going = count - len(self.free) - len(own), dict.fromkeys(own)
+        others = self.order.make_room(missing, lambda key: key not in going and self._chunks.is_unused(key), newcomer)
+        return others is not None
 
-    def take(self, newcomer: PrefixKey | None = None) -> int | None:
+    def take(self, newcomer: PrefixKey | None = None, owner: Owner | None = None) -> int | None:
         """Return a free slot, evicting the least valuable unused chunk if there is none.
 
-        Returns None if the newcomer is worth less than that chunk.
+        An owner at its quota makes room with its own chunks. Returns None if it has none that may go, or if the
+        newcomer is worth less than the chunk that would go.
         """
-        if not self.free:
-            victims = self.order.make_room(1, self._chunks.is_unused, newcomer)
-            if victims is None:
-                return None
-            for key in victims:
-                self._chunks.counters.evicted_memory += 1
-                self.drop(victim := self._chunks[key])
-                self._chunks.note_evicted(victim, Place.MEMORY, newcomer)
+        own = self._own_victims(1, owner)
+        victims = self.order.make_room(1, self._chunks.is_unused, newcomer) if not (own or self.free) else own
+        if own is None or victims is None:
+            return None
+        for key in victims:
+            self.drop(victim := self._chunks[key])
+            self._chunks.note_evicted(victim, Place.MEMORY, newcomer)
         slot = self.free.pop()
         self._num_hung = min(self._num_hung, len(self.free))
         return slot
+
+    def _own_victims(self, count: int, owner: Owner | None) -> list[PrefixKey] | None:
+        """Return the chunks that an owner must give up to get so many slots; None if there are too few."""
+        if owner is None:
+            return []
+        share = owner.memory
+        missing = share.used_bytes + count - share.capacity_bytes
+        if missing > share.num_idle:  # known without a search, which a prompt longer than the quota would repeat
+            return None
+        return share.make_room(missing, self._chunks.is_unused)
+
+    def count_idle(self, chunk: Entry, number: int) -> None:
+        """Count a readable chunk as unused, or as used again with -1."""
+        self.num_idle += number
+        if chunk.owner is not None:
+            chunk.owner.memory.num_idle += number
+
+    def room_of(self, owner: Owner | None) -> int:
+        """Return the slots, free or idle, that loads of an owner could still take."""
+        room = len(self.free) + self.num_idle
+        return room if owner is None else min(room, owner.memory.spare_slots)
+
+    def add(self, chunk: Entry) -> None:
+        """Let the policy order a chunk that has a slot."""
+        self.order.add(chunk.ref.prefix_key, share=chunk.owner.memory if chunk.owner is not None else None)
 
     def fill(self, chunk: Entry, slot: int, state: InMemory) -> None:
         """Assign a slot to a chunk in use, whose bytes are on their way."""
         chunk.slot = slot
         self._chunks.move(chunk, state)
-        self.order.add(chunk.ref.prefix_key)
+        self.add(chunk)
 
     def drop(self, chunk: Entry) -> None:
         """Release a chunk's slot."""
         assert chunk.memory is not NO_SLOT, "its number may be another chunk's by now"
         self._chunks.note_change(chunk)
-        self.num_idle -= chunk.in_memory
+        if chunk.in_memory:
+            self.count_idle(chunk, -1)
         self.order.evict(chunk.ref.prefix_key)
         if chunk.memory is LOADING:  # a read that hangs may still write to it
             self.free.appendleft(chunk.slot)
@@ -123,8 +155,10 @@ class Uses:
 
     def begin(self, chunk: Entry, count: int = 1) -> None:
         """Keep a chunk from eviction until ``count`` uses have ended."""
-        if chunk.uses == 0 and chunk.memory is READY:
+        if chunk.uses == 0 and chunk.memory is READY:  # counted here, not in a call, as loads do so for every chunk
             self.slots.num_idle -= 1
+            if chunk.owner is not None:
+                chunk.owner.memory.num_idle -= 1
         chunk.uses += count
 
     def end(self, chunk: Entry) -> None:
@@ -134,6 +168,8 @@ class Uses:
             return
         if chunk.memory is READY:
             self.slots.num_idle += 1
+            if chunk.owner is not None:
+                chunk.owner.memory.num_idle += 1
         if chunk.forgotten:
             self.discard(chunk)
         elif chunk.memory is READY and not self.keep_in_memory:
@@ -145,7 +181,8 @@ class Uses:
         """Keep chunks from eviction until ``release``, or for ``ttl_s``; replaces a lease of the same name.
 
         Returns how many of them, from the front, are held. All leases together hold at most half as many different
-        chunks as there are slots, and a multiple of that counting shared chunks once per lease.
+        chunks as there are slots, and a multiple of that counting shared chunks once per lease. Those on an owner's
+        chunks hold at most half of its quotas.
         """
         former = self.leases.withdraw(lease_id)
         held = [ref.prefix_key for ref in takewhile(self.chunks.is_here, refs)]
@@ -211,12 +248,14 @@ class Uses:
         """Drop a tail that a known chunk holds; lookups and leases of the tail move to the chunk.
 
         A tail stays if it is to be kept for longer, or if it is in a place where the chunk is not, since a crash or
-        failure in between would lose both. A tail that is being read stays, too.
+        failure in between would lose both. A tail that is being read stays, too, and so does one of another owner, as
+        after a restart that does not know whose it is.
         """
         is_read = tail.memory is LOADING
         lacks_slot = self.keep_in_memory and tail.memory is not NO_SLOT and chunk.memory is not READY
         lacks_file = tail.disk is not NO_FILE and chunk.disk is not STORED
-        if is_read or lacks_slot or lacks_file or not chunk.lasts_until(tail.expires_s):
+        is_others = tail.owner is not chunk.owner
+        if is_read or is_others or lacks_slot or lacks_file or not chunk.lasts_until(tail.expires_s):
             return False
         self.chunks.counters.superseded_tails += 1
         self.disk.retained.move(tail.ref.prefix_key, chunk.ref.prefix_key)
@@ -235,4 +274,4 @@ class Uses:
         """End the uses of ``count`` leases that no longer hold a chunk."""
         chunk.uses -= count
         if count and not chunk.uses and chunk.memory is READY:
-            self.slots.num_idle += 1
+            self.slots.count_idle(chunk, 1)

@@ -7,6 +7,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from kvstore.index.entries import GATHERING, MAX_HOLDERS, NO_SLOT, READY, STORED, UNREAD, Entries, Entry
+from kvstore.index.owners import Owner, Owners
 from kvstore.index.plans import Place, StoreStep
 from kvstore.index.slots import Slots, Uses
 from kvstore.index.writes import DiskWrites, RemoteSends
@@ -20,7 +21,7 @@ class StorePlanner:
     """Plans stores, and takes their results.
 
     Attributes:
-        chunks, slots, disk, remote, uses: the parts of the index.
+        chunks, slots, disk, remote, uses, owners: the parts of the index.
         keep_in_memory: False makes the pool a staging area for the disk.
     """
 
@@ -29,6 +30,7 @@ class StorePlanner:
     disk: DiskWrites
     remote: RemoteSends
     uses: Uses
+    owners: Owners
     keep_in_memory: bool
 
     def prepare(
@@ -37,6 +39,7 @@ class StorePlanner:
         prefix: Sequence[PrefixKey] = (),
         *,
         hasher: PrefixHasher | None = None,
+        by_blocks: bool = True,
         ttl_s: float | None = None,
         noted: AbstractSet[PrefixKey] | None = None,
         checkpoints: Collection[Sequence[ChunkRef]] = (),
@@ -51,7 +54,7 @@ class StorePlanner:
         With the ``hasher`` of the sequence, a chunk is found by its block ends, and a whole chunk supersedes the tails
         in it once it is stored itself. A tail that a longer chunk in memory holds is not stored: it counts as known,
         and that chunk is used and, if necessary, written in its place. A tail that a chunk on disk holds is kept in
-        memory only.
+        memory only. Without ``by_blocks`` the sequence only tells whose the chunks are.
 
         This counts as a use of all these chunks, except those already ``noted`` for the request by a load or an earlier
         store. None stands for the prefix and the chain that was used last.
@@ -63,10 +66,11 @@ class StorePlanner:
         step holds its slot until ``complete``, and until ``complete_write`` for each of its targets.
         """
         self._discard_out_of_reach(refs)
-        made = self.chunks.new_trails(hasher, refs, prefix)
+        owner = self.owners.of(hasher)
+        made = self.chunks.new_trails(hasher, refs, prefix) if by_blocks else {}
         until_s = None if ttl_s is None else self.chunks.now_s + ttl_s
         holders: dict[PrefixKey, Entry] = {}
-        if hasher is not None:
+        if hasher is not None and by_blocks:
             self.chunks.whole_blocks = hasher.blocks_per_chunk
             holders = self._holders(refs, made, until_s)
         chain = [*prefix, *(key for ref in refs for key in self._used(ref, holders))]
@@ -79,14 +83,16 @@ class StorePlanner:
         whole = {part.prefix_key: parts for parts in checkpoints for part in parts}
         leaves = whole.keys() | {holder.ref.prefix_key for holder in holders.values()}  # nothing depends on a holder
         self.uses.touch(chain, noted, leaves)
-        steps = self._plan(refs, whole, holders, made, until_s)
+        steps = self._plan(refs, whole, holders, made, until_s, owner=owner)
         for chunk in own:
             self.uses.end(chunk)
         self.uses.refresh(chain, leaves)  # includes new ones, or they would outlive their prefix
         for parts in checkpoints:
             self.chunks.note_checkpoint(parts)
-        tenant = hasher.tenant if hasher is not None else b""
-        return [step._replace(tenant=tenant) for step in steps] if tenant else steps
+        if hasher is None or not hasher.tenant:
+            return steps
+        owner_id = self.owners.id_of(hasher)
+        return [step._replace(tenant=hasher.tenant, owner=owner_id) for step in steps]
 
     def complete(self, steps: Iterable[StoreStep], failed: AbstractSet[PrefixKey]) -> None:
         """Take the results of stores; a failed one leaves nothing behind.
@@ -104,6 +110,8 @@ class StorePlanner:
                 chunk.memory = READY
                 self.chunks.counters.stored += 1
                 self.chunks.tell(Fate.STORED, chunk, Place.MEMORY)
+                if chunk.owner is not None:
+                    chunk.owner.stored += 1
                 self.chunks.note_change(chunk)
             stored.append(chunk)
         for chunk in stored:
@@ -211,6 +219,8 @@ class StorePlanner:
         holders: Mapping[PrefixKey, Entry],
         made: Mapping[PrefixKey, bytes],
         until_s: float | None,
+        *,
+        owner: Owner | None,
     ) -> list[StoreStep]:
         """Return the steps for the offered chunks, without the parts of checkpoints that do not fit as a whole.
 
@@ -221,10 +231,10 @@ class StorePlanner:
         left_out: Sequence[ChunkRef] = ()
         for ref in refs:
             parts = whole.get(ref.prefix_key)
-            if parts is not None and ref == parts[0] and not self._has_room(parts):
+            if parts is not None and ref == parts[0] and not self._has_room(parts, owner):
                 left_out = parts
             if ref in left_out:
-                self._refuse(ref, made.get(ref.prefix_key, b""), Cause.IN_USE)
+                self._refuse(ref, made.get(ref.prefix_key, b""), Cause.IN_USE, owner)
                 continue
             holder = holders.get(ref.prefix_key)
             if holder is not None and self._stands_in(holder):
@@ -232,12 +242,14 @@ class StorePlanner:
                 step = self._plan_known(holder)
             else:
                 trail = holder.trail[: ref.num_blocks * PREFIX_KEY_BYTES] if holder else made.get(ref.prefix_key, b"")
-                step = self._plan_one(ref, until_s, trail, is_written=has_slower and holder is None)
+                step = self._plan_one(ref, until_s, trail, owner, is_written=has_slower and holder is None)
             if step is not None:
                 steps.append(step)
         return steps
 
-    def _plan_one(self, ref: ChunkRef, until_s: float | None, trail: bytes, *, is_written: bool) -> StoreStep | None:
+    def _plan_one(
+        self, ref: ChunkRef, until_s: float | None, trail: bytes, owner: Owner | None, *, is_written: bool
+    ) -> StoreStep | None:
         chunk = self.chunks.get(ref.prefix_key)
         if chunk is not None and not chunk.forgotten:
             self.chunks.counters.known += 1
@@ -245,33 +257,41 @@ class StorePlanner:
             self.chunks.learn(chunk, trail)
             return self._plan_known(chunk) if is_written else None
         if chunk is not None:  # a forgotten chunk's earlier entry is still being removed
-            self._refuse(ref, trail, Cause.LEAVING)
+            self._refuse(ref, trail, Cause.LEAVING, owner)
             return None
-        return self._plan_new(ref, until_s, trail, is_written=is_written)
+        return self._plan_new(Entry(ref, uses=1, expires_s=until_s, owner=owner), trail, is_written=is_written)
 
-    def _refuse(self, ref: ChunkRef, trail: bytes, cause: Cause) -> None:
+    def _refuse(self, ref: ChunkRef, trail: bytes, cause: Cause, owner: Owner | None) -> None:
         self.chunks.counters.refused += 1
+        if owner is not None:
+            owner.refused += 1
         self.chunks.tell(Fate.REFUSED, Entry(ref, trail=trail), Place.MEMORY, cause)
 
-    def _plan_new(self, ref: ChunkRef, until_s: float | None, trail: bytes, *, is_written: bool) -> StoreStep | None:
-        chunk = Entry(ref, uses=1, expires_s=until_s)
-        slot = self.slots.take(ref.prefix_key)
-        has_way = slot is not None or self.slots.num_idle > 0
+    def _plan_new(self, chunk: Entry, trail: bytes, *, is_written: bool) -> StoreStep | None:
+        ref, owner = chunk.ref, chunk.owner
+        slot = self.slots.take(ref.prefix_key, owner)
+        has_way = slot is not None or (self.slots.num_idle > 0 and self.slots.has_room(1, owner=owner))
         targets = self._reserve_targets(chunk, trail) if is_written and has_way else ()
         if slot is None and targets:  # worth its room in a slower tier only, which needs a slot for staging
-            slot = self.slots.take()
+            slot = self.slots.take(owner=owner)
         if slot is None:
-            self._refuse(ref, trail, Cause.POLICY if self.slots.num_idle else Cause.IN_USE)
+            self._refuse(ref, trail, self._cause_of(owner), owner)
             return None
         if not targets and not self.keep_in_memory:  # it would be dropped as soon as it is stored
             self.slots.free.append(slot)
-            self._refuse(ref, trail, Cause.UNWRITTEN)
+            self._refuse(ref, trail, Cause.UNWRITTEN, owner)
             return None
         chunk.slot, chunk.memory = slot, GATHERING
         self.chunks.enter(chunk, trail)
-        self.slots.order.add(ref.prefix_key)
+        self.slots.add(chunk)
         chunk.uses += len(targets)
         return StoreStep(ref, slot, targets, trail=trail, until_s=chunk.expires_s)
+
+    def _cause_of(self, owner: Owner | None) -> Cause:
+        """Return the reason why no slot was found."""
+        if owner is not None and not self.slots.has_room(1, owner=owner):
+            return Cause.QUOTA
+        return Cause.POLICY if self.slots.num_idle else Cause.IN_USE
 
     def _plan_known(self, chunk: Entry) -> StoreStep | None:
         """Write a chunk from memory to the tiers that lack it, if they have room for it now."""
@@ -286,14 +306,14 @@ class StorePlanner:
         disk = (Place.DISK,) if self.disk.reserve(chunk) else ()
         return (*disk, Place.REMOTE) if self.remote.reserve(chunk, trail) else disk
 
-    def _has_room(self, refs: Sequence[ChunkRef]) -> bool:
+    def _has_room(self, refs: Sequence[ChunkRef], owner: Owner | None) -> bool:
         """Tell if all new ones of these chunks could be stored, if only as staging for a slower tier."""
         if any((chunk := self.chunks.get(ref.prefix_key)) is not None and chunk.forgotten for ref in refs):
             return False  # its earlier entry is still being removed
         new = [ref.prefix_key for ref in refs if ref.prefix_key not in self.chunks]
-        if not new or self.slots.has_room(len(new), new[0]):
+        if not new or self.slots.has_room(len(new), new[0], owner):
             return True
-        return self._has_slower_tier() and self.slots.has_room(len(new))
+        return self._has_slower_tier() and self.slots.has_room(len(new), owner=owner)
 
     def _has_slower_tier(self) -> bool:
         """Tell if chunks can be written anywhere but to memory."""

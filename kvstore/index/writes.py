@@ -24,6 +24,7 @@ from kvstore.index.entries import (
     Entries,
     Entry,
 )
+from kvstore.index.owners import Owner, Owners
 from kvstore.index.plans import Place
 from kvstore.index.remote_view import RemoteView
 from kvstore.index.retained import Retained
@@ -48,6 +49,7 @@ class DiskWrites:
         max_writes: maximum of concurrent writes.
         keeps_lifetimes: True if the tier keeps times to live; otherwise no chunk is written that has one.
         retained: chunks that stay until a time.
+        owners: of chunks.
         num_writes: writes in flight.
         removals: chunks dropped from the disk and not announced yet.
         told_early: chunks whose time to live became longer while they were being written or sent.
@@ -60,19 +62,34 @@ class DiskWrites:
     max_writes: int
     keeps_lifetimes: bool
     retained: Retained
+    owners: Owners
     num_writes: int = 0
     removals: list[ChunkRef] = field(default_factory=list)
     told_early: dict[tuple[Place, ChunkRef], None] = field(default_factory=dict)
     ended: list[Retention] = field(default_factory=list)
 
     def adopt(
-        self, survivors: Iterable[tuple[ChunkRef, int]], trails: Mapping[PrefixKey, bytes] = MappingProxyType({})
+        self,
+        survivors: Iterable[tuple[ChunkRef, int]],
+        trails: Mapping[PrefixKey, bytes] = MappingProxyType({}),
+        owners: Mapping[PrefixKey, bytes] = MappingProxyType({}),
     ) -> None:
-        """Register the chunks that the tier held at start, with bytes and trails, the longest untouched first."""
+        """Register the chunks that the tier held at start, with bytes and trails, the longest untouched first.
+
+        ``owners`` has the ids of their owners, as far as the tier knows them. Quotas may be smaller than before:
+        ``settle`` evicts what is beyond them.
+        """
         for ref, stored_bytes in survivors if self.stored_bytes is not None else ():
-            self.chunks[ref.prefix_key] = Entry(ref, disk=STORED)
-            self.order.add(ref.prefix_key, stored_bytes)
+            self.chunks[ref.prefix_key] = chunk = Entry(ref, disk=STORED)
+            chunk.owner = self.owners.by_id(owners.get(ref.prefix_key, b""))
+            self._add(chunk, stored_bytes)
         self.chunks.learn_all(trails)
+
+    def settle(self) -> None:
+        """Evict what is beyond the quotas, the least recently used first."""
+        for share in {owner.disk: None for owner in self.owners}:
+            victims = share.make_room(share.used_bytes - share.capacity_bytes, self.chunks.is_unused)
+            self._evict(victims or ())
 
     def limit(self, lifetimes: Iterable[Lifetime]) -> None:
         """Register the times to live of adopted chunks."""
@@ -92,10 +109,14 @@ class DiskWrites:
         need_bytes = self.stored_bytes(chunk.ref.num_blocks)
         if (is_busy := self.num_writes >= self.max_writes) or not self._make_room(chunk, need_bytes):
             self.chunks.counters.writes_dropped += 1
-            self.chunks.tell(Fate.REFUSED, chunk, Place.DISK, Cause.QUEUE if is_busy else Cause.POLICY)
+            is_bound = not is_busy and self._own_victims(chunk.owner, need_bytes) is None
+            cause = Cause.QUEUE if is_busy else Cause.QUOTA if is_bound else Cause.POLICY
+            self.chunks.tell(Fate.REFUSED, chunk, Place.DISK, cause)
+            if chunk.owner is not None and not is_busy:
+                chunk.owner.refused += 1
             return False
         chunk.disk = WRITING
-        self.order.add(chunk.ref.prefix_key, need_bytes)
+        self._add(chunk, need_bytes)
         self.num_writes += 1
         return True
 
@@ -179,16 +200,39 @@ class DiskWrites:
             self.chunks.vanish(chunk)
 
     def _make_room(self, newcomer: Entry, need_bytes: int) -> bool:
-        """Evict until the bytes fit, if the newcomer is worth more than the victims. Evicts enough or nothing."""
+        """Evict until the bytes fit, if the newcomer is worth more than the victims. Evicts enough or nothing.
+
+        An owner at its quota makes room with its own chunks first.
+        """
+        own = self._own_victims(newcomer.owner, need_bytes)
+        if own is None:
+            return False
         missing_bytes = self.order.used_bytes + need_bytes - self.order.capacity_bytes
-        if missing_bytes <= 0:
-            return True
-        victims = self.order.make_room(missing_bytes, self.chunks.is_unused, newcomer.ref.prefix_key)
-        for key in victims or ():
-            self.chunks.counters.evicted_disk += 1
+        missing_bytes -= sum(map(self.order.size_of, own)) if own else 0
+        going = dict.fromkeys(own)
+        others = self.order.make_room(
+            missing_bytes, lambda key: key not in going and self.chunks.is_unused(key), newcomer.ref.prefix_key
+        )
+        if others is None:
+            return False
+        self._evict((*own, *others), newcomer.ref.prefix_key)
+        return True
+
+    def _own_victims(self, owner: Owner | None, need_bytes: int) -> Sequence[PrefixKey] | None:
+        """Return the chunks that an owner must give up to store more bytes; None if they are too few."""
+        if owner is None:
+            return ()
+        share = owner.disk
+        return share.make_room(share.used_bytes + need_bytes - share.capacity_bytes, self.chunks.is_unused)
+
+    def _evict(self, keys: Iterable[PrefixKey], newcomer: PrefixKey | None = None) -> None:
+        for key in keys:
             self.drop(victim := self.chunks[key], announce=True)
-            self.chunks.note_evicted(victim, Place.DISK, newcomer.ref.prefix_key)
-        return victims is not None
+            self.chunks.note_evicted(victim, Place.DISK, newcomer)
+
+    def _add(self, chunk: Entry, size_bytes: int) -> None:
+        share = chunk.owner.disk if chunk.owner is not None else None
+        self.order.add(chunk.ref.prefix_key, size_bytes, share)
 
 
 @dataclass(eq=False)

@@ -28,6 +28,7 @@ class Cause(Enum):
 
     NONE = ""
     POLICY = "policy"  # it was worth less than what is there
+    QUOTA = "quota"  # its owner's quota was full of chunks in use
     IN_USE = "in_use"  # no slot could be freed
     QUEUE = "queue"  # too many chunks were waiting to be written
     FULL = "full"  # the tier had no room, or its quota was used up

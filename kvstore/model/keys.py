@@ -127,6 +127,13 @@ class KeyExtras:
             return b""
         return hashlib.sha256(_TENANT + KeyExtras(cache_salt=self.cache_salt, tags=self.tags).seed()).digest()[:16]
 
+    @cached_property
+    def salt_name(self) -> str:
+        """The first 16 hexadecimal digits of the salt's SHA-256, which tell less than the salt; empty without one."""
+        if not self.cache_salt:
+            return ""
+        return hashlib.sha256(self.cache_salt.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
 
 NO_EXTRAS = KeyExtras()
 
@@ -152,6 +159,7 @@ class PrefixHasher:
         self._tokens = array("I")
         self._seen: list[int] = []  # the same as Python integers, mostly those of the caller's list
         self._source: Sequence[int] | None = None  # the caller's sequence
+        self.extras = extras
         self.tenant = extras.tenant()
         self._snapshots: list[_Hash] = [hashlib.sha256(extras.seed())]
         self._chunk_keys: list[PrefixKey] = []

@@ -49,6 +49,7 @@ def _index_totals(index: ChunkIndex) -> dict[str, float]:
         metrics.EXPIRED_CHUNKS.key(): counters.expired,
         metrics.FAILED_LOADS.key(): counters.failed_loads,
         metrics.LOST_CHUNKS.key(): counters.lost_chunks,
+        **_quota_totals(index),
         writes.key(_DISK, "done"): counters.writes_done,
         writes.key(_DISK, "failed"): counters.writes_failed,
         writes.key(_DISK, "dropped"): counters.writes_dropped,
@@ -65,9 +66,30 @@ def _index_levels(index: ChunkIndex) -> dict[str, float]:
         metrics.USED_SLOTS.key(): index.slots_in_use,
         metrics.LEASES.key(): index.leases,
         metrics.RETAINED_CHUNKS.key(): index.retained,
+        **_quota_levels(index),
         metrics.QUEUED_WRITES.key(_DISK): index.queued_writes(Place.DISK),
         metrics.QUEUED_WRITES.key(_REMOTE): index.queued_writes(Place.REMOTE),
     }
+
+
+def _quota_totals(index: ChunkIndex) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for owner in index.owners:
+        totals[metrics.QUOTA_STORED_CHUNKS.key(owner.name)] = owner.stored
+        totals[metrics.QUOTA_REFUSED_CHUNKS.key(owner.name)] = owner.refused
+        totals[metrics.QUOTA_EVICTED_CHUNKS.key(owner.name, _MEMORY)] = owner.evicted_memory
+        totals[metrics.QUOTA_EVICTED_CHUNKS.key(owner.name, _DISK)] = owner.evicted_disk
+    return totals
+
+
+def _quota_levels(index: ChunkIndex) -> dict[str, float]:
+    levels: dict[str, float] = {}
+    for owner in index.owners:
+        for tier, share in owner.shares():
+            levels[metrics.QUOTA_USED_BYTES.key(owner.name, tier)] = share.used_bytes * share.unit_bytes
+            if share.is_bounded:
+                levels[metrics.QUOTA_CAPACITY_BYTES.key(owner.name, tier)] = share.capacity_bytes * share.unit_bytes
+    return levels
 
 
 class _Observed:

@@ -40,6 +40,7 @@ class Metric:
         meaning: a sentence without its full stop.
         labels: names of its labels.
         values: all combinations of label values, if they are known beforehand; their series start at 0, not absent.
+            Those of a counter without are names in the configuration, and so are bounded.
         worst: True to combine several workers' gauges by their maximum instead of their sum.
     """
 
@@ -50,6 +51,11 @@ class Metric:
     values: tuple[tuple[str, ...], ...] = ()
     worst: bool = False
 
+    @property
+    def known_values(self) -> tuple[tuple[str, ...], ...]:
+        """The label values of all series that exist before anything happens."""
+        return self.values if self.labels else ((),)
+
     def key(self, *label_values: str) -> str:
         """Return the key of one time series in a ``Tally``."""
         return _SEPARATOR.join((self.name, *label_values))
@@ -59,6 +65,11 @@ def split_key(key: str) -> tuple[Metric, tuple[str, ...]]:
     """Return the metric of a time series, and the values of its labels."""
     name, *values = key.split(_SEPARATOR)
     return METRICS[name], tuple(values)
+
+
+def _named(name: str, meaning: str, *labels: str) -> Metric:
+    """Return a counter whose label values are names in the configuration."""
+    return Metric(name, MetricKind.COUNTER, meaning, labels)
 
 
 def _counter(name: str, meaning: str, **labels: tuple[str, ...]) -> Metric:
@@ -161,6 +172,13 @@ SLOTS = _gauge("slots", "Memory slots, equal in every worker")
 USED_SLOTS = _gauge("used_slots", "Slots that hold a chunk or are being filled")
 LEASES = _gauge("leases", "Leases that keep chunks from eviction")
 RETAINED_CHUNKS = _gauge("retained_chunks", "Chunks that requests keep on disk until a time")
+QUOTA_CAPACITY_BYTES = _gauge("quota_capacity_bytes", "Quota of a worker", "quota", "tier")
+QUOTA_USED_BYTES = _gauge("quota_used_bytes", "Bytes counted against it", "quota", "tier")
+QUOTA_ASKED_TOKENS = _named("quota_asked_tokens", "Asked tokens, by quota", "quota")
+QUOTA_HIT_TOKENS = _named("quota_hit_tokens", "Of these, found ones", "quota")
+QUOTA_STORED_CHUNKS = _named("quota_stored_chunks", "Chunks stored", "quota")
+QUOTA_REFUSED_CHUNKS = _named("quota_refused_chunks", "Chunks that found no room", "quota")
+QUOTA_EVICTED_CHUNKS = _named("quota_evicted_chunks", "Chunks evicted", "quota", "tier")
 QUEUED_WRITES = _gauge("queued_writes", "Chunks waiting to be written, or being written", "tier")
 DISK_USED_BYTES = _gauge("disk_used_bytes", "Bytes on disk, of all workers, spare files included")
 DISK_CAPACITY_BYTES = _gauge("disk_capacity_bytes", "Bytes that they may fill")
@@ -280,12 +298,13 @@ class Totals:
         tree: dict[str, object] = {}
         for metric in METRICS.values():
             if metric.kind is MetricKind.COUNTER:
-                for values in metric.values or ((),):
+                tree.update({metric.name: {}} if metric.labels else {})
+                for values in metric.known_values:
                     _hang(tree, metric, values, self[metric.key(*values)])
-        for key, value in self.levels().items():
-            _hang(tree, *split_key(key), value)
         with self._lock:
-            times = dict(self._times)
+            times, counters = dict(self._times), dict(self._sums.counters)
+        for key, value in (*counters.items(), *self.levels().items()):
+            _hang(tree, *split_key(key), value)
         for key, (number, total_s, max_s) in times.items():
             _hang(tree, *split_key(key), {"count": number, "mean_s": total_s / number, "max_s": max_s})
         return tree

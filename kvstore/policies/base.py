@@ -54,12 +54,17 @@ class Policy(ABC):
         self._parents: dict[PrefixKey, PrefixKey] = {}  # of chunks in the tier
         self._children: dict[PrefixKey, int] = {}  # numbers of children in the tier; the parent may be absent
         self._chain: dict[PrefixKey, PrefixKey | None] = {}  # the chain touched last, with parents
+        self._shares: dict[PrefixKey, Policy] = {}  # of the chunks that were added with one
 
     def __len__(self) -> int:
         return len(self._sizes)
 
     def __contains__(self, key: PrefixKey) -> bool:
         return key in self._sizes
+
+    def size_of(self, key: PrefixKey) -> int:
+        """Return the size of a chunk in the tier."""
+        return self._sizes[key]
 
     def __iter__(self) -> Iterator[PrefixKey]:
         """Iterate over all keys, in no particular order."""
@@ -96,19 +101,25 @@ class Policy(ABC):
         used = {key for key in chain if key not in noted}
         self._link(chain, leaves)
         self._on_touch(chain, used)
+        for share in self._shares_of(chain):
+            share.touch_chain(chain, noted, leaves)
 
     def refresh_chain(self, keys: Iterable[PrefixKey], leaves: AbstractSet[PrefixKey] = frozenset()) -> None:
         """Keep a chain together and its head most recent, without counting a use."""
         chain = list(dict.fromkeys(keys))
         self._link(chain, leaves)
         self._on_touch(chain, frozenset())
+        for share in self._shares_of(chain):
+            share.refresh_chain(chain, leaves)
 
     def end_chain(self, keys: Iterable[PrefixKey], answer_tokens: int) -> None:
         """Note that a request has ended, after an answer of so many tokens; its keys may come in any order."""
         self._on_end(list(dict.fromkeys(keys)), answer_tokens)
 
-    def add(self, key: PrefixKey, size_bytes: int = 1) -> None:
+    def add(self, key: PrefixKey, size_bytes: int = 1, share: Policy | None = None) -> None:
         """Add a chunk. If it is part of the chain touched last, it depends on the chunk before it there.
+
+        ``share`` orders the chunks of an owner. The chunk is in it for as long as it is here, and with the same size.
 
         Raises:
             InvalidCallError: it has already been added.
@@ -119,6 +130,9 @@ class Policy(ABC):
         self._sizes[key] = size_bytes
         self._set_parent(key, self._chain.get(key))
         self._on_add(key)
+        if share is not None:
+            self._shares[key] = share
+            share.add(key, size_bytes)
 
     def resize(self, key: PrefixKey, size_bytes: int) -> None:
         """Correct the size of a chunk. Unknown keys are ignored."""
@@ -128,6 +142,8 @@ class Policy(ABC):
             self.used_bytes += more_bytes
             if key not in self._held:
                 self._on_resize(key, more_bytes)
+            if key in self._shares:
+                self._shares[key].resize(key, size_bytes)
 
     def hold(self, key: PrefixKey) -> None:
         """Offer a chunk for eviction no more, until ``free``: that is faster than to ask for it each time.
@@ -138,12 +154,16 @@ class Policy(ABC):
             self._held.add(key)
             self._given_up.pop(key, None)
             self._on_hold(key)
+            if key in self._shares:
+                self._shares[key].hold(key)
 
     def free(self, key: PrefixKey) -> None:
         """Offer a held chunk for eviction again, as one that has just been added. Other keys are ignored."""
         if key in self._held:
             self._held.remove(key)
             self._on_add(key)
+            if key in self._shares:
+                self._shares[key].free(key)
 
     def give_up(self, keys: Iterable[PrefixKey]) -> int:
         """Offer the end of a chain for eviction before all others, until it is used again; return how many chunks.
@@ -153,6 +173,8 @@ class Policy(ABC):
         """
         end = list(takewhile(lambda key: key not in self._held, self.own_end(keys)))
         self._given_up.update(dict.fromkeys(end))
+        for share in self._shares_of(end):
+            share.give_up(reversed(end))
         return len(end)
 
     def own_end(self, keys: Iterable[PrefixKey]) -> Iterator[PrefixKey]:
@@ -238,6 +260,10 @@ class Policy(ABC):
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
+    def _shares_of(self, chain: Iterable[PrefixKey]) -> Iterable[Policy]:
+        """Return the shares of a chain's chunks in the tier."""
+        return {self._shares[key]: None for key in chain if key in self._shares} if self._shares else ()
+
     def _offers(self, newcomer: PrefixKey | None) -> Generator[PrefixKey]:
         """Yield some of what was given up, and then the others in the policy's order."""
         first = dict.fromkeys(islice(self._given_up, _OFFERED_FIRST))
@@ -270,6 +296,8 @@ class Policy(ABC):
     def _drop(self, key: PrefixKey) -> None:
         self.used_bytes -= self._sizes.pop(key, 0)
         self._given_up.pop(key, None)
+        if (share := self._shares.pop(key, None)) is not None:
+            share.evict(key)
         parent = self._parents.pop(key, None)
         if parent is not None:
             self._children[parent] -= 1

@@ -115,22 +115,3 @@ def _tcp_address(url: str) -> TcpAddress:
     if not host or port is None:
         raise ConfigError(f"a cache server cannot listen on {url!r}: name host and port, as in kvs://127.0.0.1:5566")
     return TcpAddress(host, port)
-
-
-def parse_quotas(text: str) -> dict[str, int]:
-    """Parse quotas of the form ``model=GiB, *=GiB``; return bytes by name.
-
-    Raises:
-        ConfigError: one of them cannot be understood.
-    """
-    quotas = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, _, size = part.rpartition("=")
-        try:
-            size_bytes = int(float(size) * (1 << 30))
-        except (ValueError, OverflowError):
-            size_bytes = -1
-        if not name.strip() or size_bytes <= 0:
-            raise ConfigError(f"server_quotas has {part!r}: it must be a tenant, model or id, =, and a number of GiB")
-        quotas[name.strip()] = size_bytes
-    return quotas

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from itertools import zip_longest
-from typing import Final
 
 from kvstore.model.keys import Namespace
+from kvstore.model.quotas import ANY_NAME
 from kvstore.server.spaces import NO_QUOTA, Quota, Space
-
-ANY_NAME: Final = "*"  # of the quota for all that are not named
 
 
 class Quotas:

@@ -58,6 +58,8 @@ class Transfer(NamedTuple):
 
     ``tenant`` is for ``put``, and chooses the key if the tier encrypts: ``KeyExtras.tenant`` of the chunk's requests.
 
+    ``owner`` is for ``put`` at a tier with a bound: the id of the chunk's owner, for ``owners``; empty for none.
+
     ``until_s`` is for ``put`` at a tier that ``keeps_lifetimes``: the end of the chunk's time to live, in seconds since
     1970; None for no end.
 
@@ -72,6 +74,7 @@ class Transfer(NamedTuple):
     front_blocks: int = 0
     tenant: bytes = b""
     until_s: float | None = None
+    owner: bytes = b""
 
     def belongs_to(self, namespace_id: bytes | None) -> bool:
         """Tell if a tier in this namespace may store the chunk. Call it under the lock that ``reset`` takes."""
@@ -381,6 +384,10 @@ class BoundedTier(Tier):
 
     def trails(self) -> dict[PrefixKey, bytes]:
         """Return the trails of the chunks held, as far as the storage keeps those given to ``put``."""
+        return {}
+
+    def owners(self) -> dict[PrefixKey, bytes]:
+        """Return the owners of the chunks held, as far as the storage keeps those given to ``put``."""
         return {}
 
     def retain(self, retentions: Sequence[Retention]) -> None:

@@ -82,8 +82,7 @@ class _Write:
         namespace_id: the namespace of these bytes.
         generation: clears and resets before it; the next one makes it void.
         after: the last removal that must come before it.
-        trail: of the chunk.
-        tenant: of the chunk.
+        trail, tenant, owner: of the chunk.
         until_s: the end of its time to live, in seconds since 1970; None for no end.
         limited: its time to live, if that has changed since the write began; the tier is told once it is stored.
         is_unwanted: the chunk was removed meanwhile, and is removed from the tier once it is stored.
@@ -98,6 +97,7 @@ class _Write:
     after: int
     trail: bytes
     tenant: bytes
+    owner: bytes
     until_s: float | None
     limited: Lifetime | None = None
     is_unwanted: bool = False
@@ -106,7 +106,8 @@ class _Write:
 
     def transfer_of(self, source: ByteArray) -> Transfer:
         """Return what the tier is to store, from the slot's bytes."""
-        return Transfer(self.ref, source, self.namespace_id, self.trail, tenant=self.tenant, until_s=self.until_s)
+        found = Transfer(self.ref, source, self.namespace_id, self.trail, tenant=self.tenant, owner=self.owner)
+        return found._replace(until_s=self.until_s)
 
 
 class Lane:
@@ -189,9 +190,10 @@ class Lane:
         trail: bytes = b"",
         tenant: bytes = b"",
         *,
+        owner: bytes = b"",
         until_s: float | None = None,
     ) -> None:
-        """Start to write a slot's chunk, with trail and tenant; the slot must not change before the write has ended.
+        """Start to write a slot's chunk, with what is known of it; the slot must not change before the write has ended.
 
         ``generation`` is its value when filling the slot began, None for the current one. ``until_s`` is the
         end of its time to live, in seconds since 1970.
@@ -201,7 +203,7 @@ class Lane:
             return
         with self._lock:
             began = self._generation if generation is None else generation
-            write = _Write(ref, slot, self._namespace_id, began, self._removals.queued, trail, tenant, until_s)
+            write = _Write(ref, slot, self._namespace_id, began, self._removals.queued, trail, tenant, owner, until_s)
             self._writers.submit(self._write).add_done_callback(self._log_defect)
             self._waiting.append(write)
             self._writing.add(write)

@@ -1,9 +1,8 @@
 """Execution of the index's plans: copies between paged KV cache, slots and slower tiers. It makes no decisions.
 
 On the host gathers and scatters run within the call, because the blocks belong to a model that must not run meanwhile.
-On a device they are launched, in order with the model's work, and only the consumer of the bytes waits, because slots
-record the end of their uses by the device. Reads from slower tiers run on their lanes' threads, several at once, and
-the caller scatters each chunk as it arrives. Writes run on other threads, after the call.
+On a device they are launched in the model's order, and only the consumer of the bytes waits, as slots record the end of
+their uses. Reads from slower tiers run on lanes' threads, and each chunk is scattered as it arrives; writes follow.
 """
 
 from __future__ import annotations
@@ -347,7 +346,9 @@ class Mover:
             self.counters.chunks_stored += 1
             self.counters.bytes_gathered += self.paged.bytes_of(job.block_ids)
         for target in step.targets:
-            self._lanes[target].write(ref, slot, generations[target], step.trail, step.tenant, until_s=step.until_s)
+            self._lanes[target].write(
+                ref, slot, generations[target], step.trail, step.tenant, owner=step.owner, until_s=step.until_s
+            )
         return set() if is_there else {ref.prefix_key}
 
     def refuse(self, jobs: Iterable[StoreJob]) -> set[PrefixKey]:

@@ -18,11 +18,11 @@ from support.hybrid_configs import HYBRIDS
 TOPICS: Final = {
     "Memory": (
         "max_local_cpu_size local_cpu chunk_size checkpoint_interval cache_policy max_local_gpu_size pin_in_background "
-        "record_trace"
+        "local_cpu_quotas quota_by record_trace"
     ),
     "Disk": (
         "local_disk max_local_disk_size local_disk_serde encryption_keys disk_cache_policy max_write_queue "
-        "disk_io_threads use_odirect"
+        "disk_io_threads use_odirect local_disk_quotas"
     ),
     "Shared": (
         "remote_url remote_host_url remote_username remote_password remote_key_file remote_server_key_file "

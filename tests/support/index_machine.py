@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hypothesis import assume
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     initialize,
@@ -19,7 +18,19 @@ from kvstore.index.remote_view import RemoteView
 from kvstore.index.retained import Limits
 from kvstore.model.keys import PrefixKey
 from kvstore.policies import POLICIES
-from support.index_model import BLOCK, CHUNK, FAMILY, LENGTH, IndexModel, World, all_trails, stored_bytes
+from support.index_model import (
+    BLOCK,
+    CHUNK,
+    FAMILY,
+    LENGTH,
+    QUOTAS,
+    IndexModel,
+    Quotas,
+    World,
+    all_trails,
+    owners_of,
+    stored_bytes,
+)
 from support.invariants import check_invariants
 from support.uses import uses_of
 
@@ -38,6 +49,7 @@ class IndexMachine(IndexModel):
         remote_hold_s=st.none() | st.integers(1, 9),
         cache_policy=st.sampled_from(sorted(POLICIES)),
         reads_fronts=st.booleans(),
+        quotas=QUOTAS,
     )
     def start(
         self,
@@ -50,6 +62,7 @@ class IndexMachine(IndexModel):
         remote_hold_s: int | None,
         cache_policy: str,
         reads_fronts: bool,
+        quotas: Quotas,
     ) -> None:
         self.capacity_bytes = capacity_bytes = capacity * stored_bytes(CHUNK // BLOCK)
         self.has_disk, self.keeps = capacity_bytes > 0, keep
@@ -73,6 +86,7 @@ class IndexMachine(IndexModel):
             reads_fronts=reads_fronts,
             retention=Limits(capacity // 2, of_tenant=2),
             disk_keeps_lifetimes=capacity % 2 == 1,
+            owners=owners_of(*quotas),
         )
         if self.has_disk:
             self.adopt(self.hasher(2, CHUNK * min(survivors, capacity)), knows_trails=knows_trails)
@@ -288,7 +302,7 @@ class IndexMachine(IndexModel):
         self.ask_the_remote(family, length, 0)
         hasher, remote = self.hasher(family, length), {ref.prefix_key for ref in self.world.remote}
         whole, blocks = self.longest_there(hasher)
-        is_free = remote.isdisjoint(self.index._chunks) and self.index._lookup._room().slots > whole
+        is_free = remote.isdisjoint(self.index._chunks) and self.index._lookup._room(hasher).slots > whole
         if self.index._remote.answers and is_free:
             longest = whole * CHUNK + blocks * BLOCK
             assert self.index.lookup(hasher).num_tokens >= longest, "a longer prefix is there"
@@ -321,7 +335,8 @@ class IndexMachine(IndexModel):
         busy = self.world.busy_slots()
         held = self.held()
         front_blocks = 0 if self.checkpoints else match.front_blocks(BLOCK, CHUNK // BLOCK)
-        steps = self.index.prepare_load(match.refs, front_blocks=front_blocks, is_use=is_use)
+        owner = self.index.owners.of(self.hasher(family, length))
+        steps = self.index.prepare_load(match.refs, front_blocks=front_blocks, is_use=is_use, owner=owner)
         self.check_held(held)
         self.world.loads += [steps] if steps else []
         assert [step.read for step in steps] == list(match.refs), "lookup promised more than can be loaded"
@@ -380,33 +395,6 @@ class IndexMachine(IndexModel):
         if step.source is Place.MEMORY:
             return self.world.slots.get(step.slot) == step.ref
         return step.read in (self.world.disk if step.source is Place.DISK else self.world.remote)
-
-    def mark_stale(self, failed: LoadStep) -> None:
-        """Mark the loads planned behind a failed read as stale, as they find nothing in its slot."""
-        behind = (other for load in self.world.loads for other in load if other.ref == failed.ref)
-        self.world.stale.update(other for other in behind if other.slot == failed.slot)
-
-    @rule(family=FAMILY, chunk=st.integers(0, 5))
-    def remove(self, family: int, chunk: int) -> None:
-        keys = self.hasher(family, 36).block_keys(chunk)
-        assume(keys)
-        assert self.index.remove(keys) <= len(keys)
-        if self.view is not None:
-            self.view.forget([ref for ref in self.view._answers if ref.prefix_key in keys])
-        self.forget(keys)
-
-    @precondition(lambda self: self.stored)
-    @rule(chance=st.integers(0, 3))
-    def clear(self, chance: int) -> None:
-        assume(chance == 0)
-        self.index.clear()
-        self.index.take_removals()
-        self.world.disk.clear()
-        self.world.remote.clear()
-        self.world.told.clear()
-        self.index.take_recalls()
-        self.world.doomed.update(self.world.writes)
-        self.stored.clear()
 
     @invariant()
     def consistent(self) -> None:

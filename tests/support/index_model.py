@@ -7,14 +7,17 @@ from functools import cache
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from hypothesis import assume
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from kvstore.index.entries import LOADING, NO_FILE, NO_SLOT, SENDING, STORED, UNSENT
+from kvstore.index.owners import Owners
 from kvstore.index.plans import LoadStep, Match, Place, StoreStep, chunk_refs
 from kvstore.index.trails import keys_of
-from kvstore.model.keys import PrefixHasher
+from kvstore.model.keys import NO_EXTRAS, KeyExtras, PrefixHasher
 from kvstore.model.lifetime import Lifetime
+from kvstore.model.quotas import ANY_NAME, QuotaRules
 from kvstore.tiers.base import MAX_NEAREST
 from support.index import shared_blocks, trails_of
 
@@ -39,14 +42,25 @@ FAMILIES = [  # they part at the end of a chunk, inside one, at the end of a blo
     COMMON[:15] + list(range(150, 171)),
 ]
 
+TAGGED = 2  # the family with an owner of its own; it shares no chunk with others
+
 
 def stored_bytes(num_blocks: int) -> int:
     return 10 + 30 * num_blocks
 
 
+def owners_of(in_memory: tuple[int, int], on_disk: tuple[int, int]) -> Owners:
+    """Return owners with quotas for so many chunks of the tagged family, and of the others; 0 for none."""
+    names = ("a", ANY_NAME)
+    memory = {name: count for name, count in zip(names, in_memory, strict=True) if count}
+    chunk_bytes = stored_bytes(CHUNK // BLOCK)
+    disk = {name: count * chunk_bytes for name, count in zip(names, on_disk, strict=True) if count}
+    return Owners(QuotaRules("team", memory, disk), slot_bytes=1, chunk_bytes=chunk_bytes)
+
+
 @cache  # every schedule asks for the same few again
 def hasher_of(family: int, length: int) -> PrefixHasher:
-    hasher = PrefixHasher(CHUNK, BLOCK)
+    hasher = PrefixHasher(CHUNK, BLOCK, KeyExtras(tags=(("team", "a"),)) if family == TAGGED else NO_EXTRAS)
     hasher.update(FAMILIES[family][:length])
     return hasher
 
@@ -98,6 +112,8 @@ class World:
 
 
 FAMILY, LENGTH = st.integers(0, len(FAMILIES) - 1), st.integers(0, 36)
+Quotas = tuple[tuple[int, int], tuple[int, int]]
+QUOTAS = st.tuples(*[st.tuples(st.integers(0, 6), st.integers(0, 6))] * 2) | st.just(((0, 0), (0, 0)))
 
 
 class IndexModel(RuleBasedStateMachine):
@@ -134,13 +150,17 @@ class IndexModel(RuleBasedStateMachine):
     def adopt(self, hasher: PrefixHasher, *, knows_trails: bool) -> None:
         """Begin with chunks on disk, every other one of which has a time to live if the disk keeps those."""
         refs = chunk_refs(hasher, with_tail=True)
-        self.index.adopt(((ref, stored_bytes(ref.num_blocks)) for ref in refs), trails_of(hasher, refs * knows_trails))
+        owners = {ref.prefix_key: self.index.owners.id_of(hasher) for ref in refs * knows_trails}
+        survivors = ((ref, stored_bytes(ref.num_blocks)) for ref in refs)
+        self.index.adopt(survivors, trails_of(hasher, refs * knows_trails), owners)
         self.world.disk.update(refs)
         self.stored.update(ref.prefix_key for ref in refs)
         limited = refs[::2] if self.index._disk.keeps_lifetimes else []
         self.index.limit(Lifetime(ref, until_s) for until_s in (4.0, 3.0, 5.0) for ref in limited)  # of three ranks
         self.world.ends = dict.fromkeys(refs) | dict.fromkeys(limited, 3.0)
         self.expiries = {ref.prefix_key: 3.0 for ref in limited}
+        self.index.settle()
+        self.carry_out_removals()
 
     @rule(family=FAMILY, length=LENGTH, ttl_s=st.integers(1, 9), tenant=st.sampled_from([b"", b"a"]))
     def retain(self, family: int, length: int, ttl_s: int, tenant: bytes) -> None:
@@ -153,6 +173,33 @@ class IndexModel(RuleBasedStateMachine):
     def give_up(self, family: int, length: int, *, demotes: bool) -> None:
         refs = self.index.lookup(self.hasher(family, length)).refs
         assert self.index.give_up(refs, demotes=demotes) <= len(refs)
+
+    def mark_stale(self, failed: LoadStep) -> None:
+        """Mark the loads planned behind a failed read as stale, as they find nothing in its slot."""
+        behind = (other for load in self.world.loads for other in load if other.ref == failed.ref)
+        self.world.stale.update(other for other in behind if other.slot == failed.slot)
+
+    @rule(family=FAMILY, chunk=st.integers(0, 5))
+    def remove(self, family: int, chunk: int) -> None:
+        keys = self.hasher(family, 36).block_keys(chunk)
+        assume(keys)
+        assert self.index.remove(keys) <= len(keys)
+        if self.view is not None:
+            self.view.forget([ref for ref in self.view._answers if ref.prefix_key in keys])
+        self.forget(keys)
+
+    @precondition(lambda self: self.stored)
+    @rule(chance=st.integers(0, 3))
+    def clear(self, chance: int) -> None:
+        assume(chance == 0)
+        self.index.clear()
+        self.index.take_removals()
+        self.world.disk.clear()
+        self.world.remote.clear()
+        self.world.told.clear()
+        self.index.take_recalls()
+        self.world.doomed.update(self.world.writes)
+        self.stored.clear()
 
     def retained(self) -> list[ChunkRef]:
         """Return the chunks that stay on disk whatever is stored."""
@@ -248,7 +295,8 @@ class IndexModel(RuleBasedStateMachine):
         """Tell if a chunk is in every tier that holds a tail, and stays at least as long."""
         has_slot = chunk.in_memory or tail.memory is NO_SLOT or not self.keeps
         has_file = chunk.disk is STORED or tail.disk is NO_FILE
-        return has_slot and has_file and tail.memory is not LOADING and chunk.lasts_until(tail.expires_s)
+        is_ours = tail.owner is chunk.owner
+        return is_ours and has_slot and has_file and tail.memory is not LOADING and chunk.lasts_until(tail.expires_s)
 
     def check_superseded(self, keys: Iterable[PrefixKey]) -> None:
         """Check that no tail is kept that these whole chunks, which have just arrived in a place, hold."""
@@ -260,8 +308,16 @@ class IndexModel(RuleBasedStateMachine):
 
     def check_longest(self, family: int, length: int, match: Match) -> None:
         """Check that a match ends with the longest common prefix, in blocks, of the sequence and all readable ones."""
-        room = self.index._lookup._room()
-        if self.view is not None or self.checkpoints is not None or not match.refs or room.slots <= len(match.refs):
+        room = self.index._lookup._room(self.hasher(family, length))
+        chunks = self.index._chunks.values()
+        is_mixed = any(chunk.owner is not room.owner for chunk in chunks if chunk.ref in match.refs)
+        if (
+            is_mixed
+            or self.view is not None
+            or self.checkpoints is not None
+            or not match.refs
+            or room.slots <= len(match.refs)
+        ):
             return
         hasher, begin = self.hasher(family, length), match.num_tokens // CHUNK
         if match.num_tokens % CHUNK == 0 and match.refs[-1].prefix_key != hasher.chunk_keys()[begin - 1]:

@@ -24,7 +24,29 @@ def check_invariants(index: ChunkIndex) -> None:
     check_leases(index._leases)
     check_retained(index._disk)
     check_uses(index._uses)
+    check_owners(index)
     check_checkpoints(index._chunks)
+
+
+def check_owners(index: ChunkIndex) -> None:
+    """Assert that each owner's shares are its chunks, within its quotas, and so are its leases and retention."""
+    chunks = index._chunks
+    assert all((chunk.owner is None) == (not list(index.owners)) for chunk in chunks.values())
+    for share in {id(owner.memory): owner.memory for owner in index.owners}.values():
+        mine = {key: c for key, c in chunks.items() if c.owner and c.owner.memory is share and c.memory is not NO_SLOT}
+        assert set(share) == mine.keys()
+        assert share.used_bytes == len(mine) <= share.capacity_bytes, "a quota of memory was exceeded"
+        assert share.num_idle == sum(chunk.in_memory and not chunk.uses for chunk in mine.values())
+    for share in {id(owner.disk): owner.disk for owner in index.owners}.values():
+        on_disk = {key for key, c in chunks.items() if c.owner and c.owner.disk is share and c.disk is not NO_FILE}
+        assert set(share) == on_disk
+        assert share.used_bytes == sum(map(index._disk.order.size_of, on_disk))
+        assert share.used_bytes <= share.capacity_bytes, "a quota of the disk was exceeded"
+        assert share._held == on_disk & index._disk.order._held
+    leased, retained = set(index._leases._holders), set(index._disk.retained._stays)
+    for owner in index.owners:
+        assert owner.num_leased == sum(chunks[key].owner is owner for key in leased) <= owner.max_leased
+        assert owner.num_retained == sum(chunks[key].owner is owner for key in retained) <= owner.max_retained
 
 
 def check_expiries(chunks: Entries) -> None:

@@ -39,11 +39,15 @@ TEXTS: dict[str, object] = {
     "peers": ["kvs://10.0.0.5:7300"],
     "transfer_channel": "nixl",
     "reshard_from": [1, 4],
+    "local_cpu_quotas": "0123456789abcdef=1, *=0.5",
+    "local_disk_quotas": "*=2.5",
+    "quota_by": "tag:team",
 }
 BESIDE: dict[str, dict[str, object]] = {
     "local_disk": {"max_local_disk_size": 1.0},
     "max_local_disk_size": {"local_disk": "/d"},
     "pd_buffer_size": {},
+    "local_disk_quotas": {"local_disk": "/d", "max_local_disk_size": 5.0},
     "remote_host_url": {"remote_url": "redis://127.0.0.1:6379"},
 }
 

@@ -87,6 +87,10 @@ _REFUSED: Final = {
         "raise max_local_cpu_size, or send less at once",
     ),
     Cause.POLICY: Meaning("what is in {place} was worth more to its policy", "raise {key}, or try another policy"),
+    Cause.QUOTA: Meaning(
+        "the quota of its salt or tag in {place} was full of chunks in use",
+        "raise local_cpu_quotas or local_disk_quotas",
+    ),
     Cause.QUEUE: Meaning("too many chunks were waiting to be written to {place}", "raise {queue}, or use a faster one"),
     Cause.FULL: Meaning(
         "{place} had no room left, or the quota of its tenant was used up",

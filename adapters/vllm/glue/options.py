@@ -182,6 +182,7 @@ def engine_options(
         encryption_keys=config.encryption_keys,
         max_local_gpu_bytes=config.max_local_gpu_bytes,
         pin_in_background=config.pin_in_background,
+        quotas=config.quotas,
     )
 
 

@@ -22,6 +22,7 @@ from kvstore.adapters.vllm.scheduler.steps import StepTracker
 from kvstore.engine.opening import open_directory
 from kvstore.engine.options import RemoteOptions, Shard
 from kvstore.index.index import ChunkIndex
+from kvstore.index.owners import Owners
 from kvstore.index.plans import TierState
 from kvstore.index.remote_view import RemoteView
 from kvstore.index.retained import Limits
@@ -88,9 +89,14 @@ class Connected:
         index = _new_index(facts, options, remote, rows.checkpoints, note_event)
         index.set_tiers(TierState(remote_keeps_lifetimes=all(rank.sends_lifetimes for rank in facts)))
         found = ((ref, max(rank[ref] for rank in sizes)) for ref, _ in facts[0].survivors if ref in complete)
-        index.adopt(found, {key: trail for rank in facts for key, trail in rank.trails.items()})
+        index.adopt(
+            found,
+            {key: trail for rank in facts for key, trail in rank.trails.items()},
+            {key: owner for rank in facts for key, owner in rank.owners.items()},
+        )
         hints = PromptHints(index, steps, options.config, count_hint)
         hints.restore((one for rank in facts for one in rank.retained), (one for rank in facts for one in rank.limited))
+        index.settle()
         handovers.connect(num_ranks, takes_parts=bool(facts[0].divisions))
         choice = LoadChoice(options.load_rules_for(num_ranks))
         loads = LoadPlanner(index, options.rules, choice, num_ranks, rows, plans=steps)
@@ -150,4 +156,7 @@ def _new_index(
         reads_fronts=all(rank.reads_fronts for rank in facts),
         retention=Limits.of_disk(disk_capacity_bytes // chunk_bytes, options.config.retain_share),
         disk_keeps_lifetimes=all(rank.keeps_lifetimes for rank in facts),
+        owners=Owners(
+            options.config.quotas, slot_bytes=max(rank.slot_bytes for rank in facts), chunk_bytes=chunk_bytes
+        ),
     )

@@ -21,6 +21,7 @@ from kvstore.adapters.vllm.scheduler.parts import Part, overlapping, with_blocks
 from kvstore.adapters.vllm.scheduler.steps import StepTracker
 from kvstore.adapters.vllm.telemetry.stats import HitTokens
 from kvstore.index.index import ChunkIndex
+from kvstore.index.owners import Owner
 from kvstore.index.plans import LoadStep, Place
 from kvstore.index.remote_view import RemoteAnswers
 from kvstore.model.chunks import ChunkRef
@@ -289,7 +290,8 @@ class LoadPlanner:
         """Plan to load chunks into their slots as far as possible; of the last one, ``front_blocks`` unless 0."""
         checkpoint = spec.match.checkpoint if set(refs).issuperset(spec.match.checkpoint) else ()
         hasher = tracker.hasher if self._rows.checkpoints is None else None
-        steps = self._index.prepare_load(refs, spec.told, checkpoint, hasher, front_blocks)
+        owner = self._index.owners.of(tracker.hasher)
+        steps = self._index.prepare_load(refs, spec.told, checkpoint, hasher, front_blocks, owner=owner)
         tracker.noted.update(step.ref.prefix_key for step in steps)
         remote_refs = [step.read for step in steps if step.source is Place.REMOTE]
         if spec.told.source and remote_refs:
@@ -302,12 +304,13 @@ class LoadPlanner:
         told: RemoteAnswers,
         checkpoint: Sequence[ChunkRef],
         trails: Mapping[PrefixKey, bytes],
+        owner: Owner | None,
     ) -> int | None:
-        """Plan to load those of a prefix's chunks that are not in memory into slots, for no request.
+        """Plan to load those of an owner's chunks, a prefix, that are not in memory into slots, for no request.
 
         Returns the number of the fetch; None if there is nothing to load, or no room.
         """
-        steps = self._index.prepare_load(refs, told, checkpoint, trails=trails, is_use=False)
+        steps = self._index.prepare_load(refs, told, checkpoint, trails=trails, is_use=False, owner=owner)
         jobs = [LoadJob(step, _NO_BLOCKS, 0) for step in steps if step.source is not Place.MEMORY]
         if not jobs:
             self._index.complete_load(steps, frozenset(), frozenset())

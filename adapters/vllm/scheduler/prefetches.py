@@ -13,10 +13,11 @@ from kvstore.adapters.vllm.scheduler.loads import LoadPlanner
 from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup
 from kvstore.index.deadlines import Deadlines
 from kvstore.index.index import ChunkIndex
+from kvstore.index.owners import Owner
 from kvstore.index.plans import Match, Place
 from kvstore.index.remote_view import NO_ANSWERS, RemoteAnswers
 from kvstore.model.chunks import ChunkRef
-from kvstore.model.keys import PrefixKey
+from kvstore.model.keys import PrefixHasher, PrefixKey
 
 SPAN_S: Final = 60.0
 """A prompt keeps its room for this time after it is due. An engine that falls idle plans no steps, so it brings at once
@@ -45,6 +46,7 @@ class _Coming:
         num_parts: number of these.
         trails: the trails of its chunks.
         tenant: ``KeyExtras.tenant`` of the request that announced it.
+        owner: of its chunks.
         place: number of the first chunk that is not known to be in memory.
         piece: the chunks of the load under way.
     """
@@ -54,6 +56,7 @@ class _Coming:
     num_parts: int
     trails: Mapping[PrefixKey, bytes]
     tenant: bytes = b""
+    owner: Owner | None = None
     place: int = 0
     piece: Sequence[ChunkRef] = ()
 
@@ -104,7 +107,7 @@ class Prefetches:
         """Tell if the engine should plan another step even without requests, if it still plans any."""
         return self._has_more and now_s < self._planned_s + BURST_S
 
-    def announce(self, request_id: str, anchor: PrefixKey, in_s: float, tenant: bytes = b"") -> Callable[[Match], int]:
+    def announce(self, request_id: str, anchor: PrefixKey, in_s: float, hasher: PrefixHasher) -> Callable[[Match], int]:
         """Note that a conversation goes on in so many seconds, and return what to call once its chunks are stored.
 
         ``anchor`` is the key of the last chunk that is surely part of the next prompt. The function returns how many
@@ -114,20 +117,23 @@ class Prefetches:
         self._forget(request_id)  # clients may choose ids, and use one twice
         self._anchors[request_id] = anchor
         self._anchored.setdefault(anchor, {})[request_id] = None
-        return partial(self._expect, request_id, time.monotonic() + min(in_s, _LONGEST_S), tenant)
+        return partial(self._expect, request_id, time.monotonic() + min(in_s, _LONGEST_S), hasher)
 
-    def _expect(self, request_id: str, due_s: float, tenant: bytes, match: Match) -> int:
+    def _expect(self, request_id: str, due_s: float, hasher: PrefixHasher, match: Match) -> int:
         wanted = (*match.refs, *match.checkpoint)
         if request_id not in self._anchors:
             return len(wanted)  # it has gone on already
-        count = min(len(wanted), self._most_chunks)
+        owner = self._index.owners.of(hasher)
+        most = self._most_chunks if owner is None else min(self._most_chunks, owner.memory.capacity_bytes // 2)
+        count = min(len(wanted), most)
         if count < len(wanted) and match.checkpoint:
             return count  # the caller tries an earlier one
         if not count or not self._make_room(count, due_s):
             self._forget(request_id)
             return 0
         refs = wanted[:count]
-        self._coming[request_id] = _Coming(due_s, refs, len(match.checkpoint), self._index.trails(refs), tenant)
+        trails = self._index.trails(refs)
+        self._coming[request_id] = _Coming(due_s, refs, len(match.checkpoint), trails, hasher.tenant, owner)
         self._num_coming += count
         self._due.set(request_id, due_s)
         return count
@@ -262,7 +268,9 @@ class Prefetches:
         coming.piece = [window[number] for number in missing]
         begin = max(0, coming.place + missing[0] - 1)  # the policies link the first chunk to the one before
         checkpoint = coming.checkpoint if end > first_part else ()
-        self._fetch = self._loads.bring(coming.refs[begin : coming.place + end], told, checkpoint, coming.trails)
+        self._fetch = self._loads.bring(
+            coming.refs[begin : coming.place + end], told, checkpoint, coming.trails, coming.owner
+        )
         coming.place += end if self._fetch is not None else len(coming.refs)
         return self._fetch is not None
 

@@ -77,11 +77,11 @@ class SavePlanner:
         left_out = takewhile(lambda piece: piece.rows is None, pieces)
         before = [*save.prefix, *(piece.ref.prefix_key for piece in left_out)]
         # A tail is not superseded where its checkpoint may be the only one: a prompt that ends there would miss.
-        hasher = tracker.hasher if self._rows.checkpoints is None else None
         steps = self._index.prepare_store(
             list(sources),
             before,
-            hasher=hasher,
+            hasher=tracker.hasher,
+            by_blocks=self._rows.checkpoints is None,
             ttl_s=tracker.params.ttl_s,
             noted=tracker.noted,
             checkpoints={piece.checkpoint for piece in pieces if piece.checkpoint},

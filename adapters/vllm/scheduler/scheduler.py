@@ -288,7 +288,7 @@ class StoreScheduler:
         num_chunks = tracker.request.num_prompt_tokens // tracker.hasher.chunk_tokens
         if params.prefetch_s is not None and num_chunks and not params.drop:
             request_id, anchor = tracker.request.request_id, tracker.hasher.chunk_keys()[num_chunks - 1]
-            expect = connected.prefetches.announce(request_id, anchor, params.prefetch_s, tracker.hasher.tenant)
+            expect = connected.prefetches.announce(request_id, anchor, params.prefetch_s, tracker.hasher)
             connected.hints.expect(request_id, tracker.hasher, last_step, expect)
 
     def _save_rest(self, connected: Connected, tracker: RequestTracker, tables: Tables) -> bool:

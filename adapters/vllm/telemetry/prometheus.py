@@ -90,7 +90,7 @@ class StoreMetrics(KVConnectorPromMetrics):
                 **_EXTRAS.get(metric.kind, {}),
             )
             for engine in per_engine_labelvalues if metric.kind is not MetricKind.GAUGE else ():
-                for values in metric.values or ((),):  # so that they exist, as 0, before anything happens
+                for values in metric.known_values:  # so that they exist, as 0, before anything happens
                     self._series(engine, metric, values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

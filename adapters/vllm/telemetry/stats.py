@@ -133,6 +133,9 @@ class SchedulerStats:
         self._tally.count(metrics.ASKED_TOKENS.key(), stats.num_tokens - stats.num_local_tokens)
         for place, num_tokens in hit.items():
             self._tally.count(metrics.HIT_TOKENS.key(place.value), num_tokens)
+        if (owner := index.owners.of(hasher)) is not None:
+            self._tally.count(metrics.QUOTA_ASKED_TOKENS.key(owner.name), stats.num_tokens - stats.num_local_tokens)
+            self._tally.count(metrics.QUOTA_HIT_TOKENS.key(owner.name), sum(hit.values()))
         if stats.reason is not None:
             self._tally.count(metrics.MISSES.key(stats.reason.value))
         return True

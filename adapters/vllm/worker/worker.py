@@ -138,8 +138,9 @@ class StoreWorker:
     def facts(self) -> WorkerFacts:
         """Return this worker's facts for the scheduler. Call it once."""
         disk, survivors, trails = self._tiers.disk, list(self._tiers.survivors), dict(self._tiers.trails)
-        retained, limited = list(self._tiers.retained), list(self._tiers.limited)
-        for found in (self._tiers.survivors, self._tiers.trails, self._tiers.retained, self._tiers.limited):
+        retained, limited, owners = list(self._tiers.retained), list(self._tiers.limited), dict(self._tiers.owners)
+        tiers = self._tiers
+        for found in (tiers.survivors, tiers.trails, tiers.retained, tiers.limited, tiers.owners):
             found.clear()
         return WorkerFacts(
             num_slots=self._tiers.cpu.num_slots,
@@ -150,6 +151,7 @@ class StoreWorker:
             ),
             survivors=survivors,
             trails=trails,
+            owners=owners,
             retained=retained,
             limited=limited,
             keeps_lifetimes=self._tiers.keeps_lifetimes,

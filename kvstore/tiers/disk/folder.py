@@ -26,6 +26,7 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
+from kvstore.format.ownerrecords import OWNERS_FILE
 from kvstore.format.retentions import RETAINED_FILE
 from kvstore.format.trailrecords import TRAILS_FILE
 from kvstore.format.wholeio import FILE_MODE
@@ -39,7 +40,7 @@ NAMESPACE_FILE = "namespace.json"
 LAYOUT_FILE = "layout.json"
 GEOMETRY_FILE = "geometry.json"  # only in the folders of a cache server's namespaces
 LOCK_FILE = ".lock"
-NOTES = frozenset({NAMESPACE_FILE, LAYOUT_FILE, TRAILS_FILE, RETAINED_FILE})
+NOTES = frozenset({NAMESPACE_FILE, LAYOUT_FILE, OWNERS_FILE, TRAILS_FILE, RETAINED_FILE})
 FOLDER_MODE = 0o700  # KV reveals the prompts
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 NAMESPACE_NAME = re.compile(rf"[0-9a-f]{{{2 * NAMESPACE_ID_BYTES}}}")

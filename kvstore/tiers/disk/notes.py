@@ -1,4 +1,4 @@
-"""Notes next to the chunks of a folder, by which a restart knows more of them: their trails, and their retention.
+"""Notes next to the chunks of a folder, by which a restart knows more of them: trails, owners, retention.
 
 A note that cannot be written or read costs no chunk.
 """
@@ -9,13 +9,14 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+from kvstore.format.ownerrecords import Owned, OwnerNote
 from kvstore.format.retentions import RetentionNote
 from kvstore.format.trailrecords import TrailNote
 from kvstore.model.errors import TierError
 from kvstore.model.keys import PrefixKey
 from kvstore.model.layout import KVLayout
 from kvstore.model.retention import Retention
-from kvstore.tiers.base import BoundedTier
+from kvstore.tiers.base import BoundedTier, Transfer
 from kvstore.tiers.disk.chunks import Chunks
 from kvstore.tiers.disk.folder import reason
 
@@ -35,15 +36,18 @@ class ChunkNotes:
         self._chunks = chunks
         self._warn = warn
         self._trails = TrailNote(layout)
+        self._owners = OwnerNote()
         self._retentions = RetentionNote()
 
-    def add_trail(self, trail: bytes) -> None:
-        """Note the trail of a chunk; without it, the chunk is found only as a whole."""
+    def add(self, stored: Transfer) -> None:
+        """Note the trail of a chunk, without which it is found only as a whole, and its owner."""
         try:
             with suppress(FileNotFoundError):  # cleared meanwhile
-                self._trails.add(self._chunks.home, trail, len(self._chunks), self._chunks.keys)
+                self._trails.add(self._chunks.home, stored.trail, len(self._chunks), self._chunks.keys)
+                owned = Owned(stored.ref.prefix_key, stored.owner)
+                self._owners.add(self._chunks.home, owned, len(self._chunks), self._chunks.keys)
         except OSError as error:
-            self._warn("trail", f"cannot note a trail: {reason(error)}")
+            self._warn("trail", f"cannot note the trail or owner of a chunk: {reason(error)}")
 
     def trails(self) -> dict[PrefixKey, bytes]:
         """Return the trails of the chunks held that were stored with one."""
@@ -52,6 +56,15 @@ class ChunkNotes:
         except OSError as error:
             self._warn("trail", f"cannot read the note of trails: {reason(error)}")
             return {}
+
+    def owners(self) -> dict[PrefixKey, bytes]:
+        """Return the ids of the owners of the chunks held that were stored with one."""
+        try:
+            noted = self._owners.read(self._chunks.home, self._chunks.keys())
+        except OSError as error:
+            self._warn("owner", f"cannot read the note of owners: {reason(error)}")
+            return {}
+        return {key: owned.owner for key, owned in noted.items()}
 
     def retain(self, retentions: Iterable[Retention]) -> None:
         """Note which chunks stay until when; without it, they stay until a restart."""
@@ -76,6 +89,15 @@ def trails_in(tier: BoundedTier) -> dict[PrefixKey, bytes]:
         return tier.trails()
     except TierError as error:
         logger.warning("cannot read the stored trails, so chunks on disk are found only by their whole keys: %s", error)
+        return {}
+
+
+def owners_in(tier: BoundedTier) -> dict[PrefixKey, bytes]:
+    """Return the owners that a tier has noted; on failure, log it and return none, as if there were no names."""
+    try:
+        return tier.owners()
+    except TierError as error:
+        logger.warning("cannot read whose the chunks on disk are, so they count against the quota *: %s", error)
         return {}
 
 

@@ -106,6 +106,15 @@ class StripedTier(BoundedTier):
         found = self._in_every_folder(lambda number: self._tiers[number].trails())
         return {key: trail for trails in found for key, trail in trails.items()}
 
+    def owners(self) -> dict[PrefixKey, bytes]:
+        """Return the owners noted in all folders, which are read in parallel.
+
+        Raises:
+            TierError: a folder could not be read.
+        """
+        found = self._in_every_folder(lambda number: self._tiers[number].owners())
+        return {key: owner for owners in found for key, owner in owners.items()}
+
     def retain(self, retentions: Sequence[Retention]) -> None:
         """Note which chunks stay until when, in every folder, as one that is being written may become a stray."""
         self._check_open()

@@ -1,7 +1,5 @@
 """The disk tier: one file per chunk in a folder that one engine owns. ``docs/FORMAT.md`` describes the folder.
 
-It is kept correct as follows:
-
 - The dictionary of chunks and the names in the folder change together, under one lock, which is never held during I/O
   (``chunks.py``).
 - A file is written under a number in ``.free`` and renamed to its chunk's name when it is complete. The file of a
@@ -11,8 +9,7 @@ It is kept correct as follows:
   ``used_bytes``. Spare files and chunks of other namespaces are deleted for new chunks before the tier is full.
 - A file may be recycled while it is read. Then the checksums do not match, and the dictionary shows that the chunk was
   removed, so the result is a miss, not damage.
-- A chunk counts as used when its call began, because the chunks of a prompt are requested from head to tail, several
-  at once, and may complete in another order.
+- A chunk counts as used when its call began: a prompt's chunks are requested head first, and may complete otherwise.
 """
 
 from __future__ import annotations
@@ -127,9 +124,8 @@ class DiskTier(BoundedTier):
                 "the disk tier needs the option 'folder' (a path), and may have 'direct' (a bool) and 'codec' (a name)"
             )
         keys = open_ring(setup.options.get("encryption_keys"))
-        return cls(
-            Path(folder), setup.namespace, setup.layout, setup.capacity_bytes, direct=direct, codec=codec, keys=keys
-        )
+        what = setup.namespace, setup.layout, setup.capacity_bytes
+        return cls(Path(folder), *what, direct=direct, codec=codec, keys=keys)
 
     def _open(self, direct: bool | None, *, checks_room: bool) -> None:
         if self.capacity_bytes < self._max_sizes[-1]:
@@ -174,6 +170,11 @@ class DiskTier(BoundedTier):
         """Return the trails of the chunks held that were stored with one; none if the note cannot be read."""
         with self._operation():
             return self._notes.trails()
+
+    def owners(self) -> dict[PrefixKey, bytes]:
+        """Return the owners of the chunks held that were stored with one; none if the note cannot be read."""
+        with self._operation():
+            return self._notes.owners()
 
     def retain(self, retentions: Sequence[Retention]) -> None:
         """Note which chunks stay until when. A failure is logged, and they stay only until a restart."""
@@ -393,7 +394,7 @@ class DiskTier(BoundedTier):
                     self._revive()
                     outcome = self._store(chunk, generation, transfer.until_s)
                 if outcome is Outcome.STORED:
-                    self._notes.add_trail(transfer.trail)
+                    self._notes.add(transfer)
             except OSError as error:
                 is_full = error.errno in _folder.NO_ROOM
                 self._warn("full" if is_full else "write", f"cannot write a chunk: {_folder.reason(error)}")

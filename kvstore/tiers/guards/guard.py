@@ -37,7 +37,7 @@ SomeTier = TypeVar("SomeTier", bound=Tier)
 Result = TypeVar("Result")
 
 # So are reset and close, on separate threads.
-_SLOW: Final = frozenset({"scan", "trails", "retained", "lifetimes", "clear"})
+_SLOW: Final = frozenset({"scan", "trails", "owners", "retained", "lifetimes", "clear"})
 _TIMED: Final = {"get": "get", "borrow": "get", "put": "put"}  # the operation that a call is timed as
 MAX_TIMES: Final = 4096  # of each operation, kept until they are taken
 
@@ -90,6 +90,10 @@ class TierWrapper(BoundedTier):
     def trails(self) -> dict[PrefixKey, bytes]:
         """Forward."""
         return self._call("trails", self._bounded.trails)
+
+    def owners(self) -> dict[PrefixKey, bytes]:
+        """Forward."""
+        return self._call("owners", self._bounded.owners)
 
     def retain(self, retentions: Sequence[Retention]) -> None:
         """Forward."""

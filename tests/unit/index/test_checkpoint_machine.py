@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 from support.index_machine import IndexMachine
-from support.index_model import BLOCK, CHUNK, stored_bytes
+from support.index_model import BLOCK, CHUNK, QUOTAS, Quotas, stored_bytes
 from support.schedules import schedule_settings
 
 from kvstore.index.entries import NO_SLOT
@@ -41,6 +41,7 @@ class CheckpointMachine(IndexMachine):
         max_writes=st.none() | st.integers(1, 4),
         remote_hold_s=st.none() | st.integers(1, 9),
         cache_policy=st.sampled_from(["ADAPTIVE", "LRU", "S3FIFO"]),
+        quotas=QUOTAS,
     )
     def start(
         self,
@@ -51,11 +52,13 @@ class CheckpointMachine(IndexMachine):
         max_writes: int | None,
         remote_hold_s: int | None,
         cache_policy: str,
+        quotas: Quotas,
     ) -> None:
         self.checkpoints = Checkpoints((Groups(model),), (LAYOUT,))
         self.parts: dict[tuple[PrefixHasher, int], tuple[ChunkRef, ...]] = {}
         self.noted: set[tuple[ChunkRef, ...]] = set()
-        super().start(num_slots, capacity, keep, max_writes, 0, False, remote_hold_s, cache_policy, reads_fronts=False)
+        options = (num_slots, capacity, keep, max_writes, 0, False, remote_hold_s, cache_policy)
+        super().start(*options, reads_fronts=False, quotas=quotas)
 
     def parts_at(self, hasher: PrefixHasher, end_tokens: int) -> tuple[ChunkRef, ...]:
         parts = self.parts.get((hasher, end_tokens))
@@ -81,12 +84,11 @@ class CheckpointMachine(IndexMachine):
         chunk = self.index._chunks.get(ref.prefix_key)
         return chunk is None or (chunk.ref == ref and not chunk.forgotten and chunk.memory is NO_SLOT)
 
-    def fit(self, refs: list[ChunkRef]) -> bool:
-        slots = self.index._slots
+    def fit(self, refs: list[ChunkRef], hasher: PrefixHasher) -> bool:
         here = [self.index._chunks[ref.prefix_key] for ref in refs if self.is_here(ref)]
         in_slots = [chunk for chunk in here if chunk.memory is not NO_SLOT]
         idle = sum(not chunk.uses for chunk in in_slots)
-        return len(refs) - len(in_slots) <= len(slots.free) + slots.num_idle - idle
+        return len(refs) - len(in_slots) <= self.index._slots.room_of(self.index.owners.of(hasher)) - idle
 
     def needed(
         self, hasher: PrefixHasher, skip_tokens: int, end_tokens: int, limit_tokens: int
@@ -118,11 +120,13 @@ class CheckpointMachine(IndexMachine):
             assert skip_tokens < match.num_tokens <= min(limit_tokens, match.chunk_tokens)
             refs = [*match.refs, *match.checkpoint]
             assert all(map(self.is_known, refs)), "found what is not there"
-            assert self.fit(refs), "no slots for it"
+            assert self.fit(refs, hasher), "no slots for it"
         for end_tokens in range(max(skip_tokens, match.num_tokens) + BLOCK, limit_tokens + 1, BLOCK):
             for chunks, is_looked_for in self.needed(hasher, skip_tokens, end_tokens, limit_tokens).items():
                 refs = [*chunks, *self.parts_at(hasher, end_tokens)]
-                assert not (is_looked_for and all(map(self.is_known, refs)) and self.fit(refs)), f"missed {end_tokens}"
+                assert not (is_looked_for and all(map(self.is_known, refs)) and self.fit(refs, hasher)), (
+                    f"missed {end_tokens}"
+                )
 
     @invariant()
     def a_lookup_finds_what_trying_all_ends_finds(self) -> None:

@@ -24,6 +24,7 @@ from kvstore.tools.dev.observe.panels import (
 
 _HITS, _ASKED = engine("hit_tokens_total"), engine("asked_tokens_total")
 _LOOKUPS = engine("lookups_total")
+_QUOTA_ASKED, _QUOTA_HITS = engine("quota_asked_tokens_total"), engine("quota_hit_tokens_total")
 _EVICTED = engine("misses_total", 'reason="evicted"')
 _TOO_SLOW = engine("misses_total", 'reason="recompute_faster"')
 _CALLS = engine("tier_call_seconds_bucket")
@@ -203,6 +204,31 @@ FULL: Final = Row(
             "Dropped ones found the queue or the tier full, and stay in memory only.",
             PER_S,
             {"{{tier}} {{result}}": rate(engine("writes_total"), "tier, result")},
+        ),
+        Panel(
+            "Fullest quotas",
+            "Part of its quota that a name fills, of those in local_cpu_quotas and local_disk_quotas.",
+            FRACTION,
+            {
+                "{{quota}} {{tier}}": f"topk(10, {total(engine('quota_used_bytes'), 'quota, tier')} / "
+                f"{total(engine('quota_capacity_bytes'), 'quota, tier')})"
+            },
+        ),
+        Panel(
+            "Hits by quota",
+            "Part of the tokens asked for. Low beside a full quota: raise it, if kvstore simulate says that it helps.",
+            FRACTION,
+            {"{{quota}}": f"{rate(_QUOTA_HITS, 'quota')} / {rate(_QUOTA_ASKED, 'quota')}"},
+        ),
+        Panel(
+            "Evictions and refusals by quota",
+            "Chunks that made room, and chunks that found none.",
+            PER_S,
+            {
+                "{{quota}} {{tier}} evicted": rate(engine("quota_evicted_chunks_total"), "quota, tier"),
+                "{{quota}} refused": rate(engine("quota_refused_chunks_total"), "quota"),
+                "{{quota}} stored": rate(engine("quota_stored_chunks_total"), "quota"),
+            },
         ),
         Panel(
             "Kept from eviction",

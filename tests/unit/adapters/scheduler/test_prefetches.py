@@ -23,6 +23,7 @@ from kvstore.adapters.vllm.scheduler.prefetches import BURST_S, SPAN_S
 from kvstore.config import StoreConfig
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.groups import GroupKind
+from kvstore.model.keys import PrefixHasher
 from kvstore.ops.metrics import HINTS, PREFETCHED_CHUNKS
 
 SLOTS = 12
@@ -269,7 +270,7 @@ def test_an_id_that_is_used_twice_is_one_expectation(vllm: FakeVllm, clock: Cloc
 def test_an_id_that_is_used_twice_before_its_chunks_are_stored(vllm: FakeVllm) -> None:
     prefetches = vllm.connected.prefetches
     for anchor in (b"first", b"second"):
-        prefetches.announce("same", anchor, IN_S)
+        prefetches.announce("same", anchor, IN_S, PrefixHasher(CHUNK, CHUNK))
     assert [*prefetches._anchored] == [b"second"]
 
 
