@@ -62,8 +62,8 @@ class StoreConfig(HandoverKeys, ServerKeys, OperationKeys, RemoteKeys, RequestKe
             values["remote_password"] = _HIDDEN
         for key in ("remote_url", "remote_host_url"):
             if (url := values[key]) is not None:
-                values[key] = _hide_login(url)
-        values["peers"] = [_hide_login(url) for url in self.peers]
+                values[key] = hide_login(url)
+        values["peers"] = [hide_login(url) for url in self.peers]
         return values
 
     @field_validator("pd_peer_init_port")
@@ -83,7 +83,7 @@ class StoreConfig(HandoverKeys, ServerKeys, OperationKeys, RemoteKeys, RequestKe
         return value
 
 
-def _hide_login(url: str) -> str:
+def hide_login(url: str) -> str:
     """Return a URL without the login before its ``@``, and without the values in its query."""
     scheme, _, rest = url.partition("://")
     login, at, place = rest.rpartition("@")  # before the query, because a password may contain a "?"

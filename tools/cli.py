@@ -64,6 +64,7 @@ _COMMANDS: Final[dict[str, Callable[..., Answer | None]]] = {
     "kvstore pack export --config kvstore.yaml -o system.kvpack --prompts system/ --model llama/": packs.export_pack,
     "kvstore pack import system.kvpack --config kvstore.yaml": packs.import_pack,
     "kvstore engine pins": engines.pins,
+    "kvstore engine drain --token-file /etc/kvstore/token": engines.drain,
     "kvstore engine unpin --admin http://127.0.0.1:7000": engines.unpin,
 }
 """Commands by example; the first words of an example are the command's name."""

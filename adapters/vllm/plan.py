@@ -275,6 +275,7 @@ class WorkerFacts:
         gpu_bytes: bytes of its GPU tier; 0 without one.
         reads_fronts: as in ``ChunkIndex``.
         divisions: as in ``RemoteOptions``.
+        drain_name: name for orders to drain, which processes of its host can send.
     """
 
     num_slots: int
@@ -299,3 +300,4 @@ class WorkerFacts:
     sends_lifetimes: bool = False
     reads_fronts: bool = False
     divisions: tuple[Division, ...] = ()
+    drain_name: str = ""

@@ -11,7 +11,9 @@ from pydantic_core import PydanticCustomError
 
 from kvstore.channels import known_channels
 from kvstore.config.keys.base import GIB_BYTES, MAX_TIMEOUT_S, Keys, Tokens, Unit, as_tuple, require_one_of
+from kvstore.model.errors import ConfigError
 from kvstore.protocol.loopback import is_loopback
+from kvstore.tiers.members.addresses import LOOKED_UP, parse_members
 
 PD_ROLES: Final = {"sender": "kv_producer", "receiver": "kv_consumer", "both": "kv_both"}
 """LMCache's ``pd_role``, and the corresponding ``kv_role`` of vLLM."""
@@ -52,6 +54,25 @@ class ListedHost(NamedTuple):
         if parts.scheme != "kvs" or not parts.hostname or not parts.port or parts.path:
             raise ValueError(url)
         return cls(parts.hostname, parts.port)
+
+
+def is_looked_up(url: str) -> bool:
+    """Tell if a URL of ``peers`` stands for engines that DNS or a file names."""
+    return url.partition("://")[0] in LOOKED_UP
+
+
+def _check_peers(urls: tuple[str, ...]) -> tuple[str, ...]:
+    try:
+        for url in urls:
+            if is_looked_up(url):
+                parse_members(url)
+            else:
+                ListedHost.of_url(url)
+    except ConfigError as error:
+        raise PydanticCustomError("place", "{problem}", {"problem": str(error)}) from error
+    except ValueError as error:
+        raise PydanticCustomError("place", "must name engines by host and port: kvs://10.0.0.5:7300") from error
+    return urls
 
 
 def _as_ports(value: object) -> object:
@@ -118,7 +139,7 @@ _Hosts = Annotated[
 _Peers = Annotated[
     tuple[str, ...],
     BeforeValidator(as_tuple),
-    _each(ListedHost.of_url, "must name engines by host and port: kvs://10.0.0.5:7300"),
+    AfterValidator(_check_peers),
 ]
 _Sizes = Annotated[tuple[int, ...], BeforeValidator(_as_sizes), AfterValidator(_check_sizes)]
 
@@ -153,7 +174,8 @@ class HandoverKeys(Keys):
     """Longest wait of a request for KV on its way to this engine. After that it is computed."""
     peers: _Peers = ()
     """Other engines whose KV is read: `kvs://host:port` of their first worker, a list or text with commas. Nothing is
-    sent to them."""
+    sent to them. `kvs+dns://`, `kvs+srv://` and `kvs+file://` name
+    [engines that come and go](disaggregation.md#peers-that-come-and-go)."""
     reshard_from: _Sizes = ()
     """[Other tensor-parallel sizes](parallelism.md#another-size): what engines of these sizes have stored is read, too.
     A list, or text with commas."""
@@ -171,11 +193,21 @@ class HandoverKeys(Keys):
         return self.enable_pd and self.pd_bidirectional
 
     @property
+    def fixed_peers(self) -> tuple[str, ...]:
+        """The peers that are listed one by one."""
+        return tuple(url for url in self.peers if not is_looked_up(url))
+
+    @property
+    def watched_peers(self) -> tuple[str, ...]:
+        """URLs by which DNS or a file names further peers, which come and go."""
+        return tuple(filter(is_looked_up, self.peers))
+
+    @property
     def allowed_hosts(self) -> frozenset[str]:
-        """Hosts to which requests may have KV sent, in lower case; used by ``allows_host``."""
+        """Hosts to which requests may have KV sent, in lower case, except those of ``watched_peers``."""
         if self.pd_allowed_hosts is not None:
             return frozenset(ListedHost.parse(text).host for text in self.pd_allowed_hosts)
-        return frozenset({self.pd_peer_host.lower(), *(ListedHost.of_url(url).host for url in self.peers)})
+        return frozenset({self.pd_peer_host.lower(), *(ListedHost.of_url(url).host for url in self.fixed_peers)})
 
     def allows_host(self, host: str) -> bool:
         """Tell if a request may have KV sent to a host."""
@@ -184,11 +216,11 @@ class HandoverKeys(Keys):
 
     @property
     def sources(self) -> frozenset[ListedHost]:
-        """Engines that a request may name as holders of its KV, each with its port. Empty by default."""
+        """Engines that a request may name as holders of its KV, with ports, except those of ``watched_peers``."""
         if not self.goes_both_ways:
             return frozenset()
         listed = map(ListedHost.parse, self.pd_allowed_hosts or ())
-        peers = map(ListedHost.of_url, self.peers)
+        peers = map(ListedHost.of_url, self.fixed_peers)
         return frozenset(place for place in (*listed, *peers) if place.port is not None)
 
 

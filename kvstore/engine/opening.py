@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvstore.engine.options import EngineOptions, RemoteOptions, Shard
 from kvstore.engine.other_engines import OtherEngines, shared_setup
@@ -29,9 +30,13 @@ from kvstore.tiers.disk.notes import owners_in, retained_in, trails_in
 from kvstore.tiers.disk.opening import open_folders
 from kvstore.tiers.disk.survey import describe_foreign
 from kvstore.tiers.guards import GuardOptions, Statistics, find, guarded, guarded_parts
-from kvstore.tiers.peers import PeersTier, at_rank
+from kvstore.tiers.peers import PeersTier
+from kvstore.tiers.ranks import at_rank
 from kvstore.transfer.hot import HotChunks
 from kvstore.transfer.lane import WRITE_THREADS, Lane
+
+if TYPE_CHECKING:
+    from kvstore.tiers.peer_watch import PeerWatch
 
 logger = logging.getLogger(__name__)
 
@@ -247,10 +252,27 @@ def open_remote(
                 at_rank(url, options.rank)
             if options.shared is not None and not asks_only:
                 _open_own(shared_setup(options, namespace, layout), options, problems, check=True).close()
-            peers = PeersTier(own, others.places, others.open, namespace, layout, sources=options.sources)
+            peers = PeersTier(
+                own,
+                others.places,
+                others.open,
+                namespace,
+                layout,
+                sources=options.sources,
+                watch=_open_watch(options),
+                places_at=others.places_at,
+            )
             tier = Statistics(peers)
         opened.pop_all()
     return tier
+
+
+def _open_watch(options: RemoteOptions) -> PeerWatch | None:
+    if not options.watched_peers:
+        return None
+    from kvstore.tiers.peer_watch import PeerWatch  # noqa: PLC0415 - takes time to import, and few engines need it
+
+    return PeerWatch(options.watched_peers, options.own_place)
 
 
 def _open_own(setup: TierSetup, options: RemoteOptions, problems: list[str] | None, *, check: bool) -> Tier:

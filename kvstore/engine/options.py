@@ -30,6 +30,8 @@ class RemoteOptions:
         max_queue: chunks that may wait to be sent; None means a quarter of the pool, 0 a tier that is only read.
         sends: False if another worker holds the same KV and sends it.
         peers: servers of other engines' first workers, which are only read; None for no peers and no ``sources``.
+        watched_peers: URLs by which DNS or a file names further peers, which come and go.
+        own_place: host and port of this engine's first server, to leave it out of those; None without one.
         sources: further such servers, each of which is read only for requests that name it.
         peer_settings: options of a tier at a peer.
         rank: rank of this worker, which is added to the ports of peers.
@@ -50,6 +52,8 @@ class RemoteOptions:
     max_queue: int | None = None
     sends: bool = True
     peers: tuple[str, ...] | None = None
+    watched_peers: tuple[str, ...] = ()
+    own_place: tuple[str, int] | None = None
     sources: tuple[str, ...] = ()
     peer_settings: Mapping[str, object] = field(default_factory=dict)
     rank: int = 0

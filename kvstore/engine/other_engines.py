@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import Final
 from urllib.parse import urlsplit
 
 from kvstore.engine.options import RemoteOptions
@@ -17,9 +18,10 @@ from kvstore.tiers import READ_ONLY, open_tier, tier_behind
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup
 from kvstore.tiers.disk.reader import FolderReader
 from kvstore.tiers.guards import GuardOptions, guarded, guarded_parts
-from kvstore.tiers.peers import at_rank
+from kvstore.tiers.ranks import at_rank
 from kvstore.tiers.resharded import ReshardedTier
 
+_MARK: Final = " tp"  # in the name of a place, before the tensor-parallel size of the engines that store there
 _OpenPart = Callable[[Part, Namespace], Tier]
 
 
@@ -42,22 +44,33 @@ class OtherEngines:
         self._options = options
         self._layout = layout
         self._guard = guard
+        self._divisions = {f"{_MARK}{division.size}": division for division in options.divisions}
         self._divided = {
-            f"{where} tp{division.size}": (division, open_part)
-            for division in options.divisions
+            f"{where}{mark}": (division, open_part)
+            for mark, division in self._divisions.items()
             for where, open_part in _places_of(division, options).items()
         }
         shared = () if options.shared is None else (options.shared,)
-        self.places = (*shared, *(options.peers or ()), *self._divided)
+        at_peers = (place for url in options.peers or () for place in self.places_at(url))
+        self.places = (*shared, *self._divided, *at_peers)
+
+    def places_at(self, peer: str) -> tuple[str, ...]:
+        """Return the names of the places at a peer, given its URL."""
+        return (peer, *(f"{peer}{mark}" for mark in self._divisions))
 
     def open(self, place: str, namespace: Namespace) -> Tier:
-        """Open a place, or a peer by its URL, for a namespace of ours. Does not connect.
+        """Open a place, also one at a peer or a source by its URL, for a namespace of ours. Does not connect.
 
         Raises:
             ConfigError: a URL or a setting is wrong.
         """
+        peer, *mark = place.rpartition(_MARK)
+        division = self._divisions.get("".join(mark))
         if place in self._divided:
             tier = _open_divided(*self._divided[place], namespace, self._guard.timeout_s)
+        elif division is not None:
+            open_part = partial(_open_at_peer, self._options, peer)
+            tier = _open_divided(division, open_part, namespace, self._guard.timeout_s)
         elif place == self._options.shared:
             setup = shared_setup(self._options, namespace, self._layout)
             tier = open_tier(tier_behind(place), replace(setup, guard=partial(guarded, options=self._guard)))
@@ -81,7 +94,7 @@ def _places_of(division: Division, options: RemoteOptions) -> dict[str, _OpenPar
         places["shared"] = partial(_open_shared, options, options.url)
     if any(part.folders for part in division.parts):
         places["disk"] = partial(_open_folders, division)
-    return places | {url: partial(_open_at_peer, options, url) for url in options.peers or ()}
+    return places
 
 
 def _open_divided(division: Division, open_part: _OpenPart, namespace: Namespace, timeout_s: float) -> Tier:

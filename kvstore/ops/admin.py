@@ -17,6 +17,8 @@ from kvstore.model.keys import KeyExtras
 Tree = Mapping[str, object]
 
 PROBE: Final = "/healthz"
+DRAIN: Final = "/drain"
+"""An order that cannot be taken back, and so needs a token."""
 _EXAMPLE: Final = '{"tokens": [1, 2, 3], "salt": "a", "tags": {"tenant": "a"}}'
 
 
@@ -50,6 +52,9 @@ class Controls(Protocol):
 
     def unpin(self) -> int | None:
         """End all pins; return their number, or None if it will be done later."""
+
+    def drain(self) -> Tree:
+        """Prepare the end of the engine; return ``unwritten``, the number of chunks that are still to be written."""
 
     def switch(self, *, enabled: bool) -> None:
         """Turn the cache on or off; stored chunks stay."""
@@ -110,6 +115,7 @@ _ACTIONS: Final[Mapping[tuple[str, str], Callable[[Controls, bytes], Reply]]] = 
     ("GET", "/pins"): lambda controls, _: Reply(HTTPStatus.OK, controls.pins()),
     ("POST", "/kv"): _kv,
     ("POST", "/clear"): lambda controls, _: _done(controls.clear(), "cleared", "chunks"),
+    ("POST", DRAIN): lambda controls, _: Reply(HTTPStatus.OK, controls.drain()),
     ("POST", "/unpin"): lambda controls, _: _done(controls.unpin(), "unpinned", "pins"),
     ("POST", "/disable"): lambda controls, _: _switch(controls, enabled=False),
     ("POST", "/enable"): lambda controls, _: _switch(controls, enabled=True),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.model.errors import ConfigError
 from kvstore.ops.access import Access
-from kvstore.ops.admin import PROBE, Controls, answer
+from kvstore.ops.admin import DRAIN, PROBE, Controls, answer
 from kvstore.protocol.loopback import is_loopback
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ class AdminServer(HttpServer):
         def admit(request: Request) -> Response | None:
             from starlette.responses import JSONResponse  # noqa: PLC0415
 
-            refusal = access.refusal(request.headers, is_open=request.url.path == PROBE)
+            path = request.url.path
+            refusal = access.refusal(request.headers, is_open=path == PROBE, needs_token=path == DRAIN)
             return None if refusal is None else JSONResponse({"error": refusal.message}, refusal.status)
 
         def respond(request: Request, body: bytes) -> Response:

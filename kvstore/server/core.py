@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.model.throttle import Throttle
 from kvstore.protocol import messages
-from kvstore.server.clients import Client
+from kvstore.server.clients import IPC, Client
 from kvstore.server.disk import Disk
 from kvstore.server.pool import Pool
 from kvstore.server.sessions import Peer, Sessions
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SLICE_S: Final = 0.002
+_FINDS: Final = (messages.Lookup, messages.Nearest, messages.Acquire)
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Core:
         sender: returns the client that sent the message being handled, which came from a peer.
         now: the monotonic time in seconds.
         is_closing: the server is about to end: no new clients, no new chunks.
+        is_owned: it belongs to an engine, whose own processes connect through its unix socket.
         slices: long work, done in slices so that other clients do not wait.
         denied: number of refused requests, by the name of the client's key and the right or room that it lacked.
     """
@@ -56,6 +58,7 @@ class Core:
     sender: Callable[[Peer], Client]
     now: Callable[[], float]
     is_closing: bool = False
+    is_owned: bool = False
     slices: Slices = field(init=False)
     denied: Counter[tuple[str, str]] = field(default_factory=Counter)
     _throttle: Throttle = field(default_factory=lambda: Throttle(logger))
@@ -67,6 +70,17 @@ class Core:
     def status(self) -> str:
         """``ok``, or ``closing``."""
         return "closing" if self.is_closing else "ok"
+
+    def is_closed_to(self, client: Client) -> bool:
+        """Tell if a client may begin nothing more and store nothing; an engine goes on using its own server."""
+        return self.is_closing and not (self.is_owned and client.socket == IPC)
+
+    def turns_away(self, client: Client, request: messages.Request) -> bool:
+        """Tell if a client must look elsewhere: an engine that drains answers others no more, so that they stop asking.
+
+        What they have begun to read they may finish. Other servers answer until they end.
+        """
+        return self.is_owned and self.is_closed_to(client) and isinstance(request, _FINDS)
 
     def usage(self, space: Space) -> messages.Usage:
         """Return the bytes that a namespace uses now, which every answer to a client carries."""

@@ -120,6 +120,16 @@ class EmbeddedServer:
         """
         return self._hub.snapshot(timeout_s)
 
+    def drain(self, timeout_s: float) -> None:
+        """Take nothing more from other engines, and refuse their questions, so that they look elsewhere.
+
+        The owner's own processes go on reading and storing.
+
+        Raises:
+            TimeoutError: the server does not answer in time.
+        """
+        self._hub.drain(timeout_s)
+
     def enter(self, namespace: Namespace) -> None:
         """Drop the chunks of the owner's old weights, and refuse engines that have these, after a weight update."""
         self._hub.enter(namespace)

@@ -87,7 +87,8 @@ class Grants:
             if self._lacks_pages(batch, ref):
                 self._waiting.append(batch)
                 return
-            if (batch.is_write and self._core.is_closing) or not self._may_lease(batch.session, ref):
+            is_refused = batch.is_write and self._core.is_closed_to(batch.session.client)
+            if is_refused or not self._may_lease(batch.session, ref):
                 batch.grants.append(_no_grant(Outcome.FAILED))
             elif batch.is_write:
                 yield from self._reserve(batch, ref)

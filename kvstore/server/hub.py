@@ -282,6 +282,7 @@ class Hub:
             self._stats,
             self.reception.sender,
             time.monotonic,
+            is_owned=self._owner is not None,
         )
         self.service = Service(
             self.core,

@@ -101,6 +101,8 @@ class Service:
             answer = self._answer_anybody(peer, client, session, request)
         elif session is None:
             answer = messages.Refused(request.serial, Refusal.NO_SESSION, "say hello first")
+        elif self._core.turns_away(client, request):
+            answer = messages.Refused(request.serial, Refusal.CLOSING, "the engine is about to end")
         else:
             session.heard_s = self._core.now()
             answer = self._answer(session, request, payload)
@@ -299,7 +301,7 @@ class Service:
             return refused(
                 Refusal.VERSION, f"this server speaks versions {spoken} of the protocol, not {request.version}"
             )
-        if self._core.is_closing:
+        if self._core.is_closed_to(client):
             return refused(Refusal.CLOSING, "the server is closing")
         if request.token and not self._core.is_open(request.token):
             return refused(Refusal.TOKEN, "the connection to the unix socket is closed")

@@ -59,6 +59,11 @@ class RemoteDirectory:
         asker.put(question)
         return question
 
+    def names_peer(self, host: str, port: int | None) -> bool:
+        """Tell if a peer that was found, and is in use now, has this host and port. Never waits."""
+        with_peers = find(self._tiers[0], PeersTier) if self._tiers else None
+        return with_peers is not None and with_peers.names(host, port)
+
     def wait(self, questions: Iterable[Question], timeout_s: float) -> bool:
         """Wait until questions are done; False if that takes too long."""
         waiting = list(questions)

@@ -10,27 +10,32 @@ requests that name it.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from itertools import chain
-from typing import Final, TypeVar
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvstore.model.chunks import ChunkRef, Outcome, Presence, in_any
 from kvstore.model.errors import ClosedError, ConfigError, TierError, TierTimeoutError
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.model.lifetime import Lifetime
+from kvstore.model.throttle import Throttle
 from kvstore.tiers.base import Tier, TierCounters, Transfer, payload_view, start_closing
 from kvstore.tiers.loan import Loan
+
+if TYPE_CHECKING:
+    from kvstore.tiers.peer_watch import PeerWatch
+
+logger = logging.getLogger(__name__)
 
 _MAX_ROUTES: Final = 65_536  # chunks still to be read from a source
 _MAX_ASKING: Final = 64  # questions to peers at once, of all callers
 _MAX_REMOVED: Final = 65_536  # chunks on record
-_MAX_PORT: Final = 65_535
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 _Held = list[Presence | None]  # of each chunk; None if no tier could answer
@@ -52,6 +57,8 @@ class PeersTier(Tier):
         namespace: that of the chunks.
         layout: their geometry.
         sources: addresses of the engines that requests may name; opened when a request first names them.
+        watch: finds further peers, which come and go; started here, and closed with the tier.
+        places_at: returns the addresses to open for a peer that it found.
 
     Raises:
         ConfigError: a peer's address is wrong.
@@ -68,6 +75,8 @@ class PeersTier(Tier):
         layout: KVLayout,
         *,
         sources: Iterable[str] = (),
+        watch: PeerWatch | None = None,
+        places_at: Callable[[str], Iterable[str]] = lambda url: (url,),
     ) -> None:
         self.own = own
         self.counters = TierCounters()
@@ -76,6 +85,8 @@ class PeersTier(Tier):
         self._layout = layout
         self._lock = threading.Lock()  # guards the fields below; never held during I/O
         self._fixed = _open_all(peers, open_peer, namespace)
+        self._found: dict[str, Tier] = {}  # those that the watch has found
+        self._closing: list[threading.Thread] = []
         self._listed = frozenset(sources) - self._fixed.keys()
         self._sources: dict[str, Tier] = {}  # the open ones of ``_listed``
         self._routes: OrderedDict[ChunkRef, tuple[str, int]] = OrderedDict()  # source, and number of reads left
@@ -83,18 +94,27 @@ class PeersTier(Tier):
         self._removed_tails: OrderedDict[ChunkRef, None] = OrderedDict()  # separate, as they are many
         self._is_closed = False
         self._askers = ThreadPoolExecutor(_MAX_ASKING, "kvstore-peers")
+        self._throttle = Throttle(logger)
+        self._watch = watch
+        self._places_at = places_at
+        if watch is not None:
+            watch.start(self._change)
 
     @property
     def parts(self) -> tuple[Tier, ...]:
         """Own tier, peers, and open sources, each with its guards."""
         with self._lock:
-            others = [*self._fixed.values(), *self._sources.values()]
+            others = [*self._fixed.values(), *self._found.values(), *self._sources.values()]
         return (*((self.own,) if self.own else ()), *others)
 
     @property
     def answers(self) -> bool:
         """Always True, because only a lookup can find out that peers, which are never written to, work again."""
         return True
+
+    def names(self, host: str, port: int | None = None) -> bool:
+        """Tell if a peer that was found, and is in use now, has this host and port. Never waits."""
+        return self._watch is not None and self._watch.names(host, port)
 
     def read_from(self, source: str, refs: Iterable[ChunkRef]) -> None:
         """Also read each of these chunks from a source, the next time it is read.
@@ -203,7 +223,8 @@ class PeersTier(Tier):
     @property
     def lends(self) -> bool:
         """True if the own tier does, and there is no peer or source, whose chunks would have to be copied."""
-        return self.own is not None and self.own.lends and not self._fixed and not self._listed
+        others = self._fixed or self._listed or self._watch
+        return self.own is not None and self.own.lends and not others
 
     def borrow(self, refs: Sequence[ChunkRef]) -> Loan:
         """Lend chunks of the own tier; no other tier is asked."""
@@ -262,9 +283,10 @@ class PeersTier(Tier):
         """
         with self._lock:
             self._check_open()
-            gone = [*self._fixed.values(), *self._sources.values()]
+            gone = [*self._fixed.values(), *self._found.values(), *self._sources.values()]
             self._namespace = namespace
             self._fixed = {url: self._open_peer(url, namespace) for url in self._fixed}
+            self._found = {url: self._open_peer(url, namespace) for url in self._found}
             self._sources.clear()
             self._routes.clear()
             self._removed.clear()
@@ -280,8 +302,25 @@ class PeersTier(Tier):
                 return
             self._is_closed = True
         self._askers.shutdown(wait=False, cancel_futures=True)
-        for closing in start_closing(self.parts):
+        for closing in (*start_closing(self.parts), *self._closing):
             closing.join()
+        if self._watch is not None:
+            self._watch.close()
+
+    def _change(self, urls: Sequence[str]) -> None:
+        """Open the peers that came, and close those that left; called by the watch."""
+        wanted = dict.fromkeys(place for url in urls for place in self._places_at(url) if place not in self._fixed)
+        with self._lock:
+            if self._is_closed:
+                return
+            gone = [self._found.pop(place) for place in [*self._found] if place not in wanted]
+            self._closing = [one for one in self._closing if one.is_alive()] + start_closing(gone)
+            for place in wanted:
+                try:
+                    if place not in self._found:
+                        self._found[place] = self._open_peer(place, self._namespace)
+                except ConfigError as error:
+                    self._throttle.log("open", "a peer that was found is not used: %s", error)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -289,7 +328,7 @@ class PeersTier(Tier):
 
     def _peers(self) -> dict[str, Tier]:
         with self._lock:
-            return dict(self._fixed)
+            return self._fixed | self._found
 
     def _always_read(self) -> list[Tier]:
         """Return the own tier, and the peers."""
@@ -343,23 +382,6 @@ class PeersTier(Tier):
                 self._routes[ref] = (url, times - 1)
         source = self._source(url) if url is not None else None
         return [*self._peers().values(), *((source,) if source is not None else ())]
-
-
-def at_rank(url: str, rank: int) -> str:
-    """Return the address of a rank's worker in another engine, whose port is the first worker's plus the rank.
-
-    Raises:
-        ConfigError: the address is no ``kvs://host:port``, or the port is too high.
-    """
-    try:
-        parts = urlsplit(url)
-        port = parts.port if parts.scheme == "kvs" and parts.hostname and not parts.path else None
-    except ValueError:
-        port = None
-    if not port or port + rank > _MAX_PORT:
-        raise ConfigError(f"{url[:100]!r} names no server of another engine's worker {rank}: it is kvs://host:port")
-    before = parts.netloc.rpartition(":")[0]
-    return parts._replace(netloc=f"{before}:{port + rank}").geturl()
 
 
 def _read(tier: Tier, transfer: Transfer) -> Outcome:

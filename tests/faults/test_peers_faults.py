@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 from support.cache_server import ServerProcess, short_folder
 from support.checks import check_idle
+from support.name_server import NameServer
 from support.redis_server import wait_for
 from support.rig import NAMESPACE, Rig, tokens_of
 
@@ -17,6 +19,7 @@ from kvstore.engine.engine import CacheEngine
 from kvstore.engine.options import RemoteOptions
 from kvstore.model.keys import Namespace
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
+from kvstore.tiers import peer_watch
 from kvstore.tiers.guards import BreakerState, CircuitBreaker, find
 from kvstore.tiers.peers import PeersTier
 from kvstore.tools.processes import free_port
@@ -101,6 +104,40 @@ def test_an_engine_reads_what_another_has_computed(rig: Rig, *, layerwise: bool)
             assert engine.lookup(TOKENS) == 40
     finally:
         server.close()
+
+
+def test_peers_that_dns_names_come_and_go(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is added, one is killed: its chunks are misses, and those of the other are read."""
+    monkeypatch.setattr(peer_watch, "LOOK_INTERVAL_S", (0.02, 0.02))
+    port = free_port()
+    with ExitStack() as running:
+        names = running.enter_context(NameServer({"engines": []}))
+
+        def start(host: str) -> EmbeddedServer:
+            server = EmbeddedServer(NAMESPACE, rig.layout, EmbeddedOptions(16 << 20, host, port))
+            running.callback(server.close)
+            return server
+
+        first, second = start("127.0.0.1"), start("127.0.0.2")
+        fill(rig, first.url, TOKENS)
+        fill(rig, second.url, OTHERS)
+        url = f"kvs+dns://engines:{port}?nameserver=127.0.0.1:{names.port}"
+        remote = replace(reading_from(), watched_peers=(url,), own_place=("127.0.0.3", port))
+        engine = running.enter_context(rig.open(remote=remote, local_cpu=False))
+        assert engine.lookup(TOKENS) == 0
+        names.records["engines"] = ["127.0.0.1", "127.0.0.3"]
+        wait_for("the first is found", lambda: engine.lookup(TOKENS) == 40)
+        names.records["engines"] = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+        wait_for("the second is found", lambda: engine.lookup(OTHERS) == 40)
+        first.close()
+        blocks = rig.blocks(40, seed=7)
+        rig.poison()
+        loaded = engine.retrieve(TOKENS, slot_mapping=rig.slot_mapping(blocks, 40))
+        assert int(loaded.sum()) == 0, "it was found at a peer that has ended"
+        loaded = engine.retrieve(OTHERS, slot_mapping=rig.slot_mapping(blocks, 40))
+        assert int(loaded.sum()) == 40
+        rig.check(OTHERS, blocks, 0, 40)
+        check_idle(engine)
 
 
 def test_beside_a_server_of_its_own(rig: Rig, peers: list[ServerProcess]) -> None:

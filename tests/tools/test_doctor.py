@@ -173,6 +173,45 @@ def test_peers() -> None:
         assert [states(found[f"peer {url}"]) for url in (there, gone)] == [{"ok"}, {"warning"}]
 
 
+def test_peers_that_come_and_go(tmp_path: Path) -> None:
+    file = tmp_path / "peers"
+    url = f"kvs+file://{file}?timeout_s=1"
+    shown = f"peers kvs+file://{file}?timeout_s=***"
+    with serving_tcp() as server:
+        there, gone = f"127.0.0.1:{server.hub.tcp_port}", f"127.0.0.1:{free_port()}"
+        config = {"max_local_cpu_size": 0.1, "peers": (url,), "blocking_timeout_secs": 0.5}
+        assert states(look(config)[shown]) == {"warning"}, "there is no file"
+        file.write_text("# nobody\n")
+        assert "no engine now" in look(config)[shown][0].found
+        file.write_text(f"{there}\n{gone}\n")
+        found = look(config)
+        assert [states(found[topic]) for topic in (shown, f"peer {there}", f"peer {gone}")] == [
+            {"ok"},
+            {"ok"},
+            {"warning"},
+        ]
+        file.write_text("nonsense\n")
+        assert states(look(config)[shown]) == {"error"}
+
+
+def test_the_address_of_this_hosts_server_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
+    with serving_tcp() as server:
+        config = {"max_local_cpu_size": 0.1, "remote_url": f"kvs://127.0.0.1:{server.hub.tcp_port}"}
+        config["blocking_timeout_secs"] = 0.5
+        (found,) = look({**config, "remote_host_url": f"kvs://{{host}}:{server.hub.tcp_port}"})["remote_host_url"]
+        assert (found.state, found.found.split(":")[0]) == ("ok", "at 127.0.0.1, this host's address")
+        gone = {**config, "remote_host_url": f"kvs://{{host}}:{free_port()}"}
+        (found,) = look(gone)["remote_host_url"]
+        assert (found.state, "server_listen" in found.remedy) == ("warning", True)
+        assert states(look({**gone, "remote_required": True})["remote_host_url"]) == {"error"}
+        (found,) = look({**config, "remote_host_url": "kvs://10.0.0.5:5566"})["remote_host_url"]
+        assert (found.state, "{host}" in found.remedy) == ("warning", True)
+    redis = {"max_local_cpu_size": 0.1, "remote_url": "redis://127.0.0.1:1", "blocking_timeout_secs": 0.5}
+    (found,) = look({**redis, "remote_host_url": "redis://u:secret@{host}:6379"})["remote_host_url"]
+    assert (found.state, "secret" in found.found) == ("ok", False)
+
+
 def test_codecs_and_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is an error here, as it would be at start, and names the package to install."""
     configs: dict[str, tuple[str, dict[str, object]]] = {

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from importlib import import_module
 from urllib.parse import urlsplit
 
 from kvstore.config import StoreConfig
+from kvstore.config.keys.remote import HOST_MARK
+from kvstore.config.schema import hide_login
 from kvstore.format.codecs import open_codec
 from kvstore.format.sealing import open_ring
 from kvstore.model.errors import ConfigError, KVStoreError, TierSetupError
@@ -22,6 +26,8 @@ from kvstore.tools.doctor.findings import Finding, State
 _BAD_POLICIES = ("noeviction", "allkeys-random", "volatile-random")
 _MIN_REDIS = (6, 0)
 _MOST_WAIT_S = 5.0
+_MAX_PINGED = 8  # of the peers of one URL; a silent one takes seconds
+_FAR = ("192.0.2.1", 9)  # an address for documentation, which is on no network here
 _LET_IN = {
     True: "give it this engine's public key in its server_clients, and this engine its own in remote_server_key_file",
     False: "it may want keys: set remote_key_file and remote_server_key_file; or it hangs, or is no cache server",
@@ -74,8 +80,12 @@ def elsewhere(config: StoreConfig) -> Iterator[Finding]:
         yield Finding("remote tier", "warning", found, "use redis://, see docs/redis.md")
     elif config.shared_url is not None:
         yield from _shared(config, config.shared_url)
-    for url in config.peers:
+    if config.remote_host_url is not None:
+        yield _own_server(config, config.remote_host_url)
+    for url in config.fixed_peers:
         yield _cache_server(f"peer {url}", url, config, is_required=False)
+    for url in config.watched_peers:
+        yield from _watched(config, url)
 
 
 def _shared(config: StoreConfig, url: str) -> Iterator[Finding]:
@@ -146,6 +156,58 @@ def _cache_server(topic: str, url: str, config: StoreConfig, *, is_required: boo
     if status != "ok":
         return Finding(topic, down, f"says {status!r}", "start it again")
     return Finding(topic, "ok", f"answers in {1e3 * (time.perf_counter() - begin_s):.1f} ms, the connection included")
+
+
+def _own_server(config: StoreConfig, template: str) -> Finding:
+    """Check the address at which other hosts of the engine reach this host's tier; theirs are known when they run."""
+    topic, address = "remote_host_url", _own_address()
+    if HOST_MARK not in template:
+        remedy = f"write {HOST_MARK} where the address of each host belongs: kvs://{HOST_MARK}:5566"
+        return Finding(topic, "warning", "names the same place for every host of the engine", remedy)
+    url = template.replace(HOST_MARK, f"[{address}]" if ":" in address else address)
+    if tier_behind(url) != "server":
+        return Finding(topic, "ok", f"is {hide_login(url)} on this host; run doctor on each host to check the others")
+    found = _cache_server(topic, url, config, is_required=config.remote_required)
+    remedy = found.remedy and f"{found.remedy}; its server_listen must name that address and port"
+    said = f"at {address}, this host's address: {found.found}; run doctor on each other host, too"
+    return replace(found, found=said, remedy=remedy)
+
+
+def _own_address() -> str:
+    """Return the address that vLLM takes for this host's, unless it is told another one."""
+    if address := os.environ.get("VLLM_HOST_IP"):
+        return address
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+            probe.connect(_FAR)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+def _watched(config: StoreConfig, url: str) -> Iterator[Finding]:
+    """Check that each peer that DNS or a file names now answers this engine; one of them may be this engine."""
+    from kvstore.tiers.members.addresses import MAX_MEMBERS, parse_members  # noqa: PLC0415 - an extra
+
+    topic, remedy = f"peers {hide_login(url)}", "correct peers, or what it names: until then none of these is read"
+    try:
+        members = parse_members(url)
+        found = sorted(members.find())
+    except ConfigError as error:
+        yield Finding(topic, "error", str(error), remedy)
+        return
+    except KVStoreError as error:
+        yield Finding(topic, "warning", str(error), remedy)
+        return
+    if not found:
+        yield Finding(topic, "warning", "names no engine now", "start them; they are noticed within 10 s")
+        return
+    named = f"names {len(found)} engines now, and is asked again every few seconds"
+    fits = len(found) <= MAX_MEMBERS
+    yield Finding(topic, "ok" if fits else "warning", named, "" if fits else f"name {MAX_MEMBERS} at most")
+    for member in found[:_MAX_PINGED]:
+        place = f"{member.url}?{members.query}" if members.query else member.url
+        yield _cache_server(f"peer {member.name}", place, config, is_required=False)
 
 
 def _cache_servers(config: StoreConfig, url: str) -> Iterator[Finding]:

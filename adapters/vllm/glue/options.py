@@ -85,7 +85,7 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
         loads=transfer.is_kv_consumer or config.goes_both_ways,
         saves=(transfer.is_kv_producer or config.goes_both_ways) and not config.force_skip_save,
         config=config,
-        remote=remote_options(config),
+        remote=remote_options(config, _place_to_leave_out(vllm_config, config)),
         load_rules=LoadRules(
             async_load=True if frees_blocks(kv_cache_config) else config.enable_async_loading,
             runs_ahead=vllm_config.scheduler_config.async_scheduling,
@@ -157,7 +157,7 @@ def engine_options(
 
     ``caches``, as registered and as blocks, determine the divisions for other tensor-parallel sizes.
     """
-    remote = remote_options(config)
+    remote = remote_options(config, _place_to_leave_out(vllm_config, config))
     if remote is not None:
         divisions = divisions_of(vllm_config, kv_cache_config, config, *caches) if caches else ()
         remote = replace(
@@ -197,11 +197,24 @@ def _servers(vllm_config: VllmConfig, config: StoreConfig) -> Iterator[str]:
         yield server_url(config.pd_peer_host, port_of(vllm_config, config, rank))
 
 
-def remote_options(config: StoreConfig) -> RemoteOptions | None:
+def _own_place(vllm_config: VllmConfig, config: StoreConfig) -> tuple[str, int] | None:
+    """Return the host and port of this engine's first worker for other engines; None if they do not reach it.
+
+    Raises:
+        ConfigError: no port is configured for this replica.
+    """
+    return (config.pd_peer_host, port_of(vllm_config, config, rank=0)) if config.listens else None
+
+
+def _place_to_leave_out(vllm_config: VllmConfig, config: StoreConfig) -> tuple[str, int] | None:
+    return _own_place(vllm_config, config) if config.watched_peers else None
+
+
+def remote_options(config: StoreConfig, own: tuple[str, int] | None = None) -> RemoteOptions | None:
     """Return the options for KV of other engines, in a shared tier or in each engine's server; None without any.
 
     An engine that listens has its own server in place of a shared tier, and reads the shared tier in addition. Each
-    worker names its own server.
+    worker names its own server. ``own`` is the place of this engine's first worker.
     """
     if not config.has_remote:
         return None
@@ -226,7 +239,9 @@ def remote_options(config: StoreConfig) -> RemoteOptions | None:
         lookup_timeout_s=config.lookup_timeout_ms / 1000,
         hold_s=config.remote_lookup_cache_secs,
         max_queue=0 if is_read_only else config.max_remote_queue,
-        peers=config.peers if config.peers or config.enable_pd or config.reshard_from else None,
+        peers=config.fixed_peers if config.peers or config.enable_pd or config.reshard_from else None,
+        watched_peers=config.watched_peers,
+        own_place=own,
         peer_settings=_given(of_servers | _keys(config)),
         sources=_sources(config),
     )
@@ -244,9 +259,11 @@ def _handover_options(vllm_config: VllmConfig, config: StoreConfig) -> HandoverO
     return HandoverOptions(
         sends=transfer.is_kv_producer,
         receives=transfer.is_kv_consumer,
-        own=(config.pd_peer_host, port_of(vllm_config, config, rank=0)) if config.listens else None,
+        own=_own_place(vllm_config, config),
         allows_host=config.allows_host,
         allows_source=lambda host, port: (host.lower(), port) in sources,
+        sends_to_peers=config.pd_allowed_hosts is None,
+        reads_from_peers=config.goes_both_ways,
         timeout_s=config.pd_timeout_ms / 1000,
         answers=config.pd_bidirectional and transfer.is_kv_consumer,
         shared=config.shared_name,
@@ -283,7 +300,7 @@ def _async_save(config: StoreConfig) -> bool:
 
 def _sources(config: StoreConfig) -> tuple[str, ...]:
     """Return the addresses of engines that requests may name, except those of peers, which are read anyway."""
-    peers = {(parts.hostname, parts.port) for parts in map(urlsplit, config.peers)}
+    peers = {(parts.hostname, parts.port) for parts in map(urlsplit, config.fixed_peers)}
     return tuple(sorted(server_url(host, port) for host, port in config.sources - peers if port is not None))
 
 

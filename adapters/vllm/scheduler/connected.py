@@ -30,6 +30,7 @@ from kvstore.model.checkpoints import Checkpoints
 from kvstore.model.groups import Group, GroupKind, Groups
 from kvstore.model.history import ChunkEvent
 from kvstore.model.layout import KVLayout
+from kvstore.protocol.hosts import this_host
 from kvstore.tiers.directory import RemoteDirectory
 
 
@@ -48,6 +49,7 @@ class Connected:
         hints: carry out what clients say of their prompts.
         prefetches: bring prompts to memory before their conversations go on.
         rows: maps block tables to the rows of chunks and checkpoints.
+        drain_names: the workers' names for orders to drain; empty for a worker on another host.
     """
 
     num_ranks: int
@@ -60,6 +62,7 @@ class Connected:
     hints: PromptHints
     prefetches: Prefetches
     rows: RowMap
+    drain_names: Sequence[str] = ()
 
     @classmethod
     def to(
@@ -97,14 +100,15 @@ class Connected:
         hints = PromptHints(index, steps, options.config, count_hint)
         hints.restore((one for rank in facts for one in rank.retained), (one for rank in facts for one in rank.limited))
         index.settle()
-        handovers.connect(num_ranks, takes_parts=bool(facts[0].divisions))
+        handovers.connect(num_ranks, remote.names_peer, takes_parts=bool(facts[0].divisions))
         choice = LoadChoice(options.load_rules_for(num_ranks))
         loads = LoadPlanner(index, options.rules, choice, num_ranks, rows, plans=steps)
         saves = SavePlanner(index, num_ranks, rows, steps)
         steps.next.removals += set.union(*held) - complete
         matching = Matching(options, index, remote, loads, choice, handovers, canary)
+        names = [rank.drain_name if rank.host == this_host() else "" for rank in facts]
         prefetches = Prefetches(index, loads, remote, keeps=options.config.local_cpu and options.loads)
-        return cls(num_ranks, index, remote, choice, matching, loads, saves, hints, prefetches, rows)
+        return cls(num_ranks, index, remote, choice, matching, loads, saves, hints, prefetches, rows, names)
 
 
 def _open_remote(shards: Sequence[Shard], remote: RemoteOptions | None) -> RemoteLookup:

@@ -38,6 +38,8 @@ class HandoverOptions:
         own: host and port at which it takes KV; None if it does not.
         allows_host: tells if a request may have its KV sent to a host.
         allows_source: tells if a request may name the engine at a host and port as a source of its KV.
+        sends_to_peers: KV may also be sent to the hosts of peers that DNS or a file names now.
+        reads_from_peers: such a peer may also be a source.
         timeout_s: the longest that a request waits for KV in transfer.
         answers: answers name the place of their KV, so that the next turn can load it.
         shared: name of a tier in which engines that do not take KV store what they compute, and which all read.
@@ -48,6 +50,8 @@ class HandoverOptions:
     own: tuple[str, int] | None = None
     allows_host: Callable[[str], bool] = lambda _: False
     allows_source: Callable[[str, int], bool] = lambda _host, _port: False
+    sends_to_peers: bool = False
+    reads_from_peers: bool = False
     timeout_s: float = 10.0
     answers: bool = False
     shared: str | None = None
@@ -59,6 +63,7 @@ class Handovers:
     Attributes:
         outgoing: the requests whose KV is sent to another engine.
         waits: the requests that wait for KV of another engine.
+        is_draining: the engine is about to end, so it begins to send nothing and expects nothing. Set by any thread.
 
     Args:
         options: the role of this engine.
@@ -69,13 +74,24 @@ class Handovers:
     def __init__(self, options: HandoverOptions, rules: SaveRules, plans: StepTracker) -> None:
         self.outgoing = OutgoingHandovers(rules, plans)
         self.waits = Waits()
+        self.is_draining = False
         self._options = options
         self._rules = rules
         self._refused: set[str] = set()  # hosts, and sources
         self._plans = plans
+        self._names_peer: Callable[[str, int | None], bool] = lambda _host, _port: False
 
-    def connect(self, num_ranks: int, *, takes_parts: bool) -> None:
-        """Set the number of workers, and if engines of other tensor-parallel sizes send to them."""
+    def connect(
+        self, num_ranks: int, names_peer: Callable[[str, int | None], bool] | None = None, *, takes_parts: bool
+    ) -> None:
+        """Connect to the workers.
+
+        Args:
+            num_ranks: their number.
+            names_peer: tells if DNS or a file names a peer with this host, and this port unless it is None, now.
+            takes_parts: engines of other tensor-parallel sizes send to them.
+        """
+        self._names_peer = names_peer or self._names_peer
         self.outgoing.num_ranks = self.waits.num_ranks = num_ranks
         self.waits.takes_parts = takes_parts
 
@@ -86,13 +102,14 @@ class Handovers:
             tracker.is_handed_over = True
             num_tokens = max(spec.num_transferred_tokens, spec.num_coming_tokens or 0) or request.num_prompt_tokens
             is_told = self._options.own is not None  # a shared server does not announce transfers
-            self._wait_for(tracker, num_tokens, self._options.timeout_s, spec if is_told else None)
+            wait_s = SOURCE_GRACE_S if self.is_draining else self._options.timeout_s
+            self._wait_for(tracker, num_tokens, wait_s, spec if is_told else None)
             kept = spec.kept
-            if kept is not None and self._options.allows_source(kept.remote_host, kept.remote_port):
+            if kept is not None and self._is_listed(kept):
                 self.waits.name_source(request.request_id, SOURCE_GRACE_S, kept.url)
             elif spec.kept_url is not None and spec.kept_url == self._options.shared:
                 self.waits.name_source(request.request_id, SOURCE_GRACE_S)  # the shared tier is asked anyway
-        elif spec is not None and self._options.sends and all(map(self._is_allowed, spec.receiver_hosts)):
+        elif spec is not None and self._sends_now and all(map(self._is_allowed, spec.receiver_hosts)):
             self.outgoing.begin(tracker, spec, wants_first_token=handover.wants_first_token)
         if source is None or not self._is_allowed_source(source):
             return None
@@ -124,7 +141,7 @@ class Handovers:
         request, options = tracker.request, self._options
         kept = Kept(options.own, options.shared) if tracker.saves else NOWHERE
         sent = self.outgoing.answer(tracker, kept, first_token=first_token)
-        if sent is not None or not options.answers or options.own is None:
+        if sent is not None or not options.answers or options.own is None or self.is_draining:
             return sent
         num_tokens = min(request.num_computed_tokens, request.num_tokens)
         if self._rules.spares_last_token:  # a hit ends at a checkpoint
@@ -132,6 +149,10 @@ class Handovers:
         host, port = options.own
         num_tokens -= num_tokens % self._rules.block_tokens
         return {"remote_host": host, "remote_port": port, "num_tokens": num_tokens}
+
+    @property
+    def _sends_now(self) -> bool:
+        return self._options.sends and not self.is_draining
 
     def _wait_for(
         self, tracker: RequestTracker, num_tokens: int, wait_s: float, spec: DisaggSpec | None = None
@@ -150,13 +171,18 @@ class Handovers:
 
     def _is_allowed(self, host: str) -> bool:
         """Tell if a request may have KV sent to a host."""
-        return self._options.allows_host(host) or self._refuse(host, "is not in pd_allowed_hosts")
+        options = self._options
+        is_peer = options.sends_to_peers and self._names_peer(host, None)
+        return options.allows_host(host) or is_peer or self._refuse(host, "is not in pd_allowed_hosts")
 
     def _is_allowed_source(self, source: Source) -> bool:
         """Tell if a request may have KV fetched from an engine."""
-        host, port = source.remote_host, source.remote_port
         why = "is not listed with its port in pd_allowed_hosts or peers, or pd_bidirectional is not set"
-        return self._options.allows_source(host, port) or self._refuse(f"{host}:{port}", why)
+        return self._is_listed(source) or self._refuse(f"{source.remote_host}:{source.remote_port}", why)
+
+    def _is_listed(self, source: Source) -> bool:
+        host, port, options = source.remote_host, source.remote_port, self._options
+        return options.allows_source(host, port) or (options.reads_from_peers and self._names_peer(host, port))
 
     def _refuse(self, name: str, why: str) -> Literal[False]:
         """Log a refused name once, and return False."""

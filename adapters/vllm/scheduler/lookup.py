@@ -76,6 +76,10 @@ class RemoteLookup:
         """True if there is a remote tier."""
         return bool(self._namespaces)
 
+    def names_peer(self, host: str, port: int | None) -> bool:
+        """Tell if a peer that was found has a host and port; see ``PeersTier.names``."""
+        return self._directory.names_peer(host, port)
+
     def begin(self, request_id: str, source: str) -> None:
         """Also ask the engine that a request names, if that is allowed."""
         if source in self._sources:

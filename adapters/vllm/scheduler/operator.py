@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from kvstore.index.plans import Place
 from kvstore.model.version import __version__
 from kvstore.ops import metrics
+from kvstore.ops.drains import drain_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from kvstore.model.keys import KeyExtras
     from kvstore.ops.admin import Tree
 
+logger = logging.getLogger(__name__)
+
+_MAX_ORDERS: Final = 16
 _STATES: Final = ("ok", "being tried again", "left out")
 _WAIT_S: Final = 1.0  # a busy engine plans several steps in this time; an idle one plans none
 
@@ -41,7 +46,9 @@ class SchedulerControls:
         self._versions = {"kvstore": __version__, **versions}
         self._began_s = time.monotonic()
         self._lock = threading.Lock()
+        self._draining = threading.Lock()  # one such order at a time
         self._orders: dict[str, Future[int]] = {}  # the last of each kind
+        self._is_draining = False
 
     def info(self) -> Tree:
         """Return the versions, the process, the tiers and the sizes of the scheduler side."""
@@ -52,6 +59,7 @@ class SchedulerControls:
             "process": os.getpid(),
             "uptime_s": round(time.monotonic() - self._began_s, 1),
             "enabled": self._scheduler.enabled,
+            "draining": self._is_draining,
             "chunk_tokens": self._config.chunk_size,
             "tiers": self._tiers(),
             **{metric.name: int(levels.get(metric.key(), 0)) for metric in sizes},
@@ -100,6 +108,19 @@ class SchedulerControls:
     def unpin(self) -> int | None:
         """End all pins. None while vLLM is idle."""
         return self._order("unpin", self._scheduler.unpin_all)
+
+    def drain(self) -> Tree:
+        """Prepare the end of the engine, and count the chunks that are still to be written, on the slowest worker.
+
+        ``unreached`` workers, on other hosts or without an answer, count nothing.
+        """
+        if not self._is_draining:
+            logger.info("draining: no hand-overs begin, and other engines are turned away, until the engine ends")
+        self._is_draining = True
+        with self._draining, ThreadPoolExecutor(_MAX_ORDERS, "kvstore-drain") as orders:
+            left = list(orders.map(lambda name: drain_at(name) if name else None, self._scheduler.drain()))
+        unwritten = max((count for count in left if count is not None), default=0)
+        return {"status": "closing", "unwritten": unwritten, "unreached": left.count(None)}
 
     def _order(self, kind: str, action: Callable[[], int]) -> int | None:
         """Make vLLM's thread carry out an action. None if it is not done soon."""

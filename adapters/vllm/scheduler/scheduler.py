@@ -107,6 +107,11 @@ class StoreScheduler:
         """Forget all chunks in memory and on disk, and return how many there were. A shared remote tier is kept."""
         return self._connected.index.remove_all() if self._connected is not None else 0
 
+    def drain(self) -> Sequence[str]:
+        """Begin no hand-overs from now on; return the ``drain_names`` of the workers. From any thread."""
+        self._handovers.is_draining = True
+        return self._connected.drain_names if self._connected is not None else ()
+
     def pins(self) -> list[LeaseView]:
         """Return the pins that requests have asked for, on ``time.monotonic``. May be called by any thread."""
         return self._connected.index.lease_views() if self._connected is not None else []

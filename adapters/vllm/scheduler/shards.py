@@ -76,6 +76,7 @@ def _as_reached(worker: WorkerFacts, remote: RemoteOptions) -> RemoteOptions:
         url=url,
         settings=remote.peer_settings if remote.is_own else remote.settings,
         peers=None if remote.peers is None and url is not None else peers,
+        watched_peers=tuple(url for url in remote.watched_peers if not is_on_each_host(url)),
         sources=sources,
         shared=next(iter(shared), None),
     )
@@ -87,4 +88,4 @@ def _without_folders(division: Division) -> Division:
 
 def _can_be_asked(options: RemoteOptions) -> bool:
     folders = any(part.folders for division in options.divisions for part in division.parts)
-    return bool(options.url or options.peers or options.sources or folders)
+    return bool(options.url or options.peers or options.watched_peers or options.sources or folders)

@@ -193,6 +193,11 @@ class Background:
         """Return the ends of the work that was launched on the device here so far."""
         return [end for mover in (self._loader, self._storer) for end in mover.paged.streams.ends()]
 
+    @property
+    def num_saving(self) -> int:
+        """Number of chunks that are being stored. From any thread."""
+        return sum(len(saving.jobs) for saving in tuple(self._saving) if not saving.saved.done())
+
     def wait(self, timeout_s: float) -> bool:
         """Wait until the threads are done with all loads and stores that have begun; False if time ran out first.
 

@@ -31,6 +31,7 @@ from kvstore.model.errors import TierError
 from kvstore.model.groups import Groups
 from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.ops import metrics
+from kvstore.ops.drains import DrainListener
 from kvstore.ops.meters import WorkerMeter
 from kvstore.paged.base import PagedKV, copy_threads
 from kvstore.paged.footprint import WORKER_THREADS
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.001
+_DRAIN_S = 2.0  # for the server of this worker
 
 
 @dataclass(frozen=True, kw_only=True)  # adjacent flags: one taken for another is a wrong byte
@@ -120,6 +122,7 @@ class StoreWorker:
             opened.callback(self._pushes.close, 0)
             self._verifier = Verifier(self._mover)
             self._background = Background(self._mover)  # takes memory on the device, which may have none left
+            self._drains = DrainListener(self._drain_order)
             opened.pop_all()
         log_device_bytes(paged, self._tiers, threads=WORKER_THREADS)
         self._counters = partial(_moved, self._mover, self._background)
@@ -166,6 +169,7 @@ class StoreWorker:
             reads_fronts=self._tiers.reads_fronts,
             gpu_bytes=self._tiers.hot.size_bytes if self._tiers.hot else 0,
             divisions=self._engine.remote.divisions if self._engine.remote else (),
+            drain_name=self._drains.name,
         )
 
     def prepare(self, plan: StepPlan) -> None:
@@ -416,8 +420,16 @@ class StoreWorker:
                 closing.callback(self._server.close)
             closing.callback(self._close_mover)
             closing.callback(self._pushes.close, timeout_s)
+            closing.callback(self._drains.close)  # called first, because an order uses the others
             if not self.drain(timeout_s):
                 logger.warning("a load or store is abandoned: it has not ended within %s s", timeout_s)
+
+    def _drain_order(self) -> int:
+        """Let the server turn other engines away; return the chunks still to be written. On the listener's thread."""
+        if self._server is not None:
+            self._server.drain(_DRAIN_S)
+        saving = self._background.num_saving  # before, as they go from here to the slower tiers
+        return saving + self._mover.flush(0.0).pending
 
     def _close_mover(self) -> None:
         timeout_s = self._engine.io_timeout_s

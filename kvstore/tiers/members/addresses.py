@@ -24,6 +24,9 @@ from kvstore.model.errors import ConfigError, TierError
 from kvstore.tiers.url_options import host_and_port, split_url
 
 MAX_MEMBERS: Final = 64
+LOOKED_UP: Final = frozenset({"kvs+dns", "kvs+srv", "kvs+file"})
+"""Schemes of URLs whose members come and go."""
+LOOK_INTERVAL_S: Final = (3.0, 6.0)  # at random, so that engines that start together do not ask together
 _MAX_FILE_BYTES: Final = 1 << 16
 _ANSWER_WITHIN_S: Final = 2.0
 _DNS_PORT: Final = 53

@@ -40,7 +40,7 @@ from kvstore.model.lifetime import Lifetime
 from kvstore.model.throttle import Throttle
 from kvstore.tiers.base import MAX_NEAREST, Tier, TierCounters, TierSetup, Transfer, payload_view, start_closing
 from kvstore.tiers.guards import CircuitBreaker
-from kvstore.tiers.members.addresses import MAX_MEMBERS, Member, Members, parse_members
+from kvstore.tiers.members.addresses import LOOK_INTERVAL_S, MAX_MEMBERS, Member, Members, parse_members
 from kvstore.tiers.members.placement import owners, seed_of
 from kvstore.tiers.server.connection import NoRightError
 from kvstore.tiers.server.tier import ServerTier
@@ -48,7 +48,7 @@ from kvstore.tiers.server.url import parse_server
 
 logger = logging.getLogger(__name__)
 
-_INTERVAL_S: Final = (3.0, 6.0)  # at random, so that engines that start together do not ask together
+_INTERVAL_S: Final = LOOK_INTERVAL_S
 _FIRST_ANSWER_S: Final = 3.0
 _END_S: Final = 2.0  # the system's resolver may take longer, and cannot be interrupted
 _MAX_ASKING: Final = 64

@@ -168,6 +168,23 @@ class TestPeers:
         assert config.peers == ("kvs://a:1", "kvs://b:2")
         assert config.pd_allowed_hosts == ("a", "b")
 
+    def test_engines_that_come_and_go(self) -> None:
+        """They are no listed hosts, as only the engine that runs knows them."""
+        config = load(peers="kvs+dns://engines:7300, kvs://a:1, kvs+file:///run/peers", **PAIRS)
+        assert config.watched_peers == ("kvs+dns://engines:7300", "kvs+file:///run/peers")
+        assert (config.fixed_peers, config.has_remote) == (("kvs://a:1",), True)
+        assert config.sources == {("a", 1)}
+        assert not config.allows_host("engines")
+        assert load(peers="kvs+dns://engines:7300").has_remote
+
+    @pytest.mark.parametrize(
+        "url",
+        ["kvs+dns://engines", "kvs+srv://engines:1", "kvs+file:run", "kvs://a:1?x=1#,", "kvs+dns://e:1?nameserver=x"],
+    )
+    def test_a_wrong_one_is_refused(self, url: str) -> None:
+        with pytest.raises(ConfigError, match="peers"):
+            load(peers=[url, "redis://h:1"])
+
     def test_none(self) -> None:
         assert load(peers="").peers == ()
         assert not load().has_remote

@@ -273,6 +273,33 @@ class TestPins:
                 vllm.step()
         assert asked.result() == (0, "1 pins ended\n")
 
+    def test_the_order_to_drain(self, controls: SchedulerControls, tmp_path: Path) -> None:
+        """It cannot be taken back, so that not every program of this machine may give it."""
+        file = tmp_path / "token"
+        file.write_text("a-token-of-an-operator\n")
+        file.chmod(0o600)
+        for token, code in ((None, 2), (file.read_text().strip(), 0)):
+            server = AdminServer(controls, "127.0.0.1", 0, token)
+            url = f"http://127.0.0.1:{server.port}"
+            assert httpx.post(f"{url}/drain", trust_env=False, verify=False).status_code == (401 if token else 403)
+            assert controls.info()["draining"] is False
+            how = ["engine", "drain", "--admin", url, "--token-file", str(file), "--wait-s", "0"]
+            result = CliRunner().invoke(app, how)
+            assert (result.exit_code, result.stdout) == (code, "" if code else "0 chunks are still to be written\n")
+            server.close()
+        assert controls.info()["draining"] is True
+
+    def test_the_command_waits_until_all_is_written(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        told = [{"unwritten": 2}, {"unwritten": 1}, {"unwritten": 0, "unreached": 1}]
+        monkeypatch.setattr("kvstore.tools.commands.engines._LOOK_S", 0.0)
+        monkeypatch.setattr("kvstore.tools.commands.engines._ask", lambda *_: told.pop(0))
+        result = CliRunner().invoke(app, ["engine", "drain"])
+        said = "0 chunks are still to be written, and 1 workers do not say\n"
+        assert (result.exit_code, result.stdout, told) == (0, said, [])
+        monkeypatch.setattr("kvstore.tools.commands.engines._ask", lambda *_: {"unwritten": 5})
+        result = CliRunner().invoke(app, ["engine", "drain", "--wait-s", "0"])
+        assert (result.exit_code, result.stdout) == (1, "5 chunks are still to be written\n")
+
     def test_the_command_without_an_engine(self) -> None:
         for url in ("http://127.0.0.1:1", "kvs://127.0.0.1:1"):
             result = CliRunner().invoke(app, ["engine", "pins", "--admin", url])

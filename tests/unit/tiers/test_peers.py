@@ -19,7 +19,8 @@ from kvstore.testing.harness import EVEN, MINE, OTHER, make_buffer, make_payload
 from kvstore.tiers.base import Tier, Transfer
 from kvstore.tiers.directory import RemoteDirectory
 from kvstore.tiers.guards import CircuitBreaker, GuardOptions, find, guarded
-from kvstore.tiers.peers import PeersTier, at_rank
+from kvstore.tiers.peers import PeersTier
+from kvstore.tiers.ranks import at_rank
 
 ONE, TWO = "kvs://one:1", "kvs://two:1"
 

@@ -12,8 +12,10 @@ from support.fake_vllm import FakeVllm
 from support.handed_over import HOST, NEVER_S, Wire, answered, flush
 
 from kvstore.adapters.vllm.plan import WorkerFacts
-from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover
-from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
+from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover, Source
+from kvstore.adapters.vllm.requests.tracker import SaveRules
+from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions, Handovers
+from kvstore.adapters.vllm.scheduler.steps import StepTracker
 from kvstore.handover.transport import Transport
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
@@ -75,6 +77,27 @@ def test_each_rank_sends_to_its_host_and_all_of_it_is_found(decode: OnTwoHosts) 
     assert decode.recovered == 0
     decode.settle()
     decode.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize(
+    ("sends_to_peers", "host", "is_sent"),
+    [(True, HOST, True), (False, HOST, False), (True, OTHER_NAME, False)],
+    ids=["named now", "hosts are listed", "not named"],
+)
+def test_a_host_is_allowed_while_dns_names_it_as_a_peer(*, sends_to_peers: bool, host: str, is_sent: bool) -> None:
+    """The peers of this moment count, with their ports for sources. A listed host needs no peers."""
+    now = {(HOST, 7300)}
+    options = HandoverOptions(sends=True, sends_to_peers=sends_to_peers, reads_from_peers=sends_to_peers)
+    handovers = Handovers(options, SaveRules(BLOCK, CHUNK, save_decode=False, save_tails=False), StepTracker())
+    handovers.connect(
+        1, lambda name, port: any(name == at and port in {None, its} for at, its in now), takes_parts=False
+    )
+    assert handovers._is_allowed(host) is is_sent
+    assert handovers._is_allowed_source(Source(host, 7300, 1)) is is_sent
+    assert not handovers._is_allowed_source(Source(host, 7301, 1))
+    now.clear()
+    assert not handovers._is_allowed(host)
+    assert not handovers._is_allowed_source(Source(host, 7300, 1))
 
 
 @pytest.mark.parametrize("allowed", [HOST, OTHER_NAME])

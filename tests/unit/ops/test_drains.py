@@ -1,0 +1,94 @@
+"""Orders to drain, from process to process of one user."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from support.redis_server import wait_for
+
+from kvstore.model.errors import TierError
+from kvstore.ops.drains import DrainListener, drain_at
+
+
+class Worker:
+    """A worker with chunks to write."""
+
+    def __init__(self) -> None:
+        self.left: int | Exception = 7
+        self.orders = 0
+
+    def drain(self) -> int:
+        self.orders += 1
+        if isinstance(self.left, Exception):
+            raise self.left
+        return self.left
+
+
+@pytest.fixture
+def worker() -> Worker:
+    return Worker()
+
+
+@pytest.fixture
+def listener(worker: Worker) -> Iterator[DrainListener]:
+    listener = DrainListener(worker.drain)
+    yield listener
+    listener.close()
+
+
+def send(listener: DrainListener, order: bytes) -> bytes:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(f"\0{listener.name}")
+        connection.sendall(order)
+        connection.shutdown(socket.SHUT_WR)
+        return connection.recv(32)
+
+
+def test_an_order_says_what_is_left(worker: Worker, listener: DrainListener) -> None:
+    assert drain_at(listener.name) == 7
+    worker.left = 0
+    assert drain_at(listener.name) == 0
+
+
+@pytest.mark.parametrize("error", [TimeoutError(), TierError("the disk is gone")], ids=["hangs", "fails"])
+def test_an_order_that_fails_has_no_answer_and_can_be_repeated(
+    worker: Worker, listener: DrainListener, error: Exception
+) -> None:
+    worker.left = error
+    assert drain_at(listener.name) is None
+    worker.left = 3
+    assert drain_at(listener.name) == 3
+
+
+@pytest.mark.parametrize("order", [b"", b"drai", b"DRAIN"])
+def test_other_words_are_no_order(worker: Worker, listener: DrainListener, order: bytes) -> None:
+    assert send(listener, order) == b""
+    assert worker.orders == 0
+
+
+def test_whoever_says_nothing_keeps_nobody_out(listener: DrainListener) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.connect(f"\0{listener.name}")
+        assert drain_at(listener.name) == 7
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_another_user_is_not_heard(worker: Worker, listener: DrainListener) -> None:
+    child = os.fork()
+    if not child:
+        os.setuid(65534)
+        os._exit(1 if drain_at(listener.name) is None else 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert worker.orders == 0
+    assert drain_at(listener.name) == 7
+
+
+def test_nothing_is_left_after_close(listener: DrainListener) -> None:
+    listener.close()
+    listener.close()
+    assert drain_at(listener.name) is None
+    wait_for("the thread has ended", lambda: "kvstore-drain" not in {one.name for one in threading.enumerate()})
