@@ -195,7 +195,7 @@ class Lane:
     ) -> None:
         """Start to write a slot's chunk, with what is known of it; the slot must not change before the write has ended.
 
-        ``generation`` is its value when filling the slot began, None for the current one. ``until_s``: see ``Transfer``.
+        ``generation`` is its value when filling the slot began, None for now. ``until_s``: see ``Transfer``.
         """
         if self._leaves_writes:
             self._on_written(ref, Outcome.STORED)

@@ -6,8 +6,10 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import zmq
 from support.cache_server import ServerThread
 from support.gate import Gate
 from support.redis_server import wait_for
@@ -27,6 +29,7 @@ from kvstore.server.succession.link import Bequest, Claim, Link, Reply, Settled,
 from kvstore.server.succession.taking import Succession, find_predecessor
 from kvstore.testing.harness import EVEN, make_payload, make_ref, make_transfer
 from kvstore.tiers.server import calls
+from kvstore.tiers.server.connection import NoSessionError
 from kvstore.tiers.server.tier import ServerTier
 
 HANG_GUARD_S = 30.0
@@ -357,6 +360,42 @@ def test_a_server_that_ends_during_the_hand_over_keeps_its_chunks(disk_line: Lin
     assert len(chunk_files(disk_line.options.disk.folder)) == len(REFS)
     with pytest.raises(TierError):
         tier.contains(REFS)
+    tier.close()
+
+
+class Stale:
+    """Socket that still reports what was true a moment ago: that it can send."""
+
+    def __init__(self, socket: object) -> None:
+        self._socket = socket
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+    def get(self, _: int) -> int:
+        return zmq.POLLOUT
+
+
+def test_a_request_to_a_server_that_ends_just_now_does_not_wait_for_ever(line: Line) -> None:
+    tier = open_tier(line.now.url)
+    connection = tier._connections._connect(tier._connections.namespace)
+    tier._connections._watcher.close(1.0)
+    line.close()
+    wait_for("it has noticed", lambda: not connection._socket.poll(0, zmq.POLLOUT))
+    connection._socket = Stale(connection._socket)  # type: ignore[assignment]
+    said: list[str] = []
+
+    def ask() -> None:
+        try:
+            connection.send(messages.Ping(1))
+        except NoSessionError as error:
+            said.append(str(error))
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(HANG_GUARD_S)
+    assert len(said) == 1
+    connection.close()
     tier.close()
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SomeAnswer = TypeVar("SomeAnswer", bound=messages.Answer)
 
-_CONNECT_TIMEOUT_S = 2.0
+_CONNECT_TIMEOUT_S = 5.0  # longer than it takes to replace a server
 _SEND_QUEUE = 64
 _RECONNECT_MS = (20, 200)  # the first and the longest pause; a server that is being replaced is soon back
 # Versions of the protocol.
@@ -160,13 +160,17 @@ class ServerConnection:
         Raises:
             TierError: the server does not accept it.
         """
-        try:
-            if not int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT:
-                failure = f"the cache server at {self._target.address} does not accept a request"
+        message = [messages.encode(request), *frames]
+        failure = f"the cache server at {self._target.address} does not accept a request"
+        while True:
+            try:  # without waiting, because a server that ends just now would let this wait for ever
+                self._socket.send_multipart(message, zmq.NOBLOCK, copy=not frames)
+            except zmq.Again:
                 self._wait_until_writable(self._target.timeout_s, failure)
-            self._socket.send_multipart([messages.encode(request), *frames], copy=not frames)
-        except zmq.ZMQError as error:
-            raise TierError(f"the cache server at {self._target.address}: {error.strerror}") from error
+            except zmq.ZMQError as error:
+                raise TierError(f"the cache server at {self._target.address}: {error.strerror}") from error
+            else:
+                return
 
     def tell(self, request: messages.Request) -> bool:
         """Send a request that has no answer, without waiting; False if the server has ended or its queue is full."""
