@@ -11,6 +11,7 @@ no message arrives, the connection is cut off, and ZeroMQ frees the partial mess
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
@@ -125,6 +126,25 @@ def bind_router(
                 continue
             raise ConfigError(f"the cache server cannot listen on {address}: {error.strerror}; name another") from error
         return router
+
+
+def check_address(host: str, port: int, patience_s: float) -> None:
+    """Check that an address can be listened on, once another process has left it.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    deadline_s = time.monotonic() + patience_s
+    while True:
+        try:
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, port))
+                return
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() >= deadline_s:
+                raise ConfigError(f"the cache server cannot listen on {host} port {port}: {error.strerror}") from error
+            time.sleep(_RETRY_S)
 
 
 def room_for_clients(limit: int) -> int:

@@ -135,6 +135,11 @@ class Disk:
         """Note the bytes of a namespace whose tier was not opened here."""
         self._tiers.expect(space, num_bytes)
 
+    @property
+    def can_rest(self) -> bool:
+        """True if no call hangs, and no removal is pending."""
+        return self._tiers.can_rest
+
     def rest(self) -> bool:
         """Close all files, which the next call opens again; return False if some must stay open."""
         return self._tiers.rest()

@@ -162,20 +162,30 @@ class DiskTiers:
         with self._lock:
             self._entries.setdefault(space.id, _Entry()).closed_bytes = num_bytes
 
+    @property
+    def can_rest(self) -> bool:
+        """True if no call hangs in an open tier, and no removal is pending."""
+        return all(tier is None or tier.is_dispensable for tier in [entry.opened for entry in self._all()])
+
     def rest(self) -> bool:
         """Close all tiers; return False if one has a user, a call that hangs or a removal that is pending."""
         with self._lock:
-            opened = [entry for entry in self._entries.values() if entry.opened is not None]
-            if any(entry.users or not entry.opened.is_dispensable for entry in opened if entry.opened is not None):
+            entries = [entry for entry in self._entries.values() if entry.opened is not None]
+            tiers = [entry.opened for entry in entries if entry.opened is not None]
+            if any(entry.users for entry in entries) or not all(tier.is_dispensable for tier in tiers):
                 return False
-            for entry in opened:
+            for entry in entries:
                 entry.users += 1
-        for entry in opened:
+        for entry in entries:
             try:
                 self._close_if_idle(entry)
             finally:
                 self._leave(entry)
-        return True
+        return all(tier.is_dispensable for tier in tiers)  # still: a call may have hung since
+
+    def _all(self) -> list[_Entry]:
+        with self._lock:
+            return list(self._entries.values())
 
     def claim(self, space: Space, num_bytes: int) -> bool:
         """Claim bytes for one more file, after a deletion of spare files if needed; return False without room."""

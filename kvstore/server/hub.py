@@ -18,12 +18,13 @@ import zmq
 
 from kvstore.channels import open_channel
 from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import ConfigError
 from kvstore.model.keys import Namespace
 from kvstore.model.throttle import Throttle
 from kvstore.protocol.contexts import close_context, open_context
 from kvstore.protocol.payload import Run
 from kvstore.server.clients import IPC, TCP, ClientKeys, Clients
-from kvstore.server.connections import LOOK_S, Network, allowed_clients, bind_router
+from kvstore.server.connections import LOOK_S, Network, allowed_clients, bind_router, check_address
 from kvstore.server.core import Core
 from kvstore.server.disk import Disk
 from kvstore.server.jobs import Jobs
@@ -139,6 +140,7 @@ class Hub:
         Reads are answered until the server is told to end. From any thread but the one that serves.
 
         Raises:
+            ConfigError: the server is being replaced.
             TimeoutError: the server does not answer in time.
         """
         return self._jobs.ask(self._begin_drain, timeout_s)
@@ -179,6 +181,10 @@ class Hub:
             TimeoutError: it has not begun in time, and never will; or it has not ended.
         """
         return self._jobs.ask(call, timeout_s)
+
+    def report(self, call: Callable[[], None]) -> None:
+        """Have the thread that serves make a call soon. From any thread."""
+        self._jobs.report(call)
 
     def run(self) -> bool:
         """Serve until ``stop``; return False if chunks were lost because they were not written to disk in time."""
@@ -223,8 +229,12 @@ class Hub:
         """Listen, last of all, because a client that is let in must be served."""
         options, patience_s = self.options, 0.0
         if self._succession is not None and self._unix_socket is not None:
+            if options.tcp is not None:
+                check_address(options.tcp.host, options.tcp.port, _LEAVE_S)
             self._succession.become_owner()
             self._unix_socket.owns_path, patience_s = True, _LEAVE_S
+            self.service.writes.is_held = False
+            self.core.slices.begin(self.service.writes.go_on())
         if options.folder is not None:
             self._sockets[IPC] = bind_router(self._context, f"ipc://{options.folder / CONTROL_NAME}")
             (options.folder / CONTROL_NAME).chmod(0o600)
@@ -237,6 +247,7 @@ class Hub:
             logger.info("took over %d chunks; clients waited for %.0f ms", count, pause_ms)
 
     def _change(self, options: ServerOptions) -> int:
+        self._refuse_if_paused()
         self.options = options
         self._clients.change(options.listed, options.operators)
         if self._client_keys is not None:
@@ -301,6 +312,7 @@ class Hub:
         assert self._unix_socket is not None
         for token, fd in zip(inherited.estate.tokens, inherited.connection_fds, strict=True):
             self._unix_socket.adopt(token, fd)
+        self.service.writes.is_held = True  # until the files are ours
         for chunk in settle(inherited.estate, self.core):
             self.service.writes.begin(chunk)
 
@@ -373,7 +385,12 @@ class Hub:
 
         self._jobs.report(add)
 
+    def _refuse_if_paused(self) -> None:
+        if self._is_paused():  # its files and clients may be another process's by now
+            raise ConfigError("the server is being replaced: ask its successor")
+
     def _begin_drain(self) -> int:
+        self._refuse_if_paused()
         self.core.is_closing = True
         return self.service.writes.num_unwritten
 
@@ -382,7 +399,7 @@ class Hub:
         if self.pause is not None:
             if self.pause.is_final:  # another process has them
                 return True
-            self.pause.end()
+            self.pause.give_up()
         self._begin_drain()
         deadline_s = time.monotonic() + self.options.drain_s
         while self.service.writes.is_changing_files and time.monotonic() < deadline_s and not self._hurry.is_set():

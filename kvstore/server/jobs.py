@@ -27,7 +27,7 @@ class Jobs:
         self.rouse()
 
     def ask(self, call: Callable[[], Result], timeout_s: float) -> Result:
-        """Return the result of a call.
+        """Return the result of a call, or raise its error.
 
         Raises:
             TimeoutError: it has not begun in time, and never will; or it has not ended.
@@ -38,7 +38,10 @@ class Jobs:
 
         def carry_out() -> None:
             if asked.set_running_or_notify_cancel():
-                asked.set_result(call())
+                try:
+                    asked.set_result(call())
+                except Exception as error:  # noqa: BLE001 - whoever asked gets it, and others are served
+                    asked.set_exception(error)
 
         self._asked.add(asked)
         self.report(carry_out)

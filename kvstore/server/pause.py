@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -14,7 +15,10 @@ from kvstore.server.connections import Network
 from kvstore.server.core import Core
 from kvstore.server.service import Service
 from kvstore.server.sessions import Peer
+from kvstore.server.succession.link import SuccessionError
 from kvstore.server.unix_socket import CONTROL_NAME, UnixSocket, is_alive
+
+logger = logging.getLogger(__name__)
 
 _LINGER_MS: Final = 1000
 _WHY: Final = "the server is being replaced: connect again"
@@ -48,6 +52,7 @@ class Pause:
     ) -> None:
         self.is_on = False
         self.is_final = False
+        self._is_over = False
         self._core = core
         self._service = service
         self._sockets = sockets
@@ -57,12 +62,14 @@ class Pause:
 
     def hold_writes(self) -> bool:
         """Begin no more writes to disk; return True once all have ended."""
-        writes = self._service.writes
+        self._check()
+        writes, disk = self._service.writes, self._core.disk
         writes.is_held = True
-        return not writes.num_writing and not (self._core.disk is not None and self._core.disk.is_busy)
+        return not writes.num_changing and (disk is None or (not disk.is_busy and disk.can_rest))
 
     def begin(self) -> None:
         """Answer no more requests, and ask all clients to leave."""
+        self._check()
         self.is_on = True
         self._unix_socket.ask_all_to_leave()
         for session in list(self._core.sessions.by_peer.values()):
@@ -73,6 +80,7 @@ class Pause:
         if self._network is not None:  # which also ends its connections, once they have sent what waits
             self._sockets[TCP].linger = _LINGER_MS
             self._network.listener.shut()
+            self._network.watch.close()  # ZeroMQ does not report these ends
 
     def refuse(self, peer: Peer) -> None:
         """Tell a client to connect again."""
@@ -90,16 +98,34 @@ class Pause:
     def end(self) -> None:
         """Serve again."""
         if self.is_on:
-            self._sockets[IPC].bind(f"ipc://{self._control}")
-            self._control.chmod(0o600)
+            try:
+                self._sockets[IPC].bind(f"ipc://{self._control}")
+                self._control.chmod(0o600)
+            except (zmq.ZMQError, OSError) as error:
+                logger.error("clients of this host are not served any more: %s", error)  # noqa: TRY400 - it says all
         self.is_on = self.is_final = False
         self._unix_socket.owns_path = True
         writes = self._service.writes
         writes.is_held = False
         self._core.slices.begin(writes.go_on())
 
+    def give_up(self) -> None:
+        """Serve again, and pause no more, because this process ends with what it has."""
+        self.end()
+        self._is_over = True
+
+    def _check(self) -> None:
+        """Check that nothing has ended the pause for good.
+
+        Raises:
+            SuccessionError: it has.
+        """
+        if self._is_over:
+            raise SuccessionError("this server ends, and keeps its chunks")
+
     def make_final(self) -> bool:
         """Leave everything to the other process; return False if the server serves again already."""
+        self._check()
         self.is_final = self.is_on
         self._unix_socket.owns_path = not self.is_final
         return self.is_final

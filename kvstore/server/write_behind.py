@@ -38,6 +38,11 @@ class WriteBehind:
         return self.num_writing + len(self._unwritten)
 
     @property
+    def num_changing(self) -> int:
+        """Number of chunks whose files are being written, or whose ends are being changed."""
+        return self.num_writing + len(self._noting)
+
+    @property
     def waiting(self) -> Iterable[Chunk]:
         """Chunks that wait for the disk."""
         return tuple(self._unwritten)

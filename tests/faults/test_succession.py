@@ -324,6 +324,96 @@ def test_a_successor_that_cannot_settle_leaves_the_server_as_it_was(
     tier.close()
 
 
+def test_files_change_only_once_the_server_has_given_up(disk_line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The former server may go on, and neither knows what the other writes or deletes."""
+    hub = disk_line.now.hub
+    assert hub.pause is not None
+    hub.ask(hub.pause.hold_writes, HANG_GUARD_S)
+    tier = open_tier(disk_line.now.url)
+    fill(tier)
+    assert disk_line.options.disk is not None
+    files: list[int] = []
+
+    def broken(_: Succession) -> None:
+        assert disk_line.options.disk is not None
+        files.append(len(chunk_files(disk_line.options.disk.folder)))
+        raise SuccessionError("broken")
+
+    monkeypatch.setattr(Succession, "become_owner", broken)
+    with pytest.raises(SuccessionError, match="broken"):
+        disk_line.succeed()
+    assert files == [0]
+    wait_for("the former server writes them", lambda: hub.service.writes.num_unwritten == 0)
+    assert len(chunk_files(disk_line.options.disk.folder)) == len(REFS)
+    tier.close()
+
+
+def test_nothing_is_changed_during_a_hand_over(line: Line) -> None:
+    hub = line.now.hub
+    assert hub.pause is not None
+    hub.ask(hub.pause.begin, HANG_GUARD_S)
+    with pytest.raises(ConfigError, match="ask its successor"):
+        hub.change(line.options, HANG_GUARD_S)
+    with pytest.raises(ConfigError, match="ask its successor"):
+        hub.drain(HANG_GUARD_S)
+    hub.ask(hub.pause.end, HANG_GUARD_S)
+    assert hub.change(line.options, HANG_GUARD_S) == 0
+
+
+def test_a_defect_in_the_estate_leaves_the_server_as_it_was(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_tier(line.now.url)
+    fill(tier)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore.server.succession.giving.draw_up", lambda *_: 1 // 0)
+        with pytest.raises(SuccessionError, match="it has ended"):
+            line.succeed()
+    check_all(tier)
+    line.succeed()
+    check_all(tier)
+    tier.close()
+
+
+def test_a_server_that_ends_pauses_no_more(line: Line) -> None:
+    """Or a hand-over that goes on would hold back the writes of its drain."""
+    hub = line.now.hub
+    assert hub.pause is not None
+    hub.ask(hub.pause.begin, HANG_GUARD_S)
+    hub.ask(hub.pause.give_up, HANG_GUARD_S)
+    for step in (hub.pause.hold_writes, hub.pause.begin, hub.pause.is_quiet, hub.pause.make_final):
+        with pytest.raises(SuccessionError, match="keeps its chunks"):
+            hub.ask(step, HANG_GUARD_S)
+    assert not hub.service.writes.is_held
+    assert not hub.pause.is_on
+
+
+@pytest.mark.parametrize("ends", ["clear", "reset"])
+def test_a_put_is_not_repeated_after_a_clear(line: Line, ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would bring back what was removed while it was under way."""
+    tier = open_tier(line.now.url)
+    gate = Gate()
+    real = calls.commit
+
+    def slow(*args: Any, **options: Any) -> list[Outcome]:
+        gate()
+        return real(*args, **options)
+
+    monkeypatch.setattr(calls, "commit", slow)
+    outcomes: list[Outcome] = []
+    writing = threading.Thread(target=lambda: outcomes.extend(tier.put([make_transfer(EVEN, A)])))
+    writing.start()
+    assert gate.reached.wait(HANG_GUARD_S)
+    if ends == "clear":
+        tier.clear()
+    else:
+        tier.reset(Namespace({"model": "next"}))
+    line.succeed()
+    gate.open()
+    writing.join(HANG_GUARD_S)
+    assert outcomes == [Outcome.FAILED]
+    assert not any(tier.contains([A]))
+    tier.close()
+
+
 def test_a_disk_that_hangs_is_not_handed_over(disk_line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     """What hangs might write or delete a file later, and the successor would not know."""
     monkeypatch.setattr("kvstore.server.succession.giving._QUIET_S", 0.2)

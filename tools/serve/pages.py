@@ -155,6 +155,8 @@ class Pages:
             return _as_json(HTTPStatus.SERVICE_UNAVAILABLE, {"error": _STARTING})
         try:
             return _as_json(HTTPStatus.OK, {"status": "closing", "unwritten": self._hub.drain(_TIMEOUT_S)})
+        except ConfigError as error:
+            return _as_json(HTTPStatus.CONFLICT, {"error": str(error)})
         except TimeoutError:
             return _as_json(HTTPStatus.SERVICE_UNAVAILABLE, {"error": _NO_ANSWER})
 

@@ -131,6 +131,7 @@ def draw_up(core: Core, unwritten: Iterable[Chunk], tokens: list[bytes], paused_
         return place
 
     for chunk in core.stock.by_value():
+        assert chunk.is_whole or not chunk.runs, "its pages are still being read from disk"
         enter(chunk, is_lost=False)
     leases = [
         LeaseRecord(session.token, enter(lease.chunk, is_lost=True), lease.is_write)

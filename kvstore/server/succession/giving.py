@@ -60,10 +60,12 @@ class Giver:
     def __init__(self, hub: Hub) -> None:
         assert hub.options.folder is not None
         assert hub.pause is not None
+        assert hub.options.channel is None, "reads through a channel would have to end first"
         self._hub = hub
         self._pause: Pause = hub.pause
         self._path: Path = hub.options.folder / SUCCESSOR_SOCKET
         self._closing = threading.Event()
+        self._is_succeeded = False
         try:
             self._listener = listen(hub.options.folder)
         except OSError as error:
@@ -81,13 +83,13 @@ class Giver:
 
     def _run(self) -> None:
         with self._listener:
-            while not self._closing.is_set() and not self._pause.is_final:
+            while not self._closing.is_set() and not self._is_succeeded:
                 try:
                     connection, _ = self._listener.accept()
                 except OSError:  # nobody came
                     continue
                 self._meet(connection)
-        if not self._pause.is_final:  # or it is the successor's by now
+        if not self._is_succeeded:  # or it is the successor's by now
             self._path.unlink(missing_ok=True)
 
     def _meet(self, connection: socket.socket) -> None:
@@ -101,6 +103,8 @@ class Giver:
                 self._talk(link, claim)
         except (SuccessionError, TimeoutError, OSError) as error:
             logger.error("process %d did not take over: %s", link.process, error)  # noqa: TRY400 - it says all
+        except Exception:
+            logger.exception("unexpected error: process %d did not take over", link.process)
         finally:
             link.close()
 
@@ -113,7 +117,7 @@ class Giver:
             return
         logger.info("handing over to kvstore %s, process %d", claim.version, link.process)
         with ExitStack() as failed:
-            failed.callback(self._ask, self._pause.end)
+            failed.callback(self._hub.report, self._pause.end)
             self._wait(lambda: not self._hub.pool.is_growing, "its memory is not allocated")
             self._wait(self._pause.hold_writes, "its writes to disk have not ended")
             paused_s = time.monotonic()
@@ -125,6 +129,7 @@ class Giver:
                 raise SuccessionError("this server ends, and keeps its chunks")
             link.send(Reply(is_yes=True))
             failed.pop_all()
+            self._is_succeeded = True
         self._hub.stop()
 
     def _objection(self, claim: Claim) -> str:
@@ -148,7 +153,7 @@ class Giver:
 
     def _send_estate(self, link: Link, paused_s: float) -> None:
         core, writes = self._hub.core, self._hub.service.writes
-        (memory, listener, *lock), connections = self._pause.descriptors()
+        (memory, listener, *lock), connections = self._ask(self._pause.descriptors)
         tokens = [token for token, _ in connections]
         estate = self._ask(lambda: draw_up(core, writes.waiting, tokens, paused_s))
         fd, num_bytes = write_estate(estate)

@@ -19,7 +19,7 @@ import msgspec
 from kvstore.model.errors import KVStoreError
 from kvstore.server.succession.estate import Estate
 
-SUCCESSOR_SOCKET: Final = "successor"
+SUCCESSOR_SOCKET: Final = "heir"  # not longer than those of the other sockets
 MAX_WAIT_S: Final = 30.0  # for the other side
 _PACKET_BYTES: Final = 64 << 10
 MAX_FDS: Final = 200  # in one packet; Linux passes 253

@@ -107,6 +107,7 @@ class FolderLock:
             self.acquire()
         else:
             _held_locks.add(self)
+            self._check_same()
 
     @property
     def fd(self) -> int:
@@ -143,6 +144,16 @@ class FolderLock:
             return self._fd >= 0 and os.path.samestat(os.fstat(self._fd), self._path.stat())
         except OSError:
             return False
+
+    def _check_same(self) -> None:
+        """Check that a lock from another process is one of this folder.
+
+        Raises:
+            FolderOwnedError: it is of another folder, which has this path there.
+        """
+        if not self.is_held():
+            self.release()
+            raise FolderOwnedError(f"{self._folder} is another folder for the process that had it: name the same one")
 
     def release(self) -> None:
         """Release the folder. Idempotent."""

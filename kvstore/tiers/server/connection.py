@@ -244,7 +244,8 @@ class ServerConnection:
     def _watch_losses(self) -> None:
         """Notice from now on if the connection is lost: ZeroMQ connects again, but sends no request again."""
         try:
-            self._losses = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            address = f"inproc://losses-{next(_monitors)}"  # pyzmq's own may be that of a socket just closed
+            self._losses = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED, address)
         except zmq.ZMQError as error:  # too many files are open, for one
             self.close()
             raise TierError(f"the cache server at {self._target.address}: {error.strerror}") from error
@@ -318,6 +319,7 @@ class ServerConnection:
 
 
 _connections: weakref.WeakSet[ServerConnection] = weakref.WeakSet()
+_monitors = itertools.count()
 
 
 def _drop_links_in_child() -> None:

@@ -69,6 +69,7 @@ class ServerTier(Tier):
         self._layout = layout
         self._mover: Framed | Mapped = Framed() if target.folder is None else Mapped()
         self._connections = ServerConnections(target, namespace, Geometry.of(layout))
+        self._num_clears = 0
 
     @classmethod
     def open(cls, setup: TierSetup) -> ServerTier:
@@ -169,7 +170,8 @@ class ServerTier(Tier):
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Store chunks from their buffers, one after the other; call from several threads to overlap them."""
-        return self._each(transfers, self._put, Outcome.FULL)
+        began = self._connections.namespace, self._num_clears
+        return self._each(transfers, partial(self._put, began), Outcome.FULL)
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
         """Remove chunks. They stay if this client lacks the right to write.
@@ -188,6 +190,7 @@ class ServerTier(Tier):
         Raises:
             TierError: the server failed, and may have removed nothing; or this client's key lacks the right to clear.
         """
+        self._num_clears += 1  # puts under way are not repeated from now on
         self._connections.use(calls.clear)
 
     def reset(self, namespace: Namespace) -> None:
@@ -255,7 +258,10 @@ class ServerTier(Tier):
         ranges = self._layout.front_ranges(transfer.ref.num_blocks, transfer.front_blocks)
         return self._mover.read_front(connection, transfer.buffer, grant, transfer.front_blocks, ranges)
 
-    def _put(self, connection: ServerConnection, transfer: Transfer) -> Outcome:
+    def _put(self, began: tuple[Namespace, int], connection: ServerConnection, transfer: Transfer) -> Outcome:
+        namespace, num_clears = began  # of the first attempt
+        if namespace is not self._connections.namespace or num_clears != self._num_clears:
+            return Outcome.FAILED
         if not transfer.belongs_to(connection.namespace.id):
             return Outcome.FAILED
         outcome = self._store(connection, transfer)
