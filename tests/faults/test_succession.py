@@ -415,7 +415,7 @@ def test_a_put_is_not_repeated_after_a_clear(line: Line, ends: str, monkeypatch:
 
 
 def test_a_disk_that_hangs_is_not_handed_over(disk_line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What hangs might write or delete a file later, and the successor would not know."""
+    """A call that hangs might write or delete a file later, and the successor would not know."""
     monkeypatch.setattr("kvstore.server.succession.giving._QUIET_S", 0.2)
     tier = open_tier(disk_line.now.url)
     fill(tier)

@@ -149,7 +149,7 @@ def _await_successors(hub: Hub, opened: ExitStack) -> None:
 
 @dataclass(frozen=True)
 class Successions:
-    """What a server does about its predecessor and its successor.
+    """Rules for the predecessor and the successor of a server.
 
     Attributes:
         takes_over: it replaces the server that runs in its folder, if there is one.
