@@ -51,8 +51,9 @@ class OtherEngines:
             for where, open_part in _places_of(division, options).items()
         }
         shared = () if options.shared is None else (options.shared,)
-        at_peers = (place for url in options.peers or () for place in self.places_at(url))
-        self.places = (*shared, *self._divided, *at_peers)
+        peers = options.peers or ()
+        divided = (place for url in peers for place in self.places_at(url)[1:])
+        self.places = (*shared, *peers, *self._divided, *divided)
 
     def places_at(self, peer: str) -> tuple[str, ...]:
         """Return the names of the places at a peer, given its URL."""

@@ -210,7 +210,8 @@ class PeersTier(Tier):
         Raises:
             TierTimeoutError: one of them did not answer in time, and may still use its chunk's buffer.
         """
-        fronts = self.reads_fronts
+        # A peer that came meanwhile may not read them, which is a miss there.
+        fronts = self.reads_fronts or self._watch is not None
         sizes = [len(payload_view(self._layout, transfer, reads_fronts=fronts)) for transfer in transfers]
         self._check_open()
         return [self.counters.count(self._get(item), size) for item, size in zip(transfers, sizes, strict=True)]

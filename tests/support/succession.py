@@ -7,12 +7,18 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.server.options import ServerOptions, TcpAddress
 from kvstore.server.succession.giving import Giver
 from kvstore.server.succession.link import Link, connect
 from kvstore.server.succession.taking import find_predecessor
+from kvstore.testing.harness import EVEN, make_ref, make_transfer
+from kvstore.tiers.server.tier import ServerTier
 from kvstore.tools.processes import free_port
 from support.cache_server import POOL_BYTES, ServerThread, short_folder
+from support.served import check_read
+
+REFS = [make_ref(number) for number in range(40)]
 
 
 class Line:
@@ -66,3 +72,20 @@ def a_line(folder: Path | None = None, **changes: object) -> Iterator[Line]:
         with closing(Line(replace(options, **changes))) as line:  # type: ignore[arg-type]
             assert line.now.hub.pool.wait_allocated(30.0)
             yield line
+
+
+def chunk_files(folder: Path) -> list[Path]:
+    """Return the files of chunks in a server's folder."""
+    return [path for path in folder.rglob("*.safetensors") if path.parent.name != ".free"]
+
+
+def fill(tier: ServerTier, refs: list[ChunkRef] = REFS) -> None:
+    """Store chunks."""
+    for ref in refs:
+        assert tier.put([make_transfer(EVEN, ref)]) == [Outcome.STORED]
+
+
+def check_all(tier: ServerTier, refs: list[ChunkRef] = REFS) -> None:
+    """Check that chunks are there, and their bytes."""
+    assert tier.contains(refs) == [True] * len(refs)
+    assert {check_read(tier, ref) for ref in refs} == {Outcome.HIT}

@@ -43,10 +43,8 @@ def serve(
     """
     from kvstore.config import load_config  # noqa: PLC0415
     from kvstore.memory.limits import require_memory  # noqa: PLC0415
-    from kvstore.server.succession.taking import can_be_replaced  # noqa: PLC0415
     from kvstore.tools.interrupts import ignore_hangup  # noqa: PLC0415
     from kvstore.tools.serve.options import planned, server_options  # noqa: PLC0415
-    from kvstore.tools.serve.process import Successions, run_server  # noqa: PLC0415
     from kvstore.tools.serve.reloading import Reloader  # noqa: PLC0415
 
     log_to_stderr()
@@ -55,11 +53,15 @@ def serve(
     logging.getLogger().setLevel(loaded.server_log_level)
     options = server_options(loaded)
     options.check()
+    from kvstore.server.succession.taking import can_be_replaced  # noqa: PLC0415 - the first import names the extra
+
     if not take_over or not can_be_replaced(options):
         require_memory(loaded.max_local_cpu_bytes, "the cache server", patience_s=_FREEING_S)
     if check:
         print_report(planned(options), as_json=as_json)
         return
+    from kvstore.tools.serve.process import Successions, run_server  # noqa: PLC0415
+
     successions = Successions(takes_over=take_over, waits_at_end=wait_at_end)
     reloader = Reloader(config, loaded)
     pages = _pages(loaded, reloader)
