@@ -326,6 +326,8 @@ class Hub:
                 chunk = Chunk(space, ref, disk_bytes=size_bytes, until_s=ends.get(ref))
                 chunk.describe(trails.get(ref.prefix_key, b""))
                 self.stock.adopt(chunk)
+        for _ in self.stock.change_quotas(self.options.quotas):  # after a crash files of evicted chunks may be back
+            pass
 
     # -- serving -----------------------------------------------------------------------------------------------------
 

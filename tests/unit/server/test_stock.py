@@ -81,6 +81,9 @@ class StockMachine(RuleBasedStateMachine):
             space = self.stock.spaces[chunk.space.id]
             self.stock.adopt(Chunk(space, chunk.ref, disk_bytes=chunk.size_bytes, until_s=chunk.until_s))
         self.files = {key: self.stock._chunks[key] for key in self.files}
+        for _ in self.stock.change_quotas(self.stock.spaces.quotas.given):
+            pass
+        self.sweep()
 
     @rule(by_s=st.integers(1, 20))
     def pass_time(self, by_s: int) -> None:
