@@ -80,7 +80,6 @@ class Pause:
         if self._network is not None:  # which also ends its connections, once they have sent what waits
             self._sockets[TCP].linger = _LINGER_MS
             self._network.listener.shut()
-            self._network.watch.close()  # ZeroMQ does not report these ends
 
     def refuse(self, peer: Peer) -> None:
         """Tell a client to connect again."""

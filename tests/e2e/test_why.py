@@ -108,4 +108,4 @@ def test_a_client_finds_its_request_in_a_server_that_runs(tiny_model: Path, tmp_
         told = why("turn-1", "--config", config)
         assert told["request"].startswith("cmpl-turn-1")
         assert told["reason"] == "never_stored"
-        assert "The nearest, cmpl-turn-0" in told["because"]
+        assert f"its first {CHUNK_TOKENS}" in told["because"]

@@ -113,7 +113,7 @@ def test_clients_of_other_processes_notice_nothing() -> None:
         assert succession.server.terminate() == 0
 
 
-@pytest.mark.sweep
+@pytest.mark.soak
 def test_sixty_four_clients_and_twenty_successors_in_a_row() -> None:
     with a_succession() as succession:
         crowd = Crowd(succession.server, 8, 8)
@@ -128,7 +128,7 @@ def test_sixty_four_clients_and_twenty_successors_in_a_row() -> None:
         assert succession.server.terminate() == 0
 
 
-@pytest.mark.sweep
+@pytest.mark.soak
 def test_successors_that_are_killed_at_any_moment() -> None:
     """Either nothing has happened, or the server has handed over already, and then all that is lost is the cache."""
     with a_succession() as succession:
@@ -141,7 +141,7 @@ def test_successors_that_are_killed_at_any_moment() -> None:
         assert crowd.end()["wrong"] == 0
 
 
-@pytest.mark.sweep
+@pytest.mark.soak
 def test_a_later_version_takes_over_and_gives_back(tmp_path: Path) -> None:
     later = make_later(tmp_path / "later")
     with a_succession() as succession:
@@ -213,10 +213,10 @@ def test_clients_of_earlier_versions_see_a_restart(earlier: Path) -> None:
         for _ in range(3):
             succession.succeed()
             time.sleep(0.3)
-        for each in results(clients):
-            print(each["errors"], each["hits"])
-            assert each["wrong"] == 0
-            assert min(each["stored"], each["hits"]) > 0
+        found = results(clients)
+        assert [each["wrong"] for each in found] == [0, 0]
+        assert sum(each["stored"] for each in found) > 0
+        assert sum(each["hits"] for each in found) > 0
 
 
 @pytest.mark.sweep

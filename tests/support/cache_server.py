@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -166,7 +166,8 @@ class ServerProcess:
 
     def thaw(self) -> None:
         if self.process is not None:
-            os.kill(self.process.pid, signal.SIGCONT)
+            with suppress(ProcessLookupError):  # it has ended
+                os.kill(self.process.pid, signal.SIGCONT)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ SomeAnswer = TypeVar("SomeAnswer", bound=messages.Answer)
 
 _CONNECT_TIMEOUT_S = 5.0  # longer than it takes to replace a server
 _SEND_QUEUE = 64
+_HANDSHAKE_MS = 1500  # after which a server that was just replaced is given up, and its successor tried
 _RECONNECT_MS = (20, 200)  # the first and the longest pause; a server that is being replaced is soon back
 # Versions of the protocol.
 _SINCE = {
@@ -301,6 +302,7 @@ class ServerConnection:
             made.sndbuf = made.rcvbuf = buffer_bytes(target.address)
             made.ipv6 = "[" in target.address
             made.reconnect_ivl, made.reconnect_ivl_max = _RECONNECT_MS
+            made.handshake_ivl = _HANDSHAKE_MS
             if self.hold is not None:
                 made.reconnect_ivl = -1  # a later listener is not the server that was checked
             if target.keys is not None and target.server_key is not None:
