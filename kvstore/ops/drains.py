@@ -8,16 +8,15 @@ still to be written.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
 from kvstore.model.errors import ConfigError, KVStoreError
+from kvstore.protocol.credentials import credentials_of
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +25,6 @@ _PREFIX: Final = "kvstore-drain-"
 _ANSWER_WITHIN_S: Final = 5.0
 _MAX_ANSWER_BYTES: Final = 32
 _LOOK_S: Final = 0.5  # for the end
-_CREDENTIALS: Final = struct.Struct("3i")  # process, user, group
 
 
 class DrainListener:
@@ -81,8 +79,7 @@ class DrainListener:
                 self._answer(connection)
 
     def _answer(self, connection: socket.socket) -> None:
-        sent = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if _CREDENTIALS.unpack(sent)[1] not in {0, os.geteuid()} or connection.recv(len(_ORDER)) != _ORDER:
+        if not credentials_of(connection).are_trusted or connection.recv(len(_ORDER)) != _ORDER:
             return
         try:
             left = self._drain()

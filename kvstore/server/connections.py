@@ -88,15 +88,9 @@ def allowed_clients(*, has_ipc: bool, has_tcp: bool) -> dict[int, int]:
 
 
 def bind_router(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, keys: KeyPair | None = None, patience_s: float = 0.0
+    context: zmq.Context[zmq.Socket[bytes]], address: str, keys: KeyPair | None = None
 ) -> zmq.Socket[bytes]:
     """Return a socket that listens on an address, with encryption if there are keys.
-
-    Args:
-        context: of the socket.
-        address: to listen on.
-        keys: the server's keys; None for no encryption.
-        patience_s: longest wait for another process to leave the address.
 
     Raises:
         ConfigError: it cannot listen there.
@@ -116,16 +110,11 @@ def bind_router(
         router.curve_server = True
         router.curve_secretkey = keys.secret
         router.zap_domain = b"kvstore"
-    deadline_s = time.monotonic() + patience_s
-    while True:
-        try:
-            router.bind(address)
-        except zmq.ZMQError as error:
-            if error.errno == zmq.EADDRINUSE and time.monotonic() < deadline_s:
-                time.sleep(_RETRY_S)
-                continue
-            raise ConfigError(f"the cache server cannot listen on {address}: {error.strerror}; name another") from error
-        return router
+    try:
+        router.bind(address)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"the cache server cannot listen on {address}: {error.strerror}; name another") from error
+    return router
 
 
 def check_address(host: str, port: int, patience_s: float) -> None:

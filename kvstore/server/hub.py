@@ -227,19 +227,19 @@ class Hub:
 
     def _bind(self, opened: contextlib.ExitStack, inherited: Inheritance | None) -> None:
         """Listen, last of all, because a client that is let in must be served."""
-        options, patience_s = self.options, 0.0
+        options = self.options
         if self._succession is not None and self._unix_socket is not None:
             if options.tcp is not None:
                 check_address(options.tcp.host, options.tcp.port, _LEAVE_S)
             self._succession.become_owner()
-            self._unix_socket.owns_path, patience_s = True, _LEAVE_S
+            self._unix_socket.owns_path = True
             self.service.writes.is_held = False
             self.core.slices.begin(self.service.writes.go_on())
         if options.folder is not None:
             self._sockets[IPC] = bind_router(self._context, f"ipc://{options.folder / CONTROL_NAME}")
             (options.folder / CONTROL_NAME).chmod(0o600)
         if options.tcp is not None:
-            self._sockets[TCP] = bind_router(self._context, str(options.tcp), options.keys, patience_s)
+            self._sockets[TCP] = bind_router(self._context, str(options.tcp), options.keys)
             self.network = Network(self._context, self._sockets[TCP], self._jobs.fd, self._most[TCP])
             opened.callback(self.network.watch.close)
         if inherited is not None:

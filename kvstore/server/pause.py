@@ -122,12 +122,15 @@ class Pause:
         if self._is_over:
             raise SuccessionError("this server ends, and keeps its chunks")
 
-    def make_final(self) -> bool:
-        """Leave everything to the other process; return False if the server serves again already."""
+    def make_final(self) -> None:
+        """Leave everything to the other process.
+
+        Raises:
+            SuccessionError: the server ends with what it has, and serves again until then.
+        """
         self._check()
-        self.is_final = self.is_on
-        self._unix_socket.owns_path = not self.is_final
-        return self.is_final
+        self.is_final = True
+        self._unix_socket.owns_path = False
 
     def descriptors(self) -> tuple[list[int], Sequence[tuple[bytes, int]]]:
         """Return those of memory, listener and, with a disk, its lock, and token and descriptor of each connection."""

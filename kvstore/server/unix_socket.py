@@ -14,12 +14,12 @@ import secrets
 import select
 import socket
 import stat
-import struct
 from contextlib import suppress
 from pathlib import Path
 
 from kvstore.model.errors import ConfigError
 from kvstore.model.throttle import Throttle
+from kvstore.protocol.credentials import credentials_of
 from kvstore.protocol.messages import TOKEN_BYTES
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,6 @@ CONTROL_NAME = "control"  # of the socket for requests
 FOLDER_MODE = 0o700
 _SOCKET_MODE = 0o600
 _BACKLOG = 128
-_CREDENTIALS = struct.Struct("3i")
 
 
 class UnixSocket:
@@ -125,9 +124,10 @@ class UnixSocket:
                 self._throttle.log("accept", "cannot accept a client: %s", os.strerror(error.errno or 0))
             return
         connection.setblocking(False)
-        uid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
-        if uid not in {0, os.geteuid()} or len(self._tokens) >= self._most:
-            self._throttle.log("turned away", "refused a client of user %d: %d are connected", uid, len(self._tokens))
+        client = credentials_of(connection)
+        if not client.are_trusted or len(self._tokens) >= self._most:
+            said = "refused a client of user %d: %d are connected"
+            self._throttle.log("turned away", said, client.user, len(self._tokens))
             connection.close()
             return
         token = secrets.token_bytes(TOKEN_BYTES)

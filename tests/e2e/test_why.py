@@ -104,8 +104,12 @@ def test_a_client_finds_its_request_in_a_server_that_runs(tiny_model: Path, tmp_
         def is_told() -> bool:
             return len(why(tmp_path / "trace.jsonl")["misses"]) == 2
 
+        def has_ended() -> bool:  # its keys are in the trace from then on
+            return "nearest" in why("turn-1", "--config", config)["because"]
+
         assert wait_until(is_told, 30, every_s=0.1)
+        assert wait_until(has_ended, 30, every_s=0.1)
         told = why("turn-1", "--config", config)
         assert told["request"].startswith("cmpl-turn-1")
         assert told["reason"] == "never_stored"
-        assert f"its first {CHUNK_TOKENS}" in told["because"]
+        assert "The nearest, cmpl-turn-0" in told["because"]

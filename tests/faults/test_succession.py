@@ -4,37 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from support.cache_server import ServerThread
 from support.gate import Gate
 from support.redis_server import wait_for
 from support.served import BIG, A, B, check_quiet, check_read, open_tier, settle
-from support.succession import REFS, Line, a_line, check_all, chunk_files, fill
+from support.succession import REFS, Line, check_all, chunk_files, fill
 
 from kvstore.model.chunks import Outcome
 from kvstore.model.keys import Namespace
 from kvstore.model.lifetime import Lifetime
 from kvstore.protocol import messages
-from kvstore.server.disk_tiers import DiskOptions
 from kvstore.testing.harness import EVEN, make_payload, make_ref, make_transfer
 from kvstore.tiers.server import calls
 from kvstore.tiers.server.tier import ServerTier
 
 HANG_GUARD_S = 30.0
-
-
-@pytest.fixture
-def line() -> Iterator[Line]:
-    with a_line() as line:
-        yield line
-
-
-@pytest.fixture
-def disk_line(tmp_path: Path) -> Iterator[Line]:
-    with a_line(disk=DiskOptions(tmp_path / "disk", 1 << 30)) as line:
-        yield line
 
 
 @pytest.fixture(params=["mapped", "framed"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,13 @@ import zmq
 from support.gate import Gate
 from support.redis_server import wait_for
 from support.served import A, check_quiet, open_tier, settle
-from support.succession import REFS, Line, a_line, check_all, chunk_files, fill
+from support.succession import REFS, Line, check_all, chunk_files, fill
 
 from kvstore.model.chunks import Outcome
 from kvstore.model.errors import ConfigError, TierError
 from kvstore.model.keys import Namespace
 from kvstore.protocol import messages
 from kvstore.server.clients import TCP
-from kvstore.server.disk_tiers import DiskOptions
 from kvstore.server.options import ServerOptions
 from kvstore.server.succession.estate import FORMAT
 from kvstore.server.succession.link import Bequest, Claim, Link, Reply, Settled, SuccessionError
@@ -30,18 +29,6 @@ from kvstore.tiers.server import calls
 from kvstore.tiers.server.connection import NoSessionError
 
 HANG_GUARD_S = 30.0
-
-
-@pytest.fixture
-def line() -> Iterator[Line]:
-    with a_line() as line:
-        yield line
-
-
-@pytest.fixture
-def disk_line(tmp_path: Path) -> Iterator[Line]:
-    with a_line(disk=DiskOptions(tmp_path / "disk", 1 << 30)) as line:
-        yield line
 
 
 def claim(options: ServerOptions, **changes: object) -> Claim:

@@ -128,7 +128,7 @@ def test_sixty_four_clients_and_twenty_successors_in_a_row() -> None:
         assert succession.server.terminate() == 0
 
 
-@pytest.mark.soak
+@pytest.mark.sweep
 def test_successors_that_are_killed_at_any_moment() -> None:
     """Either nothing has happened, or the server has handed over already, and then all that is lost is the cache."""
     with a_succession() as succession:
@@ -141,7 +141,7 @@ def test_successors_that_are_killed_at_any_moment() -> None:
         assert crowd.end()["wrong"] == 0
 
 
-@pytest.mark.soak
+@pytest.mark.sweep
 def test_a_later_version_takes_over_and_gives_back(tmp_path: Path) -> None:
     later = make_later(tmp_path / "later")
     with a_succession() as succession:
@@ -164,11 +164,14 @@ def is_ready(server: ServerProcess) -> bool:
     return b"ready" in server.log.read_bytes()
 
 
-def run_clients(version: Path, server: ServerProcess, *, seed: int) -> list[subprocess.Popen[bytes]]:
+def run_clients(version: Path, server: ServerProcess, *, seed: int, for_s: int = 3) -> list[subprocess.Popen[bytes]]:
     words = [sys.executable, "-c", "from support.server_client import main; main()"]
     return [
         subprocess.Popen(
-            [*words, url, "3", "2", str(seed + number)], env=environment(version), stdout=subprocess.PIPE, cwd=version
+            [*words, url, str(for_s), "2", str(seed + number)],
+            env=environment(version),
+            stdout=subprocess.PIPE,
+            cwd=version,
         )
         for number, url in enumerate((server.url, server.tcp_url))
     ]
@@ -209,14 +212,14 @@ def test_engines_and_servers_of_earlier_versions_work_together(earlier: Path) ->
 def test_clients_of_earlier_versions_see_a_restart(earlier: Path) -> None:
     """They repeat no call, so some fail; all else goes on over new connections, and no byte is wrong."""
     with a_succession() as succession:
-        clients = run_clients(earlier, succession.server, seed=1)
+        clients = run_clients(earlier, succession.server, seed=1, for_s=8)
         for _ in range(3):
             succession.succeed()
             time.sleep(0.3)
-        found = results(clients)
-        assert [each["wrong"] for each in found] == [0, 0]
-        assert sum(each["stored"] for each in found) > 0
-        assert sum(each["hits"] for each in found) > 0
+        for each in results(clients):
+            print(each["errors"], each["hits"])
+            assert each["wrong"] == 0
+            assert min(each["stored"], each["hits"]) > 0
 
 
 @pytest.mark.sweep

@@ -125,8 +125,7 @@ class Giver:
             self._wait(self._pause.is_quiet, "what it has begun has not ended")
             self._send_estate(link, paused_s)
             link.receive(Settled)
-            if not self._ask(self._pause.make_final):
-                raise SuccessionError("this server ends, and keeps its chunks")
+            self._ask(self._pause.make_final)
             link.send(Reply(is_yes=True))
             failed.pop_all()
             self._is_succeeded = True
@@ -158,7 +157,7 @@ class Giver:
         estate = self._ask(lambda: draw_up(core, writes.waiting, tokens, paused_s))
         fd, num_bytes = write_estate(estate)
         try:
-            link.send(Bequest(num_bytes, bool(lock), len(connections)), [memory, listener, fd, *lock])
+            link.send(Bequest(num_bytes, len(connections)), [memory, listener, fd, *lock])
         finally:
             os.close(fd)
         for first in range(0, len(connections), MAX_FDS):

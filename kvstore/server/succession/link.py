@@ -8,7 +8,6 @@ from __future__ import annotations
 import mmap
 import os
 import socket
-import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,13 +16,13 @@ from typing import Final, TypeVar
 import msgspec
 
 from kvstore.model.errors import KVStoreError
+from kvstore.protocol.credentials import credentials_of
 from kvstore.server.succession.estate import Estate
 
 SUCCESSOR_SOCKET: Final = "heir"  # not longer than those of the other sockets
 MAX_WAIT_S: Final = 30.0  # for the other side
 _PACKET_BYTES: Final = 64 << 10
 MAX_FDS: Final = 200  # in one packet; Linux passes 253
-_CREDENTIALS: Final = struct.Struct("3i")
 
 Part = TypeVar("Part", bound="Packet")
 
@@ -67,16 +66,14 @@ class Reply(Packet):
 
 
 class Bequest(Packet):
-    """Announces the descriptors of an estate: memory, listener and estate, and then one for each token.
+    """Announces descriptors: memory, listener, estate, and the lock of a disk; then one for each token.
 
     Attributes:
         estate_bytes: size of the estate in its memfd.
-        has_lock: the lock of the disk's folder is the fourth descriptor.
         num_connections: number of descriptors in the packets that follow.
     """
 
     estate_bytes: int
-    has_lock: bool
     num_connections: int
 
 
@@ -99,11 +96,8 @@ class Link:
     def __init__(self, connection: socket.socket, deadline_s: float = MAX_WAIT_S) -> None:
         self._socket = connection
         self._socket.settimeout(deadline_s)
-        process, user, _ = _CREDENTIALS.unpack(
-            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        )
-        self.process = process
-        self.is_trusted = user in {0, os.geteuid()}
+        other = credentials_of(connection)
+        self.process, self.is_trusted = other.process, other.are_trusted
 
     def wait_for(self, deadline_s: float) -> None:
         """Change the longest wait for the other end."""

@@ -17,7 +17,6 @@ import os
 import select
 import socket
 import stat
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -26,10 +25,10 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.model.errors import TierError, TierSetupError
+from kvstore.protocol.credentials import credentials_of, is_trusted
 from kvstore.protocol.messages import TOKEN_BYTES
 
 _POOL_SOCKET: Final = "pool"
-_CREDENTIALS: Final = struct.Struct("3i")  # process, user, group
 # From linux/fcntl.h.
 _F_GET_SEALS: Final = 1034
 _F_SEAL_SHRINK: Final = 0x0002
@@ -174,11 +173,6 @@ class Watcher:
             self._jobs.popleft()()
 
 
-def _is_trusted(user: int) -> bool:
-    """Tell if memory from a user may be mapped; root is trusted because it can do everything anyway."""
-    return user in {0, os.geteuid()}
-
-
 def _check_folder(folder: Path) -> None:
     """Check that only this process's user or root can have put a socket into a folder.
 
@@ -187,7 +181,7 @@ def _check_folder(folder: Path) -> None:
         OSError: there is no such folder.
     """
     status = folder.stat()
-    if not _is_trusted(status.st_uid) or stat.S_IMODE(status.st_mode) & 0o077:
+    if not is_trusted(status.st_uid) or stat.S_IMODE(status.st_mode) & 0o077:
         raise TierSetupError(
             f"the folder {folder} of the cache server has user {status.st_uid} and mode "
             f"{stat.S_IMODE(status.st_mode):04o}: it must belong to user {os.geteuid()} and be closed to others (0700)"
@@ -200,8 +194,8 @@ def _check_server(unix_socket: socket.socket, folder: Path) -> None:
     Raises:
         TierSetupError: it is neither this process's user nor root.
     """
-    user = _CREDENTIALS.unpack(unix_socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
-    if not _is_trusted(user):
+    user = credentials_of(unix_socket).user
+    if not is_trusted(user):
         raise TierSetupError(
             f"the cache server in {folder} runs as user {user}, and this process as {os.geteuid()}: run both as one"
         )
