@@ -17,6 +17,7 @@ from typing import Final
 
 from kvstore.model.errors import ConfigError, KVStoreError
 from kvstore.protocol.credentials import credentials_of
+from kvstore.protocol.knock import knock
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +61,7 @@ class DrainListener:
     def close(self) -> None:
         """End the thread, and close the socket. Idempotent; waits for an order under way, which is bounded."""
         self._ended.set()
-        with suppress(OSError):  # closed already
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        knock(self._socket)
         self._thread.join(_ANSWER_WITHIN_S)
         self._socket.close()
 
@@ -76,7 +76,8 @@ class DrainListener:
                 continue
             with connection, suppress(OSError):  # whoever came has gone
                 connection.settimeout(_LOOK_S)
-                self._answer(connection)
+                if not self._ended.is_set():
+                    self._answer(connection)
 
     def _answer(self, connection: socket.socket) -> None:
         if not credentials_of(connection).are_trusted or connection.recv(len(_ORDER)) != _ORDER:

@@ -22,6 +22,7 @@ from kvstore.protocol import messages
 from kvstore.server.clients import TCP
 from kvstore.server.options import ServerOptions
 from kvstore.server.succession.estate import FORMAT
+from kvstore.server.succession.giving import Giver
 from kvstore.server.succession.link import Bequest, Claim, Link, Reply, Settled, SuccessionError
 from kvstore.server.succession.taking import Succession, find_predecessor
 from kvstore.testing.harness import EVEN, make_transfer
@@ -192,6 +193,16 @@ def test_a_server_that_ends_pauses_no_more(line: Line) -> None:
             hub.ask(step, HANG_GUARD_S)
     assert not hub.service.writes.is_held
     assert not hub.pause.is_on
+
+
+def test_the_end_of_a_server_wakes_the_thread_that_awaits_successors(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.server.succession.giving._LOOK_S", 600.0)
+    line.givers[-1].close()
+    line.givers.append(Giver(line.now.hub))
+    line.givers[-1].close()
+    assert not line.givers[-1]._thread.is_alive()
 
 
 @pytest.mark.parametrize("ends", ["clear", "reset"])

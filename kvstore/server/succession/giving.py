@@ -8,12 +8,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvstore.model.errors import ConfigError
 from kvstore.model.version import __version__
+from kvstore.protocol.knock import knock
 from kvstore.protocol.payload import PAGE_BYTES
 from kvstore.server.pause import Pause
 from kvstore.server.succession.estate import FORMAT, OLDEST_FORMAT, draw_up
@@ -77,8 +78,8 @@ class Giver:
     def close(self) -> None:
         """End the thread; a hand-over that is not final yet fails. Idempotent."""
         self._closing.set()
-        with suppress(OSError):  # nobody waits there any more
-            self._listener.shutdown(socket.SHUT_RDWR)
+        if self._thread.is_alive():  # or a successor listens there
+            knock(self._listener)
         self._thread.join(_END_WAIT_S)
 
     def _run(self) -> None:
@@ -88,7 +89,10 @@ class Giver:
                     connection, _ = self._listener.accept()
                 except OSError:  # nobody came
                     continue
-                self._meet(connection)
+                if self._closing.is_set():
+                    connection.close()
+                else:
+                    self._meet(connection)
         if not self._is_succeeded:  # or it is the successor's by now
             self._path.unlink(missing_ok=True)
 

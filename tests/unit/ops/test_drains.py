@@ -11,6 +11,7 @@ import pytest
 from support.redis_server import wait_for
 
 from kvstore.model.errors import TierError
+from kvstore.ops import drains
 from kvstore.ops.drains import DrainListener, drain_at
 
 
@@ -38,6 +39,14 @@ def listener(worker: Worker) -> Iterator[DrainListener]:
     listener = DrainListener(worker.drain)
     yield listener
     listener.close()
+
+
+def test_its_end_wakes_the_thread(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drains, "_LOOK_S", 600.0)
+    listener = DrainListener(worker.drain)
+    listener.close()
+    assert not listener._thread.is_alive()
+    assert worker.orders == 0
 
 
 def send(listener: DrainListener, order: bytes) -> bytes:
