@@ -34,6 +34,11 @@ def drain(vllm: FakeVllm) -> dict[str, Any]:
     return dict(SchedulerControls(vllm.scheduler, StoreConfig(), {}).drain())
 
 
+def level(vllm: FakeVllm) -> float | None:
+    vllm.scheduler.take_tally()
+    return vllm.scheduler.totals.levels().get("draining")
+
+
 @pytest.fixture
 def decode() -> Iterator[FakeVllm]:
     with closing(consumer()) as engine:
@@ -128,6 +133,13 @@ def test_it_says_how_many_chunks_are_still_to_be_written(tmp_path: Path, monkeyp
             may_write.set()
         wait_for("all is written", lambda: drain(vllm) == DONE)  # without a step: an idle vLLM plans none
     assert len({path.name for path in tmp_path.rglob("*.safetensors")}) == 8
+
+
+def test_a_gauge_shows_it_with_the_next_step(decode: FakeVllm) -> None:
+    controls = SchedulerControls(decode.scheduler, StoreConfig(), {})
+    assert (level(decode), controls.info()["draining"]) == (0, False)
+    controls.drain()
+    assert (level(decode), controls.info()["draining"]) == (1, True)
 
 
 def test_a_worker_that_does_not_answer_is_told(decode: FakeVllm) -> None:
