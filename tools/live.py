@@ -12,7 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
-_PREFIXES: Final = ("vllm:kvstore_", "kvstore_server_", "kvstore_proxy_", "vllm:time_to_first_token_seconds_")
+_SERVER: Final = "kvstore_server_"
+_ENGINE: Final = "vllm:kvstore_"
+_PROXY: Final = "kvstore_proxy_"
+_TTFT: Final = "vllm:time_to_first_token_seconds_"
+_PREFIXES: Final = (_ENGINE, _SERVER, _PROXY, _TTFT)
 _GROWING: Final = ("_total", "_count", "_sum")
 _LEFT_OUT: Final = ("_created", "_bucket")
 _SERVER_LEVELS: Final = ("clients", "leases", "leased_bytes")
@@ -77,7 +81,8 @@ class Sample:
         values = Counter[Series]()
         for name, labels, value in _reported(tree):
             if isinstance(value, int | float) and math.isfinite(value):
-                values[Series.of(f"kvstore_server_{name}", labels)] += value  # type: ignore[assignment] # a fraction
+                values[Series.of(f"{_SERVER}{name}", labels)] += value  # type: ignore[assignment] # a fraction
+        values[Series(f"{_SERVER}draining")] = int(tree.get("status") == "closing")
         about = f"kvstore {tree.get('version', '?')}, {tree.get('status', '?')}"
         uptime_s = tree.get("uptime_s")
         return cls(at_s, values, about, float(uptime_s) if isinstance(uptime_s, int | float) else None, asked_s)
@@ -214,6 +219,7 @@ class Kind(NamedTuple):
         failures: the same, shown only if they are not 0.
         tiers: by name: metrics of the used and the whole room, and their unit.
         states: gauges to show as they are.
+        draining: gauge that is 1 once it was told to drain.
     """
 
     name: str
@@ -225,12 +231,9 @@ class Kind(NamedTuple):
     failures: tuple[Flow, ...] = ()
     tiers: Mapping[str, tuple[str, str, str]] = {}
     states: tuple[Flow, ...] = ()
+    draining: str = ""
 
 
-_SERVER: Final = "kvstore_server_"
-_ENGINE: Final = "vllm:kvstore_"
-_PROXY: Final = "kvstore_proxy_"
-_TTFT: Final = "vllm:time_to_first_token_seconds_"
 KINDS: Final = (
     Kind(
         "cache server",
@@ -256,6 +259,7 @@ KINDS: Final = (
             Flow("denied", f"{_SERVER}denied_total", "", ("client", "lacked")),
         ),
         states=(Flow("clients", f"{_SERVER}clients", ""), Flow("leases", f"{_SERVER}leases", "")),
+        draining=f"{_SERVER}draining",
     ),
     Kind(
         "engine",
@@ -291,6 +295,7 @@ KINDS: Final = (
             Flow("queued writes", f"{_ENGINE}queued_writes", "", ("tier",)),
             Flow("leases", f"{_ENGINE}leases", ""),
         ),
+        f"{_ENGINE}draining",
     ),
     Kind(
         "proxy",
@@ -329,6 +334,7 @@ def figures(course: Course) -> dict[str, Any]:
     return {
         "kind": kind.name,
         "about": now.about,
+        "draining": now.total(kind.draining) > 0,
         "uptime_s": now.uptime_s,
         "hit_rate": _hit_rate(course, now, kind),
         "first_token_s": _first_token(course, now),

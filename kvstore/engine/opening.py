@@ -261,6 +261,7 @@ def open_remote(
                 sources=options.sources,
                 watch=_open_watch(options),
                 places_at=others.places_at,
+                found_read_fronts=not options.divisions,  # whose chunks are put together of whole parts
             )
             tier = Statistics(peers)
         opened.pop_all()

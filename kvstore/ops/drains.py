@@ -2,27 +2,36 @@
 
 A worker listens on an abstract unix socket with a random name, which the scheduler learns with the worker's facts. Only
 processes of the same user, or root, are heard; who connects sends ``drain`` and receives the number of chunks that are
-still to be written.
+still to be written. The scheduler reaches the workers of its host only. On other hosts a command finds them by the
+kernel's list of sockets, which ends where a container's network does.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
+import re
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Final
+from pathlib import Path
+from typing import Final, NamedTuple
 
 from kvstore.model.errors import ConfigError, KVStoreError
-from kvstore.protocol.credentials import credentials_of
+from kvstore.protocol.credentials import Credentials, credentials_of
 from kvstore.protocol.knock import knock
 
 logger = logging.getLogger(__name__)
 
 _ORDER: Final = b"drain"
 _PREFIX: Final = "kvstore-drain-"
+_LISTENER: Final = re.compile(rf"@({_PREFIX}([0-9a-f]{{8}})-[0-9a-f]{{32}})$", re.MULTILINE)
+_SOCKETS: Final = Path("/proc/net/unix")
+_MAX_ORDERS: Final = 16  # at once
 _ANSWER_WITHIN_S: Final = 5.0
 _MAX_ANSWER_BYTES: Final = 32
 _LOOK_S: Final = 0.5  # for the end
@@ -34,6 +43,7 @@ class DrainListener:
     Args:
         drain: called on the thread; returns the number of chunks left, and may raise ``TimeoutError`` or a
             ``KVStoreError``, after which the order has no answer.
+        engine: id of the engine; its workers on one host have the same one.
 
     Attributes:
         name: for ``drain_at``.
@@ -42,8 +52,8 @@ class DrainListener:
         ConfigError: no socket can be opened.
     """
 
-    def __init__(self, drain: Callable[[], int]) -> None:
-        self.name = f"{_PREFIX}{secrets.token_hex(16)}"
+    def __init__(self, drain: Callable[[], int], engine: str = "") -> None:
+        self.name = f"{_PREFIX}{mark_of(engine)}-{secrets.token_hex(16)}"
         self._drain = drain
         self._ended = threading.Event()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -90,6 +100,11 @@ class DrainListener:
             connection.sendall(b"%d" % left)
 
 
+def mark_of(engine: str) -> str:
+    """Return the mark of an engine, given its id, which stands in its workers' names."""
+    return hashlib.sha256(engine.encode()).hexdigest()[:8]
+
+
 def drain_at(name: str) -> int | None:
     """Order a worker of this host to drain. Waits for 5 seconds at most.
 
@@ -104,3 +119,52 @@ def drain_at(name: str) -> int | None:
             return int(connection.recv(_MAX_ANSWER_BYTES))
     except (OSError, ValueError):
         return None
+
+
+class Left(NamedTuple):
+    """Work left at workers: chunks that the slowest has to write, and the number of workers without an answer."""
+
+    unwritten: int
+    unreached: int
+
+
+def drain_all(names: Collection[str]) -> Left:
+    """Order workers of this host to drain, several at once. An empty name stands for one that cannot be reached."""
+    with ThreadPoolExecutor(_MAX_ORDERS, "kvstore-drain") as orders:
+        left = list(orders.map(lambda name: drain_at(name) if name else None, names))
+    return Left(max((count for count in left if count is not None), default=0), left.count(None))
+
+
+class Listening(NamedTuple):
+    """A worker that takes orders: its name for them, a mark of its engine, and its process."""
+
+    name: str
+    engine: str
+    process: int
+
+
+def workers_here() -> list[Listening]:
+    """Return the workers on this host, of all engines, that take orders of this user."""
+    try:
+        listed = _SOCKETS.read_text("utf-8", errors="replace")
+    except OSError:  # as in some sandboxes
+        return []
+    asked = ((name, engine, _listener_at(name)) for name, engine in sorted(set(_LISTENER.findall(listed))))
+    return [
+        Listening(name, engine, listener.process)
+        for name, engine, listener in asked
+        if listener is not None and os.geteuid() in {0, listener.user}
+    ]
+
+
+def _listener_at(name: str) -> Credentials | None:
+    """Return those of the process that listens; None if it has ended."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_ANSWER_WITHIN_S)
+        try:
+            connection.connect(f"\0{name}")
+            return credentials_of(connection)
+        except BlockingIOError:  # too many wait; it is there, and the order will show if it hears
+            return Credentials(0, os.geteuid())
+        except OSError:
+            return None

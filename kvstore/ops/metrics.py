@@ -40,7 +40,7 @@ class Metric:
         meaning: a sentence without its full stop.
         labels: names of its labels.
         values: all combinations of label values, if they are known beforehand; their series start at 0, not absent.
-            Those of a counter without are names in the configuration, and so are bounded.
+        is_named: the first label is a name in the configuration, and ``values`` are those of the others.
         worst: True to combine several workers' gauges by their maximum instead of their sum.
     """
 
@@ -50,11 +50,12 @@ class Metric:
     labels: tuple[str, ...] = ()
     values: tuple[tuple[str, ...], ...] = ()
     worst: bool = False
+    is_named: bool = False
 
-    @property
-    def known_values(self) -> tuple[tuple[str, ...], ...]:
-        """The label values of all series that exist before anything happens."""
-        return self.values if self.labels else ((),)
+    def known_values(self, names: Iterable[str] = ()) -> tuple[tuple[str, ...], ...]:
+        """Return the label values of all series that exist before anything happens, given the names."""
+        known = self.values if self.labels else ((),)
+        return tuple((name, *rest) for name in names for rest in known) if self.is_named else known
 
     def key(self, *label_values: str) -> str:
         """Return the key of one time series in a ``Tally``."""
@@ -67,9 +68,10 @@ def split_key(key: str) -> tuple[Metric, tuple[str, ...]]:
     return METRICS[name], tuple(values)
 
 
-def _named(name: str, meaning: str, *labels: str) -> Metric:
-    """Return a counter whose label values are names in the configuration."""
-    return Metric(name, MetricKind.COUNTER, meaning, labels)
+def _by_quota(name: str, meaning: str, **labels: tuple[str, ...]) -> Metric:
+    """Return a counter whose first label is the name of a quota."""
+    rest = _combined(labels) if labels else ((),)
+    return Metric(name, MetricKind.COUNTER, meaning, ("quota", *labels), rest, is_named=True)
 
 
 def _counter(name: str, meaning: str, **labels: tuple[str, ...]) -> Metric:
@@ -167,6 +169,7 @@ BREAKER_STATE = _gauge(
     worst=True,
 )
 ENABLED = _gauge("enabled", "0 after the cache was switched off", worst=True)
+DRAINING = _gauge("draining", "1 once the engine was told to drain", worst=True)
 KNOWN_CHUNKS = _gauge("known_chunks", "Chunks in memory and on disk")
 SLOTS = _gauge("slots", "Memory slots, equal in every worker")
 USED_SLOTS = _gauge("used_slots", "Slots that hold a chunk or are being filled")
@@ -174,11 +177,11 @@ LEASES = _gauge("leases", "Leases that keep chunks from eviction")
 RETAINED_CHUNKS = _gauge("retained_chunks", "Chunks that requests keep on disk until a time")
 QUOTA_CAPACITY_BYTES = _gauge("quota_capacity_bytes", "Quota of a worker", "quota", "tier")
 QUOTA_USED_BYTES = _gauge("quota_used_bytes", "Bytes counted against it", "quota", "tier")
-QUOTA_ASKED_TOKENS = _named("quota_asked_tokens", "Asked tokens, by quota", "quota")
-QUOTA_HIT_TOKENS = _named("quota_hit_tokens", "Of these, found ones", "quota")
-QUOTA_STORED_CHUNKS = _named("quota_stored_chunks", "Chunks stored", "quota")
-QUOTA_REFUSED_CHUNKS = _named("quota_refused_chunks", "Chunks that found no room", "quota")
-QUOTA_EVICTED_CHUNKS = _named("quota_evicted_chunks", "Chunks evicted", "quota", "tier")
+QUOTA_ASKED_TOKENS = _by_quota("quota_asked_tokens", "Asked tokens, by quota")
+QUOTA_HIT_TOKENS = _by_quota("quota_hit_tokens", "Of these, found ones")
+QUOTA_STORED_CHUNKS = _by_quota("quota_stored_chunks", "Chunks stored")
+QUOTA_REFUSED_CHUNKS = _by_quota("quota_refused_chunks", "Chunks that found no room")
+QUOTA_EVICTED_CHUNKS = _by_quota("quota_evicted_chunks", "Chunks evicted", tier=("memory", "disk"))
 QUEUED_WRITES = _gauge("queued_writes", "Chunks waiting to be written, or being written", "tier")
 DISK_USED_BYTES = _gauge("disk_used_bytes", "Bytes on disk, of all workers, spare files included")
 DISK_CAPACITY_BYTES = _gauge("disk_capacity_bytes", "Bytes that they may fill")
@@ -299,7 +302,7 @@ class Totals:
         for metric in METRICS.values():
             if metric.kind is MetricKind.COUNTER:
                 tree.update({metric.name: {}} if metric.labels else {})
-                for values in metric.known_values:
+                for values in metric.known_values():
                     _hang(tree, metric, values, self[metric.key(*values)])
         with self._lock:
             times, counters = dict(self._times), dict(self._sums.counters)

@@ -74,6 +74,8 @@ class Exposition:
     def _server(self, tree: Mapping[str, Any], reloads: Mapping[str, int]) -> Iterator[str]:
         ready: Values = [({}, float(tree["status"] == "ok"))]
         yield from _metric("ready", "gauge", "1 while it takes new clients and chunks.", ready)
+        draining: Values = [({}, float(tree["status"] == "closing"))]
+        yield from _metric("draining", "gauge", "1 once it was told to drain or to end.", draining)
         for name, meaning in _GAUGES.items():
             yield from _metric(name, "gauge", meaning, [({}, tree[name])])
         pinned: Values = [({}, tree["tiers"]["memory"]["pinned_bytes"])]

@@ -11,16 +11,19 @@ import logging
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 from urllib.parse import urlsplit
 
 from kvstore.model.errors import KVStoreError
 from kvstore.model.throttle import Throttle
-from kvstore.tiers.members.addresses import LOOK_INTERVAL_S, MAX_MEMBERS, Member, parse_members
+from kvstore.tiers.members.addresses import LOOK_INTERVAL_S, MAX_MEMBERS, Member, Members, parse_members
 
 logger = logging.getLogger(__name__)
 
+EMPTY_S: Final = 60.0
+"""Time for which a name server must know no address before the peers are given up."""
 _FIRST_ANSWER_S: Final = 3.0
 _END_S: Final = 2.0  # the system's resolver may take longer, and cannot be interrupted
 
@@ -28,7 +31,8 @@ _END_S: Final = 2.0  # the system's resolver may take longer, and cannot be inte
 class PeerWatch:
     """Looks peers up every few seconds, on a thread from ``start`` to ``close``. Thread-safe.
 
-    A lookup that fails keeps the peers that it named last.
+    A lookup that fails keeps the peers that it named last. So does an empty answer of a name server, which may have a
+    hiccup, until there was no other for a minute; an empty file counts at once.
 
     Args:
         urls: ``kvs+dns://``, ``kvs+srv://`` or ``kvs+file://``, see ``addresses.py``; at most 64 peers of all are used.
@@ -42,6 +46,7 @@ class PeerWatch:
         self._sources = [parse_members(url) for url in urls]
         self._own = own
         self._named: dict[int, list[Member]] = {}  # the last answer, by source
+        self._empty_since_s: dict[int, float] = {}  # of sources whose last answers were empty
         self._is_own: dict[Member, bool] = {}  # of those named now
         self._known: Mapping[Member, str] = {}  # those in use, with their URLs
         self._changed: Callable[[Sequence[str]], None] = lambda _: None
@@ -84,8 +89,9 @@ class PeerWatch:
     def _look(self) -> None:
         for number, source in enumerate(self._sources):
             try:
-                self._named[number] = source.find()
+                self._named[number] = self._find(number, source)
             except KVStoreError as error:
+                self._empty_since_s.pop(number, None)
                 self._throttle.log(f"find {number}", "the last known peers are kept: %s", error)
         named = sorted({member for found in self._named.values() for member in found})
         self._is_own = {member: self._is_own[member] for member in named if member in self._is_own}
@@ -99,6 +105,17 @@ class PeerWatch:
             came, left = known.keys() - self._known.keys(), self._known.keys() - known.keys()
             self._known = known
             logger.info("%d peers: %d came, %d left", len(known), len(came), len(left))
+
+    def _find(self, number: int, source: Members) -> list[Member]:
+        found, last = source.find(), self._named.get(number, [])
+        if found or not (last and source.is_asked):
+            self._empty_since_s.pop(number, None)
+            return found
+        now_s = time.monotonic()
+        if now_s - self._empty_since_s.setdefault(number, now_s) >= EMPTY_S:
+            return found
+        self._throttle.log(f"none {number}", "no peers are named now: the last known ones are kept for %.0f s", EMPTY_S)
+        return last
 
     def _is_this_engine(self, member: Member) -> bool:
         if self._own is None:

@@ -59,6 +59,7 @@ class PeersTier(Tier):
         sources: addresses of the engines that requests may name; opened when a request first names them.
         watch: finds further peers, which come and go; started here, and closed with the tier.
         places_at: returns the addresses to open for a peer that it found.
+        found_read_fronts: every tier at such a peer ``reads_fronts``.
 
     Raises:
         ConfigError: a peer's address is wrong.
@@ -77,6 +78,7 @@ class PeersTier(Tier):
         sources: Iterable[str] = (),
         watch: PeerWatch | None = None,
         places_at: Callable[[str], Iterable[str]] = lambda url: (url,),
+        found_read_fronts: bool = True,
     ) -> None:
         self.own = own
         self.counters = TierCounters()
@@ -97,6 +99,7 @@ class PeersTier(Tier):
         self._throttle = Throttle(logger)
         self._watch = watch
         self._places_at = places_at
+        self._found_read_fronts = found_read_fronts
         if watch is not None:
             watch.start(self._change)
 
@@ -210,16 +213,19 @@ class PeersTier(Tier):
         Raises:
             TierTimeoutError: one of them did not answer in time, and may still use its chunk's buffer.
         """
-        # A peer that came meanwhile may not read them, which is a miss there.
-        fronts = self.reads_fronts or self._watch is not None
+        fronts = self.reads_fronts
         sizes = [len(payload_view(self._layout, transfer, reads_fronts=fronts)) for transfer in transfers]
         self._check_open()
         return [self.counters.count(self._get(item), size) for item, size in zip(transfers, sizes, strict=True)]
 
     @property
     def reads_fronts(self) -> bool:
-        """True if the own tier and all peers do; a source that does not counts as a miss for leading blocks."""
-        return all(tier.reads_fronts for tier in self._always_read())
+        """True if the own tier and all peers do, also those that may yet be found, because callers plan by it at start.
+
+        Leading blocks are a miss at a source that does not.
+        """
+        always = (*((self.own,) if self.own else ()), *self._fixed.values())
+        return (self._watch is None or self._found_read_fronts) and all(tier.reads_fronts for tier in always)
 
     @property
     def lends(self) -> bool:

@@ -32,9 +32,10 @@ def over_the_wire(stats: StoreStats) -> Any:
     return KVStoreConnector.build_kv_connector_stats(data)
 
 
-def observed(registry: CollectorRegistry, *tallies: Tally) -> None:
+def observed(registry: CollectorRegistry, *tallies: Tally, **keys: str) -> None:
     kinds: dict[Any, Any] = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
-    config: Any = SimpleNamespace(kv_transfer_config=None)
+    extra = {f"kvstore.{key}": value for key, value in keys.items()}
+    config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
     ours = KVStoreConnector.build_prom_metrics(config, kinds, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
     assert ours is not None
     for tally in tallies:
@@ -57,6 +58,39 @@ def test_values_come_out_under_their_names() -> None:
     assert value("tier_call_seconds_count", **calls) == 4
     assert value("tier_call_seconds_sum", **calls) == pytest.approx(1.002)
     assert value("tier_call_seconds_bucket", le=repr(BUCKETS_S[3]), **calls) == 2
+
+
+def series_of(registry: CollectorRegistry, name: str) -> set[tuple[str, ...]]:
+    return {
+        (sample.labels["engine"], sample.labels["quota"], sample.labels.get("tier", ""))
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == PREFIX + name
+    }
+
+
+def test_each_quota_has_its_series_before_anything_is_counted() -> None:
+    registry = CollectorRegistry()
+    observed(registry, quota_by="tag:team", local_cpu_quotas="red=1, *=2")
+    names = ("red", "other")
+    for name in ("asked_tokens", "hit_tokens", "stored_chunks", "refused_chunks"):
+        assert series_of(registry, f"quota_{name}_total") == {(engine, of, "") for engine in "01" for of in names}
+    tiers = {(engine, of, tier) for engine in "01" for of in names for tier in ("memory", "disk")}
+    assert series_of(registry, "quota_evicted_chunks_total") == tiers
+    labels = {"model_name": "m", "engine": "0", "quota": "red"}
+    assert registry.get_sample_value(f"{PREFIX}quota_refused_chunks_total", labels) == 0
+
+
+@pytest.mark.parametrize("keys", [{}, {"local_cpu_quotas": "no salt=1"}], ids=["none", "another host's"])
+def test_without_known_quotas_none_has_a_series(keys: dict[str, str]) -> None:
+    registry = CollectorRegistry()
+    observed(registry, **keys)
+    assert not series_of(registry, "quota_refused_chunks_total")
+    tally = Tally()
+    tally.count(metrics.QUOTA_REFUSED_CHUNKS.key("red"), 1)
+    registry = CollectorRegistry()
+    observed(registry, tally, **keys)
+    assert series_of(registry, "quota_refused_chunks_total") == {("1", "red", "")}
 
 
 def test_every_metric_is_there_once() -> None:

@@ -46,7 +46,6 @@ CANNOT_OCCUR = {
     "kvstore_server_denied_total": "no client lacks a right",
     "vllm:prefix_cache_hits_total": "it is switched off, so that kvstore is asked",
     "vllm:kvstore_verify_deviation": "KV that is computed twice on one machine does not differ",
-    "vllm:kvstore_quota_refused_chunks_total": "no quota is full of chunks in use, and a quota has no series before",
     "kvstore_proxy_errors_total": "no request fails, and a reason has no series before",
     "kvstore_proxy_fallbacks_total": "no request takes another way, and a reason has no series before",
 }

@@ -5,6 +5,7 @@ The KV of a token is a hash over all tokens up to it, written into real tensors.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -98,6 +99,7 @@ class FakeVllm(FakeScheduler):
             names_layers_early=setup.names_layers_early,
             overwrites_early=setup.overwrites_early,
             runs_ahead=setup.run_ahead > 0 and setup.async_load is not False,  # which is refused beside a slower tier
+            engine_id=f"{os.getpid()}-{id(self)}",
         )
         server = None
         if setup.port is not None:

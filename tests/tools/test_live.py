@@ -165,5 +165,18 @@ class TestFigures:
         assert found["states"] == {"tier disk": 2}
         assert found["flows"][0] == {"label": "found in disk", "unit": "tokens", "per_s": 30.0, "total": 40}
 
+    @pytest.mark.parametrize("status", ["ok", "closing"])
+    def test_a_server_that_drains_and_its_page(self, status: str) -> None:
+        drains = status == "closing"
+        report = Sample.of_stats(1.0, 1.0, {"version": "0.1.0", "status": status, "clients": 1})
+        server = page(1.0, (CLIENTS, {}, 1.0), ("kvstore_server_draining", {}, float(drains)))
+        assert [figures(course(sample))["draining"] for sample in (report, server)] == [drains, drains]
+
+    @pytest.mark.parametrize("draining", [(), (0.0, 0.0), (0.0, 1.0)], ids=["earlier version", "none", "one of two"])
+    def test_engines_of_which_one_drains(self, draining: tuple[float, ...]) -> None:
+        lookups = ("vllm:kvstore_lookups_total", {"engine": "0"}, 1.0)
+        told = [("vllm:kvstore_draining", {"engine": str(number)}, value) for number, value in enumerate(draining)]
+        assert figures(course(page(1.0, lookups, *told)))["draining"] is any(draining)
+
     def test_a_page_of_something_else(self) -> None:
         assert kind_of(page(1.0, ("python_info", {}, 1.0))) is None

@@ -76,7 +76,7 @@ class TestOnce:
         assert [quota["quota"] for quota in first["quotas"]] == ["*"]
         with page_of(Exposition().page(server.hub.snapshot(5.0))) as url:
             second = figures_of(run("top", url, "--once", "--json").stdout)
-        for name in ("kind", "hit_rate", "tiers", "flows", "failures", "namespaces", "quotas"):
+        for name in ("kind", "draining", "hit_rate", "tiers", "flows", "failures", "namespaces", "quotas"):
             assert first[name] == second[name]
 
     def test_the_url_of_other_commands(self, server: ServerThread, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +114,12 @@ class TestPicture:
                 assert "title" in shown
                 assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", shown)
                 assert "[red]" in run("top", target, "--once", "--json").stdout
+
+    def test_the_head_says_that_it_drains(self, server: ServerThread, run: Any) -> None:
+        assert "DRAINING" not in run("top", server.url, "--once").stdout
+        text = Exposition().page(server.hub.snapshot(5.0) | {"status": "closing"})
+        with page_of(text) as url:
+            assert "cache server · DRAINING" in run("top", url, "--once").stdout.splitlines()[0]
 
     def test_it_fits_80_columns(self, server: ServerThread) -> None:
         fill(server, HOSTILE, "other")

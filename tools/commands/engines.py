@@ -11,6 +11,7 @@ import typer
 
 from kvstore.model.errors import ConfigError, TierError
 from kvstore.ops.access import read_token
+from kvstore.ops.drains import drain_all, mark_of, workers_here
 from kvstore.tools.console import Answer
 
 _TIMEOUT_S = 10.0
@@ -45,22 +46,47 @@ def drain(
     *,
     admin: Admin = _ADMIN,
     token_file: Annotated[Path | None, typer.Option(help="The file in internal_api_server_token_file.")] = None,
+    workers: Annotated[
+        bool, typer.Option("--workers", help="Drain this host's workers, of an engine whose endpoint is on another.")
+    ] = False,
+    engine: Annotated[str, typer.Option(help="Of which engine with --workers, as engine_id in vLLM's setting.")] = "",
     wait_s: Annotated[float, typer.Option(min=0, help="Longest wait for chunks that are being written.")] = 30.0,
 ) -> Answer:
     """Prepare the end of an engine: it turns other engines away, and writes what it has stored.
 
-    It goes on answering its requests. Exits with 1 if chunks are left, and with 2 if it does not answer.
+    It goes on answering its requests. Exits with 1 if chunks are left, or a worker here does not answer, and with 2 if
+    the endpoint does not, or there is no worker.
     """
     token = read_token(token_file) if token_file is not None else None
+    names = _workers_of(engine) if workers else []
     deadline_s = time.monotonic() + wait_s
     while True:
-        tree = _ask(admin, "/drain", "POST", token)
-        left, now_s = tree.get("unwritten"), time.monotonic()
-        if not left or now_s >= deadline_s:
+        tree = {"status": "closing", **drain_all(names)._asdict()} if workers else _ask(admin, "/drain", "POST", token)
+        left, unreached, now_s = tree.get("unwritten"), tree.get("unreached"), time.monotonic()
+        is_done = not left and not (workers and unreached)
+        if is_done or now_s >= deadline_s:
             break
         time.sleep(min(_LOOK_S, deadline_s - now_s))
-    is_unknown = f", and {tree['unreached']} workers do not say" if tree.get("unreached") else ""
-    return Answer(tree, [f"{left:,} chunks are still to be written{is_unknown}"], exit_code=1 if left else 0)
+    is_unknown = f", and {unreached} workers do not say" if unreached else ""
+    return Answer(tree, [f"{left:,} chunks are still to be written{is_unknown}"], exit_code=0 if is_done else 1)
+
+
+def _workers_of(engine: str) -> list[str]:
+    """Return the names for ``drain_all`` of this host's workers of an engine, given its id or mark; empty for any.
+
+    Raises:
+        ConfigError: there are several engines, or none of them has this mark.
+        TierError: there is no worker.
+    """
+    found = workers_here()
+    chosen = [worker for worker in found if not engine or worker.engine in {engine, mark_of(engine)}]
+    marks = {worker.engine for worker in chosen}
+    if len(marks) == 1:
+        return [worker.name for worker in chosen]
+    known = ", ".join(f"{worker.engine} (process {worker.process})" for worker in found)
+    if found:
+        raise ConfigError(f"--engine must name one of the engines whose workers run here: {known}")
+    raise TierError("no workers with kvstore run here as this user: run it as theirs, in their container")
 
 
 def _ask(admin: str, path: str, method: str, token: str | None = None) -> dict[str, Any]:

@@ -244,7 +244,7 @@ def _view(course: Course, name: str) -> Group:
 
 
 def _title(tree: Mapping[str, Any], name: str) -> Text:
-    words = [name, tree.get("kind", ""), tree.get("about", "")]
+    words = [name, tree.get("kind", ""), "DRAINING" if tree.get("draining") else "", tree.get("about", "")]
     if tree.get("uptime_s") is not None:
         words.append(f"up {tree['uptime_s']:,.0f} s")
     return _name(" · ".join(filter(None, words)), _MAX_LINE, style="bold")

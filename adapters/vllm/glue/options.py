@@ -121,6 +121,7 @@ def worker_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, conf
         push=_push_options(vllm_config, config),
         runs_ahead=vllm_config.scheduler_config.async_scheduling,
         remote_url=_url_from_elsewhere(vllm_config, config),
+        engine_id=str(vllm_config.kv_transfer_config.engine_id),
     )
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from kvstore.index.plans import Place
 from kvstore.model.version import __version__
 from kvstore.ops import metrics
-from kvstore.ops.drains import drain_at
+from kvstore.ops.drains import drain_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_ORDERS: Final = 16
 _STATES: Final = ("ok", "being tried again", "left out")
 _WAIT_S: Final = 1.0  # a busy engine plans several steps in this time; an idle one plans none
 
@@ -117,10 +116,9 @@ class SchedulerControls:
         if not self._is_draining:
             logger.info("draining: no hand-overs begin, and other engines are turned away, until the engine ends")
         self._is_draining = True
-        with self._draining, ThreadPoolExecutor(_MAX_ORDERS, "kvstore-drain") as orders:
-            left = list(orders.map(lambda name: drain_at(name) if name else None, self._scheduler.drain()))
-        unwritten = max((count for count in left if count is not None), default=0)
-        return {"status": "closing", "unwritten": unwritten, "unreached": left.count(None)}
+        with self._draining:
+            left = drain_all(self._scheduler.drain())
+        return {"status": "closing", **left._asdict()}
 
     def _order(self, kind: str, action: Callable[[], int]) -> int | None:
         """Make vLLM's thread carry out an action. None if it is not done soon."""

@@ -139,7 +139,8 @@ class StoreScheduler:
             metrics.HANDOVER_TIMEOUTS.key(): self._handovers.waits.timeouts,
             metrics.PREFETCHED_CHUNKS.key(): connected.prefetches.num_chunks if connected is not None else 0,
         }
-        tally = self._stats.take(self.index, enabled=self.enabled, totals=totals)
+        levels = {metrics.ENABLED.key(): self.enabled, metrics.DRAINING.key(): self._handovers.is_draining}
+        tally = self._stats.take(self.index, totals, levels)
         self._stats.summarize(time.monotonic())
         return tally
 

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvstore.config import load_config
+from kvstore.model.errors import ConfigError
+from kvstore.model.quotas import OTHERS
 from kvstore.ops import metrics
 from kvstore.ops.metrics import METRICS, Metric, MetricKind, Tally, split_key
 
@@ -82,6 +85,7 @@ class StoreMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         kinds = {MetricKind.COUNTER: Counter, MetricKind.GAUGE: Gauge, MetricKind.HISTOGRAM: Histogram}
         self._families: dict[str, Any] = {}
+        names = _quota_names(vllm_config)
         for metric in METRICS.values():
             self._families[metric.name] = metric_types[kinds[metric.kind]](
                 name=PREFIX + metric.name,
@@ -90,7 +94,7 @@ class StoreMetrics(KVConnectorPromMetrics):
                 **_EXTRAS.get(metric.kind, {}),
             )
             for engine in per_engine_labelvalues if metric.kind is not MetricKind.GAUGE else ():
-                for values in metric.known_values:  # so that they exist, as 0, before anything happens
+                for values in metric.known_values(names):  # so that they exist, as 0, before anything happens
                     self._series(engine, metric, values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -106,3 +110,13 @@ class StoreMetrics(KVConnectorPromMetrics):
 
     def _series(self, engine: int, metric: Metric, values: tuple[str, ...]) -> Any:  # noqa: ANN401 - vLLM may wrap it
         return self._families[metric.name].labels(*self.per_engine_labelvalues[engine], *values)
+
+
+def _quota_names(vllm_config: VllmConfig) -> tuple[str, ...]:
+    """Return the names that have quotas; none where the configuration of the engine, on another host, is not known."""
+    try:
+        loaded = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config, log_warnings=False)
+    except ConfigError:
+        return ()
+    quotas = loaded.config.quotas
+    return (*quotas.names, OTHERS) if quotas else ()

@@ -115,7 +115,6 @@ class SchedulerStats:
         self._index_meter = IndexMeter()
         self._recent = Tally()  # counts since the last summary, and its time
         self._since_s: float | None = None
-        self._was_enabled: bool | None = None
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -196,14 +195,17 @@ class SchedulerStats:
         """Add the workers' counts."""
         self._tally.add(tally)
 
-    def take(self, index: ChunkIndex | None, *, enabled: bool, totals: Mapping[str, float] | None = None) -> Tally:
-        """Return the counts since the last call; ``totals`` are counts since the start that are kept elsewhere."""
-        self._meter.advance(totals or {}, self._tally)
+    def take(
+        self,
+        index: ChunkIndex | None,
+        totals: Mapping[str, float] = MappingProxyType({}),
+        levels: Mapping[str, bool] = MappingProxyType({}),
+    ) -> Tally:
+        """Return the counts since the last call; ``totals`` since the start, and ``levels``, are kept elsewhere."""
+        self._meter.advance(totals, self._tally)
+        self._meter.show({key: float(level) for key, level in levels.items()}, self._tally)
         if index is not None:
             self._index_meter.read(index, self._tally)
-        if enabled is not self._was_enabled:
-            self._was_enabled = enabled
-            self._tally.show(metrics.ENABLED.key(), float(enabled))
         tally, self._tally = self._tally, Tally()
         self.totals.add(tally)
         self._recent.add(Tally(tally.counters))

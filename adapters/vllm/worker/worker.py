@@ -63,6 +63,7 @@ class WorkerOptions:
         groups: the groups of layers whose KV is kept; None for one group that keeps all tokens.
         runs_ahead: vLLM plans a step before it knows of the loads that failed in the one before.
         remote_url: as in ``WorkerFacts``.
+        engine_id: vLLM's.
     """
 
     layer_names: tuple[str, ...] = ()
@@ -74,6 +75,7 @@ class WorkerOptions:
     groups: Groups | None = None
     runs_ahead: bool = False
     remote_url: str | None = None
+    engine_id: str = ""
 
 
 class StoreWorker:
@@ -122,7 +124,7 @@ class StoreWorker:
             opened.callback(self._pushes.close, 0)
             self._verifier = Verifier(self._mover)
             self._background = Background(self._mover)  # takes memory on the device, which may have none left
-            self._drains = DrainListener(self._drain_order)
+            self._drains = DrainListener(self._drain_order, options.engine_id)
             opened.pop_all()
         log_device_bytes(paged, self._tiers, threads=WORKER_THREADS)
         self._counters = partial(_moved, self._mover, self._background)

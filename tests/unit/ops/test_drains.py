@@ -6,13 +6,14 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 
 import pytest
 from support.redis_server import wait_for
 
 from kvstore.model.errors import TierError
 from kvstore.ops import drains
-from kvstore.ops.drains import DrainListener, drain_at
+from kvstore.ops.drains import DrainListener, Left, drain_all, drain_at, workers_here
 
 
 class Worker:
@@ -94,6 +95,47 @@ def test_another_user_is_not_heard(worker: Worker, listener: DrainListener) -> N
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     assert worker.orders == 0
     assert drain_at(listener.name) == 7
+
+
+def test_workers_of_this_host_are_found_by_their_engine(worker: Worker) -> None:
+    listeners = [DrainListener(worker.drain, engine) for engine in ("one", "two", "one")]
+    try:
+        found = {listening.name: listening for listening in workers_here()}
+        marks = [found[listener.name].engine for listener in listeners]
+        assert marks[0] == marks[2] != marks[1]
+        assert {found[listener.name].process for listener in listeners} == {os.getpid()}
+        assert worker.orders == 0
+        assert drain_all([listener.name for listener in listeners] + [""]) == Left(7, 1)
+        assert worker.orders == 3
+    finally:
+        for listener in listeners:
+            listener.close()
+    assert not {listener.name for listener in listeners} & {listening.name for listening in workers_here()}
+
+
+def test_one_to_which_too_many_have_connected_is_found() -> None:
+    """One that was missing would not be drained, and nobody would know."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as busy, ExitStack() as waiting:
+        name = f"kvstore-drain-{'0' * 8}-{'1' * 32}"
+        busy.bind(f"\0{name}")
+        busy.listen(0)
+        with suppress(BlockingIOError):
+            while True:
+                client = waiting.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                client.setblocking(False)
+                client.connect(f"\0{name}")
+        assert name in {listening.name for listening in workers_here()}
+        assert drain_all([name]) == Left(0, 1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_workers_that_do_not_hear_this_user_are_not_found(listener: DrainListener) -> None:
+    child = os.fork()
+    if not child:
+        os.setuid(65534)
+        os._exit(int(listener.name in {listening.name for listening in workers_here()}))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert listener.name in {listening.name for listening in workers_here()}
 
 
 def test_nothing_is_left_after_close(listener: DrainListener) -> None:

@@ -43,11 +43,12 @@ def test_all_of_it_can_be_parsed() -> None:
     assert samples(page, "namespace_chunks") == {(f"{1:016x}", 'a"\\\n{}', "team"): 1}
     assert samples(page, "reloads_total") == {("ok",): 2, ("refused",): 1}
     assert samples(page, "pinned_bytes") == {(): 20}
-    assert samples(page, "ready") == {(): 1}
+    assert [samples(page, name) for name in ("ready", "draining")] == [{(): 1}, {(): 0}]
     buckets = samples(page, "turn_seconds_bucket")
     assert [buckets[bound,] for bound in ("0.0005", "0.002", "0.004", "1.024", "+Inf")] == [2, 2, 3, 3, 4]
     assert samples(page, "turn_seconds_count") == {(): 4}
-    assert samples(Exposition().page({**tree(), "status": "closing"}), "ready") == {(): 0}
+    page = Exposition().page({**tree(), "status": "closing"})
+    assert [samples(page, name) for name in ("ready", "draining")] == [{(): 0}, {(): 1}]
 
 
 def test_namespaces_beyond_the_bound_are_one() -> None:

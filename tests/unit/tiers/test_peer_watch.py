@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.name_server import NameServer
@@ -84,6 +85,35 @@ def test_while_nobody_knows_the_last_peers_stay(
     assert seen.told == [[ONE]]
     assert seen.watch.names("127.0.0.1", 7300)
     assert caplog.text.count("the last known peers are kept") == 1
+
+
+def test_empty_answers_keep_the_last_peers_for_a_time(
+    names: NameServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Any other answer, such as a failure, begins that time anew."""
+    now_s = [1000.0]
+    monkeypatch.setattr(peer_watch, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+
+    def look_often() -> None:
+        before = names.asked
+        wait_for("they are looked up again", lambda: names.asked > before + 8)
+
+    seen = Seen(dns(names)).start()
+    names.records["engines"] = []
+    for answer in (["127.0.0.1"], None, []):
+        look_often()
+        now_s[0] += peer_watch.EMPTY_S - 1
+        look_often()
+        names.fails, names.records["engines"] = answer is None, answer or []
+        look_often()
+        names.fails, names.records["engines"] = False, []
+        assert seen.told == [[ONE]]
+    assert caplog.text.count("no peers are named now") == 1
+    now_s[0] += 1
+    wait_for("they were empty for too long", seen.shows)
+    names.records["engines"] = ["127.0.0.2"]
+    wait_for("a new one is found", lambda: seen.shows(TWO))
+    seen.watch.close()
 
 
 def test_targets_of_a_service_are_known_by_name_and_address(names: NameServer) -> None:

@@ -112,6 +112,12 @@ HEALTHY: Final = Row(
             {"{{instance}}": f"min by (instance) ({engine('enabled')})"},
         ),
         Panel(
+            "Draining",
+            "1 once kvstore engine drain told it that it will end. As of its last step, as an idle vLLM tells nothing.",
+            NUMBER,
+            {"{{instance}}": worst(engine("draining"), "instance")},
+        ),
+        Panel(
             "Wrong bytes found",
             "Always 0. Corrupt chunks: replace the disk. The others: report them. None was served, but see "
             "verified chunks for those that no checksum finds.",

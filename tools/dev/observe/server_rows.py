@@ -32,9 +32,9 @@ SERVER: Final = Row(
     (
         Panel(
             "Ready",
-            "0 while it starts or ends. A server that is gone has no value.",
+            "Ready: 0 while it starts or ends. Draining: 1 once it takes nothing more. One that is gone has no value.",
             NUMBER,
-            {"{{instance}}": server("ready")},
+            {"{{instance}} ready": server("ready"), "{{instance}} draining": server("draining")},
             is_now=True,
         ),
         Panel(

@@ -304,7 +304,7 @@ class TestLog:
         tally.count(metrics.REFUSED_CHUNKS.key(), 3)
         engine_stats.summarize(0.0)
         engine_stats.add(tally)
-        engine_stats.take(None, enabled=True)
+        engine_stats.take(None)
         for now_s in (59.0, 61.0, 200.0):
             engine_stats.summarize(now_s)
         (record,) = caplog.records
