@@ -40,6 +40,7 @@ class TestLz4OfPayloadsThatShrink(TestDiskTierWithLz4):
         let_some_shrink(monkeypatch)
 
 
+@pytest.mark.sweep
 class TestSplitOfPayloadsThatShrink(TestLz4OfPayloadsThatShrink):
     codec = "split"
 
@@ -55,6 +56,7 @@ class TestDiskTierEncrypted(TestDiskTier):
         return DiskTier.open(replace(setup, options=options))
 
 
+@pytest.mark.sweep
 class TestDiskTierEncryptedAfterLz4(TestLz4OfPayloadsThatShrink):
     equal_bytes = False
 

@@ -221,6 +221,7 @@ class TestTcpWithLz4(Redis):
         return super().open_tier(replace(setup, layout=replace(setup.layout, element="bf16")))
 
 
+@pytest.mark.sweep
 class TestTcpWithSplit(TestTcpWithLz4):
     codec = "split"
 
@@ -302,6 +303,7 @@ class TestCluster(Redis):
                 server.kill()
 
 
+@pytest.mark.sweep
 class TestGuarded(Redis):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod

@@ -171,6 +171,7 @@ class TestRestarted(Served):
         assert order[-1] == refs[1]
 
 
+@pytest.mark.sweep
 class TestGuarded(LendingTests, Served):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
+import pytest
+
 from kvstore.format.chunkfile import chunk_name
 from kvstore.model.chunks import ChunkRef
 from kvstore.testing import BoundedTierConformance
@@ -51,6 +53,7 @@ class TestTwoFolders(BoundedTierConformance):
         return [path for path in paths if path.exists()]
 
 
+@pytest.mark.sweep
 class TestThreeFolders(TestTwoFolders):
     num_folders = 3
 

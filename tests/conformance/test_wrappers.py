@@ -1,7 +1,8 @@
-"""Tests of the tier contract with every wrapper around a disk tier."""
+"""Tests of the tier contract with every wrapper around a disk tier; without sweeps, with all of them together."""
 
 from __future__ import annotations
 
+import pytest
 from support.disk_files import DiskFiles
 from support.faults import FaultInjector
 
@@ -22,26 +23,31 @@ class Wrapped(DiskFiles):
         return self.wrap(DiskTier(self.folder, setup.namespace, setup.layout, setup.capacity_bytes))
 
 
+@pytest.mark.sweep
 class TestTierWrapper(Wrapped):
     def wrap(self, tier: Tier) -> Tier:
         return TierWrapper(tier)
 
 
+@pytest.mark.sweep
 class TestGuard(Wrapped):
     def wrap(self, tier: Tier) -> Tier:
         return Guard(tier, HANG_GUARD_S)
 
 
+@pytest.mark.sweep
 class TestCircuitBreaker(Wrapped):
     def wrap(self, tier: Tier) -> Tier:
         return CircuitBreaker(tier)
 
 
+@pytest.mark.sweep
 class TestStatistics(Wrapped):
     def wrap(self, tier: Tier) -> Tier:
         return Statistics(tier)
 
 
+@pytest.mark.sweep
 class TestFaultInjector(Wrapped):
     def wrap(self, tier: Tier) -> Tier:
         return FaultInjector(tier)
