@@ -434,13 +434,11 @@ def _namespaces(course: Course, sample: Sample) -> list[dict[str, Any]]:
 
 
 def _quotas(sample: Sample) -> list[dict[str, Any]]:
+    """Return the quotas, the fullest first, because there may be hundreds."""
     capacities = sample.by(f"{_SERVER}quota_capacity_bytes", "tenant", "quota")
+    used = sample.by(f"{_SERVER}quota_used_bytes", "tenant", "quota")
+    fullest = sorted(capacities, key=lambda key: used.get(key, 0.0) / max(capacities[key], 1.0), reverse=True)
     return [
-        {
-            "tenant": tenant,
-            "quota": quota,
-            "used_bytes": sample.by(f"{_SERVER}quota_used_bytes", "tenant", "quota").get((tenant, quota), 0.0),
-            "capacity_bytes": capacity,
-        }
-        for (tenant, quota), capacity in capacities.items()
+        {"tenant": key[0], "quota": key[1], "used_bytes": used.get(key, 0.0), "capacity_bytes": capacities[key]}
+        for key in fullest
     ]

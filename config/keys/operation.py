@@ -63,7 +63,8 @@ class ServerKeys(Keys):
     """Those of `server_clients` that have the right `operate`, too: names with commas between them, or `*` for all. The
     server's own user has it over `kvs+ipc://`."""
     server_quotas: Text = None
-    """GiB that a tenant, a model or a namespace's id may hold at the server in all: `team-a=40, my-model=20, *=10`."""
+    """GiB that a tenant, model, namespace's id, tag or salt may hold at the server: `team-a=40, my-model=20, *=10`
+    ([server.md](server.md#quotas))."""
     server_http_port: Annotated[int | None, Field(ge=0, le=65_535)] = None
     """Port for `/metrics`, `/healthz` and `/readyz` of the server; 0 for any free port."""
     server_http_host: str = "127.0.0.1"

@@ -90,7 +90,7 @@ class StorageKeys(Keys):
     disk_cache_policy: Annotated[str | None, AfterValidator(_check_if_given)] = None
     """Policy on disk, if it differs. If null, `cache_policy`."""
     quota_by: Annotated[str, AfterValidator(_check_quotas)] = BY_SALT
-    """Names in these quotas: `salt`, or `tag:team` for values of the tag `team`."""
+    """Names in these quotas, and for those of a cache server: `salt`, or `tag:team` for values of the tag `team`."""
     local_cpu_quotas: Text = None
     """GiB of memory by name: `red=4, *=1` ([per-request.md](per-request.md#quotas))."""
     local_disk_quotas: Text = None

@@ -133,8 +133,8 @@ class Owners:
         return (self._by_id.get(owner_id) or self._by_name[OTHERS]) if self._by_name else None
 
     def id_of(self, hasher: PrefixHasher) -> bytes:
-        """Return the id by which a note on disk tells whose chunks these are; empty without a name, or quotas."""
-        return self._rules.owner_of(self._rules.name_of(hasher.extras)) if self._by_name else b""
+        """Return the id by which notes on disk and cache servers tell whose chunks these are; empty without a name."""
+        return self._rules.owner_of(self._rules.name_of(hasher.extras))
 
 
 def _shares(quotas: Mapping[str, int], chunk_bytes: int, key: str, unit_bytes: int = 1) -> dict[str, Share]:

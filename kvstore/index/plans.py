@@ -112,7 +112,7 @@ class StoreStep(NamedTuple):
     Attributes:
         trail: the keys at the ends of its blocks; empty if unknown.
         tenant: of its requests, see ``KeyExtras.tenant``.
-        owner: the id of its owner, for a note on disk; empty without quotas.
+        owner: the id of its owner, for notes on disk and cache servers; empty without a name.
         until_s: the end of its time to live, on the index's clock; for those who carry the plan out in seconds since
             1970. None for no end.
     """

@@ -1,6 +1,7 @@
-"""Quotas in the configuration: bounds in bytes by name, and the names of an engine's requests: of a salt, or of a tag.
+"""Quotas in the configuration: bounds in bytes by name, and the names of requests: of a salt, or of a tag.
 
-A salt may be a secret, so it is named by the beginning of its hash, in the configuration as in metrics.
+A salt may be a secret, so it is named by the beginning of its hash, in the configuration as in metrics. Engines have
+quotas by one of both. A server has them by both, within tenants, and engines tell it the ids of owners.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvstore.model.errors import ConfigError
 from kvstore.model.keys import KeyExtras
@@ -21,9 +22,16 @@ OWNER_BYTES: Final = 16
 MAX_NAMES: Final = 256
 BY_SALT: Final = "salt"
 BY_TAG: Final = "tag:"  # before the tag's own name
+TENANT_PATTERN: Final = r"[0-9a-zA-Z._-]{1,64}"
 
 _OWNER: Final = b"kvstore/owner/1\0"
 _SALT_NAME: Final = re.compile(r"[0-9a-f]{16}")
+_SALT: Final = "salt:"  # before the name of a salt at a server
+_ANY_OWNER: Final = re.compile(rf"(^|/)({_SALT}|{BY_TAG})")
+_OWNER_KEY: Final = re.compile(
+    rf"(?:(?P<tenant>{TENANT_PATTERN})/)?"
+    rf"(?P<name>{BY_TAG}(?P<tag>[^/]+)/(?P<value>.+)|{_SALT}(?P<salt>{_SALT_NAME.pattern}))"
+)
 _SEPARATOR: Final = "|"  # between the labels of a metric
 
 
@@ -50,6 +58,61 @@ def parse_quotas(text: str, key: str, *, shows_names: bool = True) -> dict[str, 
             raise ConfigError(f"{key} has {shown} that is no quota: write a name, =, and a number of GiB")
         quotas[name.strip()] = size_bytes
     return quotas
+
+
+class OwnerName(NamedTuple):
+    """Owner with a quota at a server.
+
+    Attributes:
+        key: all of its name in the configuration.
+        tenant: of the clients whose chunks it may own; empty for clients without a tenant.
+        name: the rest, as metrics show it.
+        id: see ``owner_id``.
+    """
+
+    key: str
+    tenant: str
+    name: str
+    id: bytes
+
+
+def owner_named(key: str) -> OwnerName | None:
+    """Return the owner that a key such as ``tenant/tag:team/red`` or ``salt:<16 digits>`` names; None if it names none.
+
+    Raises:
+        ConfigError: it nearly names one. The message does not show what may be a salt.
+    """
+    found = _OWNER_KEY.fullmatch(key)
+    if found is not None:
+        by, name = (BY_SALT, found["salt"]) if found["salt"] else (BY_TAG + found["tag"], found["value"])
+        return OwnerName(key, found["tenant"] or "", found["name"], owner_id(by, name))
+    if _ANY_OWNER.search(key) is None:
+        return None
+    shown = "a salt" if _SALT in key else repr(key)
+    raise ConfigError(
+        f"server_quotas names {shown} in a way that cannot be understood: write tag:NAME/VALUE, or salt: and the first "
+        f"16 hexadecimal digits of the salt's SHA-256, after a tenant and / for clients that have one"
+    )
+
+
+def parse_server_quotas(text: str) -> dict[str, int]:
+    """Parse ``server_quotas``; return bytes by name.
+
+    Raises:
+        ConfigError: one of them cannot be understood, or there are too many owners. No message shows a salt.
+    """
+    quotas = parse_quotas(text, "server_quotas", shows_names=_SALT not in text)
+    num_owners = sum(owner_named(name) is not None for name in quotas)
+    if num_owners > MAX_NAMES:
+        raise ConfigError(f"server_quotas names {num_owners} tags and salts: at most {MAX_NAMES} are allowed")
+    return quotas
+
+
+def owner_id(by: str, name: str) -> bytes:
+    """Return 16 bytes for a name of a salt or tag, by which notes on disk and servers tell whose a chunk is."""
+    parts = (part.encode("utf-8", "surrogatepass") for part in (by, name))
+    hashed = hashlib.sha256(_OWNER + b"".join(len(part).to_bytes(4, "little") + part for part in parts))
+    return hashed.digest()[:OWNER_BYTES]
 
 
 @dataclass(frozen=True)
@@ -118,13 +181,8 @@ class QuotaRules:
         return next((value for name, value in extras.tags if name == self.tag), "")
 
     def owner_of(self, name: str) -> bytes:
-        """Return 16 bytes for a name, by which notes on disk tell whose a chunk is; none for no name."""
-        if not name:
-            return b""
-        by = BY_SALT if self.tag is None else BY_TAG + self.tag
-        parts = (part.encode("utf-8", "surrogatepass") for part in (by, name))
-        hashed = hashlib.sha256(_OWNER + b"".join(len(part).to_bytes(4, "little") + part for part in parts))
-        return hashed.digest()[:OWNER_BYTES]
+        """Return the id of a name; none for no name."""
+        return owner_id(BY_SALT if self.tag is None else BY_TAG + self.tag, name) if name else b""
 
 
 NO_QUOTAS: Final = QuotaRules()

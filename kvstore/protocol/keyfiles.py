@@ -25,6 +25,7 @@ except ImportError as error:
 
 from kvstore.model.errors import ConfigError
 from kvstore.model.keyfile import read_bounded, require_private
+from kvstore.model.quotas import TENANT_PATTERN
 from kvstore.protocol import messages
 
 
@@ -51,6 +52,7 @@ NEEDED: Final[Mapping[type[messages.Request], Right]] = {  # one of these is eno
     messages.Front: Right.READ,
     messages.Release: Right.READ,
     messages.Reserve: Right.WRITE,
+    messages.ReserveFor: Right.WRITE,
     messages.Piece: Right.WRITE,
     messages.Attach: Right.WRITE,
     messages.Offer: Right.WRITE,
@@ -87,7 +89,7 @@ _OWN_SUFFIX: Final = ".key"
 _KEY = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _MAX_FILE_BYTES: Final = 4096
 _RIGHTS: Final = {names_of(right): right for right in Right}
-_TENANT = re.compile(r"[0-9a-zA-Z._-]{1,64}")
+_TENANT = re.compile(TENANT_PATTERN)
 
 
 class KeyPair(NamedTuple):

@@ -25,11 +25,12 @@ except ImportError as error:
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import ProtocolError
 from kvstore.model.keys import PREFIX_KEY_BYTES, Namespace
+from kvstore.model.quotas import OWNER_BYTES
 from kvstore.protocol.payload import MAX_CHUNK_PARTS, Geometry, Run
 
 Decoded = TypeVar("Decoded")
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 OLDEST_VERSION: Final = 1  # the oldest that is supported; its clients send no messages of later versions
 ENDS_VERSION: Final = 4  # the first whose clients hear of times to live
 PIECE_BYTES: Final = 2 << 20  # the most payload in one message
@@ -108,6 +109,13 @@ class Reserve(Request, tag=3, frozen=True):
     """Request for pages to write chunks to. Answered by ``Granted``."""
 
     refs: _Moves
+
+
+class ReserveFor(Request, tag=27, frozen=True):
+    """As ``Reserve``, for chunks of an owner, which count against its quota if it has one. Since version 5."""
+
+    refs: _Moves
+    owner: Annotated[bytes, msgspec.Meta(min_length=OWNER_BYTES, max_length=OWNER_BYTES)]
 
 
 class Commit(Request, tag=4, frozen=True):
@@ -317,7 +325,7 @@ class Lasting(Held, tag=10, frozen=True):
 
 
 class Granted(_Answer, tag=3, frozen=True):
-    """Answer to ``Reserve`` and ``Acquire``: pages for each chunk, or the reason why there are none."""
+    """Answer to ``Reserve``, ``ReserveFor`` and ``Acquire``: pages for each chunk, or the reason why there are none."""
 
     grants: list[Grant]
     usage: Usage

@@ -33,7 +33,7 @@ from kvstore.server.spaces import Chunk, Space
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk import survey
-from kvstore.tiers.disk.notes import trails_in
+from kvstore.tiers.disk.notes import owners_in, trails_in
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +48,14 @@ class Found(NamedTuple):
         chunks: its chunks and their sizes in bytes, the least recently used first.
         trails: their trails, as far as they were kept.
         ends: ends of the times to live of those that have one, on the monotonic clock.
+        owners: ids of their owners, as far as they were kept.
     """
 
     space: Space
     chunks: list[tuple[ChunkRef, int]]
     trails: dict[PrefixKey, bytes]
     ends: dict[ChunkRef, float]
+    owners: dict[PrefixKey, bytes]
 
 
 class Disk:
@@ -119,7 +121,7 @@ class Disk:
                 assert opened is not None
                 chunks, trails, ahead_s = opened.tier.scan(), trails_in(opened.tier), clock_ahead_s()
                 ends = {ref: until_s - ahead_s for ref, until_s in opened.tier.lifetimes() if until_s is not None}
-                found.append(Found(space, chunks, trails, ends))
+                found.append(Found(space, chunks, trails, ends, owners_in(opened.tier)))
         return found
 
     @property
@@ -290,7 +292,8 @@ class Disk:
                 return None
             try:
                 until_s = _on_disk(chunk.until_s)
-                (outcome,) = opened.tier.put([Transfer(chunk.ref, buffer, trail=chunk.trail, until_s=until_s)])
+                stored = Transfer(chunk.ref, buffer, trail=chunk.trail, until_s=until_s, owner=chunk.owner)
+                (outcome,) = opened.tier.put([stored])
             finally:
                 self._tiers.unclaim(most_bytes)
             if outcome is Outcome.FAILED:

@@ -30,6 +30,7 @@ class _Batch:
         serial: the serial number of the request.
         refs: the chunks wanted.
         is_write: True to write them, False to read.
+        owner: of chunks to write, as the client names it.
         grants: grants of the first chunks, so far.
         num_waiting: number of these chunks that are being read from disk.
     """
@@ -38,6 +39,7 @@ class _Batch:
     serial: int
     refs: list[ChunkRef]
     is_write: bool
+    owner: bytes
     grants: list[messages.Grant] = field(default_factory=list)
     num_waiting: int = 0
 
@@ -59,7 +61,7 @@ class Grants:
         self._loading: dict[Chunk, list[Callable[[Outcome], None]]] = {}
         self._waiting: deque[_Batch] = deque()  # for pages
 
-    def find(self, session: Session, request: messages.Reserve | messages.Acquire) -> None:
+    def find(self, session: Session, request: messages.Reserve | messages.ReserveFor | messages.Acquire) -> None:
         """Find or make the chunks of a request, and send the answer, perhaps later.
 
         Raises:
@@ -69,7 +71,8 @@ class Grants:
         if not all(map(session.space.has_size, refs)):
             raise ProtocolError(f"a chunk of this namespace has 1 to {session.space.layout.blocks_per_chunk} blocks")
         session.begin_late()
-        batch = _Batch(session, request.serial, refs, isinstance(request, messages.Reserve))
+        owner = request.owner if isinstance(request, messages.ReserveFor) else b""
+        batch = _Batch(session, request.serial, refs, not isinstance(request, messages.Acquire), owner)
         self._core.slices.begin(self._collect(batch))
 
     def go_on(self) -> None:
@@ -108,7 +111,7 @@ class Grants:
 
     def _reserve(self, batch: _Batch, ref: ChunkRef) -> Iterator[None]:
         session = batch.session
-        chunk = yield from self._core.stock.reserve(session.space, ref)
+        chunk = yield from self._core.stock.reserve(session.space, ref, batch.owner)
         if chunk is None:
             batch.grants.append(_no_grant(Outcome.FULL))
         elif self._may_still_lease(session, ref):
@@ -188,7 +191,7 @@ class Grants:
     def _grant(self, session: Session, chunk: Chunk, outcome: Outcome) -> messages.Grant:
         lease = self._core.sessions.lease(session, chunk, is_write=outcome is Outcome.STORED)
         if outcome is Outcome.HIT:
-            self._core.stock.note_read(chunk)
+            chunk.note_read()
             self._core.stock.holds.note_read(chunk, by_owner=bool(session.token))
         return messages.Grant(number_of(outcome), lease.number, chunk.runs)
 

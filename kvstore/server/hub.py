@@ -317,13 +317,14 @@ class Hub:
             self.service.writes.begin(chunk)
 
     def _take_stock(self, disk: Disk) -> None:
-        for former, chunks, trails, ends in disk.open_all():
+        for former, chunks, trails, ends, owners in disk.open_all():
             space = self.stock.spaces.enter(former.namespace, former.layout, former.tenant)
             if space is None:  # no client could ever use its chunks
                 disk.forget(former)
                 continue
             for ref, size_bytes in chunks:
-                chunk = Chunk(space, ref, disk_bytes=size_bytes, until_s=ends.get(ref))
+                owner = owners.get(ref.prefix_key, b"")
+                chunk = Chunk(space, ref, disk_bytes=size_bytes, until_s=ends.get(ref), owner=owner)
                 chunk.describe(trails.get(ref.prefix_key, b""))
                 self.stock.adopt(chunk)
         for _ in self.stock.change_quotas(self.options.quotas):  # after a crash files of evicted chunks may be back

@@ -42,7 +42,7 @@ class ServerOptions:
         disk: options of the disk; None without one.
         policy: eviction policy of the memory.
         disk_policy: eviction policy of the disk.
-        quotas: bytes by tenant, model or namespace; see ``Stock``.
+        quotas: bytes by tenant, model, namespace or owner; see ``Quotas``.
         drain_s: longest time that writes to disk may take at the end.
         max_writes: number of chunks that are written to disk at once.
         operators: names of the listed clients that also have the right to operate; ``*`` for all.

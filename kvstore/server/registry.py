@@ -37,7 +37,7 @@ class Spaces(dict[bytes, Space]):
             next(self.forget_empty(), None)
         if self._is_crowded(tenant, most):
             return None
-        fresh.quota = self.quotas.find(tenant, namespace, fresh.id)
+        self.quotas.enter(fresh)
         self[fresh.id] = fresh
         return fresh
 

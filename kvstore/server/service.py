@@ -250,7 +250,7 @@ class Service:
         match request:
             case messages.Lookup():
                 return self._lookup(session, request)
-            case messages.Acquire() | messages.Reserve():
+            case messages.Acquire() | messages.Reserve() | messages.ReserveFor():
                 self.grants.find(session, request)
                 return None
             case messages.Commit():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -39,6 +39,8 @@ class Chunk:
         sums: known checksums of parts of its payload in memory, by offset and length.
         trail: the keys at the ends of its blocks; empty if they are unknown.
         until_s: end of its time to live, on the server's clock; None for no end.
+        owner: id of its owner, as its writer named it; empty without one.
+        account: where its bytes count.
     """
 
     space: Space
@@ -56,12 +58,20 @@ class Chunk:
     sums: dict[tuple[int, int], bytes] = field(default_factory=dict)
     trail: bytes = b""
     until_s: float | None = None
+    owner: bytes = b""
+    account: Account = field(init=False)
 
     def __post_init__(self) -> None:
+        self.account = self.space.account_of(self.owner)
         self.key = self.space.key_of(self.ref)
         self.num_bytes = self.space.layout.payload_bytes(self.ref.num_blocks)
         self.size_bytes = pages_of(self.num_bytes) * PAGE_BYTES
         self.epoch = self.space.epoch
+
+    @property
+    def quota(self) -> Quota:
+        """The one quota that it counts against."""
+        return self.account.quota
 
     @property
     def is_pinned(self) -> bool:
@@ -78,6 +88,11 @@ class Chunk:
         """True if it cannot be found any more. From any thread."""
         return self.is_dropped or self.is_cleared
 
+    def note_read(self) -> None:
+        """Count a read that was granted to a client."""
+        self.space.counters.read_chunks += 1
+        self.space.counters.read_bytes += self.num_bytes
+
     def describe(self, trail: bytes) -> None:
         """Keep the trail, unless it is large in comparison with the payload."""
         if is_trail_of(trail, self.ref) and len(trail) <= self.num_bytes // TRAIL_SHARE:
@@ -85,13 +100,13 @@ class Chunk:
 
 
 class Quota:
-    """Limit on the bytes that some namespaces hold together.
+    """Limit on the bytes that some namespaces of a tenant, or an owner in all of them, hold together.
 
     Attributes:
         tenant: tenant of the namespaces.
         name: configured name of the quota; empty if none was configured.
         limit_bytes: limit in memory and on disk together, where each chunk counts once.
-        used_bytes: bytes of all chunks of these namespaces, those being written included.
+        used_bytes: bytes of all chunks that count, those being written included.
     """
 
     def __init__(self, tenant: str = "", name: str = "", limit_bytes: int = NO_QUOTA) -> None:
@@ -100,6 +115,10 @@ class Quota:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self._chunks: OrderedDict[Chunk, None] = OrderedDict()  # kept only if there is a limit
+
+    def lacks(self, num_bytes: int) -> bool:
+        """Tell if so many more bytes would exceed the limit."""
+        return self.used_bytes + num_bytes > self.limit_bytes
 
     def touch(self, chunk: Chunk) -> None:
         """Note that a chunk was stored or read."""
@@ -118,15 +137,48 @@ class Quota:
         self._chunks.pop(chunk, None)
 
     def by_age(self) -> Iterator[Chunk]:
-        """Iterate over the chunks of all of these namespaces, the least recently used first."""
+        """Iterate over the chunks that count, the least recently used first."""
         return iter(self._chunks)
 
     def settle(self, *, keeps_order: bool) -> Iterator[None]:
         """Forget the chunks that count against another quota now, or all without a limit or an order, in steps."""
         for chunk in list(self._chunks):
-            if chunk.space.quota is not self or self.limit_bytes == NO_QUOTA or not keeps_order:
+            if chunk.quota is not self or self.limit_bytes == NO_QUOTA or not keeps_order:
                 self.drop(chunk)
             yield
+
+
+class Account:
+    """Bytes of one namespace that count against one quota: those of an owner, or of all that have no quota.
+
+    Attributes:
+        quota: the quota, which ``count_against`` changes.
+        used_bytes: bytes of its chunks, those being written included.
+        stored_bytes: bytes of those that can be found.
+    """
+
+    def __init__(self, space: Space, quota: Quota) -> None:
+        self.quota = quota
+        self.used_bytes = 0
+        self.stored_bytes = 0
+        self._space = space
+
+    def charge(self, num_bytes: int) -> None:
+        """Count so many more bytes; fewer, if it is negative."""
+        self.used_bytes += num_bytes
+        self.quota.used_bytes += num_bytes
+        self._space.used_bytes += num_bytes
+
+    def drop(self, num_bytes: int) -> None:
+        """Count so many bytes less, which could be found."""
+        self.stored_bytes -= num_bytes
+        self.charge(-num_bytes)
+
+    def count_against(self, quota: Quota) -> None:
+        """Count all bytes against another quota."""
+        self.quota.used_bytes -= self.used_bytes
+        quota.used_bytes += self.used_bytes
+        self.quota = quota
 
 
 @dataclass
@@ -156,48 +208,80 @@ class Space:
         namespace: its fields.
         layout: the geometry of its chunks.
         tenant: owner of the chunks; empty for all clients without a tenant.
-        quota: the quota that it shares with other namespaces.
         chunks: its chunks, the least recently used first.
         trails: trails of the chunks that have one.
-        stored_bytes: bytes of the chunks that can be found.
+        owned: quotas of the tenant's owners, by id.
+        used_bytes: bytes of all chunks, those being written included.
         epoch: number of times that it was cleared.
         num_sessions: number of clients that use it now.
         num_ending: number of chunks with a time to live, those that were cleared but not dropped included.
+        common: account of the chunks whose owner has no quota.
+        accounts: accounts of owners that have a quota, or had one when a chunk was stored, by id.
     """
 
     namespace: Namespace
     layout: KVLayout
     tenant: str = ""
-    quota: Quota = field(default_factory=Quota)
     chunks: dict[ChunkRef, Chunk] = field(default_factory=dict)
     trails: Trails = field(default_factory=Trails)
-    stored_bytes: int = 0
+    owned: Mapping[bytes, Quota] = field(default_factory=dict)
+    used_bytes: int = 0
     epoch: int = 0
     num_sessions: int = 0
     num_ending: int = 0
     counters: SpaceCounters = field(default_factory=SpaceCounters)
+    common: Account = field(init=False)
+    accounts: dict[bytes, Account] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # The same names stand for other bytes with another geometry, and for another tenant's bytes.
         name = self.namespace.id + encode_geometry(self.layout) + self.tenant.encode()
         self.id = hashlib.sha256(name).digest()[:NAMESPACE_ID_BYTES]
-        self._used_bytes = 0
+        self.common = Account(self, Quota())
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes of all chunks, those being written included."""
-        return self._used_bytes
+    def quota(self) -> Quota:
+        """The quota of all chunks whose owner has none, which it shares with other namespaces."""
+        return self.common.quota
 
-    @used_bytes.setter
-    def used_bytes(self, value: int) -> None:
-        self.quota.used_bytes += value - self._used_bytes
-        self._used_bytes = value
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the chunks that can be found."""
+        return sum(account.stored_bytes for account in self.all_accounts())
 
-    def count_against(self, quota: Quota) -> None:
-        """Count all bytes against another quota."""
-        self.quota.used_bytes -= self._used_bytes
-        quota.used_bytes += self._used_bytes
-        self.quota = quota
+    def all_accounts(self) -> list[Account]:
+        """Return all accounts, which are as many as quotas are configured at most, or were."""
+        return [self.common, *self.accounts.values()]
+
+    def account_of(self, owner: bytes) -> Account:
+        """Return the account of an owner's chunks; unknown owners share one."""
+        account = self.accounts.get(owner)
+        if account is None and owner in self.owned:
+            account = self.accounts[owner] = Account(self, self.owned[owner])
+        return account or self.common
+
+    @property
+    def is_bounded(self) -> bool:
+        """True if any of its chunks count against a quota with a limit."""
+        return any(account.quota.limit_bytes != NO_QUOTA for account in self.all_accounts())
+
+    def forget_accounts(self) -> None:
+        """Forget the empty accounts of owners that have no quota any more."""
+        self.accounts = {owner: of for owner, of in self.accounts.items() if of.used_bytes or owner in self.owned}
+
+    def move(self, chunk: Chunk) -> bool:
+        """Count a chunk in its owner's account, which may be another one since quotas changed; True if it is."""
+        before, account = chunk.account, self.account_of(chunk.owner)
+        if account is before:
+            return False
+        before.quota.drop(chunk)
+        before.charge(-chunk.size_bytes)
+        account.charge(chunk.size_bytes)
+        if self.chunks.get(chunk.ref) is chunk:
+            before.stored_bytes -= chunk.size_bytes
+            account.stored_bytes += chunk.size_bytes
+        chunk.account = account
+        return True
 
     def key_of(self, ref: ChunkRef) -> bytes:
         """Return the name of a chunk among those of all namespaces."""

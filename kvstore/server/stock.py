@@ -9,8 +9,8 @@ be stored again, which a client that hangs would deny to all others.
 
 Some calls return an iterator whose *steps* do the work; other requests are served between the steps.
 
-Memory and disk each have a policy for the chunks of all namespaces. Namespaces at their common quota evict their own
-chunks, the least recently used first.
+Memory and disk each have a policy for the chunks of all namespaces. A quota that is used up evicts its own chunks, the
+least recently used first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Stock:
         disk_bytes: size of the disk; 0 for none.
         policy: eviction policy of the memory.
         disk_policy: eviction policy of the disk.
-        quotas: bytes by tenant, model or id; see ``Quotas``.
+        quotas: bytes by name; see ``Quotas``.
         first_stamp: first value of ``stamp``; later than any that clients know from an earlier server.
         now: the monotonic time in seconds.
     """
@@ -127,24 +127,27 @@ class Stock:
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
-    def reserve(self, space: Space, ref: ChunkRef) -> Generator[None, None, Chunk | None]:
+    def reserve(self, space: Space, ref: ChunkRef, owner: bytes = b"") -> Generator[None, None, Chunk | None]:
         """Find pages for a chunk that is to be written, in steps; return None without room.
 
         Args:
             space: its namespace.
             ref: its name. An old chunk of this name stays until the new one is complete, if there is room for both.
+            owner: id of its owner; see ``Quotas``.
         """
-        chunk = Chunk(space, ref)
+        chunk = Chunk(space, ref, owner=owner)
         old = space.chunks.get(ref)
-        if old is not None and space.quota.used_bytes + chunk.size_bytes > space.quota.limit_bytes:
+        if old is not None and old.quota is chunk.quota and chunk.quota.lacks(chunk.size_bytes):
             self._drop(old, MissReason.REMOVED)
-        while space.quota.used_bytes + chunk.size_bytes > space.quota.limit_bytes and self.drop_cleared():
+        while chunk.quota.lacks(chunk.size_bytes) and self.drop_cleared():
             yield  # or the search would visit all cleared chunks
-        fits = self._shrink(space.quota, space.quota.limit_bytes - chunk.size_bytes)
-        space.used_bytes += chunk.size_bytes  # before others may take what the quota has left
+            chunk.account = space.account_of(owner)  # quotas may have changed
+        account = chunk.account
+        fits = self._shrink(account.quota, account.quota.limit_bytes - chunk.size_bytes)
+        account.charge(chunk.size_bytes)  # before others may take what the quota has left
         runs = (yield from self._take(chunk, chunk.key)) if fits else None
         if runs is None:
-            space.used_bytes -= chunk.size_bytes
+            account.charge(-chunk.size_bytes)
             space.counters.full += 1
             return None
         chunk.runs = runs
@@ -158,7 +161,7 @@ class Stock:
         chunk.uses -= 1
         self.stamp += 1
         if not is_whole or chunk.is_cleared:
-            space.used_bytes -= chunk.size_bytes
+            chunk.account.charge(-chunk.size_bytes)
             self._free.give(chunk.runs)
             chunk.runs, chunk.is_dropped = (), True
             space.counters.failed += 1
@@ -166,21 +169,28 @@ class Stock:
         old = self._chunks.get(chunk.key)  # perhaps one that was cleared
         if old is not None:
             chunk.trail = chunk.trail or old.trail  # the same key has the same trail, and older clients send none
+            chunk.owner = chunk.owner or old.owner
             self._drop(old, MissReason.REMOVED)
+        space.move(chunk)  # if quotas have changed since
         chunk.is_whole = True
         self._admit(chunk)
         space.counters.stored_chunks += 1
         space.counters.stored_bytes += chunk.num_bytes
         return Outcome.STORED
 
+    def adopt(self, chunk: Chunk) -> None:
+        """Add a chunk that an earlier server stored."""
+        chunk.account.charge(chunk.size_bytes)
+        self._admit(chunk)
+
     def _admit(self, chunk: Chunk) -> None:
         chunk.space.chunks[chunk.ref] = chunk
-        chunk.space.stored_bytes += chunk.size_bytes
+        chunk.account.stored_bytes += chunk.size_bytes
         if chunk.trail:
             chunk.space.trails.add(chunk.trail)
         self._chunks[chunk.key] = chunk
         self.lifetimes.enter(chunk)
-        chunk.space.quota.touch(chunk)
+        chunk.quota.touch(chunk)
         if chunk.runs:
             self._enter_memory(chunk)
         if chunk.disk_bytes:
@@ -213,14 +223,9 @@ class Stock:
             self.release(chunk)
             return Outcome.MISS if chunk.is_gone else Outcome.FAILED
         space.chunks[ref] = space.chunks.pop(ref)  # the most recently used last
-        space.quota.touch(chunk)
+        chunk.quota.touch(chunk)
         self._memory.refresh_chain([chunk.key])
         return chunk
-
-    def note_read(self, chunk: Chunk) -> None:
-        """Count a read that was granted to a client."""
-        chunk.space.counters.read_chunks += 1
-        chunk.space.counters.read_bytes += chunk.num_bytes
 
     def release(self, chunk: Chunk) -> None:
         """End a use of a chunk."""
@@ -236,11 +241,6 @@ class Stock:
             self._drop(chunk, MissReason.LOST)
 
     # -- the disk ----------------------------------------------------------------------------------------------------
-
-    def adopt(self, chunk: Chunk) -> None:
-        """Add a chunk that an earlier server stored."""
-        chunk.space.used_bytes += chunk.size_bytes
-        self._admit(chunk)
 
     def prepare_write(self, chunk: Chunk, size_bytes: int) -> bool:
         """Make room on disk for a chunk in memory; return False without room.
@@ -332,8 +332,8 @@ class Stock:
         if count:
             self._cleared.append((space.chunks, space.trails))
         space.chunks, space.trails = {}, Trails()
-        space.used_bytes -= space.stored_bytes
-        space.stored_bytes = 0
+        for account in space.all_accounts():
+            account.drop(account.stored_bytes)
         space.epoch += 1
         self.stamp += 1
         self.pins.forget(space)
@@ -365,11 +365,10 @@ class Stock:
             del space.chunks[chunk.ref]
             if chunk.trail:
                 space.trails.discard(chunk.trail)
-            space.used_bytes -= chunk.size_bytes
-            space.stored_bytes -= chunk.size_bytes
+            chunk.account.drop(chunk.size_bytes)
             self.stamp += 1
         del self._chunks[chunk.key]
-        space.quota.drop(chunk)
+        chunk.quota.drop(chunk)
         self.num_in_memory -= bool(chunk.runs)
         self.departed.note(chunk.key, reason)
         if reason is MissReason.EVICTED:

@@ -58,7 +58,8 @@ class Transfer(NamedTuple):
 
     ``tenant`` is for ``put``, and chooses the key if the tier encrypts: ``KeyExtras.tenant`` of the chunk's requests.
 
-    ``owner`` is for ``put`` at a tier with a bound: the id of the chunk's owner, for ``owners``; empty for none.
+    ``owner`` is for ``put`` at a tier with a bound, or with quotas of its own: the id of the chunk's owner, for
+    ``owners``; empty for none.
 
     ``until_s`` is for ``put`` at a tier that ``keeps_lifetimes``: the end of the chunk's time to live, in seconds since
     1970; None for no end.

@@ -40,8 +40,8 @@ class Play:
         self.first = self._producer()
         real = Stock.reserve
 
-        def reserve(stock: Stock, space: Space, ref: ChunkRef) -> Generator[None, None, Chunk | None]:
-            return None if self.rng.random() < self.is_full else (yield from real(stock, space, ref))
+        def reserve(stock: Stock, space: Space, ref: ChunkRef, owner: bytes) -> Generator[None, None, Chunk | None]:
+            return None if self.rng.random() < self.is_full else (yield from real(stock, space, ref, owner))
 
         monkeypatch.setattr(Stock, "reserve", reserve)
         monkeypatch.setattr("kvstore.handover.sender.PROBE_INTERVAL_S", 0.01)

@@ -259,16 +259,16 @@ class TestGrants:
             seen: list[int] = []
             lookup, reserve = server.hub.stock.lookup, server.hub.stock.reserve
 
-            def slowly(space: Space, ref: ChunkRef) -> Generator[None, None, Chunk | None]:
+            def slowly(space: Space, ref: ChunkRef, owner: bytes) -> Generator[None, None, Chunk | None]:
                 time.sleep(0.05)  # so that the other client's message has arrived, even on a busy machine
-                return (yield from reserve(space, ref))
+                return (yield from reserve(space, ref, owner))
 
             def watched(space: Space, refs: Sequence[ChunkRef], *, hears_ends: bool = True) -> tuple[bytes, list[int]]:
                 seen.append(space.counters.evicted_chunks)
                 return lookup(space, refs, hears_ends=hears_ends)
 
             server.hub.stock.lookup = watched  # type: ignore[method-assign]
-            server.hub.stock.reserve = slowly  # type: ignore[method-assign]
+            server.hub.stock.reserve = slowly  # type: ignore[method-assign, assignment]
             gate = threading.Event()
             server.hub._jobs.report(partial(hold, gate))
             refs = [make_ref(number, 1) for number in range(5)]

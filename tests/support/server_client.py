@@ -81,7 +81,7 @@ def step(
     action = dice.randrange(100)
     if action < 35:
         buffer[: len(expected)] = expected
-        (outcome,) = tier.put([Transfer(ref, buffer)])
+        (outcome,) = tier.put([Transfer(ref, buffer, owner=ref.prefix_key)])  # which older servers do not hear of
         seen.stored += outcome is Outcome.STORED
         seen.failed += outcome is not Outcome.STORED
     elif action < 70:

@@ -32,7 +32,7 @@ def make_later(folder: Path) -> Path:
     version.write_text(version.read_text() + '\n__version__ = "99.1.0"\n')
     estate = folder / "kvstore/server/succession/estate.py"
     text = estate.read_text()
-    for last in ("    is_unwritten: bool\n", "    counters: dict[str, int]\n", "    paused_s: float\n"):
+    for last in ('    owner: bytes = b""\n', "    counters: dict[str, int]\n", "    paused_s: float\n"):
         assert text.count(last) == 1
         text = text.replace(last, f'{last}    news: str = "of a later version"\n')
     estate.write_text(text)

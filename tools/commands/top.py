@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _TIMEOUT_S: Final = 5.0
 _MAX_PAGE_BYTES: Final = 32 << 20
 _MAX_NAME: Final = 40  # letters of names that others chose
+_MAX_ROOM: Final = 32  # of the names of tiers and quotas: a tenant and a salt
+_MAX_QUOTAS: Final = 10
 _MAX_LINE: Final = 400
 _BAR_WIDTH: Final = 30
 _FIGURE_WIDTH: Final = 10  # so that columns keep their places
@@ -296,7 +298,7 @@ def _rooms(tree: Mapping[str, Any]) -> Iterator[Table]:
     ]
     quotas = [
         (f"{each['tenant']} {each['quota']}".strip(), each["used_bytes"], each["capacity_bytes"], size)
-        for each in tree["quotas"]
+        for each in tree["quotas"][:_MAX_QUOTAS]
     ]
     for title, rooms in (("tier", tiers), ("quota", quotas)):
         if not rooms:
@@ -307,7 +309,7 @@ def _rooms(tree: Mapping[str, Any]) -> Iterator[Table]:
         for name, used, whole, show in rooms:
             share = used / whole if whole else 0.0
             bar = Bar(1.0, 0.0, min(share, 1.0), width=_BAR_WIDTH, color="green" if share < 0.9 else "yellow")
-            table.add_row(_name(name, 20), show(used), show(whole), f"{share:.0%}", bar)
+            table.add_row(_name(name, _MAX_ROOM), show(used), show(whole), f"{share:.0%}", bar)
         yield table
 
 

@@ -21,7 +21,7 @@ def server_options(config: StoreConfig) -> ServerOptions:
         ConfigError: the configuration is not one of a server.
     """
     from kvstore.format.sealing import open_ring  # noqa: PLC0415
-    from kvstore.model.quotas import parse_quotas  # noqa: PLC0415
+    from kvstore.model.quotas import parse_server_quotas  # noqa: PLC0415
     from kvstore.protocol.keyfiles import read_list, read_pair  # noqa: PLC0415
     from kvstore.server.disk_tiers import DiskOptions  # noqa: PLC0415
     from kvstore.server.options import ServerOptions, parse_listen  # noqa: PLC0415
@@ -51,7 +51,7 @@ def server_options(config: StoreConfig) -> ServerOptions:
         disk=disk,
         policy=config.cache_policy,
         disk_policy=config.disk_cache_policy or config.cache_policy,
-        quotas=parse_quotas(config.server_quotas or "", "server_quotas"),
+        quotas=parse_server_quotas(config.server_quotas or ""),
         drain_s=config.server_drain_secs,
         max_writes=config.max_write_queue or 64,
         operators=frozenset(filter(None, map(str.strip, (config.server_operators or "").split(",")))),

@@ -54,6 +54,7 @@ class ChunkRecord(msgspec.Struct, array_like=True):
     trail: bytes
     is_lost: bool
     is_unwritten: bool
+    owner: bytes = b""
 
 
 class LeaseRecord(msgspec.Struct, array_like=True):
@@ -153,6 +154,7 @@ def _record(chunk: Chunk, space: int, *, is_lost: bool, is_unwritten: bool) -> C
         chunk.trail,
         is_lost,
         is_unwritten,
+        chunk.owner,
     )
 
 
@@ -177,7 +179,7 @@ def settle(estate: Estate, core: Core) -> list[Chunk]:
         session = sessions.begin(peer, OURSELVES, leases[0][0].space, token, core.now())
         for chunk, is_write in leases:
             chunk.uses += 1
-            chunk.space.used_bytes += chunk.size_bytes if is_write else 0  # until its write fails
+            chunk.account.charge(chunk.size_bytes if is_write else 0)  # until its write fails
             sessions.lease(session, chunk, is_write=is_write)
     stock.stamp = max(stock.stamp, estate.stamp + 1)
     return [chunk for chunk, record in zip(entered, estate.chunks, strict=True) if record.is_unwritten]
@@ -196,7 +198,7 @@ def _settle_space(core: Core, record: SpaceRecord) -> Space:
 
 def _settle_chunk(core: Core, space: Space, record: ChunkRecord) -> Chunk:
     ref = ChunkRef(record.prefix_key, record.num_blocks)
-    chunk = Chunk(space, ref, runs=tuple(record.runs), trail=record.trail, until_s=record.until_s)
+    chunk = Chunk(space, ref, tuple(record.runs), trail=record.trail, until_s=record.until_s, owner=record.owner)
     if record.is_lost:
         chunk.is_dropped = True
         return chunk

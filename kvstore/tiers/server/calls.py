@@ -13,6 +13,7 @@ from kvstore.model.chunks import ChunkRef, Outcome, Presence, is_trail_of
 from kvstore.model.errors import TierError
 from kvstore.model.keys import PREFIX_KEY_BYTES
 from kvstore.model.lifetime import Lifetime, rest_ms
+from kvstore.model.quotas import OWNER_BYTES
 from kvstore.protocol import messages
 from kvstore.protocol.outcomes import outcome_of
 from kvstore.tiers.base import MAX_NEAREST
@@ -72,12 +73,21 @@ def describe(connection: ServerConnection, lease: int, ref: ChunkRef, trail: byt
 
 
 def grants(
-    connection: ServerConnection, kind: type[messages.Reserve | messages.Acquire], refs: Sequence[ChunkRef]
+    connection: ServerConnection,
+    kind: type[messages.Reserve | messages.Acquire],
+    refs: Sequence[ChunkRef],
+    owner: bytes = b"",
 ) -> list[messages.Grant]:
-    """Request, for each chunk, a grant of pages to write or read it, or the reason why there are none."""
+    """Request, for each chunk, a grant of pages to write or read it, or the reason why there are none.
+
+    ``owner`` is the id of the owner of chunks to write, for a server that has quotas of owners.
+    """
     granted: list[messages.Grant] = []
     for part in _parts(refs, messages.MAX_MOVES):
-        answer = connection.ask(kind(connection.new_serial(), messages.pack_refs(part)), messages.Granted)
+        number, packed = connection.new_serial(), messages.pack_refs(part)
+        is_owned = len(owner) == OWNER_BYTES and connection.knows(messages.ReserveFor)
+        question = messages.ReserveFor(number, packed, owner) if is_owned else kind(number, packed)
+        answer = connection.ask(question, messages.Granted)
         granted += _complete(answer.grants, part)
     return granted
 

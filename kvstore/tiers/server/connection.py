@@ -40,6 +40,7 @@ _SINCE = {
     **dict.fromkeys((messages.Sending, messages.Describe, messages.Nearest), 2),
     **dict.fromkeys((messages.Front, messages.Attach, messages.Offer), 3),
     **dict.fromkeys((messages.Expire, messages.Prolong), messages.ENDS_VERSION),
+    messages.ReserveFor: 5,
 }
 
 

@@ -272,7 +272,7 @@ class ServerTier(Tier):
         return outcome
 
     def _store(self, connection: ServerConnection, transfer: Transfer) -> Outcome:
-        (grant,) = calls.grants(connection, messages.Reserve, [transfer.ref])
+        (grant,) = calls.grants(connection, messages.Reserve, [transfer.ref], transfer.owner)
         outcome = outcome_of(grant.outcome)
         if grant.lease:
             is_whole = calls.expire(connection, grant.lease, transfer.until_s) and self._mover.write(

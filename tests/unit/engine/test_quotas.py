@@ -46,6 +46,18 @@ def test_a_flood_stays_within_its_quota_and_a_restart_knows_whose_chunks_are_who
     assert not [path for path in (tmp_path / "kv").rglob("*") if path.is_file() and b"secret" in path.read_bytes()]
 
 
+def test_chunks_stored_without_quotas_count_against_those_that_come(tmp_path: Path) -> None:
+    rig, folder = Rig(), tmp_path / "kv"
+    with rig.open(slots=16, local_disk=folder) as engine:
+        rig.store(engine, tokens_of(1, 3 * CHUNK), extras=RED)
+        rig.store(engine, tokens_of(1, 2 * CHUNK), extras=BLUE)
+        rig.store(engine, tokens_of(1, CHUNK))
+        engine.flush()
+    with rig.open(slots=16, local_disk=folder, quotas=quotas(4, 8)) as engine:
+        red, others = engine._planner.index.owners
+        assert (len(red.disk), len(others.disk)) == (3, 3)
+
+
 def test_a_reset_ends_what_was_counted(tmp_path: Path) -> None:
     rig = Rig()
     with rig.open(slots=16, local_disk=tmp_path / "kv", quotas=quotas(4, 8)) as engine:

@@ -7,7 +7,7 @@ import pytest
 from kvstore.config import load_config
 from kvstore.model.errors import ConfigError
 from kvstore.model.keys import KeyExtras
-from kvstore.model.quotas import QuotaRules, parse_quotas
+from kvstore.model.quotas import QuotaRules, owner_named, parse_quotas, parse_server_quotas
 
 GIB = 1 << 30
 SALT = KeyExtras(cache_salt="s3cret").salt_name
@@ -71,3 +71,55 @@ def test_a_name_is_a_tag_or_the_hash_of_a_salt() -> None:
     assert by_salt.name_of(KeyExtras(cache_salt="s3cret", tags=(("team", "red"),))) == SALT
     assert (by_salt.names, by_tag.names) == ((SALT,), ("red",))
     assert not QuotaRules.parse("salt", None, None)
+
+
+def test_a_server_has_quotas_of_tags_and_salts_within_tenants() -> None:
+    text = f"team-a=40, team-a/tag:customer/red=5, tag:customer/a/b=c=3, salt:{SALT}=2, org/model=1, *=10"
+    quotas = parse_server_quotas(text)
+    assert quotas["org/model"] == GIB
+    owners = [owner for owner in map(owner_named, quotas) if owner is not None]
+    assert [(owner.tenant, owner.name) for owner in owners] == [
+        ("team-a", "tag:customer/red"),
+        ("", "tag:customer/a/b=c"),
+        ("", f"salt:{SALT}"),
+    ]
+    by_tag, by_salt = QuotaRules.parse("tag:customer", None, None), QuotaRules.parse("salt", None, None)
+    assert [owner.id for owner in owners] == [by_tag.owner_of("red"), by_tag.owner_of("a/b=c"), by_salt.owner_of(SALT)]
+    assert parse_server_quotas("") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("salt:s3cret=1", "names a salt in a way"),
+        (f"team a/salt:{SALT}=1", "after a tenant"),
+        (f"salt:{SALT.upper()}=1", "16 hexadecimal digits"),
+        (f"salt:{SALT}0=1", "16 hexadecimal digits"),
+        ("salt:s3cret=x", "number 1, that is no quota"),
+        ("a=1, a/salt:s3cret", "number 2, that is no quota"),
+        ("tag:customer=1", "'tag:customer' in a way"),
+        ("tag:customer/=1", "'tag:customer/' in a way"),
+        ("tag:/red=1", "write tag:NAME/VALUE"),
+        ("a/b/tag:customer/red=1", "'a/b/tag:customer/red'"),
+        ("/tag:customer/red=1", "'/tag:customer/red'"),
+        (", ".join(f"tag:customer/{number}=1" for number in range(257)), "257 tags and salts: at most 256"),
+    ],
+    ids=[
+        "a salt itself",
+        "no tenant's name",
+        "capitals",
+        "too long",
+        "no size",
+        "no equals sign",
+        "no value",
+        "an empty value",
+        "no tag",
+        "a path",
+        "no tenant",
+        "too many",
+    ],
+)
+def test_what_nearly_names_a_tag_or_salt_is_refused_and_no_salt_is_shown(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as refused:
+        parse_server_quotas(text)
+    assert "s3cret" not in str(refused.value)

@@ -14,6 +14,7 @@ from support.shop import CHUNK_BYTES, LATER_S, LAYOUT, Desk, whole
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import ProtocolError
 from kvstore.model.keys import Namespace
+from kvstore.model.quotas import owner_id
 from kvstore.protocol.payload import Run
 from kvstore.server.clients import IPC, OURSELVES
 from kvstore.server.pool import Pool, gaps
@@ -24,6 +25,8 @@ from kvstore.server.succession.estate import ChunkRecord, Estate, draw_up, settl
 from kvstore.testing.harness import make_ref
 
 REFS = [make_ref(number, 1 + number % 4) for number in range(12)]
+OWNERS = [b"", owner_id("tag:team", "red"), owner_id("tag:team", "unknown")]
+QUOTAS = {"tenant/tag:team/red": 3 * CHUNK_BYTES, "tag:team/red": 4 * CHUNK_BYTES}
 TOKENS = [bytes([number]) * 16 for number in range(3)]
 numbers = st.integers(0, len(REFS) - 1)
 actions = st.lists(
@@ -59,7 +62,7 @@ class House:
         ref = REFS[number]
         space = self.space(who % 2)
         if name == "store":
-            chunk = whole(self.stock.reserve(space, ref))
+            chunk = whole(self.stock.reserve(space, ref, OWNERS[number // 2 % 3]))
             if chunk is not None:
                 chunk.until_s = 1e6 if number % 3 == 0 else None
                 assert self.stock.complete(chunk, is_whole=True) is Outcome.STORED
@@ -80,7 +83,7 @@ class House:
             found = whole(self.stock.acquire(session.space, ref))
             if isinstance(found, Chunk):
                 self.sessions.lease(session, found, is_write=False)
-        elif (reserved := whole(self.stock.reserve(session.space, ref))) is not None:
+        elif (reserved := whole(self.stock.reserve(session.space, ref, OWNERS[1]))) is not None:
             self.sessions.lease(session, reserved, is_write=True)
 
     def rest(self) -> None:
@@ -91,11 +94,22 @@ class House:
     def contents(self) -> dict[tuple[str, str], dict[ChunkRef, tuple[Any, ...]]]:
         return {
             (space.tenant, str(space.namespace.fields["model"])): {
-                ref: (chunk.runs, chunk.is_whole, chunk.disk_bytes, chunk.pin_end_s, chunk.until_s, chunk.trail)
+                ref: (
+                    chunk.runs,
+                    chunk.is_whole,
+                    chunk.disk_bytes,
+                    chunk.pin_end_s,
+                    chunk.until_s,
+                    chunk.trail,
+                    chunk.owner,
+                )
                 for ref, chunk in space.chunks.items()
             }
             for space in self.stock.spaces.values()
         }
+
+    def quotas(self) -> dict[tuple[str, str], int]:
+        return {(quota.tenant, quota.name): quota.used_bytes for quota in self.stock.spaces.quotas}
 
     def leases(self) -> dict[bytes, list[tuple[tuple[Run, ...], bool]]]:
         return {
@@ -120,11 +134,12 @@ def succeed(before: House, quotas: dict[str, int] | None = None) -> tuple[House,
 
 @given(actions)
 def test_the_successor_has_the_same(steps: list[tuple[str, int, int]]) -> None:
-    before = House()
+    before = House(QUOTAS)
     for step in steps:
         before.act(*step)
     before.rest()
-    after, _ = succeed(before)
+    after, _ = succeed(before, QUOTAS)
+    assert after.quotas() == before.quotas()
     assert after.contents() == before.contents()
     assert after.leases() == before.leases()
     assert after.uses() == before.uses()
@@ -221,6 +236,19 @@ def test_a_later_version_may_add_to_its_records() -> None:
     after = House()
     settle(read, after.core)
     assert after.contents() == before.contents()
+
+
+def test_an_estate_of_an_earlier_version_names_no_owners() -> None:
+    before = House(QUOTAS)
+    for number in (2, 6):
+        before.act("store", 0, number)
+    tree = msgspec.msgpack.decode(msgspec.msgpack.encode(draw_up(before.core, (), [])))
+    assert {each.pop() for each in tree[1]} == {OWNERS[0], OWNERS[1]}
+    after = House(QUOTAS)
+    settle(msgspec.msgpack.decode(msgspec.msgpack.encode(tree), type=Estate), after.core)
+    used_bytes = sum(before.quotas().values())
+    assert after.quotas()["tenant", "tag:team/red"] == 0
+    assert sum(after.quotas().values()) == used_bytes > 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5)), max_size=6))

@@ -30,6 +30,7 @@ REQUESTS: list[Request] = [
     messages.Hello(1, messages.PROTOCOL_VERSION, {"model": "mine"}, GEOMETRY, 0, b""),
     messages.Lookup(1, messages.pack_refs([ONE])),
     messages.Reserve(1, messages.pack_refs([TWO])),
+    messages.ReserveFor(1, messages.pack_refs([TWO]), bytes(16)),
     messages.Commit(1, [1], True),
     messages.Acquire(1, messages.pack_refs([ONE])),
     messages.Release(1, [1]),

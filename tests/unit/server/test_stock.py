@@ -18,11 +18,12 @@ from support.shop import whole
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
+from kvstore.model.quotas import owner_id
 from kvstore.protocol.payload import PAGE_BYTES
 from kvstore.server.clients import OURSELVES, TCP
 from kvstore.server.pool import FreePages
 from kvstore.server.sessions import Lease, Peer, Session, Sessions
-from kvstore.server.spaces import NO_QUOTA, Chunk, Space
+from kvstore.server.spaces import NO_QUOTA, Chunk, Quota, Space
 from kvstore.server.stock import Stock
 from kvstore.testing.harness import make_ref
 
@@ -33,7 +34,16 @@ REFS = st.builds(make_ref, st.integers(0, 5), st.sampled_from([1, 4]))
 RESTS_MS = st.sampled_from([0, 0, 1, 5000, 10_000, 30_000])
 SELDOM = st.integers(0, 9).map(lambda number: int(number == 0))
 QUOTA_BYTES = 8 * PAGE_BYTES
-QUOTAS = [{"2": QUOTA_BYTES}, {}, {"2": QUOTA_BYTES // 2}, {"*": QUOTA_BYTES}, {"1": 6 * PAGE_BYTES, "2": QUOTA_BYTES}]
+OWNERS = {owner_id("tag:team", name): f"tag:team/{name}" for name in ("red", "blue")}
+IDS = st.sampled_from([b"", *OWNERS, owner_id("tag:team", "unknown")])
+RED, BLUE = OWNERS.values()
+QUOTAS = [
+    {"2": QUOTA_BYTES, RED: 4 * PAGE_BYTES},
+    {},
+    {"2": QUOTA_BYTES // 2},
+    {"*": QUOTA_BYTES, BLUE: 6 * PAGE_BYTES},
+    {"1": 6 * PAGE_BYTES, "2": QUOTA_BYTES, RED: 2 * PAGE_BYTES, BLUE: 4 * PAGE_BYTES},
+]
 
 
 class StockMachine(RuleBasedStateMachine):
@@ -53,7 +63,7 @@ class StockMachine(RuleBasedStateMachine):
             disk_bytes=DISK_BYTES,
             policy="LRU",
             disk_policy="LRU",
-            quotas={"2": QUOTA_BYTES},
+            quotas=QUOTAS[0],
             now=lambda: self.now_s,
         )
         self.sessions = Sessions(self.stock, POOL_PAGES * PAGE_BYTES, {TCP: 6})
@@ -79,7 +89,8 @@ class StockMachine(RuleBasedStateMachine):
         self.open()
         for chunk in self.files.values():
             space = self.stock.spaces[chunk.space.id]
-            self.stock.adopt(Chunk(space, chunk.ref, disk_bytes=chunk.size_bytes, until_s=chunk.until_s))
+            found = {"disk_bytes": chunk.size_bytes, "until_s": chunk.until_s, "owner": chunk.owner}
+            self.stock.adopt(Chunk(space, chunk.ref, **found))  # type: ignore[arg-type]
         self.files = {key: self.stock._chunks[key] for key in self.files}
         for _ in self.stock.change_quotas(self.stock.spaces.quotas.given):
             pass
@@ -113,12 +124,12 @@ class StockMachine(RuleBasedStateMachine):
         else:
             assert (is_changed, end_s) == (asked_s > before_s, max(before_s, asked_s))
 
-    @rule(who=st.integers(0, 5), ref=REFS, is_slow=st.booleans(), rest_ms=RESTS_MS)
-    def reserve(self, who: int, ref: ChunkRef, is_slow: bool, rest_ms: int) -> None:
-        self.begin(self._reserve(self.clients[who], ref, rest_ms), is_slow=is_slow)
+    @rule(who=st.integers(0, 5), ref=REFS, is_slow=st.booleans(), rest_ms=RESTS_MS, owner=IDS)
+    def reserve(self, who: int, ref: ChunkRef, is_slow: bool, rest_ms: int, owner: bytes) -> None:
+        self.begin(self._reserve(self.clients[who], ref, rest_ms, owner), is_slow=is_slow)
 
-    def _reserve(self, session: Session, ref: ChunkRef, rest_ms: int) -> Iterator[None]:
-        chunk = yield from self.watched(session.space, self.stock.reserve(session.space, ref))
+    def _reserve(self, session: Session, ref: ChunkRef, rest_ms: int, owner: bytes) -> Iterator[None]:
+        chunk = yield from self.watched(session.space, self.stock.reserve(session.space, ref, owner), owner)
         if chunk is not None:
             chunk.until_s = self.stock.lifetimes.end_in(rest_ms)
         if chunk is not None and session.is_over:
@@ -154,9 +165,18 @@ class StockMachine(RuleBasedStateMachine):
                 self.under_way.pop(work)
                 return
 
-    def watched(self, space: Space, steps: Generator[None, None, Any]) -> Generator[None, None, Any]:
+    def quota_of(self, space: Space, owner: bytes) -> Quota:
+        """Return the quota of an owner's chunks, as the configuration has it now."""
+        named = (quota for quota in self.stock.spaces.quotas if quota.name == OWNERS.get(owner))
+        return next(named, space.quota)
+
+    def watched(
+        self, space: Space, steps: Generator[None, None, Any], owner: bytes = b""
+    ) -> Generator[None, None, Any]:
         """Run steps, and check that cleared chunks make room first: meanwhile none is evicted or refused."""
+        begun = self.quota_of(space, owner)
         while True:
+            has_limit = min(begun.limit_bytes, self.quota_of(space, owner).limit_bytes) < NO_QUOTA
             evicted = self.num_evicted()
             try:
                 next(steps)
@@ -164,9 +184,9 @@ class StockMachine(RuleBasedStateMachine):
                 is_refused = end.value in (None, Outcome.FAILED)
                 found = end.value
                 break
-            assert self.num_evicted() == evicted or space.quota.limit_bytes < NO_QUOTA or not self.idle_cleared()
+            assert self.num_evicted() == evicted or has_limit or not self.idle_cleared()
             yield
-        assert not (is_refused and self.idle_cleared() and space.quota.limit_bytes == NO_QUOTA), "refused for its sake"
+        assert not (is_refused and self.idle_cleared() and not has_limit), "refused for its sake"
         return found
 
     def num_evicted(self) -> int:
@@ -185,12 +205,12 @@ class StockMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.stock.drop_cleared()
 
-    @rule(who=st.integers(0, 5), refs=st.lists(REFS, min_size=1, max_size=4))
-    def store(self, who: int, refs: list[ChunkRef]) -> None:
+    @rule(who=st.integers(0, 5), refs=st.lists(REFS, min_size=1, max_size=4), owner=IDS)
+    def store(self, who: int, refs: list[ChunkRef], owner: bytes) -> None:
         """Store as engines do, which then want the chunks on disk."""
         for ref in refs:
             session = self.clients[who]
-            chunk = whole(self.stock.reserve(session.space, ref))
+            chunk = whole(self.stock.reserve(session.space, ref, owner))
             if chunk is not None:
                 self._give_back(session, self.sessions.lease(session, chunk, is_write=True), is_whole=True)
                 self._end_writes()
@@ -387,12 +407,19 @@ class StockMachine(RuleBasedStateMachine):
     def quotas_add_up(self) -> None:
         spaces = self.stock.spaces.values()
         assert {space.quota for space in spaces} <= {*self.stock.spaces.quotas}
+        chunks = [chunk for space in spaces for chunk in space.chunks.values()]
+        for account in [account for space in spaces for account in space.all_accounts()]:
+            assert account.stored_bytes == sum(chunk.size_bytes for chunk in chunks if chunk.account is account)
+        for space in spaces:
+            assert space.used_bytes == sum(account.used_bytes for account in space.all_accounts())
+        for chunk in chunks if not self.is_changing else ():
+            assert chunk.quota is self.quota_of(chunk.space, chunk.owner)
         for quota in self.stock.spaces.quotas:
-            shared = [space for space in spaces if space.quota is quota]
-            assert quota.used_bytes == sum(space.used_bytes for space in shared)
+            shared = [account for space in spaces for account in space.all_accounts() if account.quota is quota]
+            assert quota.used_bytes == sum(account.used_bytes for account in shared)
             assert quota.used_bytes <= quota.limit_bytes or self.has_changed
             known = set(quota.by_age()) - set(self.cleared())
-            there = {chunk for space in shared for chunk in space.chunks.values()}
+            there = {chunk for chunk in chunks if chunk.quota is quota}
             if not self.is_changing:
                 assert known == (there if quota.limit_bytes < NO_QUOTA else set())
                 assert len(quota._chunks) == len(list(quota.by_age()))

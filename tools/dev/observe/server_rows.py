@@ -110,12 +110,12 @@ SERVER: Final = Row(
             },
         ),
         Panel(
-            "Quotas in use",
-            "At its quota a name evicts its own chunks.",
+            "Fullest quotas at servers",
+            "At its quota a name of server_quotas evicts its own chunks.",
             FRACTION,
             {
-                "{{tenant}} {{quota}}": f"{total(server('quota_used_bytes'), 'tenant, quota')} / "
-                f"{total(server('quota_capacity_bytes'), 'tenant, quota')}"
+                "{{tenant}} {{quota}}": f"topk(10, {total(server('quota_used_bytes'), 'tenant, quota')} / "
+                f"{total(server('quota_capacity_bytes'), 'tenant, quota')})"
             },
         ),
         Panel(
