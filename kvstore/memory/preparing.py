@@ -132,6 +132,7 @@ class Preparation:
         for address in pinned:
             assert self._pinner is not None
             self._pinner.unpin(address)
+        self._memory = self._memory[:0].copy()  # others decide how long it lives
 
     def _wait_pinned(self) -> None:
         """Wait until all memory is pinned, or pinning has been given up. No driver call begins after that."""

@@ -190,6 +190,7 @@ class Pool:
     def close(self) -> None:
         """Stop allocating, and close the memfd; the memory lives until its last user is gone."""
         self._preparation.close()
+        self.bytes = self.bytes[:0].copy()  # what refers to this object may live until a collection of cycles
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import threading
@@ -23,11 +22,6 @@ from kvstore.model.chunks import ByteArray, Outcome
 from kvstore.model.errors import TierError
 from kvstore.server.pool import _PIECE_BYTES
 from kvstore.testing.harness import EVEN, make_payload, make_ref, make_transfer
-
-
-@pytest.fixture(autouse=True)
-def _nothing_of_earlier_tests() -> None:
-    gc.collect()
 
 
 def held_pools() -> int:
@@ -59,8 +53,8 @@ class TestItComesBack:
         assert held_pools() == before
 
     def test_from_an_idle_client_of_one_that_has_ended(self) -> None:
+        before = mapped_pools()
         with serving_ipc() as server:
-            before = mapped_pools()
             tier = open_tier(server.url)
             assert works(tier)
             assert mapped_pools() > before
@@ -68,8 +62,8 @@ class TestItComesBack:
         tier.close()
 
     def test_when_what_was_lent_is_given_back(self) -> None:
+        before = mapped_pools()
         with serving_ipc() as server:
-            before = mapped_pools()
             tier = open_tier(server.url)
             assert works(tier)
             loan = tier.borrow([A])
@@ -85,8 +79,8 @@ class TestItComesBack:
         """The memory stays as long as a call copies from it."""
         gate = Gate()
         monkeypatch.setattr(np, "concatenate", gate.before(np.concatenate))
+        before = mapped_pools()
         with serving_ipc() as server:
-            before = mapped_pools()
             tier = open_tier(server.url)
             assert works(tier)
             outcomes: list[Outcome] = []
@@ -106,8 +100,8 @@ class TestItComesBack:
 
     def test_when_a_use_has_ended_that_did_not_notice(self) -> None:
         gate = Gate()
+        before = mapped_pools()
         with serving_ipc() as server:
-            before = mapped_pools()
             tier = open_tier(server.url)
             assert works(tier)
             using = threading.Thread(target=tier._connections.use, args=(lambda _: gate(),))

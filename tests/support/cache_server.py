@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import itertools
 import os
 import shutil
 import signal
@@ -24,13 +22,10 @@ from support.forked import ForkedProcess, forker
 from support.redis_server import wait_for
 
 POOL_BYTES = 64 << 20
-_KEPT_POOLS = 24  # of ended servers, which are cycles; Python's own collections come too late for so much memory
-_ended = itertools.count(1)
 
 
 def mapped_pools() -> int:
     """Count the pools of cache servers that this process has mapped, those of servers in it included."""
-    gc.collect()  # servers of earlier tests
     return Path("/proc/self/maps").read_text().count("memfd:kvstore-pool")
 
 
@@ -60,8 +55,6 @@ class ServerThread:
             self.hub.stop()
         self._thread.join(60)
         assert not self._thread.is_alive()
-        if next(_ended) % _KEPT_POOLS == 0:
-            gc.collect()
 
 
 @contextmanager
