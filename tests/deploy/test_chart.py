@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from support.chart import CHART, EXAMPLES, Manifest, helm, manifests, only, render
+from support.drain_hooks import LAST_QUESTION_S, assert_drains
 
 from kvstore.config import load_config
 from kvstore.model.version import __version__
@@ -277,6 +278,25 @@ def test_vllm_is_pointed_at_the_cache_of_its_host() -> None:
     arguments = model["vllmConfig"]["extraArgs"]
     flag = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
     assert (flag["kv_connector"], flag["kv_load_failure_policy"]) == ("KVStoreConnector", "recompute")
+
+
+def test_vllm_drains_before_its_pod_ends() -> None:
+    """The grace period holds the hook, with its last question, and then vLLM's end."""
+    (model,) = yaml.safe_load((EXAMPLES / "vllm-values.yaml").read_text())["servingEngineSpec"]["modelSpec"]
+    patch = yaml.safe_load((EXAMPLES / "vllm-drain.yaml").read_text())
+    spec = patch["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    wait_s = assert_drains(container["lifecycle"]["preStop"]["exec"]["command"])
+    arguments = model["vllmConfig"]["extraArgs"]
+    end_s = int(arguments[arguments.index("--shutdown-timeout") + 1])
+    assert spec["terminationGracePeriodSeconds"] > wait_s + LAST_QUESTION_S + end_s
+    labels = {"app": "vllm"}
+    patch |= {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "vllm"}}
+    patch["spec"]["selector"] = {"matchLabels": labels}
+    patch["spec"]["template"]["metadata"] = {"labels": labels}
+    schemas = pytest.importorskip("kubernetes_validate", reason="needs the schemas in kubernetes-validate")
+    for version in VERSIONS:
+        schemas.validate(patch, version, strict=True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.drain_hooks import assert_drains
 
 from kvstore.config import load_config
 from kvstore.tools.serve.options import server_options
@@ -38,8 +39,15 @@ def mounts(name: str) -> dict[str, str]:
 
 def test_it_is_of_the_compose_specification() -> None:
     specification = pytest.importorskip("compose_spec", reason="needs compose-spec")
-    specification.PyCompose.from_yaml(yaml.safe_dump(compose())).validate()
-    wrong = compose()
+    models = pytest.importorskip("compose_spec.models", reason="needs compose-spec")
+    tree = compose()
+    typed = models.ComposeSpecification.model_validate(tree)
+    hooks = {name: each.pop("pre_stop") for name, each in tree["services"].items() if "pre_stop" in each}
+    assert hooks.keys() == {"vllm-a", "vllm-b"}  # newer than the strict half of that package
+    for name, given in hooks.items():
+        assert [hook.command for hook in typed.services[name].pre_stop] == [hook["command"] for hook in given]
+    specification.PyCompose.from_yaml(yaml.safe_dump(tree)).validate()
+    wrong = tree
     wrong["services"]["cache"]["mem_limits"] = "1g"
     with pytest.raises(ValueError, match="mem_limits"):
         specification.PyCompose.from_yaml(yaml.safe_dump(wrong))
@@ -98,6 +106,8 @@ def test_vllm_uses_the_cache(name: str) -> None:
     assert (flag["kv_connector"], flag["kv_load_failure_policy"]) == ("KVStoreConnector", "recompute")
     drain_s = int(engine["command"][engine["command"].index("--shutdown-timeout") + 1])
     assert int(engine["stop_grace_period"].removesuffix("s")) > drain_s
+    (hook,) = engine["pre_stop"]
+    assert_drains(hook["command"])
 
 
 def test_prometheus_asks_all() -> None:

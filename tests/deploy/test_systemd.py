@@ -9,18 +9,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.drain_hooks import LAST_QUESTION_S, assert_drains
 
 from kvstore.config import load_config
 
 UNIT = Path(__file__).resolve().parents[2] / "deploy" / "systemd" / "kvstore.service"
+DROP_IN = UNIT.with_name("drain.conf")
 PROGRAM = "/opt/kvstore/bin/kvstore"
 MAX_EXPOSURE = 20  # of 100, as systemd counts: the host's network remains
 
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 
 
-def values(key: str) -> list[str]:
-    return re.findall(rf"^{key}=(.*)$", UNIT.read_text(), re.MULTILINE)
+def values(key: str, file: Path = UNIT) -> list[str]:
+    return re.findall(rf"^{key}=(.*)$", file.read_text(), re.MULTILINE)
 
 
 def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -71,3 +73,22 @@ def test_it_waits_for_the_chunks_and_reloads() -> None:
     assert "kill -HUP $MAINPID" in reload
     assert start.startswith(f"{PROGRAM} serve --config ")
     assert before == f"{start} --check"
+
+
+def test_vllm_drains_before_its_unit_ends() -> None:
+    (command,), (stop_s,) = values("ExecStop", DROP_IN), values("TimeoutStopSec", DROP_IN)
+    program, *words = command.split()
+    assert program == f"-{PROGRAM}", "a failure is no failure of the unit"
+    assert int(stop_s) > assert_drains(["kvstore", *words]) + LAST_QUESTION_S
+
+
+@needs_systemd
+def test_systemd_takes_the_drop_in(tmp_path: Path) -> None:
+    unit, folder = tmp_path / "vllm.service", tmp_path / "vllm.service.d"
+    folder.mkdir()
+    unit.write_text(f"[Service]\nExecStart={sys.executable} serve\n")
+    for wrong in (False, True):
+        text = DROP_IN.read_text().replace(PROGRAM, sys.executable)
+        (folder / DROP_IN.name).write_text(text.replace("ExecStop=", "ExecStops=") if wrong else text)
+        result = analyze("--man=no", "verify", str(unit))
+        assert (DROP_IN.name in result.stderr) is wrong, result.stderr

@@ -47,7 +47,7 @@ def drain(
     admin: Admin = _ADMIN,
     token_file: Annotated[Path | None, typer.Option(help="The file in internal_api_server_token_file.")] = None,
     workers: Annotated[
-        bool, typer.Option("--workers", help="Drain this host's workers, of an engine whose endpoint is on another.")
+        bool, typer.Option("--workers", help="Drain this host's workers themselves, without the endpoint.")
     ] = False,
     engine: Annotated[str, typer.Option(help="Of which engine with --workers, as engine_id in vLLM's setting.")] = "",
     wait_s: Annotated[float, typer.Option(min=0, help="Longest wait for chunks that are being written.")] = 30.0,
