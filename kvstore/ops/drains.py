@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _ORDER: Final = b"drain"
 _PREFIX: Final = "kvstore-drain-"
 _LISTENER: Final = re.compile(rf"@({_PREFIX}([0-9a-f]{{8}})-[0-9a-f]{{32}})$", re.MULTILINE)
+_RANK: Final = re.compile(r"_dp\d+$")
 _SOCKETS: Final = Path("/proc/net/unix")
 _MAX_ORDERS: Final = 16  # at once
 _ANSWER_WITHIN_S: Final = 5.0
@@ -101,8 +102,11 @@ class DrainListener:
 
 
 def mark_of(engine: str) -> str:
-    """Return the mark of an engine, given its id, which stands in its workers' names."""
-    return hashlib.sha256(engine.encode()).hexdigest()[:8]
+    """Return the mark of an engine, given its id, which stands in its workers' names.
+
+    Ranks of data parallelism are one engine; vLLM numbers their ids.
+    """
+    return hashlib.sha256(_RANK.sub("", engine).encode()).hexdigest()[:8]
 
 
 def drain_at(name: str) -> int | None:
@@ -136,7 +140,7 @@ def drain_all(names: Collection[str]) -> Left:
 
 
 class Listening(NamedTuple):
-    """A worker that takes orders: its name for them, a mark of its engine, and its process."""
+    """A worker that takes orders: its name for them, a mark of its engine, and its process; 0 if that is unknown."""
 
     name: str
     engine: str

@@ -10,11 +10,11 @@ _WITHIN_S: Final = 0.5
 
 
 def knock(listener: socket.socket) -> None:
-    """Connect to a unix socket that listens, and leave at once. Nothing happens if it is closed.
+    """Connect to a unix socket that listens, and leave at once; do nothing if it is closed, or no file can be opened.
 
     A shutdown of the socket would wake the thread as well, but some kernels then let ``accept`` spin until its
     deadline.
     """
-    with socket.socket(socket.AF_UNIX, listener.type) as visitor, suppress(OSError):
+    with suppress(OSError), socket.socket(socket.AF_UNIX, listener.type) as visitor:
         visitor.settimeout(_WITHIN_S)
         visitor.connect(listener.getsockname())

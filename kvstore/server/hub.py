@@ -235,6 +235,7 @@ class Hub:
             self._unix_socket.owns_path = True
             self.service.writes.is_held = False
             self.core.slices.begin(self.service.writes.go_on())
+            self.service.change(options.quotas, options.pin_max_s)  # the predecessor's may have been larger
         if options.folder is not None:
             self._sockets[IPC] = bind_router(self._context, f"ipc://{options.folder / CONTROL_NAME}")
             (options.folder / CONTROL_NAME).chmod(0o600)
@@ -248,12 +249,12 @@ class Hub:
 
     def _change(self, options: ServerOptions) -> int:
         self._refuse_if_paused()
-        self.options = options
+        former, self.options = self.options, options
         self._clients.change(options.listed, options.operators)
         if self._client_keys is not None:
             self._client_keys.change(options.listed)
         self.sessions.share_between(self._clients.num_sharers)
-        self.service.change(options.quotas, options.pin_max_s)
+        self.service.change(options.quotas if options.quotas != former.quotas else None, options.pin_max_s)
         self.core.keep_denials({listed.name for listed in options.listed.values()})
         count = 0
         for session in [session for peer, session in self.sessions.by_peer.items() if peer.socket == TCP]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
-from itertools import chain, zip_longest
+from itertools import chain
 
 from kvstore.model.keys import Namespace
 from kvstore.model.quotas import ANY_NAME, owner_named
@@ -100,9 +100,13 @@ class Quotas:
 
 
 def _learn_order(spaces: Collection[Space]) -> Iterator[None]:
-    """Note all chunks at their quotas, those used last first, in steps."""
-    for group in zip_longest(*(reversed(list(space.chunks.values())) for space in spaces)):
-        for chunk in group:
-            if chunk is not None and not chunk.is_gone:
+    """Note all chunks at their quotas, those used last first, in as many steps as there are chunks and namespaces."""
+    orders = deque(reversed(list(space.chunks.values())) for space in spaces)
+    while orders:
+        order = orders.popleft()
+        chunk = next(order, None)
+        if chunk is not None:
+            orders.append(order)
+            if not chunk.is_gone:
                 chunk.quota.adopt(chunk)
-            yield
+        yield

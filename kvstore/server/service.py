@@ -158,11 +158,10 @@ class Service:
         yield from stock.spaces.forget_empty()
         self._is_expiring = False
 
-    def change(self, quotas: Mapping[str, int], pin_max_s: float) -> None:
-        """Apply other bounds, the quotas in slices."""
+    def change(self, quotas: Mapping[str, int] | None, pin_max_s: float) -> None:
+        """Apply other bounds, the quotas in slices; None leaves the quotas as they are."""
         self._orders.pin_max_s = pin_max_s
-        wanted = self._core.stock.spaces.quotas.given if self._quotas is None else self._quotas
-        if quotas == wanted:
+        if quotas is None:
             return
         self._quotas = quotas
         if not self._is_changing_quotas:

@@ -22,7 +22,7 @@ from kvstore.adapters.vllm.requests.params import parse_handover
 from kvstore.adapters.vllm.scheduler.operator import SchedulerControls
 from kvstore.config import StoreConfig
 from kvstore.model.chunks import Outcome
-from kvstore.ops.drains import workers_here
+from kvstore.ops.drains import Listening, workers_here
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tools.cli import app
@@ -202,6 +202,17 @@ class TestHostsWithoutTheScheduler:
         assert self.run("")[0] == 0
         monkeypatch.setattr(engines, "workers_here", list)
         assert self.run("")[0] == 2
+
+    def test_whoever_does_not_say_whose_it_is_decides_nothing(
+        self, decode: FakeVllm, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Anybody on this host may listen under such a name, and let nobody in."""
+        (ours,) = (worker for worker in workers_here() if worker.engine == mark_of(decode))
+        other = Listening("nobody listens here", "0" * 8, 0)
+        monkeypatch.setattr(engines, "workers_here", lambda: [other, ours])
+        assert self.run("") == (0, "0 chunks are still to be written\n")
+        monkeypatch.setattr(engines, "workers_here", lambda: [other._replace(engine=ours.engine), ours])
+        assert self.run("", "--wait-s", "0")[0] == 1, "it may be a worker"
 
     def test_one_that_does_not_answer_is_a_failure(self, decode: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
         def hangs(_timeout_s: float) -> None:

@@ -172,6 +172,22 @@ def test_the_disk_goes_on(disk_line: Line) -> None:
     again.close()
 
 
+def test_smaller_quotas_of_the_successor_hold_before_anybody_stores(disk_line: Line) -> None:
+    """Or the first store would evict all that is too much, while no client is served."""
+    tier = open_tier(disk_line.now.url)
+    fill(tier)
+    settle(disk_line.now)
+    (space,) = disk_line.now.hub.stock.spaces.values()
+    chunk_bytes = space.used_bytes // len(REFS)
+    disk_line.succeed(quotas={"*": 10 * chunk_bytes})
+    wait_for("the quota holds", lambda: disk_line.now.hub.stock.num_in_memory == 10)
+    check_all(tier, REFS[-10:])
+    settle(disk_line.now)
+    assert disk_line.options.disk is not None
+    assert len(chunk_files(disk_line.options.disk.folder)) == 10
+    tier.close()
+
+
 def test_chunks_that_waited_for_the_disk_are_written_by_the_successor(disk_line: Line) -> None:
     hub = disk_line.now.hub
     hub.ask(hub.pause.hold_writes, HANG_GUARD_S)  # type: ignore[union-attr]

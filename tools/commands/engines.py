@@ -80,8 +80,10 @@ def _workers_of(engine: str) -> list[str]:
     """
     found = workers_here()
     chosen = [worker for worker in found if not engine or worker.engine in {engine, mark_of(engine)}]
-    marks = {worker.engine for worker in chosen}
+    # Anybody may listen under such a name. Who does not say whose it is decides nothing, but is waited for.
+    marks = {worker.engine for worker in chosen if worker.process} or {worker.engine for worker in chosen}
     if len(marks) == 1:
+        chosen = [worker for worker in chosen if worker.engine in marks]
         return [worker.name for worker in chosen]
     known = ", ".join(f"{worker.engine} (process {worker.process})" for worker in found)
     if found:

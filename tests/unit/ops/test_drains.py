@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -48,6 +49,27 @@ def test_its_end_wakes_the_thread(worker: Worker, monkeypatch: pytest.MonkeyPatc
     listener.close()
     assert not listener._thread.is_alive()
     assert worker.orders == 0
+
+
+@pytest.mark.parametrize("ids", [("prod", "prod"), ("prod_dp0", "prod_dp1"), ("prod", "prod_dp17")])
+def test_ranks_of_data_parallelism_are_one_engine(worker: Worker, ids: tuple[str, str]) -> None:
+    listeners = [DrainListener(worker.drain, engine) for engine in ids]
+    names = {listener.name for listener in listeners}
+    assert {found.engine for found in workers_here() if found.name in names} == {drains.mark_of("prod")}
+    for listener in listeners:
+        listener.close()
+
+
+def test_it_ends_although_no_file_can_be_opened(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = DrainListener(worker.drain)
+
+    def none(*_: object) -> socket.socket:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore.protocol.knock.socket.socket", none)
+        listener.close()
+    assert not listener._thread.is_alive()
 
 
 def send(listener: DrainListener, order: bytes) -> bytes:

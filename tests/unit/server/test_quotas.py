@@ -46,6 +46,18 @@ def test_all_shards_of_a_model_have_one(stock: Stock) -> None:
     assert sum(shard.used_bytes for shard in shards) == shards[0].quota.used_bytes == 2 * CHUNK_BYTES
 
 
+def test_a_change_takes_as_many_steps_as_there_are_chunks_and_namespaces() -> None:
+    """Or a tenant with many namespaces would hold up the stores of all others, which are refused meanwhile."""
+    stock = Stock(512 * CHUNK_BYTES, FreePages(1024), policy="LRU", quotas={"*": 512 * CHUNK_BYTES})
+    refs, large = [make_ref(number) for number in range(100)], enter(stock, "large")
+    for ref in refs:
+        store(stock, large, ref)
+    for number in range(50):
+        store(stock, enter(stock, "small", shard=str(number)), ONE)
+    steps = sum(1 for _ in stock.change_quotas({"*": 256 * CHUNK_BYTES}))
+    assert 150 <= steps <= 4 * (150 + 51)
+
+
 def test_what_was_read_stays_longer(stock: Stock) -> None:
     one, two = enter(stock, shard="0"), enter(stock, shard="1")
     store(stock, one, ONE)
