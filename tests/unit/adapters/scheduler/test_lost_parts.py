@@ -29,8 +29,8 @@ def test_what_one_rank_has_refused_is_not_waited_for_on_the_other(monkeypatch: p
         assert server is not None
         full = server._hub.stock
 
-        def reserve(stock: Stock, space: Space, ref: ChunkRef) -> Generator[None, None, Chunk | None]:
-            return None if stock is full else (yield from real(stock, space, ref))
+        def reserve(stock: Stock, space: Space, ref: ChunkRef, owner: bytes) -> Generator[None, None, Chunk | None]:
+            return None if stock is full else (yield from real(stock, space, ref, owner))
 
         def hang() -> None:
             hangs.set()

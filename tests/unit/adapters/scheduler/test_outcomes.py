@@ -146,8 +146,8 @@ def test_what_a_full_receiver_refuses_is_computed(monkeypatch: pytest.MonkeyPatc
     """The chunks before the refused one are loaded."""
     real = Stock.reserve
 
-    def reserve(stock: Stock, space: Space, ref: ChunkRef) -> Generator[None, None, Chunk | None]:
-        return None if space.chunks else (yield from real(stock, space, ref))
+    def reserve(stock: Stock, space: Space, ref: ChunkRef, owner: bytes) -> Generator[None, None, Chunk | None]:
+        return None if space.chunks else (yield from real(stock, space, ref, owner))
 
     wire = Wire()
     with engines(wire, budget=CHUNK) as (first, second):
