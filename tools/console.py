@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Tick = Callable[[int, int], None]
 FAILED = 1
 WRONG_USAGE = 2
+UNPROVEN = 3
 _MAX_SHOWN = 50
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]

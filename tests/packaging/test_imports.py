@@ -50,6 +50,7 @@ ROOMS = (
     ("tools.storecosts", "tools.sweeping"),
     ("tools.warm",),
     ("tools.bench", "tools.pack", "tools.prefetch"),
+    ("tools.prove",),
     ("tools.commands",),
     ("tools.cli",),
     ("tools.dev",),
