@@ -66,7 +66,7 @@ def prove(
 def _prove(options: ProveOptions, key: Path | None) -> Answer:
     from kvstore.tools.prove.certificate import body_of, check, seal  # noqa: PLC0415
     from kvstore.tools.prove.page import page_of  # noqa: PLC0415
-    from kvstore.tools.prove.run import count_stages, prove  # noqa: PLC0415 - an extra
+    from kvstore.tools.prove.run import FILES, count_stages, prove  # noqa: PLC0415 - an extra
     from kvstore.tools.vllmserver import ServerFailedError, log_excerpt  # noqa: PLC0415
 
     sign = None
@@ -89,10 +89,10 @@ def _prove(options: ProveOptions, key: Path | None) -> Answer:
         give_up(error, WRONG_USAGE)
     sealed = seal(body_of(proof), sign)
     signed = check(sealed, None)
-    (options.out / "certificate.json").write_text(json.dumps(sealed, indent=1) + "\n", encoding="utf-8")
-    (options.out / "certificate.html").write_text(page_of(sealed, signed), encoding="utf-8")
+    for name, text in zip(FILES, (json.dumps(sealed, indent=1) + "\n", page_of(sealed, signed)), strict=True):
+        (options.out / name).write_text(text, encoding="utf-8")
     answer = _answer(sealed, signed)
-    return answer._replace(text=[*answer.text, f"written: {options.out}/certificate.json, certificate.html"])
+    return answer._replace(text=[*answer.text, f"written: {options.out}/{' and '.join(FILES)}"])
 
 
 def _check(file: Path, public_key: Path | None) -> Answer:

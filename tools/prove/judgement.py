@@ -66,6 +66,12 @@ class Reference:
         return self.repeats and cached[0] == cached[1]
 
     @property
+    def depends_on_prompts(self) -> bool:
+        """True if plain vLLM's outputs for two prompts differ more than its own for one."""
+        first, *others = self.plain
+        return not all(compare([first], [other]).is_within(self.tolerance) for other in others)
+
+    @property
     def tolerance(self) -> float:
         """Largest difference of logprobs, and of two best ones that swap, which counts as vLLM's own."""
         return tolerance_of(self.own.values())
@@ -106,19 +112,21 @@ def _verdict(
     is_same = difference.is_none or reference.has(measured.outputs)
     if situation in OF_KVSTORE and not is_same and not difference.is_within(reference.tolerance):
         return Verdict.DIFFERS, f"differs more than vLLM from itself: {_in_words(difference)}"
+    if situation in HITS and not is_same and reference.must_have(measured.outputs):
+        return Verdict.DIFFERS, f"vLLM's own hits repeat bit by bit, and these are others: {_in_words(difference)}"
     if measured.remark:
         return Verdict.NOT_PROVEN, measured.remark
     if missing:
         return Verdict.FAILED, f"{len(missing)} of {len(measured.outputs)} requests had no answer: {missing[0]}"
     if lacking:
         return Verdict.NOT_PROVEN, lacking[0]
+    if situation is Situation.PLAIN and len(measured.outputs) > 1 and not reference.depends_on_prompts:
+        return Verdict.NOT_PROVEN, "vLLM's outputs do not depend on the prompt, so equal ones prove nothing"
     if situation is Situation.PLAIN:
         return Verdict.PROVEN, "the outputs that others are compared with"
     if situation in OWN:
         own = f"vLLM's own difference: {_in_words(difference)}"
         return Verdict.PROVEN, "no difference" if difference.is_none else own
-    if situation in HITS and not is_same and reference.must_have(measured.outputs):
-        return Verdict.NOT_PROVEN, f"vLLM's own hits repeat bit by bit, and these are others: {_in_words(difference)}"
     if not is_same and reference.tolerance > LARGEST_TOLERANCE:
         return Verdict.NOT_PROVEN, "vLLM differs so much from itself that its outputs prove nothing"
     return Verdict.PROVEN, _proven(difference, is_own=not difference.is_none and is_same)

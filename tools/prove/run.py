@@ -24,11 +24,20 @@ from kvstore.tools.prove.judgement import Reference, judge
 from kvstore.tools.prove.outputs import NoOutput, Output
 from kvstore.tools.prove.prompts import Content, Prompts, made_up_prompts, read_own
 from kvstore.tools.prove.session import ProvingVllm, Session, new_salts, opened
-from kvstore.tools.prove.settings import Settings, read_settings, scratch_folders
+from kvstore.tools.prove.settings import Settings, read_settings, scratch_folder
 from kvstore.tools.prove.situations import OWN, Measured, Result, Situation
 from kvstore.tools.vllmserver import ServerFailedError
 
 _STORED: Final = (Situation.COLD, Situation.MEMORY, Situation.DISK, Situation.DAMAGED, Situation.REMOTE)
+_STARTS: Final = (
+    (Situation.COLD, Situation.MEMORY),
+    (Situation.DISK, Situation.DAMAGED),
+    (Situation.REMOTE,),
+    (Situation.KILLED,),
+)
+"""Situations of each vLLM with kvstore."""
+FILES: Final = ("certificate.json", "certificate.html")
+"""Names of the certificate's files."""
 _DEV_MODE: Final = {"VLLM_SERVER_DEV_MODE": "1"}  # has a request that removes what is stored
 _IN_FLIGHT_S: Final = 0.02
 
@@ -81,16 +90,21 @@ def prove(options: ProveOptions, report: Report) -> Proof:
         report: called with the text of each stage when it begins.
 
     Raises:
-        ConfigError: flags, configuration or prompts cannot be used, or plain vLLM does not answer them.
+        ConfigError: flags, configuration, prompts or ``out`` cannot be used, or plain vLLM does not answer them.
         ServerFailedError: plain vLLM does not start.
     """
     settings = read_settings(options.arguments, options.config, secrets.token_hex(8))
     course = _Course(options, settings, report, _wanted(settings, options.only))
     with ExitStack() as stack:
-        options.out.mkdir(parents=True, exist_ok=True)
-        course.folders = scratch_folders(settings.config, options.out, settings.run_id)
-        for folder in course.folders:
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+            for name in FILES:  # of an earlier proof, which would outlive one that fails
+                (options.out / name).unlink(missing_ok=True)
+            for folder in settings.config.local_disk_folders:
+                course.folders.append(scratch_folder(Path(folder), options.out, settings.run_id))
+                stack.callback(shutil.rmtree, course.folders[-1], ignore_errors=True)
+        except OSError as error:
+            raise ConfigError(f"--out {options.out} cannot be written: {error}") from error
         course.run()
     reference = Reference.of(course.measured)
     if reference.own_hit is None and Situation.OWN_HIT in course.measured:
@@ -107,7 +121,10 @@ def count_stages(options: ProveOptions) -> int:
     Raises:
         ConfigError: flags or configuration cannot be used.
     """
-    return 2 * len(_wanted(read_settings(options.arguments, options.config, ""), options.only)) + 2
+    wanted = _wanted(read_settings(options.arguments, options.config, ""), options.only) - {Situation.PLAIN, *OWN}
+    needed = wanted | ({Situation.COLD} if wanted & set(_STORED) else set())
+    starts = sum(bool(needed & set(situations)) for situations in _STARTS)
+    return 1 + len({Situation.PLAIN, *OWN}) + starts + len(needed)
 
 
 def _wanted(settings: Settings, only: Sequence[Situation]) -> set[Situation]:
@@ -136,6 +153,7 @@ class _Course:
     left_out: list[str] = field(default_factory=list)
     prompts: Prompts = field(default_factory=partial(Prompts, (), built_in=True))
     types: dict[str, str] = field(default_factory=dict)
+    has_removed: bool = False
 
     @property
     def contents(self) -> Sequence[Content]:
@@ -169,6 +187,9 @@ class _Course:
         if Situation.REMOTE in tiers:
             changes = self.settings.only(url=self.settings.config.remote_url)
             self._with("remote", changes, (Situation.REMOTE,), self._read_remote, _DEV_MODE)
+            if not self.has_removed:
+                url = hide_login(str(self.settings.config.remote_url))
+                self.left_out.append(f"removal of what this proof stored at {url}: it stays until it is evicted")
 
     def _plain(self) -> None:
         self.report("starting vLLM without kvstore")
@@ -216,9 +237,7 @@ class _Course:
 
     def _read_remote(self, session: Session) -> None:
         self._ask(session, Situation.REMOTE)
-        if not session.forget():
-            url = hide_login(str(self.settings.config.remote_url))
-            self.left_out.append(f"removal of what this proof stored at {url}: it stays until it is evicted")
+        self.has_removed = session.forget()
 
     def _kill_server(self) -> None:
         reason = can_start(str(self.settings.remote))
@@ -228,7 +247,11 @@ class _Course:
             self.left_out.append(f"{Situation.KILLED}: {reason}")
             return
         with ExitStack() as private:
-            url = private.enter_context(private_remote(str(self.settings.remote)))
+            try:
+                url = private.enter_context(private_remote(str(self.settings.remote)))
+            except (ConfigError, ImportError) as error:
+                self.left_out.append(f"{Situation.KILLED}: {error}")
+                return
             changes = self.settings.only(url=url)
             self._with("killed-server", changes, (Situation.KILLED,), lambda session: self._ask_twice(session, private))
 

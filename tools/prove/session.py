@@ -57,6 +57,7 @@ class ProvingVllm(VllmProcess):
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.log, self.port = log, free_port()
+        self.drains = changes is not None
         self.start_timeout_s = self.timeout_s = timeout_s
         self.stop_timeout_s = STOP_TIMEOUT_S + settings.flags.given.get(_DRAIN_FLAG, DRAIN_TIMEOUT_S)
         self.settings, self.changes, self._environment = settings, changes, environment

@@ -26,7 +26,7 @@ _REPLACED: Final = frozenset(
         *("--api-key", "--host", "--port", "--root-path", "--uds"),
         *("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs"),
         *("--disable-log-stats", "--enable-log-requests", "--no-enable-prompt-tokens-details"),
-        TRANSFER_FLAG,
+        *("--kv-events-config", TRANSFER_FLAG),  # routers must not hear of a proof
     }
 )
 _SECRET: Final = re.compile(r"(^|[-_.])(keys?|token|passwords?|secrets?|credentials?)$", re.IGNORECASE)
@@ -162,13 +162,14 @@ def shown_words(words: Sequence[str]) -> list[str]:
     return shown
 
 
-def scratch_folders(config: StoreConfig, out: Path, run_id: str) -> list[Path]:
-    """Make an empty folder beside each of the user's disk folders, on the same disk, or in ``out`` where that fails."""
-    made = []
-    for folder in map(Path, config.local_disk_folders):
-        place = next((above for above in (folder.parent, out) if os.access(above, os.W_OK | os.X_OK)), out)
-        made.append(Path(tempfile.mkdtemp(prefix=f"{_MODEL_ID}{run_id[:8]}-", dir=place)))
-    return made
+def scratch_folder(folder: Path, out: Path, run_id: str) -> Path:
+    """Make an empty folder beside one of the user's, or in ``out`` where that cannot be written.
+
+    Raises:
+        OSError: neither can be written.
+    """
+    place = folder.parent if os.access(folder.parent, os.W_OK | os.X_OK) else out
+    return Path(tempfile.mkdtemp(prefix=f"{_MODEL_ID}{run_id[:8]}-", dir=place))
 
 
 def _without(arguments: Sequence[str], names: frozenset[str]) -> Iterator[str]:
@@ -179,8 +180,7 @@ def _without(arguments: Sequence[str], names: frozenset[str]) -> Iterator[str]:
         del words[:2]
     for word in words:
         if is_flag(word):
-            name = spelled(word.partition("=")[0])
-            is_left_out = name in names or name.startswith(f"{TRANSFER_FLAG}.")
+            is_left_out = spelled(word.partition("=")[0]).partition(".")[0] in names
         if not is_left_out:
             yield word
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from kvstore.model.errors import ConfigError
 from kvstore.tools.interrupts import Interruption
 from kvstore.tools.probe.counters import PREFIX, Counters
 from kvstore.tools.prove import run as course
 from kvstore.tools.prove.outputs import NoOutput, Output, Outputs
 from kvstore.tools.prove.session import ProvingVllm
-from kvstore.tools.prove.situations import Measured
+from kvstore.tools.prove.situations import Measured, Situation
 from kvstore.tools.vllmserver import ServerFailedError
 
 OWN = ["plain", "plain-again", "plain-together", "own-hit", "own-hit-again"]
@@ -300,6 +301,48 @@ def test_a_server_that_was_not_killed_is_not_proven(
     (one,) = [one for one in found["situations"] if one["situation"] == "killed-server"]
     assert (code, one["verdict"]) == (3, "not proven")
     assert one["words"].endswith("tokens were found after the server was killed")
+
+
+@pytest.mark.parametrize("error", [ConfigError("the cache server does not start"), ImportError("no zmq")])
+def test_a_private_server_that_does_not_start_costs_no_result(
+    world: World, prove: Prove, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def broken(_tier: str) -> Any:
+        raise error
+
+    monkeypatch.setattr(course, "private_remote", contextmanager(broken))
+    code, found = prove()
+    assert (code, found["left_out"]) == (0, [f"killed-server: {error}"])
+    assert prove("--only", "killed-server")[0] == 3
+
+
+def test_a_remote_vllm_that_does_not_start_leaves_chunks_and_says_so(world: World, prove: Prove) -> None:
+    world.breaks = {"remote": ServerFailedError("vLLM ended while starting")}
+    code, found = prove()
+    assert (code, [line.startswith("removal of what") for line in found["left_out"]]) == (3, [True])
+
+
+def test_an_earlier_certificate_does_not_outlive_a_proof_that_fails(world: World, prove: Prove, tmp_path: Path) -> None:
+    assert prove()[0] == 0
+    world.breaks = {"plain": ServerFailedError("vLLM ended while starting")}
+    assert prove()[0] == 2
+    assert not list((tmp_path / "proof").glob("certificate.*"))
+
+
+def test_a_folder_that_cannot_be_written(world: World, run: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = run("prove", "--out", tmp_path / "file", "--", "model")
+    assert (result.exit_code, "cannot be written" in result.stderr, world.starts) == (2, True, [])
+
+
+@pytest.mark.parametrize("only", [[], ["cold"], ["memory"], ["damaged-disk"], ["killed-server"], ["plain"]])
+def test_each_stage_is_reported(world: World, tmp_path: Path, only: list[str]) -> None:
+    config, said = tmp_path / "kvstore.yaml", list[str]()
+    config.write_text(LINES.format(folder=tmp_path))
+    situations = [Situation(name) for name in only]
+    options = course.ProveOptions(["model"], config, None, tmp_path / "proof", situations)
+    course.prove(options, said.append)
+    assert len(said) == course.count_stages(options), said
 
 
 def test_an_interrupt_leaves_no_folder(world: World, prove: Prove, run: Any, tmp_path: Path) -> None:

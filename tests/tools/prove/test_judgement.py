@@ -137,7 +137,7 @@ def test_own_hits_that_repeat_must_be_had_bit_by_bit() -> None:
     """A wrong last bit moves logprobs by less than other batches do."""
     near = shifted(HIT, 1e-5)
     state, words = verdict(Situation.DISK, hits(near), reference(together=0.01))
-    assert (state, "and these are others" in words) == (Verdict.NOT_PROVEN, True)
+    assert (state, "and these are others" in words) == (Verdict.DIFFERS, True)
     for known in (
         reference(together=0.01, own_hits=(HIT, shifted(HIT, 1e-6))),
         reference(together=0.01, cold=shifted(PLAIN, 1e-6)),
@@ -179,6 +179,16 @@ def test_other_evidence() -> None:
     assert verdict(Situation.DAMAGED, Measured([PLAIN], BEFORE, counted(lost_chunks=1)))[0] is Verdict.PROVEN
     assert verdict(Situation.KILLED, Measured([PLAIN], BEFORE, BEFORE))[0] is Verdict.NOT_PROVEN
     assert verdict(Situation.OWN_HIT, Measured([PLAIN]))[0] is Verdict.NOT_PROVEN
+
+
+def test_outputs_that_do_not_depend_on_the_prompt_prove_nothing() -> None:
+    def state(*outputs: Output) -> Verdict:
+        return verdict(Situation.PLAIN, Measured(outputs), replace(reference(), plain=outputs))[0]
+
+    assert state(PLAIN, PLAIN, shifted(PLAIN, 1e-5)) is Verdict.NOT_PROVEN
+    assert state(PLAIN, PLAIN, other(PLAIN, 0)) is Verdict.PROVEN
+    assert state(PLAIN, shifted(PLAIN, 0.1)) is Verdict.PROVEN
+    assert state(PLAIN) is Verdict.PROVEN, "of one prompt nothing is known"
 
 
 def test_what_lacks_its_evidence_is_no_reference() -> None:

@@ -13,7 +13,7 @@ from kvstore.model.errors import ConfigError
 from kvstore.tools.prove.faults import can_start, damage
 from kvstore.tools.prove.prompts import LENGTHS, OUTPUT_TOKENS, made_up_prompts, read_own
 from kvstore.tools.prove.session import ProvingVllm
-from kvstore.tools.prove.settings import Settings, read_settings, scratch_folders, shown_words
+from kvstore.tools.prove.settings import Settings, read_settings, scratch_folder, shown_words
 from kvstore.tools.prove.situations import Situation
 
 OURS = {"kv_connector": "KVStoreConnector", "kv_role": "kv_consumer", "kv_load_failure_policy": "fail"}
@@ -46,6 +46,7 @@ def test_flags_of_the_connector_the_address_and_logs_of_prompts_are_replaced() -
     transfer = json.dumps(OURS)
     words = ["vllm", "serve", "model", "--port", "80", "--dtype", "float32", "--api_key", "a", "b", "--host=::1"]
     words += ["--kv-transfer-config", transfer, "--disable-log-stats", "--enable-log-requests", "-tp", "2"]
+    words += ["--kv-events-config", '{"endpoint": "tcp://*:5557"}', "--kv-events-config.topic=a"]
     settings = read_settings(words, None, "run")
     assert settings.words == ("model", "--dtype", "float32", "-tp", "2")
     parts = [f"--kv-transfer-config.{name}" for name in OURS]
@@ -133,14 +134,12 @@ def test_situations_of_a_configuration(tmp_path: Path, run: Any) -> None:
 
 
 def test_folders_are_beside_the_users_and_empty(tmp_path: Path) -> None:
-    config = settings_of(tmp_path).config
-    (made,) = scratch_folders(config, tmp_path / "out", "0123456789")
+    out = tmp_path / "out"
+    out.mkdir()
+    made = scratch_folder(tmp_path / "disk", out, "0123456789")
     assert made.parent == tmp_path
     assert not list(made.iterdir())
-    (tmp_path / "out").mkdir()
-    gone = config.model_copy(update={"local_disk": (str(tmp_path / "no" / "a"), str(tmp_path / "b"))})
-    first, second = scratch_folders(gone, tmp_path / "out", "0123456789")
-    assert (first.parent, second.parent) == (tmp_path / "out", tmp_path)
+    assert scratch_folder(tmp_path / "no" / "disk", out, "0123456789").parent == out
 
 
 def test_secrets_of_flags_are_hidden() -> None:
@@ -164,12 +163,13 @@ def test_the_command_of_each_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     words, own = plain.command(), plain.variables()
     assert "--kv-transfer-config" not in words
     assert words[-2:] == ["--shutdown-timeout", "30"]
+    assert not plain.drains, "it has nothing to write"
     assert ("VLLM_API_KEY" in own, own["VLLM_LOGGING_LEVEL"]) == (False, "INFO")
     assert own["KVSTORE_CONFIG_FILE"] == str(settings.file)
     patient = settings_of(tmp_path, "", "--shutdown-timeout", "90")
     vllm = ProvingVllm(patient, tmp_path / "log", {"chunk_size": 64}, 60.0, {"MORE": "1"})
     words = vllm.command()
-    assert words.count("--shutdown-timeout") == 1
+    assert (words.count("--shutdown-timeout"), vllm.drains) == (1, True)
     assert vllm.stop_timeout_s > 90
     transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
     assert transfer["kv_connector_extra_config"] == {"kvstore.chunk_size": 64}
