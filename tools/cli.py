@@ -22,6 +22,7 @@ from kvstore.tools.commands import (
     misses,
     packs,
     probing,
+    proving,
     proxying,
     serving,
     simulating,
@@ -40,6 +41,7 @@ _COMMANDS: Final[dict[str, Callable[..., Answer | None]]] = {
     "kvstore warm --model llama/ --prompts system.jsonl --config kvstore.yaml -- --dtype bfloat16": warming.warm,
     "kvstore prefetch --server http://127.0.0.1:8000 --model llama --prompts system.jsonl": warming.prefetch,
     "kvstore proxy --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200": proxying.proxy,
+    "kvstore prove --config kvstore.yaml -- MODEL --dtype bfloat16 --tensor-parallel-size 2": proving.prove,
     "kvstore probe --url http://127.0.0.1:8000": probing.probe,
     "kvstore bench --geometry qwen-0.5b --folder /mnt/nvme": bench.bench,
     "kvstore serve --config cache.yaml": serving.serve,
@@ -69,7 +71,7 @@ _COMMANDS: Final[dict[str, Callable[..., Answer | None]]] = {
 }
 """Commands by example; the first words of an example are the command's name."""
 
-_TAKING_VLLM_FLAGS: Final = (warming.warm, host.doctor)
+_TAKING_VLLM_FLAGS: Final = (warming.warm, host.doctor, proving.prove)
 """Commands that take flags of ``vllm serve`` after ``--``."""
 
 _GROUPS: Final = {

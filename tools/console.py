@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 Tick = Callable[[int, int], None]
 FAILED = 1
 WRONG_USAGE = 2
+UNPROVEN = 3
 _MAX_SHOWN = 50
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
@@ -184,6 +186,27 @@ def progress(unit: str) -> Progress:
 
     rate = TextColumn("{task.fields[rate]}" + f" {unit}/s")
     return bar(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), rate, TimeRemainingColumn())
+
+
+@contextmanager
+def stage_progress(console: Console, stages: int) -> Iterator[Callable[[str], None]]:
+    """Yield a function to call with the text of each stage when it begins: a bar on a terminal, lines elsewhere."""
+    begin = time.monotonic()
+    if not console.is_terminal:
+        yield lambda text: console.print(f"[{time.monotonic() - begin:6.1f} s] {text}", markup=False, highlight=False)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+
+    columns = (
+        SpinnerColumn(),
+        MofNCompleteColumn(),
+        BarColumn(20),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=stages, completed=-1, visible=False)
+        yield lambda text: progress.update(task, description=text, advance=1, visible=True)
 
 
 @contextmanager

@@ -111,21 +111,22 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
         if not word.startswith("-"):
             continue  # a further value of an unknown flag
         name, mark, value = word.partition("=")
-        name = _spelled(name)
+        name = spelled(name)
         if mark:
             yield name, value
-        elif name in _SWITCHES or name.startswith("--no-") or position == len(words) or _is_flag(words[position]):
+        elif name in _SWITCHES or name.startswith("--no-") or position == len(words) or is_flag(words[position]):
             yield name, None
         else:
             yield name, words[position]
             position += 1
 
 
-def _is_flag(word: str) -> bool:
+def is_flag(word: str) -> bool:
+    """Tell if a word is a flag, and no value of one."""
     return word.startswith("-") and not word[1:2].isdecimal()
 
 
-def _spelled(name: str) -> str:
+def spelled(name: str) -> str:
     """Return the long name of a flag, with dashes for underscores up to the first dot."""
     head, dot, rest = name.partition(".")
     return _SHORT.get(name, head.replace("_", "-") + dot + rest)

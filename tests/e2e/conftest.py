@@ -11,7 +11,7 @@ from support.cache_server import ServerProcess, serving_process
 from support.forked import VLLM, forker
 from support.vllm_engine import MODES, Completion, Engine, Prompt, make_prompts, prepare_environment
 
-from kvstore.tools.demo.server import VllmServer
+from kvstore.tools.vllmserver import VllmProcess
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,11 +23,11 @@ def _environment() -> None:
 def _servers_fork() -> Iterator[None]:
     """Let each ``vllm serve`` be a fork of one process that has imported vLLM."""
 
-    def launch(_: VllmServer, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> Any:
+    def launch(_: VllmProcess, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> Any:
         return forker(VLLM).launch(command, environment, output)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VllmServer, "_launch", launch)
+        patch.setattr(VllmProcess, "_launch", launch)
         yield
 
 

@@ -34,6 +34,7 @@ ROOMS = (
     ("tools.console", "tools.ends", "tools.figures", "tools.inspection", "tools.locks", "tools.modelgroups"),
     ("tools.models", "tools.processes", "tools.recipes", "tools.replay", "tools.serve", "tools.workers"),
     ("tools.calc", "tools.configs", "tools.interrupts", "tools.modelconfig", "tools.vllmclient", "tools.vllmflags"),
+    ("tools.vllmserver",),
     (
         "tools.demo",
         "tools.doctor",
@@ -49,6 +50,7 @@ ROOMS = (
     ("tools.storecosts", "tools.sweeping"),
     ("tools.warm",),
     ("tools.bench", "tools.pack", "tools.prefetch"),
+    ("tools.prove",),
     ("tools.commands",),
     ("tools.cli",),
     ("tools.dev",),

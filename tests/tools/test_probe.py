@@ -14,7 +14,7 @@ from kvstore.index.plans import MissReason
 from kvstore.ops.metrics import METRICS
 from kvstore.tools.probe import reasons
 from kvstore.tools.probe.counters import PREFIX
-from kvstore.tools.probe.run import END_TOKEN_ID, LOWEST_TOKEN_ID, made_up
+from kvstore.tools.probe.settling import END_TOKEN_ID, LOWEST_TOKEN_ID, made_up
 from kvstore.tools.processes import free_port
 
 RunJson = Any

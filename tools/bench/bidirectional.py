@@ -29,11 +29,11 @@ from kvstore.tools.bench.samples import BenchError
 from kvstore.tools.bench.vllm import require_vllm
 from kvstore.tools.console import numbers
 from kvstore.tools.demo.pair import Disaggregation
-from kvstore.tools.demo.server import DemoError
 from kvstore.tools.interrupts import Interruption
 from kvstore.tools.models import DEMO, TINY, LlamaShape, build_llama, count_words
 from kvstore.tools.processes import free_port
 from kvstore.tools.vllmclient import REQUEST_TIMEOUT_S, Work
+from kvstore.tools.vllmserver import ServerFailedError
 
 MODELS: Final = {"12 layers, 1,024 wide": DEMO, "4 layers, 256 wide": TINY}
 ANSWER_TOKENS: Final = (32, 64, 128, 256, 512)  # whole blocks
@@ -128,7 +128,7 @@ def measure_bidirectional(rounds: int, folder: Path) -> dict[str, Found]:
                     found[name] = converse(engines, rounds, count_words(shape.vocab))
             except Interruption:
                 break
-            except (DemoError, httpx.HTTPError, TimeoutError) as error:
+            except (ServerFailedError, httpx.HTTPError, TimeoutError) as error:
                 raise BenchError(f"the engines for {name}: {error}") from error
     return found
 

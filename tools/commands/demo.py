@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvstore.tools.console import FAILED, AsJson, errors, give_up
+from kvstore.tools.console import FAILED, AsJson, errors, give_up, stage_progress
 
 
 def demo(
@@ -21,15 +21,15 @@ def demo(
 
     Exits with 1 if the outputs differ, or if a whole chunk of the prompt was not loaded.
     """
-    from kvstore.tools.demo.report import log_excerpt, result_table, stage_progress  # noqa: PLC0415
+    from kvstore.tools.demo.report import result_table  # noqa: PLC0415
     from kvstore.tools.demo.run import STAGES, run_demo  # noqa: PLC0415 - an extra
-    from kvstore.tools.demo.server import DemoError  # noqa: PLC0415
+    from kvstore.tools.vllmserver import ServerFailedError, log_excerpt  # noqa: PLC0415
 
     console = Console(stderr=as_json)
     try:
         with stage_progress(console, STAGES) as report:
             result = run_demo(folder, report=report)
-    except DemoError as error:
+    except ServerFailedError as error:
         if error.log is not None:
             errors().print(log_excerpt(error.log))
             errors().print(f"(end of {error.log})")

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from kvstore.tools.demo.server import DemoError, VllmServer
+from kvstore.tools.demo.server import VllmServer
 from kvstore.tools.processes import free_port
+from kvstore.tools.vllmserver import ServerFailedError
 
 
 class ProxyServer:
@@ -49,7 +50,7 @@ class ProxyServer:
         """Start the proxy, and return when it reports that it is ready.
 
         Raises:
-            DemoError: the proxy ended.
+            ServerFailedError: the proxy ended.
         """
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own command
@@ -58,7 +59,7 @@ class ProxyServer:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise DemoError("the proxy ended while starting", self.log)
+            raise ServerFailedError("the proxy ended while starting", self.log)
         report = json.loads(line)
         assert (report["url"], report["status"]) == (self.url, "ready")
         return self

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import httpx
 
-from kvstore.tools.demo.server import DemoError, VllmServer, find_vllm
+from kvstore.tools.demo.server import VllmServer
 from kvstore.tools.models import DEMO, as_text, build_llama, random_tokens
 from kvstore.tools.processes import handled
 from kvstore.tools.vllmclient import TOKENS_LOADED, Completion, complete, read_counter
+from kvstore.tools.vllmserver import ServerFailedError, find_vllm
 
 CHUNK_TOKENS = 256
 PROMPT_TOKENS = 3000
@@ -77,7 +78,7 @@ def run_demo(folder: Path, *, prompt_tokens: int = PROMPT_TOKENS, report: Callab
         report: called with the text of each of the ``STAGES`` stages when it begins.
 
     Raises:
-        DemoError: a server did not start, answer or stop.
+        ServerFailedError: a server did not start, answer or stop.
     """
     find_vllm()
     folder = folder.resolve()
@@ -135,7 +136,7 @@ def _ask(server: VllmServer, prompt: str, stage: str, report: Callable[[str], No
             answer = complete(server.url, str(server.model), prompt, output_tokens=OUTPUT_TOKENS)
             loaded = read_counter(server.url, TOKENS_LOADED) - loaded_before
         except httpx.HTTPError as error:
-            raise DemoError(f"vLLM did not answer a request: {error!r}", server.log) from error
+            raise ServerFailedError(f"vLLM did not answer a request: {error!r}", server.log) from error
     return answer, loaded
 
 

@@ -19,7 +19,8 @@ class Counters:
     """Samples of one reading, summed over all engines.
 
     Attributes:
-        values: sums by name and by the value of the label ``tier`` or ``reason``, empty without such a label.
+        values: sums by name and by the value of the label ``tier`` or ``reason``, empty without such a label; a
+            direction follows the tier, as in ``disk|load``.
         num_engines: number of engines with kvstore's metrics.
     """
 
@@ -63,8 +64,8 @@ def read_counters(client: httpx.Client) -> Counters | None:
     values: defaultdict[tuple[str, str], float] = defaultdict(float)
     engines = set()
     for sample in samples_of(answer):
-        label = sample.labels.get("tier") or sample.labels.get("reason") or ""
-        values[sample.name, label] += sample.value
+        labels = (sample.labels.get("tier") or sample.labels.get("reason"), sample.labels.get("direction"))
+        values[sample.name, "|".join(filter(None, labels))] += sample.value
         if sample.name.startswith(PREFIX):
             engines.add(sample.labels.get("engine"))
     return Counters(values, len(engines))
@@ -87,12 +88,12 @@ class Seen:
     @property
     def tiers(self) -> dict[str, int]:
         """Tokens found for the second request, by tier, without tiers that found none."""
-        return _grown(self.between.by_label("hit_tokens_total"), self.after.by_label("hit_tokens_total"))
+        return grown_by_label(self.between.by_label("hit_tokens_total"), self.after.by_label("hit_tokens_total"))
 
     @property
     def reasons(self) -> dict[str, int]:
         """Reasons why the second request's match ended, with their counts; several if there were other requests."""
-        return _grown(self.between.by_label("misses_total"), self.after.by_label("misses_total"))
+        return grown_by_label(self.between.by_label("misses_total"), self.after.by_label("misses_total"))
 
     def grown(self, name: str) -> float:
         """Return the growth of one of kvstore's counters from the first reading to the last."""
@@ -103,6 +104,7 @@ class Seen:
         return self.after["lookups_total"] - self.between["lookups_total"] > own
 
 
-def _grown(before: dict[str, float], after: dict[str, float]) -> dict[str, int]:
+def grown_by_label(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, int]:
+    """Return the growth of a counter by label, without labels that did not grow."""
     grown = {label: int(value - before.get(label, 0)) for label, value in after.items()}
     return {label: number for label, number in grown.items() if number > 0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from kvstore.adapters.vllm.flag import CONNECTOR_FLAG
@@ -95,8 +96,13 @@ def why_not(seen: Seen) -> Reason:
         if seen.grown("refused_chunks_total"):
             return _REFUSED
         return _FAILED if seen.grown("failed_stores_total") else _NOTHING_STORED
+    return why_missed(seen.reasons)
+
+
+def why_missed(reasons: Mapping[str, int]) -> Reason:
+    """Return the most frequent reason of misses that are counted by reason."""
     known = {reason.value: reason for reason in MissReason}
-    for name in sorted(seen.reasons, key=seen.reasons.__getitem__, reverse=True):
+    for name in sorted(reasons, key=reasons.__getitem__, reverse=True):
         if name in known:
             return _BY_REASON[known[name]]
     return _BY_REASON[MissReason.NEVER_STORED]

@@ -9,7 +9,6 @@ nothing for other requests.
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,15 +22,9 @@ except ImportError as error:
 from kvstore.model.errors import ConfigError, TierError
 from kvstore.tools.probe.counters import Counters, Seen, read_counters
 from kvstore.tools.probe.reasons import NO_METRICS, NOT_ALONE, why_never, why_not
+from kvstore.tools.probe.settling import let_it_store, made_up, nudge
 from kvstore.tools.vllmclient import client_of, events
 
-LOWEST_TOKEN_ID: Final = 256
-"""Lowest token id to use, because tokenizers tend to have single bytes and special tokens below it."""
-END_TOKEN_ID: Final = 1000
-"""End of the token ids to use, which real models exceed."""
-_MAX_NUDGES: Final = 20
-_NUDGE_PAUSE_S: Final = 0.05
-_MAX_SETTLE_S: Final = 10.0
 _RESERVED_TOKENS: Final = 8  # of the model's length, for the answer and for tokens that a server adds
 
 
@@ -115,9 +108,9 @@ def _ask_twice(client: httpx.Client, report: ProbeReport, before: Counters | Non
     if engine:
         report.notes.append(f"both requests went to the first of {num_engines} engines")
     cold = _send(client, report.model, prompt, name, engine)
-    between = _let_it_store(client, report.model, engine)
+    between = let_it_store(client, report.model, engine)
     warm = _send(client, report.model, prompt, name, engine)
-    _nudge(client, report.model, engine)
+    nudge(client, report.model, engine)
     seen = Seen.of(before, between, read_counters(client))
     report.cold_ttft_s, report.warm_ttft_s = cold.ttft_s, warm.ttft_s
     report.found_tokens = warm.cached_tokens or 0
@@ -136,12 +129,6 @@ def _ask_twice(client: httpx.Client, report: ProbeReport, before: Counters | Non
         report.found_tokens = min(sum(seen.tiers.values()), report.prompt_tokens)
     if not report.found_tokens:
         report.reason, report.remedy = why_not(seen)
-
-
-def made_up(num_tokens: int) -> list[int]:
-    """Return a new random prompt, as token ids."""
-    span = END_TOKEN_ID - LOWEST_TOKEN_ID
-    return [LOWEST_TOKEN_ID + secrets.randbelow(span) for _ in range(num_tokens)]
 
 
 @dataclass(frozen=True)
@@ -168,28 +155,6 @@ def _send(client: httpx.Client, model: str, prompt: list[int], name: str, engine
         details = (event.get("usage") or {}).get("prompt_tokens_details")
         cached_tokens = details.get("cached_tokens") if details else cached_tokens
     return _Sent(first_s, cached_tokens)
-
-
-def _nudge(client: httpx.Client, model: str, engine: Mapping[str, str]) -> None:
-    """Make vLLM run a few steps, because it collects and reports its workers' results only in steps."""
-    request = {"model": model, "prompt": made_up(1), "max_tokens": 2, "cache_salt": secrets.token_hex(16)}
-    for _ in events(client, request, engine):
-        pass
-
-
-def _let_it_store(client: httpx.Client, model: str, engine: Mapping[str, str]) -> Counters | None:
-    """Wait until no chunk is being stored or queued for writing, up to a limit, and return the last reading."""
-    last, deadline_s = -1.0, time.monotonic() + _MAX_SETTLE_S
-    for _ in range(_MAX_NUDGES):
-        _nudge(client, model, engine)
-        counters = read_counters(client)
-        if counters is None or (counters.settled_chunks == last and not counters["queued_writes"]):
-            break
-        if time.monotonic() > deadline_s:
-            break
-        last = counters.settled_chunks
-        time.sleep(_NUDGE_PAUSE_S)
-    return counters
 
 
 @contextmanager

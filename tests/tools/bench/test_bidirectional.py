@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from kvstore.tools.bench import bidirectional
 from kvstore.tools.bench.bidirectional import ANSWER_TOKENS, Case, Said, bidirectional_table, converse, pays_from
 from kvstore.tools.cli import app
-from kvstore.tools.demo.server import DemoError
 from kvstore.tools.interrupts import INTERRUPTED, Interruption
 from kvstore.tools.models import LlamaShape
+from kvstore.tools.vllmserver import ServerFailedError
 
 BLOCK_TOKENS = 32
 ROUNDS = 7
@@ -145,7 +145,7 @@ class TestCommand:
         assert all(len(case["samples"]) == ROUNDS for cases in tree.values() for case in cases)
 
     def test_an_engine_that_does_not_start(self, engines: list[BaseException | Engines]) -> None:
-        engines[0] = DemoError("vLLM ended while starting")
+        engines[0] = ServerFailedError("vLLM ended while starting")
         code, output = self.run()
         assert code != 0
         assert "vLLM ended while starting" in output

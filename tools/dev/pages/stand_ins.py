@@ -58,8 +58,8 @@ OF_PAGES: Final = {
 
 _ASSIGNMENT: Final = re.compile(r"[A-Z_]+=")
 _NEEDS_VLLM: Final = re.compile(
-    r"\bvllm (serve|bench)\b|\bkvstore (warm|prefetch|demo|bench|probe)\b|\bmake (demo|bench)|[:= ]8\d\d0\b|:6999\b"
-    r"|from kvstore\.tools\.warm import warm\b"
+    r"\bvllm (serve|bench)\b|\bkvstore (warm|prefetch|demo|bench|probe|prove)\b|\bmake (demo|bench)"
+    r"|[:= ]8\d\d0\b|:6999\b|from kvstore\.tools\.warm import warm\b"
 )
 SHELL_WORDS: Final = frozenset({"time", "export", "cd"})
 SERVERS: Final = {
