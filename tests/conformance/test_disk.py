@@ -26,10 +26,12 @@ class TestDiskTierWithLz4(TestDiskTier):
         return DiskTier(self.folder, setup.namespace, layout, setup.capacity_bytes, codec=self.codec)
 
 
+@pytest.mark.sweep
 class TestDiskTierWithSplit(TestDiskTierWithLz4):
     codec = "split"
 
 
+@pytest.mark.sweep
 class TestLz4OfPayloadsThatShrink(TestDiskTierWithLz4):
     """Payloads of which some shrink to a fraction, and others not at all."""
 

@@ -122,6 +122,7 @@ class Encoded(TestFolder):
         return ObjectTier.open(self.with_options(replace(setup, layout=layout), url=self.url(), codec=self.codec))
 
 
+@pytest.mark.sweep
 class TestLz4(Encoded):
     """Chunks encoded with lz4."""
 

@@ -201,6 +201,7 @@ class TestTcp(Redis):
         self.check_bytes()
 
 
+@pytest.mark.sweep
 class TestTcpWithLz4(Redis):
     """Chunks through a codec, of which some shrink to a fraction, and others not at all."""
 
@@ -226,6 +227,7 @@ class TestTcpWithSplit(TestTcpWithLz4):
     codec = "split"
 
 
+@pytest.mark.sweep
 class TestUnixSocket(Redis):
     """Server on a unix socket, with a separate database."""
 

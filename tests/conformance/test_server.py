@@ -209,6 +209,7 @@ class TestBesidePeers(Served):
         return self.tier.own
 
 
+@pytest.mark.sweep
 class TestWithoutPeers(LendingTests, TestBesidePeers):
     """Tier without known peers, which lends from its own server."""
 

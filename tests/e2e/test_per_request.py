@@ -64,6 +64,7 @@ def test_what_a_client_asks(tiny_model: Path, tmp_path: Path, caplog: pytest.Log
         engine.assert_idle()
 
 
+@pytest.mark.sweep
 def test_a_retained_prompt_outlives_others_on_disk(tiny_model: Path, tmp_path: Path) -> None:
     """Memory and disk hold far less than what other clients ask for; the answer stays plain vLLM's."""
     others = make_prompts()[19:40]

@@ -67,6 +67,7 @@ def test_a_probe_and_what_the_log_says(tiny_model: Path, tmp_path: Path) -> None
     assert f"hit {whole_blocks(TOKENS)} (memory {whole_blocks(TOKENS)}, disk 0, remote 0) in " in log
 
 
+@pytest.mark.sweep
 def test_a_mistake_is_the_last_line(tiny_model: Path, tmp_path: Path) -> None:
     """The mistake is reported before the model is loaded. tests/adapters/test_plugin.py has other mistakes."""
     server = VllmServer(tiny_model, config_file(tmp_path, "max_local_cpu_sise: 1"), tmp_path / "log")

@@ -46,6 +46,7 @@ def group_of(engine: Engine) -> str:
     return type(group.kv_cache_spec).__name__
 
 
+@pytest.mark.sweep
 def test_a_prefix_that_vllm_has_itself_is_not_stored_from_its_null_block(model: Path, plain: list[Completion]) -> None:
     with Engine(model, StoreSetup()) as engine:
         assert_same_outputs(plain[:1], engine.generate([LONG], asks={"kvstore.skip_save": True}))
@@ -79,6 +80,7 @@ def test_hits_from_memory_and_disk(model: Path, plain: list[Completion], tmp_pat
         engine.assert_idle()
 
 
+@pytest.mark.sweep
 def test_a_load_that_fails_is_computed_anew(model: Path, plain: list[Completion], tmp_path: Path) -> None:
     """It is recomputed from the beginning, because the earlier blocks have been freed."""
     with Engine(model, StoreSetup(tmp_path / "disk", extra={"kvstore.local_cpu": False})) as engine:

@@ -20,6 +20,7 @@ def link(state: str) -> None:
     subprocess.run(["ip", "link", "set", "lo", state], check=True)
 
 
+@pytest.mark.sweep
 def test_the_network_is_cut() -> None:
     """The sender gives up, the receiver forgets the partial chunks, and both work again once the network does."""
     if runs_elsewhere(f"{__file__}::test_the_network_is_cut", UCX_TLS="tcp"):
