@@ -372,8 +372,8 @@ def test_receivers_that_are_slow_refuse_hang_or_are_cut_off(tiny_model: Path, tm
             assert computed(turns[3]) <= unshared(turns[3].prompt)
             relay.mood = Mood.CUT
             assert computed(turns[4]) == len(turns[4].prompt)
+            relay.aim(foreign.port)  # first: whoever waits connects at once, and stays
             relay.mood = Mood.FAST
-            relay.aim(foreign.port)
             settle(running)
             assert computed(turns[5]) == len(turns[5].prompt)
             assert_nothing_held(running)
