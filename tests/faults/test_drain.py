@@ -172,8 +172,8 @@ class TestHostsWithoutTheScheduler:
             try:
                 vllm.ask("first", PROMPT)
                 # A chunk on its way from memory to the disk may count twice for a moment.
-                said = (1, "4 chunks are still to be written\n")
-                wait_for("all wait for the disk", lambda: self.run(engine, "--wait-s", "0") == said)
+                four = (1, "4 chunks are still to be written\n")
+                wait_for("all wait for the disk", lambda: self.run(engine, "--wait-s", "0") == four)
             finally:
                 may_write.set()
             assert self.run(engine) == (0, "0 chunks are still to be written\n")
