@@ -235,7 +235,8 @@ class Hub:
             self._unix_socket.owns_path = True
             self.service.writes.is_held = False
             self.core.slices.begin(self.service.writes.go_on())
-            self.service.change(options.quotas, options.pin_max_s)  # the predecessor's may have been larger
+            if any(quota.lacks(0) for quota in self.stock.spaces.quotas):  # the predecessor's were larger
+                self.service.change(options.quotas, options.pin_max_s)
         if options.folder is not None:
             self._sockets[IPC] = bind_router(self._context, f"ipc://{options.folder / CONTROL_NAME}")
             (options.folder / CONTROL_NAME).chmod(0o600)
