@@ -33,6 +33,7 @@ from kvstore.model.throttle import Throttle
 from kvstore.protocol import messages
 from kvstore.protocol.keyfiles import KeyPair
 from kvstore.protocol.loopback import buffer_bytes
+from kvstore.protocol.monitors import Monitor
 from kvstore.server.clients import IPC, TCP
 from kvstore.server.sessions import MAX_PIECES
 
@@ -60,7 +61,6 @@ _SILENCE_MS: Final = 30_000
 _RESET: Final = struct.pack("ii", 1, 0)  # SO_LINGER: end the connection with a reset
 _RECEIVED = struct.Struct("<Q")
 _RECEIVED_OFFSET: Final = 128  # of tcpi_bytes_received in struct tcp_info
-_MONITOR: Final = "inproc://connections"
 _FAILURES: Final = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
@@ -400,7 +400,6 @@ class Network:
         most: the most connections that may be open.
 
     Attributes:
-        monitor: a socket that is readable when connections have begun or ended.
         num_strangers: number of clients that could not prove a key, or expected another server.
     """
 
@@ -411,10 +410,12 @@ class Network:
         self.watch = Watch(self.listener.port, most)
         self.num_strangers = 0
         self._throttle = Throttle(logger)
-        router.monitor(_MONITOR, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _FAILURES)
-        self.monitor = context.socket(zmq.PAIR)
-        self.monitor.rcvhwm = 0  # a full queue stops ZeroMQ's thread, which then holds a lock that closing needs
-        self.monitor.connect(_MONITOR)
+        self._monitor = Monitor(context, router, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _FAILURES)
+
+    @property
+    def reports(self) -> zmq.Socket[bytes]:
+        """Socket that is readable when connections have begun or ended."""
+        return self._monitor.reader
 
     def ended(self, at_most: int | None = None) -> Iterator[int]:
         """Note new connections, and yield the descriptors of ended ones: ZeroMQ reports an end before it closes one.
@@ -423,9 +424,9 @@ class Network:
         """
         for _ in itertools.count() if at_most is None else range(at_most):
             self.listener.look()
-            if not self.monitor.poll(0):
+            if not self.reports.poll(0):
                 return
-            event = parse_monitor_message(self.monitor.recv_multipart())
+            event = parse_monitor_message(self.reports.recv_multipart())
             if event["event"] & _FAILURES:
                 self.num_strangers += 1
                 self._throttle.log("stranger", "refused a client that has no keys or expects another server's key")
@@ -434,3 +435,8 @@ class Network:
             else:
                 self.watch.remove(event["value"])
                 yield event["value"]
+
+    def close(self) -> None:
+        """Watch no connection any more; before the socket is closed."""
+        self._monitor.close()
+        self.watch.close()

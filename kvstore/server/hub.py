@@ -220,8 +220,8 @@ class Hub:
             self.pause = Pause(self.core, self.service, self._sockets, self._unix_socket, self.network)
         self._poller = zmq.Poller()
         keys = self._client_keys and self._client_keys.socket
-        monitor = self.network and self.network.monitor
-        for source in (*self._sockets.values(), self._jobs.fd, self._unix_socket, keys, monitor):
+        reports = self.network and self.network.reports
+        for source in (*self._sockets.values(), self._jobs.fd, self._unix_socket, keys, reports):
             if source is not None:
                 self._poller.register(source, zmq.POLLIN)
 
@@ -243,7 +243,7 @@ class Hub:
         if options.tcp is not None:
             self._sockets[TCP] = bind_router(self._context, str(options.tcp), options.keys)
             self.network = Network(self._context, self._sockets[TCP], self._jobs.fd, self._most[TCP])
-            opened.callback(self.network.watch.close)
+            opened.callback(self.network.close)
         if inherited is not None:
             count, pause_ms = len(inherited.estate.chunks), (time.monotonic() - inherited.estate.paused_s) * 1000
             logger.info("took over %d chunks; clients waited for %.0f ms", count, pause_ms)

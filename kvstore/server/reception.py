@@ -65,7 +65,7 @@ class Reception:
     def receive(self, ready: Collection[object]) -> None:
         """Handle messages of the sockets that are ready, and look after the connections."""
         network = self._network
-        if network is not None and network.monitor in ready:
+        if network is not None and network.reports in ready:
             self._note_connections(_TURN)
         for number, router in self._sockets.items():
             if router in ready:

@@ -247,7 +247,7 @@ class TestMessages:
                 real(*answer)
                 peer.close()
                 assert server.hub.network is not None
-                assert server.hub.network.monitor.poll(int(1000 * WAIT_S))
+                assert server.hub.network.reports.poll(int(1000 * WAIT_S))
 
             server.hub.core.send = send
             peer.sendall(b"\x02" + len(hello).to_bytes(8, "big") + hello)

@@ -20,8 +20,10 @@ from kvstore.model.chunks import ByteArray
 from kvstore.model.errors import ProtocolError, TierError, TierSetupError
 from kvstore.model.keys import Namespace
 from kvstore.protocol import messages
+from kvstore.protocol.contexts import Context
 from kvstore.protocol.loopback import buffer_bytes
 from kvstore.protocol.messages import Refusal
+from kvstore.protocol.monitors import Monitor
 from kvstore.protocol.payload import Geometry, Placing
 from kvstore.tiers.server.hold import Hold
 from kvstore.tiers.server.url import ServerTarget
@@ -81,7 +83,7 @@ class ServerConnection:
         TierError: it cannot be reached.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], target: ServerTarget) -> None:
+    def __init__(self, context: Context, target: ServerTarget) -> None:
         self._target = target
         self._serials = itertools.count(1)
         self.namespace = Namespace({})
@@ -93,7 +95,7 @@ class ServerConnection:
         self._socket = self._open_socket(context)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._losses: zmq.Socket[bytes] | None = None
+        self._losses: Monitor | None = None
         if self.hold is not None:
             self._poller.register(self.hold, zmq.POLLIN)
             _connections.add(self)
@@ -103,13 +105,13 @@ class ServerConnection:
             self.close()
             raise
         if self.hold is None:
-            self._watch_losses()
+            self._watch_losses(context)
 
     @property
     def is_alive(self) -> bool:
         """False if the server is known to have dropped this connection."""
         if self._losses is not None:
-            return not self._losses.poll(0)
+            return not self._losses.reader.poll(0)
         return self.hold is None or not self.hold.is_over
 
     def knows(self, kind: type[messages.Request]) -> bool:
@@ -232,9 +234,9 @@ class ServerConnection:
 
     def close(self) -> None:
         """Disconnect. Idempotent. The pool must no longer be used for this connection."""
-        self._socket.close()
         if self._losses is not None:
-            self._losses.close(0)
+            self._losses.close()
+        self._socket.close()
         self.memory = None  # a traceback may keep this object alive
         self.drop()
 
@@ -243,15 +245,14 @@ class ServerConnection:
         if self.hold is not None:
             self.hold.close()
 
-    def _watch_losses(self) -> None:
+    def _watch_losses(self, context: Context) -> None:
         """Notice from now on if the connection is lost: ZeroMQ connects again, but sends no request again."""
         try:
-            address = f"inproc://losses-{next(_monitors)}"  # pyzmq's own may be that of a socket just closed
-            self._losses = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED, address)
+            self._losses = Monitor(context, self._socket, zmq.EVENT_DISCONNECTED)
         except zmq.ZMQError as error:  # too many files are open, for one
             self.close()
             raise TierError(f"the cache server at {self._target.address}: {error.strerror}") from error
-        self._poller.register(self._losses, zmq.POLLIN)
+        self._poller.register(self._losses.reader, zmq.POLLIN)
 
     def _check_size(self, pool_bytes: int) -> None:
         if self.hold is not None and self.hold.pool_bytes != pool_bytes:
@@ -293,7 +294,7 @@ class ServerConnection:
             raise TierError(f"the cache server sent {begin} of the {len(target)} bytes that were asked for")
         return placing.checksum
 
-    def _open_socket(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    def _open_socket(self, context: Context) -> zmq.Socket[bytes]:
         target, made = self._target, None
         try:
             made = context.socket(zmq.DEALER)
@@ -322,7 +323,6 @@ class ServerConnection:
 
 
 _connections: weakref.WeakSet[ServerConnection] = weakref.WeakSet()
-_monitors = itertools.count()
 
 
 def _drop_links_in_child() -> None:
