@@ -54,10 +54,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     for item in items:
         join_soak(item)
-        if item.get_closest_marker("soak") and not config.getoption("--soak"):
-            item.add_marker(pytest.mark.skip(reason="needs --soak"))
-        elif item.get_closest_marker("sweep") and not (config.getoption("--sweeps") or config.getoption("--soak")):
-            item.add_marker(pytest.mark.skip(reason="needs --sweeps"))
+    if hasattr(config, "workerinput"):  # thousands of reports of what is skipped take ten seconds
+        items[:] = [item for item in items if not _needed_option(item)]
+    for item in items:
+        if option := _needed_option(item):
+            item.add_marker(pytest.mark.skip(reason=f"needs {option}"))
         if item.get_closest_marker("slow") and config.getoption("--quick"):
             item.add_marker(pytest.mark.skip(reason="not with --quick"))
         if item.get_closest_marker("gpu") and not _has_gpu():
@@ -118,6 +119,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # modules and tests stay to the end, so collections need not look at them
     gc.set_threshold(10_000)  # nor so often: garbage of one test is soon reused by the next
     gc.enable()
+
+
+def _needed_option(item: pytest.Item) -> str:
+    """Return the option that a test needs and this run does not have; empty if there is none."""
+    has = item.config.getoption
+    if item.get_closest_marker("soak"):
+        return "" if has("--soak") else "--soak"
+    is_left_out = item.get_closest_marker("sweep") and not (has("--soak") or has("--sweeps"))
+    return "--sweeps" if is_left_out else ""
 
 
 def _has_gpu() -> bool:

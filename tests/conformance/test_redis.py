@@ -241,6 +241,7 @@ class TestUnixSocket(Redis):
             yield
 
 
+@pytest.mark.sweep
 class TestAclUser(Redis):
     """User with the least rights, and the password outside the URL."""
 
@@ -275,6 +276,7 @@ class TestTls(Redis):
             yield from serve(cls, server, url=url, tls_cert=str(files["client.crt"]), tls_key=str(files["client.key"]))
 
 
+@pytest.mark.sweep
 class TestSentinel(Redis):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod

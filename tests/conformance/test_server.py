@@ -109,6 +109,7 @@ class TestFramed(Served):
             yield
 
 
+@pytest.mark.sweep
 class TestRestarted(Served):
     """Server with a disk, which is restarted whenever the tier is opened."""
 

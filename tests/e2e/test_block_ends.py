@@ -54,6 +54,7 @@ def ask(engine: Engine, prompts: list[Prompt]) -> list[Completion]:
     return answers
 
 
+@pytest.mark.sweep
 def test_the_longest_common_prefix_is_found(tiny_model: Path, tmp_path: Path) -> None:
     """It is found in memory, on disk after a restart, where every hit reads files, and at a server filled by others."""
     prompts = parting_prompts(18, seed=3)

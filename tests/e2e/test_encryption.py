@@ -47,9 +47,8 @@ def is_miss(outputs: list[Completion]) -> bool:
     return outputs[0].cached_tokens == 0
 
 
-@pytest.mark.parametrize(
-    "kind", ["folder", pytest.param("disk", marks=pytest.mark.sweep), pytest.param("s3", marks=pytest.mark.sweep)]
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", ["folder", "disk", "s3"])
 def test_kv_of_one_salt_is_a_miss_for_another(
     tiny_model: Path, plain: list[Completion], tmp_path: Path, kind: str
 ) -> None:

@@ -61,6 +61,7 @@ def verdicts(certificate: dict[str, Any]) -> dict[str, str]:
     return {one["situation"]: one["verdict"] for one in certificate["situations"]}
 
 
+@pytest.mark.sweep
 def test_a_tier_that_changes_a_byte_is_caught(prove: Prove, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is proven in the same run, and what was stored is gone afterwards."""
     (tmp_path / "kv").mkdir()
