@@ -230,6 +230,8 @@ def test_it_says_if_a_fleet_falls_behind(path: Path, fleet: Path) -> None:
         (("replicas: [1, 3]", ""), "replicas: Field required"),
         (("[random, prefix]", "nearest"), "router.0: Input should be 'random', 'load', 'prefix' or 'session'"),
         (("size: 10,", "size: .nan,"), "memory.size: Input should be a finite number"),
+        (("1048576", "1" + "0" * 400), "bytes_per_token: "),
+        (("prefill_tokens_per_s: 1024", "prefill_tokens_per_s: 1.0e-300"), "prefill_tokens_per_s: "),
         (("size: 10,", ""), "memory.size: Field required"),
         (("memory:", "ram:"), "memory: Field required"),
         (("shared:", "tier:"), "tier: Extra inputs are not permitted"),
@@ -258,10 +260,16 @@ def test_options_that_the_file_replaces(path: Path, fleet: Path, option: list[st
 
 
 def test_traces_that_cannot_be_used(path: Path, fleet: Path) -> None:
-    for text, message in (("hello\n", "line 1 is not a request"), ("", "is empty")):
+    line = '{"timestamp": NaN, "input_length": 5, "output_length": 1e308, "hash_ids": [1]}\n'
+    cases = (("hello\n", "line 1 is not a request"), ("", "is empty"), (line, "request 1 came at nan s"))
+    for text, message in cases:
         path.write_text(text, encoding="utf-8")
         result = RUNNER.invoke(app, ["simulate", str(path), "--fleet", str(fleet)])
         assert (result.exit_code, message in result.stderr) == (2, True)
+
+
+def test_an_answer_without_end(path: Path) -> None:
+    assert run(path, [(0, [1], {"output_length": 1e308}), (0, [1])])["requests"] == 2
 
 
 def test_a_file_too_large(tmp_path: Path) -> None:

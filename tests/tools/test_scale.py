@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.tools.dev import scale
 
-CHUNKS = 4000
+CHUNKS = 2000
 
 
 def test_an_index_filled_by_requests() -> None:
@@ -33,7 +33,9 @@ def test_a_start_over_a_folder(tmp_path: Path) -> None:
 def test_the_command_measures_in_a_process_of_its_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["scale", "--chunks", str(CHUNKS), "--only", "adopted", "--policy", "LRU", "--json"])
+    monkeypatch.setattr(
+        "sys.argv", ["scale", "--chunks", str(CHUNKS), "--only", "adopted", "--policy", "LRU", "--json"]
+    )
     assert scale.main() == 0
     tree = json.loads(capsys.readouterr().out)
     assert (tree["policy"], tree["adopted"]["found"]) == ("LRU", 1.0)

@@ -37,7 +37,7 @@ BLOCKS, BLOCK_TOKENS, CHAIN = 16, 16, 40
 CHUNK_TOKENS: Final = BLOCKS * BLOCK_TOKENS
 _SLOTS_SHARE: Final = 10
 _ASKED: Final = 1000
-_KNOWN: Final = 100  # conversations looked up, as each takes hundreds of kilobytes
+_KNOWN: Final = 50  # conversations looked up, as each takes hundreds of kilobytes
 _LAYOUT: Final = KVLayout((16,), 1, BLOCK_TOKENS, CHUNK_TOKENS)
 _NAMESPACE: Final = Namespace({"model": "scale"})
 _EXAMPLES: Final = "Example: python -m kvstore.tools.dev.scale --chunks 1000000 --folder /tmp/scale --json"
@@ -140,7 +140,7 @@ def measure_stored(chunks: int, policy: str) -> dict[str, Any]:
     chosen = random.Random(1).sample(range(count), _KNOWN)  # noqa: S311 - no secret
     found |= lookups(index, list(map(conversation, chosen)))
     evicted, samples = index.counters.evicted_disk, []
-    for hasher in map(conversation, range(count, count + _ASKED)):
+    for hasher in map(conversation, range(count, count + min(_ASKED, count))):
         hasher.chunk_keys()
         samples += [timed_us(partial(ask, index, hasher)) for _ in range(2)]  # a filter refuses the first
     found["store_of_40_chunks_into_a_full_index"] = spread(samples)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from math import ceil, floor, log
+from math import ceil, floor, isfinite, log
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -23,6 +23,7 @@ _TICK: Final = 100  # requests between two progress reports
 _MAX_WAITING: Final = 1 << 16
 _STEP: Final = 1.01  # between two times that are counted apart
 _LEAST_S: Final = 1e-6
+_MOST_TOKENS: Final = 1 << 30  # of an answer
 
 
 class FleetCell(NamedTuple):
@@ -138,7 +139,7 @@ class Fleet:
         seat.is_busy = True
         known = request if self._answers else request._replace(answer_tokens=None)
         served = seat.replica.serve(known, arrival_s, self._now_s)
-        answer_s = (request.answer_tokens or 0) / self._plan.decode_tokens_per_s
+        answer_s = min(request.answer_tokens or 0, _MOST_TOKENS) / self._plan.decode_tokens_per_s
         self._schedule(served.end_s, seat.replica, is_first=True)
         self._schedule(served.end_s + answer_s, seat.replica, is_first=False)
         self._note(served, arrival_s)
@@ -208,6 +209,8 @@ def simulate_fleet(path: Path, plan: FleetPlan, cell: FleetCell, *, answers: boo
     fleet, number, has_sessions = Fleet(plan, cell, answers=answers), 0, False
     for number, request in enumerate(read_trace(path), start=1):
         has_sessions = has_sessions or bool(request.session)
+        if not isfinite(request.time_s):
+            raise ConfigError(f"{path}: request {number} came at {request.time_s} s: remove it from the trace")
         fleet.ask(request)
         if number % _TICK == 0:
             tick(_TICK)

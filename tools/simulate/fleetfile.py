@@ -24,7 +24,7 @@ def _listed(value: Any) -> Any:  # noqa: ANN401 - from YAML
     return value if isinstance(value, list) else [value]
 
 
-_Above0: TypeAlias = Annotated[float, Field(gt=0)]
+_Above0: TypeAlias = Annotated[float, Field(ge=1e-6, le=1e15)]
 
 
 class _Strict(BaseModel):
@@ -61,9 +61,9 @@ class FleetPlan(_Strict):
         gpus_per_replica, gpu_price_per_hour: the cost; without a price none is shown.
     """
 
-    bytes_per_token: Annotated[int, Field(ge=1)]
+    bytes_per_token: Annotated[int, Field(ge=1, le=1 << 40)]
     prefill_tokens_per_s: _Above0
-    first_token_s: Annotated[float, Field(ge=0)] = 0.0
+    first_token_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
     decode_tokens_per_s: _Above0 = 50.0
     replicas: Annotated[
         list[Annotated[int, Field(ge=1, le=MAX_REPLICAS)]], BeforeValidator(_listed), Field(min_length=1)
@@ -75,7 +75,7 @@ class FleetPlan(_Strict):
     disk: OwnTier | None = None
     shared: SharedTier | None = None
     load_only_if_faster: bool = True
-    gpus_per_replica: Annotated[int, Field(ge=1)] = 1
+    gpus_per_replica: Annotated[int, Field(ge=1, le=1 << 20)] = 1
     gpu_price_per_hour: _Above0 | None = None
 
 
