@@ -26,7 +26,7 @@ from kvstore.tools.simulate.replica import Replica, Served
 BLOCK, MOST_BLOCKS = 4, 300
 SLOT_BYTES, FILE_BYTES = 4096, 8192
 CHUNK_BYTES = 512  # in the simulation, at a byte a token
-CONVERSATION = Path("/work/shared/traces/conversation_trace.jsonl")
+CONVERSATION = Path(__file__).resolve().parents[3] / "shared" / "traces" / "conversation_trace.jsonl"
 AGREES = 0.02
 
 
@@ -153,7 +153,7 @@ def test_real_engines_find_as_much(
 @pytest.mark.parametrize("policy", ["LRU", "ADAPTIVE"])
 def test_they_do_on_a_trace_of_mooncake(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not CONVERSATION.exists():
-        pytest.skip(f"needs the trace {CONVERSATION}")
+        pytest.skip(f"the trace is not beside the checkout: no {CONVERSATION.name} in ../shared/traces")
     with CONVERSATION.open(encoding="utf-8") as file:
         chains = [json.loads(line)["hash_ids"] for line in islice(file, 600)]
     path = write_trace(tmp_path / "trace.jsonl", [chain for chain in chains if len(chain) <= MOST_BLOCKS])
