@@ -216,6 +216,13 @@ def test_the_command_compares_fleets(path: Path, fleet: Path) -> None:
     assert re.search(r"prefill \d+\.\d GPU h \(\d+\.\d\d\), saved ", result.stdout)
 
 
+def test_it_says_how_much_is_computed_as_loads_are_slow(path: Path, fleet: Path) -> None:
+    write(path, [(1000 * number, [number % 4, 10 + number % 4]) for number in range(40)])
+    fleet.write_text(FILE.replace("gb_per_s: 20", "gb_per_s: 0.1"), encoding="utf-8")
+    result = RUNNER.invoke(app, ["simulate", str(path), "--fleet", str(fleet)])
+    assert re.search(r"1 prefix ADAPTIVE: \d\d\.\d% of the tokens were found, but computed", result.stdout)
+
+
 def test_it_says_if_a_fleet_falls_behind(path: Path, fleet: Path) -> None:
     write(path, [(0, [number, number + 50]) for number in range(40)])
     result = RUNNER.invoke(app, ["simulate", str(path), "--fleet", str(fleet)])

@@ -55,7 +55,7 @@ def simulate_fleets_and_print(
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """Return a table with a line for each fleet."""
     tiers = list(rows[0]["tiers"])
-    found = Table("fleet", *numbers("found", *tiers, "TTFT p50", "p99", "busy"))
+    found = Table("fleet", *numbers("loaded", *tiers, "TTFT p50", "p99", "busy"))
     for row in rows:
         found.add_row(
             _name(row),
@@ -75,6 +75,9 @@ def remarks(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             for name, tier in row["tiers"].items()
             if name != GPU
         )
+        if row["declined_tokens"]:
+            share = row["declined_tokens"] / row["asked_tokens"]
+            yield f"{_name(row)}: {share:.1%} of the tokens were found, but computed, as loading them would be slower"
         yield f"{_name(row)}: GB in {row['span_s']:,.0f} s: {moved}; {_cost(row)}"
         if row["busiest"] > _BUSY:
             yield f"{_name(row)}: falls behind: up to {row['most_waiting']:,} requests wait, so add replicas"
