@@ -24,39 +24,49 @@ _MAX_NEAR: Final = 64  # candidates examined, those that share most first
 
 
 class Trails:
-    """The trails of known chunks in any state. Takes about 0.5 KiB for a chunk of 16 blocks.
+    """The trails of known chunks in any state. Takes about 0.4 KiB for a chunk of 16 blocks.
 
     ``nearest`` and ``within`` may be called by any thread.
     """
 
     def __init__(self) -> None:
-        self._groups: dict[PrefixKey, list[bytes]] = {}  # sorted trails by the key of the first block's end
+        # Trails by the key of the first block's end: usually one, else a sorted list, which would take 80 bytes more.
+        self._groups: dict[PrefixKey, bytes | list[bytes]] = {}
 
     def add(self, trail: bytes) -> None:
         """Add the trail of a chunk that is not known yet."""
         first = trail[:PREFIX_KEY_BYTES]
         group = self._groups.get(first)
         if group is None:
-            self._groups[first] = [trail]  # the usual case; smaller than a list that grew
+            self._groups[first] = trail
+        elif isinstance(group, bytes):
+            self._groups[first] = sorted((group, trail))
         else:
             insort(group, trail)
 
     def add_all(self, trails: Iterable[bytes]) -> None:
         """``add`` many at once."""
-        grown = set()
+        groups, grown = self._groups, dict[PrefixKey, list[bytes]]()
         for trail in trails:
             first = trail[:PREFIX_KEY_BYTES]
-            self._groups.setdefault(first, []).append(trail)
-            grown.add(first)
-        for first in grown:
-            self._groups[first].sort()
+            group = groups.get(first)
+            if group is None:
+                groups[first] = trail
+                continue
+            if isinstance(group, bytes):
+                group = groups[first] = [group]
+            group.append(trail)
+            grown[first] = group
+        for group in grown.values():
+            group.sort()
 
     def discard(self, trail: bytes) -> None:
         """Drop the trail of a known chunk."""
         first = trail[:PREFIX_KEY_BYTES]
         group = self._groups[first]
-        del group[bisect_left(group, trail)]
-        if not group:
+        if isinstance(group, list):
+            del group[bisect_left(group, trail)]
+        if isinstance(group, bytes) or not group:
             del self._groups[first]
 
     def nearest(self, trail: bytes) -> Iterator[tuple[PrefixKey, int]]:
@@ -74,7 +84,9 @@ class Trails:
     def neighbours(self, trail: bytes) -> Iterator[tuple[bytes, int]]:
         """Return the trails of the chunks of ``nearest``, with the numbers of shared blocks."""
         group = self._groups.get(trail[:PREFIX_KEY_BYTES])
-        return _outwards(group, trail) if group is not None else iter(())
+        if group is None:
+            return iter(())
+        return _outwards([group] if isinstance(group, bytes) else group, trail)
 
     def within(self, trail: bytes) -> Iterator[PrefixKey]:
         """Yield the keys of longer chunks that hold all blocks of a trail."""
@@ -85,7 +97,8 @@ class Trails:
                 yield key
 
     def __iter__(self) -> Iterator[bytes]:
-        return (trail for group in self._groups.values() for trail in group)
+        groups = self._groups.values()
+        return (trail for group in groups for trail in ((group,) if isinstance(group, bytes) else group))
 
 
 class RemoteTrails:

@@ -67,10 +67,22 @@ class SimulatedTier:
 
 
 class SimulatedStore:
-    """Several tiers, fastest first; each is offered every chunk that it does not hold."""
+    """Several tiers, fastest first; each is offered every chunk that it does not hold.
 
-    def __init__(self, policies: Sequence[Policy]) -> None:
-        self.tiers = [SimulatedTier(policy) for policy in policies]
+    Args:
+        policies: of the store's own tiers.
+        shared: a tier below them that several stores share, as a cache server: it is asked only for chunks behind
+            those found above, and hears of no answers.
+        num_staging: first tiers that a chunk found below them is brought to.
+    """
+
+    def __init__(
+        self, policies: Sequence[Policy], shared: SimulatedTier | None = None, *, num_staging: int = 1
+    ) -> None:
+        self._own = [SimulatedTier(policy) for policy in policies]
+        self._shared = shared
+        self._staging = self._own[:num_staging]
+        self.tiers = self._own if shared is None else [*self._own, shared]
         self.chunks = 0
         self.bytes = 0
 
@@ -97,17 +109,32 @@ class SimulatedStore:
         """
         found = self._find(keys, sizes_bytes)
         held = {*keys, *leased}
-        for tier in self.tiers:
+        for tier in self._own:
             tier.policy.touch_chain(keys)
+        if self._shared is not None:
+            self._ask(self._shared.policy, keys, found)
         for key, size_bytes in zip(keys[:found], sizes_bytes, strict=False):
-            if key not in self.tiers[0].policy:
-                self.tiers[0].bring_up(key, size_bytes, held)
-        for tier in self.tiers:
+            for tier in self._staging:
+                if key in tier.policy:
+                    break
+                tier.bring_up(key, size_bytes, held)
+        for tier in self._own:
             tier.offer(keys[found:], sizes_bytes[found:], held)
             tier.policy.refresh_chain(keys)
             if answer_tokens is not None:
                 tier.policy.end_chain(keys, answer_tokens)
+        if self._shared is not None:
+            self._shared.offer(keys[found:], sizes_bytes[found:], frozenset())
         return found
+
+    def _ask(self, shared: Policy, keys: Sequence[PrefixKey], found: int) -> None:
+        """Do what a cache server does when it is asked for chunks, and then for the bytes of those that were found."""
+        asked = {key: None for key in keys if not any(key in tier.policy for tier in self._own)}
+        if asked:
+            shared.touch_chain(asked)
+        for key in keys[:found]:
+            if key in asked:
+                shared.refresh_chain([key])
 
     def _find(self, keys: Sequence[PrefixKey], sizes_bytes: Sequence[int]) -> int:
         self.chunks += len(keys)

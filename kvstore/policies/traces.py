@@ -33,6 +33,7 @@ class Request(NamedTuple):
         num_tokens: tokens of all its chunks, as the trace states.
         answer_tokens: tokens of its answer; None if the trace does not say.
         request_id: vLLM's id; empty if the trace does not say.
+        session: name of the conversation; empty if the trace does not say.
     """
 
     time_s: float
@@ -42,6 +43,7 @@ class Request(NamedTuple):
     num_tokens: int
     answer_tokens: int | None = None
     request_id: str = ""
+    session: str = ""
 
     def tokens_of(self, position: int) -> int:
         """Return the tokens in the chunk at this position."""
@@ -114,7 +116,7 @@ class Timed(NamedTuple):
 
 
 Record: TypeAlias = Begin | Request | Timed
-_ID, _LOOKUP, _EVENT, _TIERS = "id", "lookup", "event", "tiers"
+_ID, _LOOKUP, _EVENT, _TIERS, _SESSION = "id", "lookup", "event", "tiers", "session"
 _FATES = {fate.value for fate in Fate}
 _CAUSES = {cause.value: cause for cause in Cause}
 
@@ -198,7 +200,7 @@ def _own_request(fields: dict[str, Any], chunk_tokens: int) -> Request:
     request = _request(
         float(fields["time_s"]), keys, chunk_tokens, int(fields["num_tokens"]), fields.get("answer_tokens")
     )
-    return request._replace(request_id=str(fields.get(_ID, "")))
+    return request._replace(request_id=str(fields.get(_ID, "")), session=str(fields.get(_SESSION, "")))
 
 
 # -- lines of lookups, events and tiers --------------------------------------------------------------------------------
@@ -260,7 +262,8 @@ class _MooncakeKeys(dict[int, PrefixKey]):
 def _mooncake_request(fields: dict[str, Any], chunk_tokens: int, keys_of: _MooncakeKeys) -> Request:
     keys = tuple(map(keys_of.__getitem__, fields["hash_ids"]))
     answer = fields.get("output_length")
-    return _request(fields["timestamp"] / 1000, keys, chunk_tokens, int(fields["input_length"]), answer)
+    request = _request(fields["timestamp"] / 1000, keys, chunk_tokens, int(fields["input_length"]), answer)
+    return request._replace(session=str(fields[_SESSION])) if _SESSION in fields else request
 
 
 def _request(

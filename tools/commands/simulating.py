@@ -17,6 +17,10 @@ def simulate(
     ],
     *,
     given: Simulation,
+    fleet: Annotated[
+        Path | None,
+        typer.Option(help="YAML file of replicas, router and tiers: also shows TTFT and cost.", exists=True),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the curves into this .svg, .png or .pdf file.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -24,8 +28,15 @@ def simulate(
 
     For a trace of Mooncake, whose ids stand for 512 tokens: --block-tokens 512 --chunk-tokens 4096.
 
+    With --fleet fleet.yaml: what would ten replicas, another router, a shared tier bring? See docs/scale.md.
+
     Sizes are in chunks unless --bytes-per-token is given. Exits with 2 if a trace cannot be read.
     """
+    if fleet is not None:
+        from kvstore.tools.simulate.fleetrun import simulate_fleets_and_print  # noqa: PLC0415
+
+        simulate_fleets_and_print(traces, fleet, given, plot_file=plot, as_json=as_json)
+        return
     from kvstore.tools.simulate.run import SimulateOptions, simulate_and_print  # noqa: PLC0415
 
     simulate_and_print(traces, SimulateOptions(given), plot_file=plot, as_json=as_json)
