@@ -12,13 +12,14 @@ import sys
 from pathlib import Path
 from typing import Final
 
+_TIME_S: Final = 60
 _TIMEOUT_S: Final = 20  # of one input
 _MEMORY_MIB: Final = 2048
 _MAX_BYTES: Final = 1 << 14
 
 
 def main() -> None:
-    """Fuzz until so many inputs were tried, or one does harm."""
+    """Fuzz until so many inputs were tried, the time is over, or an input does harm."""
     import atheris
 
     module, name, corpus, found, runs, seed = sys.argv[1:]
@@ -32,6 +33,7 @@ def main() -> None:
     options = {
         "runs": runs,
         "seed": seed,
+        "max_total_time": _TIME_S,
         "max_len": _MAX_BYTES,
         "timeout": _TIMEOUT_S,
         "rss_limit_mb": _MEMORY_MIB,
