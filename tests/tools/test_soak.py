@@ -7,11 +7,12 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from soak import __main__ as command
-from soak import course, operations, parsing
+from soak import clients, course, killed, messages, operations, parsing, requests
 from soak.memory import growth_bytes, slope_mib_per_hour
 from soak.part import Batch, Do, Part
 from soak.progress import MAX_FAILURES, Tally, opened
@@ -199,6 +200,27 @@ def test_operations_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, defe
     else:
         with pytest.raises(AssertionError, match=r"there|gone"):
             operate(tmp_path, 0)
+
+
+SMALL = [
+    pytest.param(messages, {"MESSAGES": 400}, 1, id="messages"),
+    pytest.param(requests, {"REQUESTS": 180}, 1, id="requests"),
+    pytest.param(killed, {"KILLS": 2}, 1, id="kills"),
+    pytest.param(clients, {"SECONDS": 4, "PROCESSES": 2, "THREADS": 2}, 1, id="clients"),
+    pytest.param(operations, {"CALLS": 30}, operations.KINDS.index("server"), id="server"),
+    pytest.param(operations, {"CALLS": 30}, operations.KINDS.index("redis"), id="redis"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+@pytest.mark.parametrize(("module", "sizes", "seed"), SMALL)
+def test_a_small_batch(module: ModuleType, sizes: dict[str, int], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in sizes.items():
+        monkeypatch.setattr(module, name, size)
+    tally = course.once(module.PART, seed)
+    assert (tally.wrong, tally.failed, tally.failures) == (0, 0, [])
+    assert tally.count or module is killed, "two kills may both be between two stores"
 
 
 class TestParsers:
