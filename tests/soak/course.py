@@ -34,7 +34,7 @@ def run(part: Part, progress: Progress, wanted: int, limit_s: float, tell: Tell)
     while goes_on():
         try:
             with _opened(part) as do:
-                tally.memory.append([])
+                tally.begin_life()
                 begin_s = time.monotonic()
                 is_sound = True
                 while is_sound:

@@ -113,7 +113,7 @@ class Bench:
                 path.unlink()
                 continue
             else:  # another chunk's file under this name
-                data = bytearray(self.dice.choice(paths).read_bytes() if paths[0].exists() else b"")
+                data = bytearray(self.dice.choice([other for other in paths if other.exists()]).read_bytes())
             path.write_bytes(data)
         return len(chosen)
 

@@ -14,7 +14,8 @@ from kvstore.model.errors import ConfigError
 
 VERSION = 1
 MAX_FAILURES = 10  # of a part: with so many, more of them say nothing new
-_MAX_SAMPLES = 4096
+_MAX_SAMPLES = 4096  # of a server
+_MAX_LIVES = 20
 _BETTER = "delete it to begin anew, or name another one with --state"
 
 
@@ -64,6 +65,10 @@ class Tally:
         """Keep a failure that is counted elsewhere, if it is one of the first."""
         if len(self.failures) < MAX_FAILURES:
             self.failures.append(Failure(seed, what[:1000]))
+
+    def begin_life(self) -> None:
+        """Begin the samples of another server; those of the last few are kept."""
+        self.memory = [life for life in self.memory if life][1 - _MAX_LIVES :] + [[]]
 
     def sample(self, at_s: float, num_bytes: int) -> None:
         """Note a server's memory. Of very many samples every other one is dropped."""
