@@ -68,7 +68,7 @@ class Tally:
 
     def begin_life(self) -> None:
         """Begin the samples of another server; those of the last few are kept."""
-        self.memory = [life for life in self.memory if life][1 - _MAX_LIVES :] + [[]]
+        self.memory = [*[life for life in self.memory if life][1 - _MAX_LIVES :], []]
 
     def sample(self, at_s: float, num_bytes: int) -> None:
         """Note a server's memory. Of very many samples every other one is dropped."""
