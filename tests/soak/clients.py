@@ -29,8 +29,8 @@ def opened(_: Path) -> Iterator[Do]:
     port = free_port()
     with short_folder() as folder:
         server = ServerProcess(folder, f"local_disk: {folder}/disk\nmax_local_disk_size: 0.2\n", port)
-        server.start(forks=False)  # with memory of its own
         try:
+            server.start()
             yield lambda seed: _run(server, seed)
             assert server.terminate() == 0, "the server did not end by itself"
         finally:

@@ -133,7 +133,7 @@ class Servers:
         pages_port = free_port()
         self._server = ServerProcess(stack.enter_context(short_folder()), f"server_http_port: {pages_port}\n")
         stack.callback(self._server.kill)
-        self._server.start(forks=False)
+        self._server.start()
         self.targets = (
             Target(self.proxy.base_url.port or 0, _PROXIED, (ASKED, STREAMED, _CHAT, _KV)),
             Target(admin.port, _ADMIN, ({"tokens": [1, 2, 3], "salt": "a", "tags": {"tenant": "a"}},)),
