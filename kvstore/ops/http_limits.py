@@ -30,7 +30,7 @@ _throttle = Throttle(logger)
 
 
 def _is_due(record: logging.LogRecord) -> bool:
-    return _throttle.is_due(str(record.msg))
+    return _throttle.is_due(f"{record.msg} {record.exc_info and record.exc_info[0]}")
 
 
 logger.addFilter(_is_due)  # uvicorn has a line for each malformed request, of which strangers send any number

@@ -19,7 +19,7 @@ from soak.part import Batch, Do, Part
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 KEPT: Final = ROOT / ".soak"
-INPUTS: Final = 20_000  # of a batch
+INPUTS: Final = 50_000  # of a batch
 _LIMIT_S: Final = 600
 _DONE: Final = re.compile(rb"stat::number_of_executed_units:\s*(\d+)")
 _ERROR: Final = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|ERROR: libFuzzer)\b: .*$", re.MULTILINE)
@@ -92,4 +92,4 @@ def opened(_: Path) -> Iterator[Do]:
     yield parse
 
 
-PART = Part("parsers", "inputs to parsers", 10_000_000, opened)
+PART = Part("parsers", "inputs to parsers", 2_000_000, opened)
