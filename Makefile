@@ -10,7 +10,7 @@ SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-unit demo test test-all test-unit test-gpu check format bench bench-gpu soak mutate mutate-gpu matrix models pages wheel release clean
+.PHONY: help venv venv-unit demo test test-all test-unit test-gpu check format bench bench-gpu soak soak-long mutate mutate-gpu matrix models pages wheel release clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ bench-gpu: venv  ## on a machine with a GPU: its tests, then every path; writes 
 
 soak: venv  ## the long tests
 	@$(BIN)/pytest $(SIDE_BY_SIDE) --soak -m soak
+
+soak-long: venv  ## load at full size, for hours, in parts that go on where they were; ARGS="--only kills --for 600"
+	@PYTHONPATH=tests $(BIN)/python -m soak $(ARGS)
 
 mutate: venv  ## defects on purpose, by hand and by mutmut: do the tests notice? ARGS="--only 'index/*'" tries one area
 	@$(BIN)/python -m kvstore.tools.dev.mutate $(ARGS)

@@ -76,7 +76,7 @@ def read_facts(begin: bytes) -> Facts | None:
             chunkfile.parse_lengths(lengths) if lengths is not None else None,
             str(said["seal"]).partition(" ")[0] if "seal" in said else None,
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):  # Python's JSON has infinite numbers
         return None
     return facts if facts.blocks > 0 and facts.num_layers > 0 and facts.payload_bytes > 0 else None
 

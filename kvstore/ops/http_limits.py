@@ -6,11 +6,16 @@ Uvicorn alone waits without limit for a head, and counts an idle connection like
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable
 from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from kvstore.model.throttle import Throttle
+
+logger = logging.getLogger(__name__)
 
 HANG_UP: Final = "hang_up"
 """Key in a request's ``state`` of a function that registers a callback for the client's disconnect.
@@ -21,6 +26,14 @@ The function returns another one, which unregisters the callback. ASGI reports d
 _MAX_HEAD_BYTES: Final = 64 << 10
 _HEAD_TIMEOUT_S: Final = 30.0
 _MAX_WAITING: Final = 8
+_throttle = Throttle(logger)
+
+
+def _is_due(record: logging.LogRecord) -> bool:
+    return _throttle.is_due(f"{record.msg} {record.exc_info and record.exc_info[0]}")
+
+
+logger.addFilter(_is_due)  # uvicorn has a line for each malformed request, of which strangers send any number
 
 
 def entrance(max_connections: int, patience_s: float) -> type[HttpToolsProtocol]:
@@ -43,6 +56,7 @@ def entrance(max_connections: int, patience_s: float) -> type[HttpToolsProtocol]
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - uvicorn's
             super().__init__(*args, **kwargs)
+            self.logger = logger
             self._head_bytes = 0
             self._in_head = True
             self._head_timer: asyncio.TimerHandle | None = None

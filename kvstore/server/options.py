@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from kvstore.model.errors import ConfigError
 from kvstore.protocol.keyfiles import KeyPair, ListedKey
@@ -98,7 +98,7 @@ def parse_listen(urls: tuple[str, ...]) -> tuple[Path | None, TcpAddress | None]
     """
     folder, tcp = None, None
     for url in urls:
-        parts = urlsplit(url)
+        parts = _split(url)
         if parts.scheme == "kvs+ipc" and parts.path.startswith("/") and not parts.netloc and folder is None:
             folder = Path(parts.path)
         elif parts.scheme == "kvs" and not parts.path and tcp is None:
@@ -110,8 +110,16 @@ def parse_listen(urls: tuple[str, ...]) -> tuple[Path | None, TcpAddress | None]
     return folder, tcp
 
 
+def _split(url: str) -> SplitResult:
+    try:
+        url.encode()  # half of a character, which JSON may hold, is in no address
+        return urlsplit(url)
+    except ValueError:
+        raise ConfigError(f"a cache server cannot listen on {url!r}, which is no URL: write kvs://[::1]:5566") from None
+
+
 def _tcp_address(url: str) -> TcpAddress:
-    host, port = host_and_port(urlsplit(url), f"a cache server cannot listen on {url!r}: it")
+    host, port = host_and_port(_split(url), f"a cache server cannot listen on {url!r}: it")
     if not host or port is None:
         raise ConfigError(f"a cache server cannot listen on {url!r}: name host and port, as in kvs://127.0.0.1:5566")
     return TcpAddress(host, port)

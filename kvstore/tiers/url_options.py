@@ -40,6 +40,7 @@ def split_url(url: object, what: str, example: str) -> SplitResult:
     if not isinstance(url, str):
         raise ConfigError(f"a {what} tier needs the option 'url', such as {example}")
     try:
+        url.encode()  # JSON may hold half of a character, which no name or path may
         return urlsplit(url)
     except ValueError:
         raise ConfigError(f"the URL of the {what} cannot be read: {_ENCODE}") from None

@@ -3,83 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.vllm_engine import MODES, VOCAB, Completion, Engine, Prompt, StoreSetup, assert_same_outputs
+from support.churned import churn, distinct_prompts, plain_outputs
+from support.vllm_engine import MODES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
-
-CHUNK_GIB = 256 * 4 * 2 * 2 * 64 * 4 / 2**30  # tokens, layers, K and V, heads, head size, float32
-
-
-def mixed_prompts(rng: random.Random, count: int) -> list[Prompt]:
-    """Return prompts, of which most share prefixes, and many are repeated."""
-
-    def words(count: int) -> Prompt:
-        return [rng.randrange(5, VOCAB - 8) for _ in range(count)]
-
-    stems = [words(rng.randrange(200, 600)) for _ in range(6)]
-    distinct = [words(rng.randrange(1, 300)) for _ in range(20)]
-    distinct += [rng.choice(stems)[: rng.randrange(1, 600)] + words(rng.randrange(1, 120)) for _ in range(60)]
-    return [rng.choice(distinct) for _ in range(count)]
-
-
-def some_fail(original: Callable[..., list[Any]], calls: list[int]) -> Callable[..., list[Any]]:
-    """Make every other read fail, in turn with an error and with wrong bytes."""
-    from kvstore.model.chunks import Outcome
-
-    def get(*args: Any) -> list[Any]:
-        calls[0] += 1
-        if calls[0] % 2:
-            return original(*args)
-        return [(Outcome.FAILED, Outcome.CORRUPT)[calls[0] // 2 % 2]] * len(args[1])
-
-    return get
-
-
-class Clients:
-    """Clients that add requests as slots become free, abort some, and keep the outputs of the others."""
-
-    def __init__(self, engine: Engine, prompts: list[Prompt], rng: random.Random) -> None:
-        self._llm = engine.llm.llm_engine
-        self._prompts = prompts
-        self._rng = rng
-        self.completions: dict[int, Completion] = {}
-        self.aborted: set[int] = set()
-
-    def run(self) -> None:
-        waiting, alive = list(range(len(self._prompts))), set[int]()
-        while waiting or self._llm.has_unfinished_requests():
-            while waiting and len(alive) < 16:
-                alive.add(waiting[0])
-                self._send(waiting.pop(0))
-            for output in self._llm.step():
-                number = int(output.request_id)
-                if output.finished and number in alive:
-                    alive.remove(number)
-                    self.completions[number] = Completion(list(output.outputs[0].token_ids), 0, None)
-            if alive and self._rng.random() < 0.05:
-                gone = self._rng.choice(sorted(alive))
-                alive.remove(gone)
-                self.aborted.add(gone)
-                self._llm.abort_request([str(gone)])
-
-    def _send(self, number: int) -> None:
-        from vllm import SamplingParams
-
-        asks = {
-            "kvstore.skip_save": self._rng.random() < 0.1,
-            "kvstore.skip_load": self._rng.random() < 0.1,
-            "kvstore.pin": self._rng.random() < 0.05,
-        }
-        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, extra_args={"kv_transfer_params": asks})
-        prompt: dict[str, Any] = {"prompt_token_ids": self._prompts[number]}
-        if self._rng.random() < 0.1:
-            prompt["cache_salt"] = self._rng.choice(["red", "blue"])
-        self._llm.add_request(str(number), prompt, params)
 
 
 @pytest.mark.parametrize(
@@ -90,41 +21,11 @@ class Clients:
         pytest.param(MODES["layer by layer"], 300, id="layer by layer", marks=pytest.mark.soak),
     ],
 )
-def test_requests_of_every_kind(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: dict[str, Any], requests: int
-) -> None:
-    from kvstore.tiers.disk.tier import DiskTier
-
+def test_requests_of_every_kind(tiny_model: Path, tmp_path: Path, mode: dict[str, Any], requests: int) -> None:
     rng = random.Random(6)
-    prompts = mixed_prompts(rng, requests)
-    with Engine(tiny_model) as engine:
-        plain = engine.generate(prompts, max_tokens=8, logprobs=2)
-    calls = [0]
-    for name in ("get", "get_layers"):
-        monkeypatch.setattr(DiskTier, name, some_fail(getattr(DiskTier, name), calls))
-    store = StoreSetup(
-        tmp_path / "disk",
-        cpu_gib=6.5 * CHUNK_GIB,
-        disk_gib=48 * CHUNK_GIB,
-        extra=mode
-        | {
-            "kvstore.save_decode_cache": True,
-            "kvstore.cache_policy": "LRU",
-            "kvstore.request_fields": "skip_save,skip_load,pin",
-        },
-    )
-    few_blocks = {"num_gpu_blocks_override": 64, "max_model_len": 1024}
-    with Engine(tiny_model, store, **few_blocks) as engine:
-        clients = Clients(engine, prompts, rng)
-        clients.run()
-        engine.settle()
-        counters = engine.store_scheduler.index.counters
-        assert counters.evicted_memory + counters.evicted_disk >= requests // 3
-        assert counters.failed_loads >= requests // 10
-        for lease in list(engine.store_scheduler.index._leases._leases):
-            engine.store_scheduler.index.release(lease)
-        engine.assert_idle()
-        assert engine.store_scheduler.index.leases == 0
-    assert len(clients.completions) + len(clients.aborted) == requests
-    done = sorted(clients.completions)
-    assert_same_outputs([plain[number] for number in done], [clients.completions[number] for number in done])
+    distinct = distinct_prompts(rng)
+    plain = plain_outputs(tiny_model, distinct)
+    chosen = rng.choices(range(len(distinct)), k=requests)
+    course = churn(tiny_model, tmp_path / "disk", mode, distinct, plain, chosen, rng)
+    assert course.evicted >= requests // 3
+    assert course.failed_loads >= requests // 10

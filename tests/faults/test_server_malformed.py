@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import socket
 import threading
 from collections.abc import Callable
@@ -14,8 +13,9 @@ from typing import Any
 import psutil
 import pytest
 from support.cache_server import ServerThread, raw_peer, serving_ipc, serving_tcp
+from support.malformed import fuzz
 from support.redis_server import wait_for
-from support.served import WAIT_S, A, B, Raw, check_quiet, check_read, open_connection, open_tier
+from support.served import WAIT_S, A, Raw, check_quiet, check_read, open_connection, open_tier
 
 from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import TierError
@@ -144,65 +144,6 @@ class TestMalformed:
             connection.ask(messages.Lookup(2, b""), messages.Held)
         connection.close()
         close_context(context)
-
-
-def fuzz(server: ServerThread, count: int) -> None:
-    """Send cut, changed and random messages, with and without a hello; a well-behaved client is unharmed."""
-    dice = random.Random(count)
-    tier = open_tier(server.url)
-    tier.put([make_transfer(EVEN, A)])
-    context = open_context()
-    connection = None
-    for number in range(count):
-        if connection is None:
-            connection = ServerConnection(context, parse_server(server.url, {}))
-            if dice.random() < 0.7:
-                connection.hello(MINE, Geometry.of(EVEN))
-        connection._socket.send_multipart(malformed(dice))
-        if number % 2:  # all messages after the first malformed one are ignored
-            connection._socket.linger = 5000
-            connection.close()
-            connection = None
-        if number % 500 == 0:
-            assert check_read(tier, A) is Outcome.HIT
-    if connection is not None:
-        connection.close()
-    close_context(context)
-    check_quiet(server)
-    assert server.hub.reception.num_malformed >= count // 4
-    wait_for("the good client is served", lambda: check_read(tier, A) in {Outcome.HIT, Outcome.MISS})
-    tier.close()
-
-
-def malformed(dice: random.Random) -> list[bytes]:
-    """Return a message that is slightly or completely wrong."""
-    good: list[messages.Request] = [
-        messages.Lookup(1, messages.pack_refs([A, B])),
-        messages.Reserve(1, messages.pack_refs([B])),
-        messages.Acquire(1, messages.pack_refs([A])),
-        messages.Commit(1, [dice.randrange(100)], dice.random() < 0.5),
-        messages.Fetch(1, dice.randrange(100), dice.randrange(1 << 20), 1 + dice.randrange(1 << 20)),
-        messages.Front(
-            1, dice.randrange(100), 1 + dice.randrange(8), dice.randrange(1 << 20), 1 + dice.randrange(1 << 20)
-        ),
-        messages.Piece(1, dice.randrange(100), dice.randrange(1 << 20), bytes(8)),
-        messages.Scan(1, dice.randrange(1 << 40)),
-        messages.Hello(1, 1, {"model": "fuzz"}, Geometry.of(EVEN), dice.randrange(1 << 40), dice.randbytes(16)),
-        messages.Explain(1, bytes(8), b""),
-    ]
-    data = bytearray(messages.encode(dice.choice(good)))
-    kind = dice.randrange(5)
-    if kind == 0:
-        del data[dice.randrange(len(data)) :]
-    elif kind == 1:
-        for _ in range(1 + dice.randrange(4)):
-            data[dice.randrange(len(data))] = dice.randrange(256)
-    elif kind == 2:
-        data = bytearray(dice.randbytes(dice.randrange(200)))
-    elif kind == 3:
-        data += dice.randbytes(1 + dice.randrange(20))
-    frames = [bytes(data)]
-    return frames + [dice.randbytes(dice.randrange(5000)) for _ in range(dice.choice([0, 0, 0, 1, 2, 5]))]
 
 
 def hold(gate: threading.Event) -> None:

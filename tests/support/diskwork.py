@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.tiers.base import Tier, Transfer
 from kvstore.tiers.disk.tier import DiskTier
+from support.forked import ForkedProcess, forker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,33 +107,14 @@ def flip_header(path: Path) -> None:
     flip(path, 100)
 
 
-_STORE = """
-import random, sys
-from pathlib import Path
-from kvstore.tiers.disk.opening import open_folders
-from support.diskwork import EVEN, MINE, make_ref, put
-tier = open_folders([Path(name) for name in sys.argv[3:]], MINE, EVEN, int(sys.argv[1]))
-tier.scan()
-dice = random.Random(int(sys.argv[2]))
-print("ready", flush=True)
-while True:
-    put(tier, make_ref(dice.randrange(40), dice.choice([3, 8, 8])))
-    if dice.randrange(2):
-        tier.remove([make_ref(dice.randrange(40), dice.choice([3, 8]))])
-    if dice.randrange(200) == 0:
-        tier.clear()
-"""
+def start_storing(folders: Sequence[Path], capacity_bytes: int, seed: int, inside: Path) -> ForkedProcess:
+    """Start a process that stores, replaces, removes and clears at random until it is killed; returns once it runs.
 
-
-def start_storing(folders: Sequence[Path], capacity_bytes: int, seed: int) -> subprocess.Popen[str]:
-    """Start a process that stores, replaces, removes and clears at random until it is killed; returns once it runs."""
-    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
-    process = subprocess.Popen(
-        [sys.executable, "-c", _STORE, str(capacity_bytes), str(seed), *map(str, folders)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": paths},
-    )
+    The byte in the file ``inside`` is 1 while it stores.
+    """
+    inside.write_bytes(b"\0")
+    words = ["support.storing", capacity_bytes, seed, inside, *folders]
+    process = forker().start(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process

@@ -40,6 +40,11 @@ class Relay:
         """Port on which it listens."""
         return int(self._listener.getsockname()[1])
 
+    @property
+    def target(self) -> int:
+        """Port to which it relays."""
+        return self._target
+
     def aim(self, port: int) -> None:
         """Relay new connections to another port, and end the present ones."""
         self._target = port

@@ -62,6 +62,15 @@ def test_heads_within_the_bound(serve: Serve) -> None:
     assert client.post(PATH, content=iter(pieces)).status_code == 200, "small chunks are no head"
 
 
+def test_malformed_requests_do_not_fill_the_log(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    client = serve()
+    for _ in range(20):
+        with connected(client) as connection:
+            connection.sendall(b"nonsense\r\n\r\n")
+            assert connection.recv(12) == b"HTTP/1.1 400"
+    assert sum("Invalid HTTP request" in record.getMessage() for record in caplog.records) <= 1
+
+
 def test_a_head_that_does_not_come(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_limits, "_HEAD_TIMEOUT_S", 0.1)
     client = serve()
