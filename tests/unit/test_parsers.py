@@ -15,6 +15,8 @@ HARMFUL = [
     ("header", lambda sample: sample.replace(b"[0,192]", b"[0,Infinity]")),
     ("url", lambda _: b"\x08kvs+srv://_kv._tcp.name?a=127.0\xae0.1:5"),
     ("url", lambda _: b"\x0bkvs://[::1:5566"),
+    ("url", lambda _: b"\x00redis-cluster://a[,b]:7"),
+    ("url", lambda _: b"\x00redis://a,[b,c]"),
 ]
 
 

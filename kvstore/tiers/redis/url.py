@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any, NamedTuple
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote
 
 from redis.backoff import NoBackoff
 from redis.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
@@ -188,7 +188,7 @@ def parse_target(url: object, options: Mapping[str, object]) -> RedisTarget:
 def _addresses(places: str, default_port: int) -> tuple[Address, ...]:
     found = []
     for place in places.split(","):
-        host, port = host_and_port(urlsplit(f"//{place}"), "the Redis URL")
+        host, port = host_and_port(split_url(f"//{place}", "Redis", "redis://localhost:6379/0"), "the Redis URL")
         _require(bool(host), "the Redis URL names no host")
         found.append(Address(host, port or default_port))
     return tuple(found)
