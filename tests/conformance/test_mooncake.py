@@ -7,12 +7,18 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from support.key_files import write_keys
 from support.mooncake_store import Store, a_store
 
+from kvstore.config import load_config
 from kvstore.model.chunks import ChunkRef
+from kvstore.model.errors import TierError
 from kvstore.testing import MINE, TierConformance
+from kvstore.testing.harness import make_ref
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import Tier, TierSetup
+from kvstore.tools.doctor.remote import elsewhere
+from kvstore.tools.inspection import inspect_target
 
 
 class TestMooncake(TierConformance):
@@ -55,3 +61,32 @@ class TestMooncake(TierConformance):
     def raw_used_bytes(self) -> int:
         """Sum up the bytes of all namespaces, because after a reset the tier is in another one."""
         return sum(self.store.admin.call("get_size", key) for key in self.store.chunk_keys())
+
+    def test_tools(self) -> None:
+        """``kvstore doctor`` and ``kvstore inspect`` show the memory and the chunks."""
+        self.start()
+        self.put(make_ref(1), make_ref(2))
+        url = self.store.master.url
+        tree = inspect_target(url)
+        assert [one["chunks"] for one in tree["namespaces"]] == [2]
+        assert [one["capacity_bytes"] for one in tree["segments"]] == [128 << 20] * 2
+        found = list(elsewhere(load_config({"kvstore.remote_url": url}).config))
+        assert [(one.topic, one.state) for one in found] == [("Mooncake", "ok"), ("Mooncake segments", "ok")]
+        assert "2 hosts give 256.0 MiB" in found[1].found
+
+    def test_tools_without_a_master(self) -> None:
+        (found,) = elsewhere(load_config({"kvstore.remote_url": "mooncake://127.0.0.1:1"}).config)
+        assert (found.topic, found.state) == ("Mooncake", "warning")
+        with pytest.raises(TierError, match="set http_port in the URL"):
+            inspect_target("mooncake://127.0.0.1:1?http_port=1")
+
+
+class TestMooncakeWithACodec(TestMooncake):
+    """Chunks that are compressed and encrypted."""
+
+    exact_sizes = False
+    equal_bytes = False
+
+    def open_tier(self, setup: TierSetup) -> Tier:
+        keys = write_keys(self.folder / "keys", "one")
+        return super().open_tier(self.with_options(setup, codec="lz4", encryption_keys=keys))

@@ -67,6 +67,8 @@ COMMON: dict[str, Bound] = {
     "redis store": Bound(0.70, 0.40),
     "redis retrieve": Bound(0.70, 0.50),
     "redis lookup, 128 known keys": Bound(1.0, 0.50),
+    "mooncake store": Bound(0.85, 0.50),
+    "mooncake retrieve": Bound(0.85, 0.50),
     "object store": Bound(0.85, 0.50),
     "object retrieve": Bound(0.85, 0.50),
     "object store: processor time": Bound(0.80, 0.30),

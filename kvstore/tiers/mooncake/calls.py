@@ -16,7 +16,7 @@ from kvstore.tiers.mooncake.url import MooncakeTarget
 
 logger = logging.getLogger(__name__)
 
-_MIN_SLOTS: Final = 2
+_MIN_SLOTS: Final = 4
 _MAX_SLOTS: Final = 64
 _DEADLINE_PART: Final = 0.9  # of the time of the guard around the tier, so that this ends first
 
@@ -87,7 +87,7 @@ class Calls:
         if reply is None:
             session.slots.hold(slots, future)
             if call == "put":
-                future.add_done_callback(lambda _: _drop_late(session, epoch_key, order["keys"]))
+                future.add_done_callback(lambda _: _drop_late(session, order["keys"]))
         return reply
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class Calls:
         """
         with self._lock:
             if self._session is not None and self._session.is_over:
-                self._session.close()
+                self._session.kill()
                 self._session = None
             if self._session is None:
                 self._session = Session(self._target, self.slot_bytes, self._num_slots)
@@ -117,7 +117,7 @@ class Calls:
         return session
 
 
-def _drop_late(session: Session, epoch_key: str, keys: object) -> None:
+def _drop_late(session: Session, keys: object) -> None:
     """Remove what a write that was given up has stored after all, as its caller believes that it is not there."""
     with suppress(TierError):
-        session.start("remove", epoch_key, (), {"keys": keys})
+        session.start("remove", "", (), {"keys": keys})

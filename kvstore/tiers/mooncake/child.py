@@ -16,11 +16,13 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Final
 
 PAGE_BYTES: Final = 4096
 _BUFFER_BYTES: Final = 16 << 20  # of Mooncake's own, which nothing here uses
+_BATCH_BYTES: Final = 8 << 20  # batches of larger objects take several times as long
 _SHOWN_BYTES: Final = 64  # of an epoch, which has 16
 Order = dict[str, Any]
 
@@ -125,22 +127,19 @@ class Server:
             os._exit(0)
 
     def _carry_out(self, order: Order, page: int) -> Order:
-        """Carry out one order; returns Mooncake's codes, and the epoch that it read last."""
-        store, keys, epoch_key = self._store, order.get("keys", []), order["epoch_key"]
+        """Carry out one order; returns Mooncake's codes, and the epoch if its key is given."""
+        store, keys, epoch_key = self._store, order.get("keys", []), order["epoch_key"]  # empty to read none
         places = [self._base + at for at in order.get("at", [])]
         codes: list[int] = []
         match order["call"]:
             case "get":
-                epoch, *codes = store.batch_get_into(
-                    [epoch_key, *keys], [self._base + page, *places], [PAGE_BYTES, *order["sizes"]]
-                )
-                return {"codes": codes, **self._epoch(epoch, page)}
+                codes = _each(store.batch_get_into, store.get_into, keys, places, order["sizes"])
             case "ranges":
                 parts = order["parts"]
                 found = store.get_into_ranges(places, [[key] for key in keys], *([[p] for p in side] for side in parts))
                 codes = [sum(lengths) if min(lengths) > 0 else min(lengths) for ((*lengths,),) in found]
             case "put":
-                codes = store.batch_upsert_from(keys, places, order["sizes"])
+                codes = _each(store.batch_upsert_from, store.upsert_from, keys, places, order["sizes"])
             case "remove":
                 codes = store.batch_remove(keys, True)
             case "sweep":
@@ -149,16 +148,26 @@ class Server:
                 text = order["epoch"].encode()
                 self._memory[page : page + len(text)] = text
                 write = store.put_from if call == "begin" else store.upsert_from  # the first of two puts counts
-                codes = [write(epoch_key, self._base + page, len(text))]
-        answer = self._epoch(store.get_into(epoch_key, self._base + page, PAGE_BYTES), page)
-        if order["call"] == "exist":
-            codes = store.batch_is_exist(keys)
-        return {"codes": codes, **answer}
+                codes = [write(order["key"], self._base + page, len(text))]
+            case "exist":
+                codes = store.batch_is_exist(keys)
+        if not epoch_key:
+            return {"codes": codes}
+        return {"codes": codes, **self._epoch(store.get_into(epoch_key, self._base + page, PAGE_BYTES), page)}
 
     def _epoch(self, code: int, page: int) -> Order:
         """Return a code, and what the page holds if that is the length of an epoch."""
         text = self._memory[page : page + min(code, _SHOWN_BYTES)] if code > 0 else b""
         return {"epoch_code": code, "epoch": text.decode("ascii", "replace")}
+
+
+def _each(
+    batch: Callable[..., list[int]], one: Callable[..., int], keys: list[str], places: list[int], sizes: list[int]
+) -> list[int]:
+    """Call Mooncake for all objects in one call, or for each of them where that is faster."""
+    if len(keys) > 1 and max(sizes) <= _BATCH_BYTES:
+        return batch(keys, places, sizes)
+    return [one(*each) for each in zip(keys, places, sizes, strict=True)]
 
 
 def _line(answer: Order) -> bytes:

@@ -67,8 +67,7 @@ class Session:
     @property
     def is_over(self) -> bool:
         """True if its process has ended, or has a call that ends no more."""
-        with self._lock:
-            oldest_s = min(self._given_up.values(), default=time.monotonic())
+        oldest_s = min([*self._given_up.values()], default=time.monotonic())
         return self._error is not None or time.monotonic() - oldest_s > _HOPELESS_S
 
     @property
@@ -118,16 +117,18 @@ class Session:
             self._given_up[number] = time.monotonic()
             future.add_done_callback(lambda _: self._given_up.pop(number, None))
 
+    def kill(self) -> None:
+        """End the process without waiting; memory that it may still use stays its own."""
+        self._process.kill()
+
     def close(self) -> None:
-        """End the process. Idempotent, and bounded; memory that it may still use stays its own."""
+        """End the process like ``kill``, but let it leave the store before, for a bounded time. Idempotent."""
         with suppress(OSError):
             self._link.shutdown(socket.SHUT_WR)
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_S)
+            self.kill()
 
     def _listen(self) -> None:
         """Take the replies of the process until it ends, then fail the calls that are left."""
@@ -146,7 +147,8 @@ class Session:
             left, self._calls = [*self._calls.values()], {}
         for future in left:
             future.set_exception(error)
-        self._process.poll()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
         self._link.close()
 
     def _refusal(self, reason: str) -> TierError:
@@ -180,6 +182,7 @@ def _start(target: MooncakeTarget, size_bytes: int) -> tuple[socket.socket, subp
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,  # Mooncake writes a line for each call that fails; MC_LOG_DIR keeps them
+            start_new_session=True,  # or Ctrl-C would end it before the engine has stored what it must
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
     except BaseException:

@@ -6,8 +6,9 @@ It is kept correct as follows:
 - Mooncake runs in a process of its own (``child.py``), on slots of its own (``slots.py``), and not on the caller's
   buffers. A call over its deadline is ``FAILED``, and its slots stay taken until it has ended. What a write that was
   given up stores after all is removed.
-- The names of all objects contain the namespace's *epoch*, an object of its own, which is read in every call.
-  ``clear`` replaces it, and deletes the chunks of earlier ones. A ``put`` that ends in another epoch stores nothing.
+- The names of all objects contain the namespace's *epoch*, an object of its own, which is read every second.
+  ``clear`` replaces it, and deletes the chunks of earlier ones, which this engine finds no more, and others after that
+  second. A ``put`` that ends in another epoch stores nothing that is found.
 
 The tier has no bound: the segments of the store have, and its master evicts.
 """
@@ -42,7 +43,8 @@ from kvstore.tiers.running import RunningCalls
 
 logger = logging.getLogger(__name__)
 
-_LOOKS: Final = 8  # attempts at a chunk or an epoch that is replaced repeatedly while it is read
+_LOOKS: Final = 8  # attempts at a chunk that is replaced repeatedly while it is read
+_FRESH_S: Final = 1.0  # after which a call reads the epoch again
 _PAUSE_S: Final = 0.002  # between them
 _MISSING: Final = -704
 _UNFINISHED: Final = -703  # the only copy, which is being written
@@ -72,6 +74,7 @@ class MooncakeTier(Tier):
         self._images = images
         self._calls = Calls(target, images.slot_bytes)
         self._home = Home(namespace.id)
+        self._read_s = -_FRESH_S  # when it was read last
         self._running = RunningCalls(self.name)
         self._lock = threading.Lock()  # guards _home
 
@@ -118,9 +121,10 @@ class MooncakeTier(Tier):
             if not refs:
                 return []
             deadline_s = self._calls.deadline_s()
-            for _ in range(_LOOKS):
+            while time.monotonic() < deadline_s:
                 home = self._known_home(deadline_s)
-                reply = self._calls.ask(home.epoch_key, deadline_s, "exist", keys=[home.key(ref) for ref in refs])
+                keys = [home.key(ref) for ref in refs]
+                reply = self._calls.ask(self._due(home), deadline_s, "exist", keys=keys)
                 if self._is_current(home, reply, deadline_s):
                     return [code == 1 for code in reply["codes"]]
             raise self._unstable()
@@ -204,13 +208,18 @@ class MooncakeTier(Tier):
     def _known_home(self, deadline_s: float) -> Home:
         return self._home if self._home.epoch else self._current_home(deadline_s)
 
+    def _due(self, home: Home) -> str:
+        """Return the key of the epoch if a call should read it, else an empty one."""
+        is_due = time.monotonic() - self._read_s >= _FRESH_S
+        return home.epoch_key if is_due else ""
+
     def _current_home(self, deadline_s: float) -> Home:
         """Return the home with the current epoch.
 
         Raises:
             TierError: it cannot be read.
         """
-        for _ in range(_LOOKS):
+        while time.monotonic() < deadline_s:
             home = self._home
             if self._is_current(home, self._calls.ask(home.epoch_key, deadline_s, "epoch"), deadline_s):
                 return home
@@ -222,8 +231,11 @@ class MooncakeTier(Tier):
         Raises:
             TierError: the epoch cannot be read.
         """
+        if "epoch" not in reply:
+            return self._home == home
         code, epoch = reply["epoch_code"], parse_epoch(reply["epoch"])
         if epoch == home.epoch:
+            self._read_s = time.monotonic()
             return self._home == home
         if epoch is not None:
             self._enter(Home(home.namespace_id, epoch), instead_of=home)
@@ -239,7 +251,7 @@ class MooncakeTier(Tier):
 
     def _write_epoch(self, call: str, new: Home, deadline_s: float) -> None:
         """Write an epoch: in the place of another one to ``renew``, only if there is none to ``begin``."""
-        (code,) = self._calls.ask(new.epoch_key, deadline_s, call, epoch=new.epoch)["codes"]
+        (code,) = self._calls.ask("", deadline_s, call, key=new.epoch_key, epoch=new.epoch)["codes"]
         if code:
             raise TierError(f"Mooncake at {self._target} does not take the epoch, code {code}: has it free segments?")
 
@@ -251,7 +263,7 @@ class MooncakeTier(Tier):
         return self._current_home(deadline_s) if self._home.namespace_id == new.namespace_id else new
 
     def _sweep(self, home: Home, deadline_s: float) -> None:
-        (code,) = self._calls.ask(home.epoch_key, deadline_s, "sweep", pattern=home.dead_pattern)["codes"]
+        (code,) = self._calls.ask("", deadline_s, "sweep", pattern=home.dead_pattern)["codes"]
         if code < 0:
             raise TierError(f"Mooncake at {self._target} does not remove former chunks, code {code}")
 
@@ -260,11 +272,11 @@ class MooncakeTier(Tier):
         with self._lock:
             left = self._home
             if instead_of is None or left == instead_of:
-                self._home = home
+                self._home, self._read_s = home, -_FRESH_S
         return left
 
     def _unstable(self) -> TierError:
-        return TierError(f"Mooncake at {self._target} returned another epoch in each of {_LOOKS} reads")
+        return TierError(f"Mooncake at {self._target} returned another epoch in each read")
 
     # Chunks.
 
@@ -291,7 +303,7 @@ class MooncakeTier(Tier):
             offsets, sizes = ([[pair[side] for pair in each] for each in extents] for side in (0, 1))
             call, order = "ranges", {"parts": [offsets, offsets, sizes]}
         keys = [home.key(one.ref) for one in some]
-        reply = self._calls.carry_out(session, slots, home.epoch_key, deadline_s, call, keys=keys, **order)
+        reply = self._calls.carry_out(session, slots, self._due(home), deadline_s, call, keys=keys, **order)
         if reply is None:
             for one in some or wanted:
                 one.moved = _FAILED
@@ -344,12 +356,16 @@ class MooncakeTier(Tier):
         if not slots:
             return [_FAILED] * len(transfers)
         keys, sizes = [], []
-        for slot, transfer, payload in zip(slots, transfers, payloads, strict=False):
-            key = ChunkKey(home.namespace_id, transfer.ref.prefix_key)
-            chunk = Chunk(key, transfer.ref.num_blocks, payload, transfer.tenant)
-            sizes.append(self._images.write(chunk, session.slots.view(slot)))
-            keys.append(home.key(transfer.ref))
-        reply = self._calls.carry_out(session, slots, home.epoch_key, deadline_s, "put", keys=keys, sizes=sizes)
+        try:
+            for slot, transfer, payload in zip(slots, transfers, payloads, strict=False):
+                key = ChunkKey(home.namespace_id, transfer.ref.prefix_key)
+                chunk = Chunk(key, transfer.ref.num_blocks, payload, transfer.tenant)
+                sizes.append(self._images.write(chunk, session.slots.view(slot)))
+                keys.append(home.key(transfer.ref))
+        except BaseException:
+            session.slots.give_back(slots)
+            raise
+        reply = self._calls.carry_out(session, slots, self._due(home), deadline_s, "put", keys=keys, sizes=sizes)
         if reply is None:
             return [_FAILED] * len(slots)
         session.slots.give_back(slots)
@@ -368,7 +384,7 @@ class MooncakeTier(Tier):
         """
         keys = [home.key(ref) for ref in refs]
         while keys:
-            codes = self._calls.ask(home.epoch_key, deadline_s, "remove", keys=keys)["codes"]
+            codes = self._calls.ask("", deadline_s, "remove", keys=keys)["codes"]
             keys = [key for key, code in zip(keys, codes, strict=True) if code not in (0, _MISSING)]
             if keys and (set(codes) - {0, _MISSING, _UNFINISHED} or time.monotonic() > deadline_s):
                 raise TierError(f"Mooncake at {self._target} does not remove {len(keys)} chunks, codes {set(codes)}")

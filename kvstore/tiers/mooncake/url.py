@@ -38,7 +38,7 @@ class MooncakeTarget:
         metadata_server: of Mooncake's transfer engine.
         hostname: this host's name for others; None for the address from which the master is reached.
         segment_mib: memory that each worker gives to the pool, which is lost with it.
-        staging_mib: the most memory for chunks under way; at least two chunks.
+        staging_mib: the most memory for chunks under way; at least four chunks.
         http_port: of the master's own pages, for ``kvstore inspect``.
         connections: calls at the same time.
         timeout_s: the deadline of a call.

@@ -1,6 +1,6 @@
 """Stand-in for Mooncake's client, with its codes, in the memory of one process.
 
-The environment variable FAKE_MOONCAKE names a folder. While it has a file ``hang-<call>``, calls wait at the point where
+The environment variable FAKE_MOONCAKE names a folder. While it has a file ``hang-<call>``, calls wait where
 Mooncake's hang: before a read has written its buffer, or before a write has read it. With ``die`` the process ends.
 """
 
@@ -42,6 +42,8 @@ class MooncakeDistributedStore:
         return [self._get(*one) for one in zip(keys, places, sizes, strict=True)]
 
     def get_into(self, key: str, place: int, size: int) -> int:
+        if not key.endswith(":epoch"):
+            self._wait("get")
         return self._get(key, place, size)
 
     def _get(self, key: str, place: int, size: int) -> int:
@@ -75,16 +77,21 @@ class MooncakeDistributedStore:
 
     def batch_upsert_from(self, keys: Sequence[str], places: Sequence[int], sizes: Sequence[int]) -> list[int]:
         self._wait("put")
-        return [self.upsert_from(*one) for one in zip(keys, places, sizes, strict=True)]
+        return [self._put(*one) for one in zip(keys, places, sizes, strict=True)]
 
     def upsert_from(self, key: str, place: int, size: int) -> int:
+        if not key.endswith(":epoch"):
+            self._wait("put")
+        return self._put(key, place, size)
+
+    def _put(self, key: str, place: int, size: int) -> int:
         if (self._folder / "full").exists():
             return -200
         self._objects[key] = ctypes.string_at(place, size)
         return 0
 
     def put_from(self, key: str, place: int, size: int) -> int:
-        return 0 if key in self._objects else self.upsert_from(key, place, size)
+        return 0 if key in self._objects else self._put(key, place, size)
 
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
         self._wait("exist")
