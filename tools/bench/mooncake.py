@@ -73,7 +73,11 @@ def _store(room_bytes: int) -> Iterator[int]:
     if spec is None or spec.origin is None:
         raise ConfigError("Mooncake is not installed: pip install 'vllm-kvstore[mooncake]'")
     port, pages = free_port(), free_port()
-    command = [Path(spec.origin).with_name("mooncake_master"), f"--rpc_port={port}", "--rpc_address=127.0.0.1"]
+    command: list[str | Path] = [
+        Path(spec.origin).with_name("mooncake_master"),
+        f"--rpc_port={port}",
+        "--rpc_address=127.0.0.1",
+    ]
     command += [f"--metrics_port={pages}", "--metrics_host=127.0.0.1"]
     with running(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         wait_until(lambda: is_listening(port) or process.poll() is not None, _START_S, every_s=0.02)

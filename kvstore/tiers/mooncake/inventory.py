@@ -1,4 +1,4 @@
-"""Contents of a Mooncake Store, for tools: by the pages that its master serves over HTTP, and one call of its client."""
+"""Contents of a Mooncake Store, for tools: by the pages that its master serves over HTTP, and a call of its client."""
 
 from __future__ import annotations
 
