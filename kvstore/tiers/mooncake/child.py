@@ -13,11 +13,11 @@ import ctypes
 import json
 import mmap
 import os
+import select
 import socket
 import sys
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
 from typing import Any, Final
 
 PAGE_BYTES: Final = 4096
@@ -86,7 +86,8 @@ class Server:
         self._memory = memory
         self._base = _address(memory)
         self._store = store
-        self._orders: SimpleQueue[Order] = SimpleQueue()
+        self._lines = link.makefile("rb")
+        self._reading = threading.Lock()
         self._lock = threading.Lock()
         self._running = 0
 
@@ -96,9 +97,9 @@ class Server:
             page = number * PAGE_BYTES
             threading.Thread(target=self._serve, args=(page,), name="kvstore-mooncake-call", daemon=True).start()
         self._answer({"id": 0})
-        with self._link.makefile("rb") as lines:
-            for line in lines:
-                self._orders.put(json.loads(line))
+        gone = select.poll()  # as all threads may hang
+        gone.register(self._link, select.POLLRDHUP)
+        gone.poll()
 
     def leave(self) -> None:
         """Take this process's memory out of the store at once, unless a call runs, which would crash."""
@@ -108,7 +109,11 @@ class Server:
 
     def _serve(self, page: int) -> None:
         while True:
-            order = self._orders.get()
+            with self._reading:  # by the thread that carries it out, as another one would first have to wake it
+                line = self._lines.readline()
+            if not line:
+                return
+            order = json.loads(line)
             with self._lock:
                 self._running += 1
             try:
