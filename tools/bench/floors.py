@@ -38,6 +38,8 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "disk write-behind": Bound(0.70, 0.20),
         "disk cold retrieve": Bound(0.80, 0.30),
         "disk layerwise retrieve": Bound(0.77, 0.40),
+        "mooncake store": Bound(0.85, 0.30),
+        "mooncake retrieve": Bound(0.85, 0.30),
         "redis retrieve": Bound(0.70, 0.40),
         "server store over TCP": Bound(0.80, 0.35),
         "server retrieve over TCP": Bound(0.80, 0.40),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import wait
 from typing import Final, NamedTuple
+
+import xxhash
 
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Damage
@@ -10,7 +13,9 @@ from kvstore.format.coding import ChunkCoder, is_foreign
 from kvstore.model.chunks import ByteArray
 from kvstore.model.keys import ChunkKey
 from kvstore.model.layout import KVLayout
+from kvstore.tiers.abandonable_threads import start_aside
 
+_LARGE_BYTES: Final = 8 << 20
 _PIECE_BYTES: Final = 1 << 18  # copied and hashed while it is in the processor's cache
 
 
@@ -89,10 +94,26 @@ class Images:
         return is_foreign(bytes(image[: self._header_bytes]), self._codec_name)
 
     def _copy(self, source: ByteArray, target: ByteArray, num_blocks: int) -> str:
-        """Copy a payload; returns the checksums of what was copied."""
-        sums = chunkfile.RunningSums(self._layout, num_blocks)
-        for begin in range(0, len(source), _PIECE_BYTES):
-            end = min(begin + _PIECE_BYTES, len(source))
-            target[begin:end] = source[begin:end]
-            sums.add(target.data[begin:end])
-        return sums.text()
+        """Copy a payload, of a large one half on another thread; returns the checksums of what was copied."""
+        ranges = self._layout.layer_ranges(num_blocks)
+        half = len(ranges) // 2 if len(source) >= _LARGE_BYTES else 0
+        first = start_aside("mooncake", "copy", lambda: _copy_layers(source, target, ranges[:half])) if half else None
+        try:
+            second = _copy_layers(source, target, ranges[half:])
+        finally:
+            if first is not None:
+                wait([first])  # or it would write to a buffer that is the caller's again
+        return (first.result() if first is not None else "") + second
+
+
+def _copy_layers(source: ByteArray, target: ByteArray, ranges: list[tuple[int, int]]) -> str:
+    """Copy layers, and hash what was written while it is in the processor's cache."""
+    sums = []
+    for begin, end in ranges:
+        layer = xxhash.xxh3_64()
+        for at in range(begin, end, _PIECE_BYTES):
+            piece = slice(at, min(at + _PIECE_BYTES, end))
+            target[piece] = source[piece]
+            layer.update(target.data[piece])
+        sums.append(layer.hexdigest())
+    return "".join(sums)
