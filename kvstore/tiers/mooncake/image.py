@@ -79,6 +79,11 @@ class Images:
         ranges = self._layout.layer_ranges(num_blocks, layers)
         return [(0, self._header_bytes), (self._header_bytes + ranges[0][0], ranges[-1][1] - ranges[0][0])]
 
+    def fingerprint(self, image: ByteArray, num_blocks: int, layers: range | None) -> str:
+        """Return a hash of what was read of an image, that tells if it changes."""
+        parts = [(0, len(image))] if layers is None else self.extents(num_blocks, layers)
+        return "".join(xxhash.xxh3_64_hexdigest(image.data[begin : begin + size]) for begin, size in parts)
+
     def _read_layers(self, chunk: Chunk, image: ByteArray, layers: range) -> Damage | None:
         body, header = image[self._header_bytes :], image[: self._header_bytes]
         sums = chunkfile.checksums(self._layout, chunk.num_blocks, body, layers)

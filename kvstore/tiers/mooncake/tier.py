@@ -334,16 +334,19 @@ class MooncakeTier(Tier):
             return True
         chunk = Chunk(ChunkKey(home.namespace_id, one.ref.prefix_key), one.ref.num_blocks, one.payload)
         damage: Damage | None = Damage.SIZE
+        image = slot if layers else slot[: max(code, 0)]
         if code != _TOO_SMALL:
-            damage = self._images.read(chunk, slot if layers else slot[:code], layers)
+            damage = self._images.read(chunk, image, layers)
         if damage is None:
             one.moved = Outcome.HIT, code
             return True
         if damage is Damage.SEAL or (code != _TOO_SMALL and self._images.is_foreign(slot)):
             one.moved = _MISS
-        elif one.looks == _LOOKS:
-            one.moved = Outcome.CORRUPT, 0
-        return one.moved is None
+            return False
+        before, one.found = one.found, self._images.fingerprint(image, one.ref.num_blocks, layers)
+        if one.looks == _LOOKS:
+            one.moved = (Outcome.CORRUPT, 0) if one.found == before else _MISS  # it is replaced all the time
+        return one.moved is None or one.moved == _MISS
 
     def _put_some(
         self, home: Home, transfers: Sequence[Transfer], payloads: Sequence[ByteArray], deadline_s: float
@@ -394,9 +397,10 @@ class MooncakeTier(Tier):
 
 @dataclass
 class _Wanted:
-    """Chunk to be read, how often it was tried, and the outcome if it has one."""
+    """Chunk to be read, how often it was tried, a fingerprint of what was found, and the outcome if it has one."""
 
     ref: ChunkRef
     payload: ByteArray
     looks: int = 0
+    found: str = ""
     moved: Moved | None = None

@@ -12,11 +12,13 @@ import pytest
 import support
 from support.diskwork import EVEN, MINE, OTHER, get, make_ref, make_slot, make_transfer, put
 
+from kvstore.format import chunkfile
 from kvstore.model.chunks import Outcome
 from kvstore.model.errors import ClosedError, ConfigError, TierError
+from kvstore.model.keys import ChunkKey
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
-from kvstore.tiers.mooncake import calls, session
+from kvstore.tiers.mooncake import calls, image, session
 from kvstore.tiers.mooncake.slots import Slots
 
 A, B, C, D, E = (make_ref(number) for number in range(1, 6))
@@ -262,3 +264,18 @@ def test_transfers_of_dirty_slots_store_clean_padding(fake: Fake) -> None:
     view = _slots(tier).view(0)
     size_bytes = EVEN.payload_bytes(8)
     assert not view[4096 + size_bytes :].any()
+
+
+@pytest.mark.parametrize("large_bytes", [1, 1 << 30], ids=["two threads", "one"])
+def test_halves_of_a_chunk_that_are_copied_at_once(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, large_bytes: int
+) -> None:
+    """They make the same object, which another reader verifies."""
+    monkeypatch.setattr(image, "_LARGE_BYTES", large_bytes)
+    tier = fake.open()
+    assert put(tier, A, B) == [STORED] * 2
+    header = _slots(tier).view(0)[:4096]
+    key = ChunkKey(MINE.id, A.prefix_key)
+    assert chunkfile.verify(EVEN, key, 8, header, make_transfer(A).buffer) is None
+    monkeypatch.setattr(image, "_LARGE_BYTES", (1 << 30) - large_bytes)
+    assert [get(tier, ref) for ref in (A, B)] == [HIT] * 2
