@@ -84,7 +84,7 @@ NOT_IMPLEMENTED: Final = {key: meaning for keys, meaning in FAMILIES.items() for
 OTHER_CODECS: Final = frozenset({"cachegen", "kivi"})
 """Values of ``remote_serde`` that LMCache knows and kvstore does not."""
 
-OTHER_SCHEMES: Final = frozenset({"lm", "fs", "infinistore", "mooncakestore", "blackhole", "audit", "eic"})
+OTHER_SCHEMES: Final = frozenset({"lm", "fs", "infinistore", "blackhole", "audit", "eic"})
 """Schemes of ``remote_url`` that LMCache knows and kvstore does not."""
 
 EXTRA_CONFIG: Final = "extra_config"

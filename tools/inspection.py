@@ -28,8 +28,8 @@ def inspect_target(target: str, *, folder: Path | None = None) -> Tree:
     """Return the kind and the contents of ``target``.
 
     Args:
-        target: a chunk file, a folder of the disk tier or of a cache server, a pack, the URL of an object store; or a
-            prefix key in hex, which is searched in ``folder``.
+        target: a chunk file, a folder of the disk tier or of a cache server, a pack, the URL of an object store or of a
+            Mooncake Store; or a prefix key in hex, which is searched in ``folder``.
         folder: folder to search for a key.
 
     Raises:
@@ -41,6 +41,8 @@ def inspect_target(target: str, *, folder: Path | None = None) -> Tree:
         return _inspect_key(target.lower(), folder)
     if leads_to(target, "object"):
         return _inspect_objects(target)
+    if leads_to(target, "mooncake"):
+        return _inspect_mooncake(target)
     path = Path(target)
     if path.is_dir():
         return _inspect_folder(path)
@@ -134,6 +136,23 @@ def _inspect_objects(url: str) -> Tree:
                 }
             )
         return {"kind": "objects", "path": inventory.store.place, "namespaces": namespaces}
+
+
+def _inspect_mooncake(url: str) -> Tree:
+    from kvstore.tiers.mooncake.inventory import count_chunks, segments  # noqa: PLC0415 - only for such URLs
+    from kvstore.tiers.mooncake.url import parse_target  # noqa: PLC0415
+
+    target = parse_target(url, {})
+    counts = count_chunks(target)
+    return {
+        "kind": "mooncake",
+        "path": str(target),
+        "segments": [segment._asdict() for segment in segments(target)],
+        "namespaces": [
+            {"namespace": namespace, "epoch": epoch, "chunks": counts[namespace, epoch]}
+            for namespace, epoch in sorted(counts)
+        ],
+    }
 
 
 def _fields(inventory: Inventory) -> Mapping[str, str | int] | None:

@@ -29,8 +29,9 @@ class RemoteKeys(Keys):
     remote_url: str | None = None
     """Tier that several engines share. A [cache server](server.md) is `kvs+ipc://`, `kvs://`, `kvs+srv://`, `kvs+dns://`
     or `kvs+file://`, [Redis](redis.md) `redis://`, `rediss://`, `unix://`, `redis-sentinel://` or `redis-cluster://`,
-    an [object store](object.md) `s3://`, `az://` or `gs://`, a [shared folder](object.md) `file:///path`, a read-only
-    [pack](warming.md#a-pack-as-a-tier) `pack:///path`. Other schemes are those of [other packages](tiers.md)."""
+    [Mooncake](mooncake.md) `mooncake://`, an [object store](object.md) `s3://`, `az://` or `gs://`, a
+    [shared folder](object.md) `file:///path`, a read-only [pack](warming.md#a-pack-as-a-tier) `pack:///path`. Other
+    schemes are those of [other packages](tiers.md)."""
     remote_host_url: str | None = None
     """Address of this host's own `remote_url` for [other hosts](parallelism.md#several-hosts) of the engine:
     `kvs://{host}:5566`. `{host}` is vLLM's address of its host."""
@@ -74,7 +75,7 @@ class RemoteKeys(Keys):
     @property
     def encrypts_remote(self) -> bool:
         """True if the tier of ``remote_url`` keeps chunks as ``encryption_keys`` says."""
-        return leads_to(self.shared_url, "object") or leads_to(self.shared_url, "pack")
+        return any(leads_to(self.shared_url, name) for name in ("mooncake", "object", "pack"))
 
     @field_validator("remote_url")
     @classmethod

@@ -66,6 +66,7 @@ SCHEME_GROUP = "kvstore.schemes"
 BUILT_IN = (
     EntryPoint("disk", "kvstore.tiers.disk.tier:DiskTier.open", GROUP),
     EntryPoint("members", "kvstore.tiers.members.tier:MembersTier.open", GROUP),
+    EntryPoint("mooncake", "kvstore.tiers.mooncake.tier:MooncakeTier.open", GROUP),
     EntryPoint("object", "kvstore.tiers.object.tier:ObjectTier.open", GROUP),
     EntryPoint("pack", "kvstore.tiers.pack:PackTier.open", GROUP),
     EntryPoint("redis", "kvstore.tiers.redis.tier:RedisTier.open", GROUP),
@@ -76,6 +77,7 @@ BUILT_IN_SCHEMES = tuple(
     EntryPoint(scheme, next(entry.value for entry in BUILT_IN if entry.name == name), SCHEME_GROUP)
     for name, schemes in {
         "redis": ("redis", "rediss", "unix", "redis-sentinel", "redis-cluster"),
+        "mooncake": ("mooncake", "mooncakestore"),
         "object": ("s3", "az", "gs", "file"),
         "pack": ("pack",),
         "server": ("kvs", "kvs+ipc"),

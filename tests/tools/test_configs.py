@@ -61,7 +61,8 @@ def test_our_example(tmp_path: Path) -> None:
             "remote_url: lm://localhost:65432\nremote_serde: cachegen\n",
             {"remote_url": "kvs://localhost:65432", "remote_serde": "none"},
         ),
-        ("remote_url: mooncakestore://h:1\n", None),
+        ("remote_url: mooncakestore://h:1\n", {"remote_url": "mooncakestore://h:1"}),
+        ("remote_url: infinistore://h:1\n", None),
         ("cache_policy: MRU\n", {"cache_policy": "ADAPTIVE"}),
         (
             "local_disk: [/a, /b]\nmax_local_disk_size: 10.0\n",

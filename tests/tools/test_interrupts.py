@@ -22,7 +22,16 @@ Fill = Callable[..., Path]
 REFS = [make_ref(number) for number in range(5)]
 TIMEOUT_S = 120
 AGAIN = "; Ctrl-C again ends now\n"
-ONLY_MEMORY = ["--no-disk", "--no-start", "--no-redis", "--no-objects", "--no-server", "--no-vllm", "--no-gpu"]
+ONLY_MEMORY = [
+    "--no-disk",
+    "--no-start",
+    "--no-redis",
+    "--no-mooncake",
+    "--no-objects",
+    "--no-server",
+    "--no-vllm",
+    "--no-gpu",
+]
 BENCH = ["bench", "--geometry", "toy", "--batch-mib", "1", "--rounds", "7", *ONLY_MEMORY]
 
 

@@ -78,7 +78,7 @@ _REDIS_LOOKUP_SLACK_S = 0.5e-3
 _TIMEOUT_S = 60.0
 
 
-class _Chunks:
+class Chunks:
     """Chunks in prefaulted slots, and as many slots to load them into.
 
     Attributes:
@@ -148,7 +148,7 @@ def _one_by_one(call: Callable[[Sequence[Transfer]], Sequence[Outcome]], transfe
 def measure_redis(workbench: Workbench, rounds: int, tick: Tick, *, program: Path | None) -> list[Line]:
     """Store, retrieve and look up on a private Redis server, in alternation with the limits."""
     layout, found = workbench.paged.layout, []
-    chunks = _Chunks(layout, workbench.num_chunks)
+    chunks = Chunks(layout, workbench.num_chunks)
     quarter = layout.front_ranges(layout.blocks_per_chunk, max(1, layout.blocks_per_chunk // 4))
     with ExitStack() as opened:
         folder = Path(opened.enter_context(TemporaryDirectory(prefix="kvstore-bench-")))
@@ -189,7 +189,7 @@ def _moves_of_objects(
     workbench: Workbench, num_chunks: int, port: int
 ) -> Iterator[Callable[[Pairing], tuple[Pair, Pair]]]:
     """Yield a function that stores and loads chunks on an S3 server, in alternation with a plain client."""
-    chunks = _Chunks(workbench.paged.layout, num_chunks)
+    chunks = Chunks(workbench.paged.layout, num_chunks)
     with ExitStack() as opened:
         keys = Path(opened.enter_context(TemporaryDirectory(prefix="kvstore-bench-"))) / "credentials"
         keys.write_text(f"[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n")
@@ -203,7 +203,7 @@ def _moves_of_objects(
 def measure_server(workbench: Workbench, rounds: int, tick: Tick) -> list[Line]:
     """Store, retrieve and look up on a private cache server, in alternation with the limits."""
     layout = workbench.paged.layout
-    chunks = _Chunks(layout, workbench.num_chunks)
+    chunks = Chunks(layout, workbench.num_chunks)
     copy = prefaulted(chunks.stored.size).reshape(chunks.stored.shape)
 
     def memcpy() -> None:

@@ -19,6 +19,7 @@ from kvstore.tools.bench.disk import measure_disk
 from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.lines import Line, Target
 from kvstore.tools.bench.load import Mark
+from kvstore.tools.bench.mooncake import measure_mooncake
 from kvstore.tools.bench.moves import measure_cpu, measure_gpu
 from kvstore.tools.bench.proxy import measure_proxy
 from kvstore.tools.bench.remote import measure_objects, measure_redis, measure_seaweed, measure_server
@@ -45,6 +46,7 @@ class BenchOptions:
         rounds: samples of each line, warm-up excluded.
         folder: parent folder of the disk lines' folder; None skips them.
         redis_server: program to start for the Redis lines; None skips them.
+        mooncake: also measure a private Mooncake Store.
         objects: also measure a store of objects, on a server of the bench.
         weed: SeaweedFS's program, to measure a store of objects that is real; None skips it.
         start: also measure importing the library and opening an engine.
@@ -60,6 +62,7 @@ class BenchOptions:
     rounds: int = 15
     folder: Path | None = None
     redis_server: Path | None = None
+    mooncake: bool = False
     objects: bool = False
     weed: Path | None = None
     start: bool = False
@@ -138,6 +141,7 @@ def _sections(options: BenchOptions) -> list[_Section]:
         _Section(
             "redis", options.redis_server is not None, ticks, partial(measure_redis, program=options.redis_server)
         ),
+        _Section("mooncake", options.mooncake, ticks, measure_mooncake),
         _Section("objects", options.objects, ticks, measure_objects),
         _Section("SeaweedFS", options.weed is not None, ticks, _in_folder(options.folder, _seaweed(options.weed))),
         _Section("server", options.cache_server, ticks, _server),

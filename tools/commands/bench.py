@@ -22,6 +22,7 @@ class Parts:
     disk: Annotated[bool, typer.Option(help="Measure the disk.")] = True
     start: Annotated[bool, typer.Option(help="Measure importing the library and opening an engine.")] = True
     redis: Annotated[bool, typer.Option(help="Measure Redis, if redis-server is on the PATH.")] = True
+    mooncake: Annotated[bool, typer.Option(help="Measure Mooncake Store, if it is installed.")] = True
     objects: Annotated[
         bool, typer.Option(help="Measure an object store in memory, and SeaweedFS, if weed is installed.")
     ] = True
@@ -101,6 +102,7 @@ def bench(
         rounds,
         folder=folder if parts.disk else None,
         redis_server=redis_server,
+        mooncake=parts.mooncake,
         objects=parts.objects,
         weed=_weed() if parts.objects else None,
         start=parts.start,

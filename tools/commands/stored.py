@@ -16,7 +16,7 @@ _MAX_SHOWN = 50
 
 
 def inspect(
-    target: Annotated[str, typer.Argument(help="A chunk file, a folder, a pack, an object store's URL, or a key.")],
+    target: Annotated[str, typer.Argument(help="A chunk file, a folder, a pack, a store's URL, or a key.")],
     *,
     folder: Annotated[Path | None, typer.Option(help="Folder to search for the key.", file_okay=False)] = None,
 ) -> Answer:

@@ -105,6 +105,8 @@ def _shared(config: StoreConfig, url: str) -> Iterator[Finding]:
         yield _pack(url)
     elif name == "object":
         yield from _objects(config, url)
+    elif name == "mooncake":
+        yield from _mooncake(config, url)
     else:
         yield Finding("remote tier", "ok", f"the tier {name!r} is installed; only a start shows whether it works")
 
@@ -269,6 +271,35 @@ def _objects(config: StoreConfig, url: str) -> Iterator[Finding]:
         return
     shown = f"written, read, listed and deleted in {1e3 * (time.perf_counter() - begin_s):.1f} ms"
     yield Finding("objects", "ok", f"{shown}; kvstore sweep keeps a bound")
+
+
+def _mooncake(config: StoreConfig, url: str) -> Iterator[Finding]:
+    """Check that a Mooncake Store answers, and how much memory it has."""
+    from kvstore.tiers.mooncake.inventory import answer_s, segments  # noqa: PLC0415 - only if it is configured
+    from kvstore.tiers.mooncake.url import parse_target  # noqa: PLC0415
+
+    down: State = "error" if config.remote_required else "warning"
+    try:
+        target = parse_target(url, {"timeout_s": _MOST_WAIT_S})
+        found = f"the master answers in {1e3 * answer_s(target):.1f} ms"
+    except ConfigError as error:
+        yield Finding("Mooncake", "error", str(error), "correct remote_url, or install what is missing")
+        return
+    except KVStoreError as error:
+        yield Finding("Mooncake", down, str(error), "start its master, or correct remote_url: nothing is shared")
+        return
+    yield Finding("Mooncake", "ok", f"{found}; it has no authentication, so keep its network closed")
+    try:
+        owned = segments(target)
+    except KVStoreError as error:
+        yield Finding("Mooncake segments", "warning", str(error), "or ignore it: only tools read them")
+        return
+    free_bytes = sum(one.capacity_bytes - one.used_bytes for one in owned)
+    told = f"{len(owned)} hosts give {size(sum(one.capacity_bytes for one in owned))}, {size(free_bytes)} are free"
+    if owned:
+        yield Finding("Mooncake segments", "ok", told)
+    else:
+        yield Finding("Mooncake segments", down, "no host gives memory", "start one, or set segment_mib in remote_url")
 
 
 def _redis(config: StoreConfig) -> Iterator[Finding]:

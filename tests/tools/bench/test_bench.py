@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from redis import Redis
+from support.mooncake_store import require_mooncake
 from support.redis_server import require_server
 from support.s3_server import require_server as require_weed
 from typer.testing import CliRunner
@@ -36,6 +37,7 @@ from kvstore.tools.bench import (
     disk,
     floors,
     handover,
+    mooncake,
     moves,
     proxy,
     remote,
@@ -58,7 +60,7 @@ from kvstore.tools.cli import app
 Measure = Callable[[Workbench, int, Tick], list[Line]]
 TOY = Geometry("toy", layers=2, kv_heads=2, head_size=16, chunk_tokens=64)
 BATCH_BYTES = 3 * TOY.chunk_bytes
-SKIPPED = ("start", "redis", "objects", "SeaweedFS", "server", "hand-over", "NIXL", "proxy", "GPU", "vLLM")
+SKIPPED = ("start", "redis", "mooncake", "objects", "SeaweedFS", "server", "hand-over", "NIXL", "proxy", "GPU", "vLLM")
 TOY_COMMAND = [
     "bench",
     "--geometry",
@@ -69,6 +71,7 @@ TOY_COMMAND = [
     "7",
     "--no-disk",
     "--no-redis",
+    "--no-mooncake",
     "--no-objects",
     "--no-server",
     "--no-handover",
@@ -214,6 +217,13 @@ def test_run_measures_redis(toy: Geometry) -> None:
     assert [line.subject for line in lines] == [*remote.REDIS, remote.REDIS_LOOKUP]
     assert [len(line.pairs) for line in lines] == [7, 7, 7, 3]
     assert len(ticks) == options.total_ticks
+
+
+def test_run_measures_mooncake(toy: Geometry) -> None:
+    require_mooncake()
+    lines = run_bench(BenchOptions(toy, BATCH_BYTES, rounds=7, mooncake=True)).lines[-2:]
+    assert [line.subject for line in lines] == [*mooncake.MOONCAKE]
+    assert [len(line.pairs) for line in lines] == [7, 7]
 
 
 def test_run_measures_seaweed(toy: Geometry, tmp_path: Path) -> None:

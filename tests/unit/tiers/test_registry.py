@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import support
 from pydantic import ValidationError
 from support import example_tier
 from support.example_tier import install, install_example
@@ -38,10 +39,12 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_our_tiers_can_be_opened(tmp_path: Path) -> None:
+def test_our_tiers_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(support.__file__).parent / "fake_mooncake"))  # a platform may have no wheel
     options: dict[str, dict[str, object]] = {
         "disk": {"folder": tmp_path},
         "members": {"url": "kvs://127.0.0.1:1,127.0.0.1:2"},
+        "mooncake": {"url": "mooncake://127.0.0.1:1"},
         "object": {"url": f"file://{tmp_path}/shared"},
         "pack": {"url": f"pack://{tmp_path}/empty.kvpack"},
         "redis": {"url": "redis://localhost"},
@@ -59,7 +62,7 @@ def test_our_tiers_can_be_opened(tmp_path: Path) -> None:
 
 def test_a_tier_of_another_package(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_example(site)
-    assert list(known_tiers()) == ["disk", "members", "object", "pack", "redis", "server", "sqlite"]
+    assert list(known_tiers()) == ["disk", "members", "mooncake", "object", "pack", "redis", "server", "sqlite"]
     assert tier_behind("sqlite:///x") == "sqlite"
     tier = open_tier("sqlite", make_setup(url=f"sqlite://{tmp_path}"))
     monkeypatch.delitem(sys.modules, example_tier.MODULE)
@@ -129,6 +132,7 @@ def test_a_scheme_means_what_the_registry_says(site: Path) -> None:
     names = {entry.name: tier_behind(f"{entry.name}://x") for entry in BUILT_IN_SCHEMES}
     assert names == {
         **dict.fromkeys(("redis", "rediss", "unix", "redis-sentinel", "redis-cluster"), "redis"),
+        **dict.fromkeys(("mooncake", "mooncakestore"), "mooncake"),
         **dict.fromkeys(("s3", "az", "gs", "file"), "object"),
         "pack": "pack",
         **dict.fromkeys(("kvs", "kvs+ipc"), "server"),
@@ -171,7 +175,7 @@ def test_a_scheme_that_cannot_be_used(site: Path, sections: str, problem: str) -
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("dsik", "did you mean 'disk'?"), ("tape", "known are disk, members, object")]
+    ("name", "hint"), [("dsik", "did you mean 'disk'?"), ("tape", "known are disk, members, mooncake, object")]
 )
 def test_unknown_tiers(name: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=f"no tier '{name}'") as caught:

@@ -1,0 +1,1 @@
+"""The mooncake tier, see ``tier.py``."""

@@ -1,0 +1,123 @@
+"""Calls of Mooncake with deadlines, and the process that carries them out, which is started when it is missing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+from kvstore.model.errors import TierError
+from kvstore.model.layout import ALIGNMENT_BYTES, round_up
+from kvstore.tiers.mooncake.session import Reply, Session
+from kvstore.tiers.mooncake.url import MooncakeTarget
+
+logger = logging.getLogger(__name__)
+
+_MIN_SLOTS: Final = 4
+_MAX_SLOTS: Final = 64
+_DEADLINE_PART: Final = 0.9  # of the time of the guard around the tier, so that this ends first
+
+
+class Calls:
+    """Calls of one tier. Thread-safe; deadlines are times of ``time.monotonic``.
+
+    Args:
+        target: the store.
+        chunk_bytes: of the largest object.
+    """
+
+    def __init__(self, target: MooncakeTarget, chunk_bytes: int) -> None:
+        self._target = target
+        self.slot_bytes = round_up(chunk_bytes, ALIGNMENT_BYTES)
+        self._num_slots = min(_MAX_SLOTS, max(_MIN_SLOTS, (target.staging_mib << 20) // self.slot_bytes))
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+
+    @property
+    def held_slots(self) -> int:
+        """Number of slots that wait for the end of a call whose caller has given up."""
+        return self._session.slots.held if self._session else 0
+
+    def deadline_s(self) -> float:
+        """Return the deadline of a call of the tier that begins now."""
+        return time.monotonic() + _DEADLINE_PART * self._target.timeout_s
+
+    def ask(self, epoch_key: str, deadline_s: float, call: str, **order: object) -> Reply:
+        """Return the reply to a call without slots.
+
+        Raises:
+            TierError: it failed, took too long, or earlier calls hang.
+        """
+        session = self._open(deadline_s)
+        if session.is_stuck:
+            raise TierError(f"Mooncake at {self._target} hangs in earlier calls")
+        reply = session.wait(session.start(call, epoch_key, (), order), deadline_s)
+        if reply is None:
+            raise TierError(f"Mooncake at {self._target} did not answer within {self._target.timeout_s} s")
+        return reply
+
+    def take(self, most: int, deadline_s: float) -> tuple[Session, list[int]]:
+        """Return the process and slots for up to ``most`` chunks; none if time ran out, or hanging calls hold too many.
+
+        Raises:
+            TierError: the process does not start.
+        """
+        session, rest_s = self._open(deadline_s), deadline_s - time.monotonic()
+        return session, [] if session.is_stuck or rest_s <= 0 else session.slots.take(most, rest_s)
+
+    def carry_out(
+        self, session: Session, slots: Sequence[int], epoch_key: str, deadline_s: float, call: str, **order: object
+    ) -> Reply | None:
+        """Carry out a call on slots; None if there are none, or it was given up and holds them until it ends.
+
+        Raises:
+            TierError: it failed, and the slots were given back.
+        """
+        if not slots:
+            return None
+        try:
+            future = session.start(call, epoch_key, slots, order)
+            reply = session.wait(future, deadline_s)
+        except TierError:  # it did not begin, or it has ended
+            session.slots.give_back(slots)
+            raise
+        if reply is None:
+            session.slots.hold(slots, future)
+            if call == "put":
+                future.add_done_callback(lambda _: _drop_late(session, order["keys"]))
+        return reply
+
+    def close(self) -> None:
+        """End the process, within seconds."""
+        with self._lock:
+            session, self._session = self._session, None
+        if session is not None:
+            if session.slots.held:
+                logger.warning("Mooncake's process ends in the middle of calls on %d chunks", session.slots.held)
+            session.close()
+
+    def _open(self, deadline_s: float) -> Session:
+        """Return the running process, after a start if there is none.
+
+        Raises:
+            TierError: it does not start in time.
+        """
+        with self._lock:
+            if self._session is not None and self._session.is_over:
+                self._session.kill()
+                self._session = None
+            if self._session is None:
+                self._session = Session(self._target, self.slot_bytes, self._num_slots)
+            session = self._session
+        if session.wait(session.ready, deadline_s) is None:
+            raise TierError(f"Mooncake at {self._target} is still starting")
+        return session
+
+
+def _drop_late(session: Session, keys: object) -> None:
+    """Remove what a write that was given up has stored after all, as its caller believes that it is not there."""
+    with suppress(TierError):
+        session.start("remove", "", (), {"keys": keys})

@@ -1,0 +1,124 @@
+"""Chunks in the form of their files, in slots."""
+
+from __future__ import annotations
+
+from concurrent.futures import wait
+from typing import Final, NamedTuple
+
+import xxhash
+
+from kvstore.format import chunkfile
+from kvstore.format.chunkfile import Damage
+from kvstore.format.coding import ChunkCoder, is_foreign
+from kvstore.model.chunks import ByteArray
+from kvstore.model.keys import ChunkKey
+from kvstore.model.layout import KVLayout
+from kvstore.tiers.abandonable_threads import start_aside
+
+_LARGE_BYTES: Final = 8 << 20
+_PIECE_BYTES: Final = 1 << 18  # copied and hashed while it is in the processor's cache
+
+
+class Chunk(NamedTuple):
+    """Chunk to be moved between its payload and a slot."""
+
+    key: ChunkKey
+    num_blocks: int
+    payload: ByteArray
+    tenant: bytes = b""
+
+
+class Images:
+    """Writer and reader of the images of chunks of one layout. Thread-safe.
+
+    Args:
+        layout: of the chunks.
+        coder: encodes and encrypts them; None stores them as they are.
+    """
+
+    def __init__(self, layout: KVLayout, coder: ChunkCoder | None) -> None:
+        self._layout = layout
+        self._coder = coder
+        self._header_bytes = chunkfile.header_bytes(layout)
+        self._codec_name = coder.codec_name if coder else "none"
+        self.slot_bytes = chunkfile.file_bytes(layout, layout.blocks_per_chunk)
+        if coder is not None:
+            self.slot_bytes = max(self.slot_bytes, coder.image_bytes(layout.blocks_per_chunk))
+
+    @property
+    def have_layers(self) -> bool:
+        """True if a layer can be read alone."""
+        return self._coder is None
+
+    def write(self, chunk: Chunk, slot: ByteArray) -> int:
+        """Write the image of a chunk to the front of a slot; returns its size."""
+        if self._coder is not None:
+            return self._coder.encode(chunk.key, chunk.num_blocks, chunk.payload, slot, tenant=chunk.tenant)
+        sums = self._copy(chunk.payload, slot[self._header_bytes :], chunk.num_blocks)
+        size_bytes = chunkfile.file_bytes(self._layout, chunk.num_blocks)
+        slot[self._header_bytes + len(chunk.payload) : size_bytes] = 0
+        slot.data[: self._header_bytes] = chunkfile.build_header(self._layout, chunk.key, chunk.num_blocks, sums)
+        return size_bytes
+
+    def read(self, chunk: Chunk, image: ByteArray, layers: range | None = None) -> Damage | None:
+        """Fill the payload of a chunk from an image that no call writes to; only without damage it is the KV.
+
+        With ``layers``, the image has no others, and only they are filled.
+        """
+        if layers is not None:
+            return self._read_layers(chunk, image, layers)
+        if self._coder is not None:
+            return self._coder.decode(chunk.key, chunk.num_blocks, image, chunk.payload)
+        if len(image) != chunkfile.file_bytes(self._layout, chunk.num_blocks):
+            return Damage.SIZE
+        sums = self._copy(image[self._header_bytes :][: len(chunk.payload)], chunk.payload, chunk.num_blocks)
+        return chunkfile.compare(self._layout, chunk.key, chunk.num_blocks, image[: self._header_bytes], sums)
+
+    def extents(self, num_blocks: int, layers: range) -> list[tuple[int, int]]:
+        """Return offset and length of the parts of an image that hold its header and some layers."""
+        ranges = self._layout.layer_ranges(num_blocks, layers)
+        return [(0, self._header_bytes), (self._header_bytes + ranges[0][0], ranges[-1][1] - ranges[0][0])]
+
+    def fingerprint(self, image: ByteArray, num_blocks: int, layers: range | None) -> str:
+        """Return a hash of what was read of an image, that tells if it changes."""
+        parts = [(0, len(image))] if layers is None else self.extents(num_blocks, layers)
+        return "".join(xxhash.xxh3_64_hexdigest(image.data[begin : begin + size]) for begin, size in parts)
+
+    def _read_layers(self, chunk: Chunk, image: ByteArray, layers: range) -> Damage | None:
+        body, header = image[self._header_bytes :], image[: self._header_bytes]
+        sums = chunkfile.checksums(self._layout, chunk.num_blocks, body, layers)
+        damage = chunkfile.compare(self._layout, chunk.key, chunk.num_blocks, header, sums, layers=layers)
+        if damage is None:
+            ranges = self._layout.layer_ranges(chunk.num_blocks, layers)
+            part = slice(ranges[0][0], ranges[-1][1])
+            chunk.payload[part] = body[part]
+        return damage
+
+    def is_foreign(self, image: ByteArray) -> bool:
+        """Tell if an image was encoded with a codec that this reader does not have."""
+        return is_foreign(bytes(image[: self._header_bytes]), self._codec_name)
+
+    def _copy(self, source: ByteArray, target: ByteArray, num_blocks: int) -> str:
+        """Copy a payload, of a large one half on another thread; returns the checksums of what was copied."""
+        ranges = self._layout.layer_ranges(num_blocks)
+        half = len(ranges) // 2 if len(source) >= _LARGE_BYTES else 0
+        first = start_aside("mooncake", "copy", lambda: _copy_layers(source, target, ranges[:half])) if half else None
+        try:
+            second = _copy_layers(source, target, ranges[half:])
+        finally:
+            if first is not None:
+                wait([first])  # or it would write to a buffer that is the caller's again
+        return (first.result() if first is not None else "") + second
+
+
+def _copy_layers(source: ByteArray, target: ByteArray, ranges: list[tuple[int, int]]) -> str:
+    """Copy layers, and hash what was written while it is in the processor's cache."""
+    sums = []
+    for begin, end in ranges:
+        layer = xxhash.xxh3_64()
+        for at in range(begin, end, _PIECE_BYTES):
+            piece = slice(at, min(at + _PIECE_BYTES, end))
+            target[piece] = source[piece]
+            layer.update(target.data[piece])
+        sums.append(layer.hexdigest())
+    return "".join(sums)

@@ -1,0 +1,107 @@
+"""Stand-in for Mooncake's client, with its codes, in the memory of one process.
+
+The environment variable FAKE_MOONCAKE names a folder. While it has a file ``hang-<call>``, calls wait where
+Mooncake's hang: before a read has written its buffer, or before a write has read it. With ``die`` the process ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class MooncakeDistributedStore:
+    """A store without a bound. With the file ``full`` it takes nothing, and with ``down`` there is none."""
+
+    def __init__(self) -> None:
+        self._folder = Path(os.environ["FAKE_MOONCAKE"])
+        self._objects: dict[str, bytes] = {}
+
+    def _wait(self, call: str) -> None:
+        if (self._folder / "die").exists():
+            os._exit(9)
+        while (self._folder / f"hang-{call}").exists():
+            time.sleep(0.005)
+
+    def setup(self, *_: object) -> int:
+        self._wait("setup")
+        return -1 if (self._folder / "down").exists() else 0
+
+    def register_buffer(self, _address: int, _size_bytes: int) -> int:
+        return 0
+
+    def close(self) -> int:
+        return 0
+
+    def batch_get_into(self, keys: Sequence[str], places: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        self._wait("get")
+        return [self._get(*one) for one in zip(keys, places, sizes, strict=True)]
+
+    def get_into(self, key: str, place: int, size: int) -> int:
+        if not key.endswith(":epoch"):
+            self._wait("get")
+        return self._get(key, place, size)
+
+    def _get(self, key: str, place: int, size: int) -> int:
+        value = self._objects.get(key)
+        if value is None or len(value) > size:
+            return -704 if value is None else -600
+        ctypes.memmove(place, value, len(value))
+        return len(value)
+
+    def get_into_ranges(
+        self,
+        places: list[int],
+        keys: list[list[str]],
+        targets: list[list[list[int]]],
+        sources: list[list[list[int]]],
+        sizes: list[list[list[int]]],
+    ) -> list[list[list[int]]]:
+        self._wait("get")
+        found = []
+        for place, (key,), (begins,), (offsets,), (lengths,) in zip(places, keys, targets, sources, sizes, strict=True):
+            value = self._objects.get(key)
+            codes = []
+            for target, source, length in zip(begins, offsets, lengths, strict=True):
+                if value is not None and source + length <= len(value):
+                    ctypes.memmove(place + target, value[source : source + length], length)
+                    codes.append(length)
+                else:
+                    codes.append(-704 if value is None else -600)
+            found.append([codes])
+        return found
+
+    def batch_upsert_from(self, keys: Sequence[str], places: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        self._wait("put")
+        return [self._put(*one) for one in zip(keys, places, sizes, strict=True)]
+
+    def upsert_from(self, key: str, place: int, size: int) -> int:
+        if not key.endswith(":epoch"):
+            self._wait("put")
+        return self._put(key, place, size)
+
+    def _put(self, key: str, place: int, size: int) -> int:
+        if (self._folder / "full").exists():
+            return -200
+        self._objects[key] = ctypes.string_at(place, size)
+        return 0
+
+    def put_from(self, key: str, place: int, size: int) -> int:
+        return 0 if key in self._objects else self._put(key, place, size)
+
+    def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
+        self._wait("exist")
+        return [int(key in self._objects) for key in keys]
+
+    def batch_remove(self, keys: Sequence[str], _force: bool) -> list[int]:
+        return [0 if self._objects.pop(key, None) is not None else -704 for key in keys]
+
+    def remove_by_regex(self, pattern: str, _force: bool) -> int:
+        dead = [key for key in self._objects if re.match(pattern, key)]
+        for key in dead:
+            del self._objects[key]
+        return len(dead)
