@@ -1,13 +1,18 @@
-"""Lines of calls that move no bytes, against targets: the index, the eviction policy, and the start of an engine."""
+"""Lines of calls that move no bytes: the index, the eviction policy, and the start of an engine.
+
+The limit of a lookup is a walk through a dict with the same keys; that of the others is a target.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import random
 import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.engine.engine import CacheEngine
 from kvstore.engine.options import EngineOptions
@@ -17,8 +22,8 @@ from kvstore.model.keys import PREFIX_KEY_BYTES, PrefixHasher, PrefixKey
 from kvstore.policies import Adaptive, open_policy
 from kvstore.policies.simulation import SimulatedStore
 from kvstore.tools.bench.geometry import GEOMETRIES, TINY
-from kvstore.tools.bench.lines import Target, target
-from kvstore.tools.bench.samples import LOOKUP_CHUNKS, LOOKUP_ROUNDS, NAMESPACE, require, timed
+from kvstore.tools.bench.lines import Target, race, target
+from kvstore.tools.bench.samples import LOOKUP_CHUNKS, LOOKUP_ROUNDS, NAMESPACE, Limit, Pair, Pairing, require, timed
 from kvstore.tools.bench.workbench import Workbench
 
 INDEX_CHUNKS = 100_000
@@ -37,22 +42,34 @@ print(time.perf_counter() - begin_s)
 """
 
 
-@target(60e-6, "lookup, 128 known keys", "60 us", "the index, with keys as they are known for a running request")
-def _index_lookups() -> Iterator[float]:
+@race("lookup, 128 known keys", "dict walk", "the index, with keys as they are known for a running request")
+def _index_lookups() -> Iterator[Pair]:
     index, known = _index(), _hasher(_TOKENS)
-    return _lookups(lambda: index.lookup(known).num_tokens, len(_TOKENS))
+    yield from _lookups(_walk(list(known.chunk_keys())), lambda: index.lookup(known).num_tokens, len(_TOKENS))
 
 
-@target(
-    10e-6,
+@race(
     "probe behind the last chunk",
-    "10 us",
+    "dict walk",
     "the same index: a stored chunk shares six of sixteen blocks, whose keys are known",
 )
-def _probes() -> Iterator[float]:
+def _probes() -> Iterator[Pair]:
     index, shared = _index(), _TOKENS[: _SHARED_BLOCKS * TINY.block_tokens]
     parting = _hasher([*_TOKENS, *shared, *_TOKENS[: TINY.chunk_tokens]])
-    return _lookups(lambda: index.lookup(parting, len(_TOKENS)).num_tokens, len(_TOKENS) + len(shared))
+    walk = _walk(parting.block_keys(LOOKUP_CHUNKS)[: _SHARED_BLOCKS + 1])
+    yield from _lookups(walk, lambda: index.lookup(parting, len(_TOKENS)).num_tokens, len(_TOKENS) + len(shared))
+
+
+def _walk(keys: Sequence[PrefixKey]) -> Limit:
+    """Return a call that finds each of these keys in a dict."""
+    table = dict.fromkeys(keys, 0)
+
+    def walk() -> None:
+        for key in keys:
+            if key not in table:
+                break
+
+    return walk
 
 
 def _index() -> ChunkIndex:
@@ -62,20 +79,26 @@ def _index() -> ChunkIndex:
     return index
 
 
-@target(1e-3, "lookup, list of 32,768 tokens", "1 ms", "keys of the token list, index")
-def _engine_lookups() -> Iterator[float]:
+@race("lookup, list of 32,768 tokens", "sha256, dict walk", "keys of the token list, index")
+def _engine_lookups() -> Iterator[Pair]:
     workbench = Workbench(TINY, LOOKUP_CHUNKS)
     slots = workbench.new_batch()
+    walk = _walk(list(_hasher(workbench.tokens).chunk_keys()))
+
+    def limit() -> None:
+        hashlib.sha256(array("I", workbench.tokens)).digest()
+        walk()
+
     with CacheEngine(workbench.paged, NAMESPACE, EngineOptions(workbench.pool_bytes)) as engine:
         engine.store(workbench.tokens, slot_mapping=slots)
-        yield from _lookups(lambda: engine.lookup(workbench.tokens), workbench.num_tokens)
+        yield from _lookups(limit, lambda: engine.lookup(workbench.tokens), workbench.num_tokens)
 
 
-def _lookups(call: Callable[[], int], num_tokens: int) -> Iterator[float]:
-    for _ in range(LOOKUP_ROUNDS):
-        seconds, found_tokens = timed(call)
+def _lookups(limit: Limit, call: Callable[[], int], num_tokens: int) -> Iterator[Pair]:
+    for number in range(LOOKUP_ROUNDS):
+        pair, found_tokens = Pairing(number % 2 == 0)(limit, call)
         require(found_tokens == num_tokens, f"a lookup found {found_tokens} of {num_tokens} tokens")
-        yield seconds
+        yield pair
 
 
 @target(

@@ -39,18 +39,39 @@ def prefaulted(size_bytes: int) -> ByteArray:
     return pool.slot(0)[:size_bytes]
 
 
-def memcpy(target: ByteArray, source: ByteArray) -> None:
-    """Copy contiguous pieces of 32 MiB on one thread."""
-    for begin in range(0, len(source), MEMCPY_PIECE_BYTES):
-        end = begin + MEMCPY_PIECE_BYTES
-        np.copyto(target[begin:end], source[begin:end])
+class Memcpy:
+    """Copies of contiguous pieces, on as many threads as the library's copies have.
 
+    Args:
+        threads: number of threads that copy at once.
+    """
 
-def memcpy_and_sum(target: ByteArray, source: ByteArray) -> None:
-    """Run ``memcpy``, then xxh3 of the copy, on the same thread."""
-    memcpy(target, source)
-    for begin in range(0, len(target), MEMCPY_PIECE_BYTES):
-        xxhash.xxh3_64_intdigest(target[begin : begin + MEMCPY_PIECE_BYTES].data)
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads)  # its threads end with this object
+
+    def copy(self, target: ByteArray, source: ByteArray) -> None:
+        """Copy all of ``source``."""
+        self._each(len(source), lambda piece: np.copyto(target[piece], source[piece]))
+
+    def copy_and_sum(self, target: ByteArray, source: ByteArray) -> None:
+        """Copy all of ``source``, and compute xxh3 of each copied piece."""
+
+        def move(piece: slice) -> None:
+            np.copyto(target[piece], source[piece])
+            xxhash.xxh3_64_intdigest(target[piece].data)
+
+        self._each(len(source), move)
+
+    def _each(self, size_bytes: int, move: Callable[[slice], None]) -> None:
+        piece_bytes = min(MEMCPY_PIECE_BYTES, round_up(-(-size_bytes // self._threads), _PAGE))
+        pieces = [slice(begin, begin + piece_bytes) for begin in range(0, size_bytes, piece_bytes)]
+        if self._threads == 1:
+            for piece in pieces:
+                move(piece)
+        else:
+            for _ in self._pool.map(move, pieces):
+                pass
 
 
 class RawDisk:

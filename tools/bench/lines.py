@@ -127,6 +127,22 @@ def target(
     return lambda samples: Target(Subject(name, limit_name, includes, unit), limit, samples)
 
 
+class Race(NamedTuple):
+    """Row of a line whose limit is a call, timed right before or after the path."""
+
+    subject: Subject
+    samples: Callable[[], Iterable[Pair]]
+
+    def line(self) -> Line:
+        """Return the line of new samples."""
+        return self.subject.line(list(self.samples()))
+
+
+def race(name: str, limit_name: str, includes: str) -> Callable[[Callable[[], Iterable[Pair]]], Race]:
+    """Return a decorator that makes a row of a function that yields samples of a path and its limit."""
+    return lambda samples: Race(Subject(name, limit_name, includes), samples)
+
+
 def move_lines(
     subjects: Iterable[Subject],
     found: Sequence[Sequence[Pair]],

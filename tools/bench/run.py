@@ -17,7 +17,7 @@ from kvstore.tools.bench.calls import CALLS, start
 from kvstore.tools.bench.decisions import longest_decisions
 from kvstore.tools.bench.disk import measure_disk
 from kvstore.tools.bench.geometry import Geometry
-from kvstore.tools.bench.lines import Line, Target
+from kvstore.tools.bench.lines import Line, Race, Target
 from kvstore.tools.bench.load import Mark
 from kvstore.tools.bench.mooncake import measure_mooncake
 from kvstore.tools.bench.moves import measure_cpu, measure_gpu
@@ -165,7 +165,7 @@ def _seaweed(program: Path | None) -> Callable[[Workbench, int, Tick, Path], lis
     return partial(measure_seaweed, program=program or Path())
 
 
-def _targets(_: Workbench, _rounds: int, tick: Tick, *, rows: Iterable[Target]) -> list[Line]:
+def _targets(_: Workbench, _rounds: int, tick: Tick, *, rows: Iterable[Target | Race]) -> list[Line]:
     lines = []
     for row in rows:
         tick()

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from kvstore.paged.base import copy_threads
 from kvstore.paged.binding import bind_paged_kv
-from kvstore.tools.bench import limits
 from kvstore.tools.bench.geometry import Geometry
-from kvstore.tools.bench.limits import prefaulted
+from kvstore.tools.bench.limits import Memcpy, prefaulted
 from kvstore.tools.bench.samples import require
 
 _POISON = 0x5A5A
@@ -60,17 +60,18 @@ class Workbench:
         self._base = self._random.integers(1 << 63, size=self.batch_bytes // 8, dtype=np.uint64)
         self._data = prefaulted(self.batch_bytes)
         self._copy = prefaulted(self.batch_bytes)
+        self._memcpy = Memcpy(copy_threads())
         self._expected = torch.from_numpy(self._data.view(np.int16)).view(
             geometry.layers, self._batch_blocks, *by_block[0].shape[1:]
         )
 
     def memcpy(self) -> None:
-        """Copy the batch in contiguous pieces on one thread, as the limit of most paths."""
-        limits.memcpy(self._copy, self._data)
+        """Copy the batch in contiguous pieces on as many threads as an engine does, as the limit of most paths."""
+        self._memcpy.copy(self._copy, self._data)
 
     def memcpy_and_sum(self) -> None:
         """Copy the batch and hash the copy, as the limit of paths that verify checksums."""
-        limits.memcpy_and_sum(self._copy, self._data)
+        self._memcpy.copy_and_sum(self._copy, self._data)
 
     def new_batch(self) -> torch.Tensor:
         """Put a new prompt with random KV into random blocks, and return its slot mapping."""
