@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Final
 
 from kvstore.model.keys import PrefixKey
 from kvstore.policies.base import MIN_GHOSTS, Policy
 from kvstore.policies.ranking import Ranking, Unit
-from kvstore.policies.survival import NO_ANSWER, NUM_USES
-
-_MAX_UNTOUCHED: Final = 64  # keys of a unit that no request has touched
+from kvstore.policies.survival import NUM_USES
 
 
 class KeyUnit(Unit):
@@ -35,12 +32,6 @@ class KeyUnit(Unit):
         """Add a key as the deepest."""
         self.keys.append(key)
         self.num_keys += 1
-
-    def prepend(self, key: PrefixKey) -> None:
-        """Add a key as the one to be evicted last."""
-        self.keys.insert(0, key)
-        self.num_keys += 1
-        self.depth += 1
 
     def enter(self, key: PrefixKey) -> None:
         """Note that the chunk of a key is in the tier."""
@@ -70,7 +61,6 @@ class Adaptive(Policy):
         super().__init__(capacity_bytes)
         self._units: dict[PrefixKey, KeyUnit] = {}  # of all remembered keys, in the tier or not
         self._ranking = Ranking[KeyUnit](self._trim)
-        self._untouched: KeyUnit | None = None  # of the chunk that was added last, if no request had touched it
 
     @property
     def num_ghosts(self) -> int:  # noqa: D102 - inherited
@@ -116,8 +106,9 @@ class Adaptive(Policy):
     def _on_add(self, key: PrefixKey) -> None:
         unit = self._units.get(key)
         if unit is None:
-            unit = self._units[key] = self._untouched_unit()
-            unit.prepend(key)
+            unit = self._units[key] = self._ranking.begin(KeyUnit(), 0)
+            self._ranking.remember([unit])
+            unit.append(key)
         unit.enter(key)
         self._ranking.enqueue(unit)
 
@@ -148,15 +139,6 @@ class Adaptive(Policy):
             yield from unit.deepest_first()
 
     # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _untouched_unit(self) -> KeyUnit:
-        """Return a unit for a chunk that no request has touched. After a start, one for each would take much memory."""
-        unit = self._untouched
-        is_like_new = unit is not None and (unit.time, unit.cls) == (self._ranking.clock, NO_ANSWER)
-        if unit is None or not is_like_new or not 0 < unit.num_keys < _MAX_UNTOUCHED:
-            unit = self._untouched = self._ranking.begin(KeyUnit(), 0)
-            self._ranking.remember([unit])
-        return unit
 
     def _move(self, key: PrefixKey, unit: KeyUnit | None, target: KeyUnit) -> None:
         is_here = unit is not None and key in unit.here

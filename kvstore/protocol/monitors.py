@@ -38,8 +38,8 @@ class Monitor:
             self.reader = context.socket(zmq.PAIR)
             failed.callback(self.reader.close, 0)
             self.reader.rcvhwm = 0
+            self.reader.connect(address)  # before the first report, which waits for it
             observed.monitor(address, events)
-            self.reader.connect(address)  # at once, as the first report waits for it
             failed.pop_all()
 
     def close(self) -> None:

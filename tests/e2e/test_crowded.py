@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 
 
 @ONE_MODE_AND_SOAK
+@pytest.mark.sweep
 def test_preemption(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: dict[str, Any]) -> None:
     """With too few blocks for all requests, preempted ones are resumed, partly from the store."""
     few_blocks = {"num_gpu_blocks_override": 48, "max_model_len": 768}

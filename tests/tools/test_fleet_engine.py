@@ -150,6 +150,7 @@ def test_real_engines_find_as_much(
     assert abs(simulated - real) <= AGREES
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("policy", ["LRU", "ADAPTIVE"])
 def test_they_do_on_a_trace_of_mooncake(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not CONVERSATION.exists():

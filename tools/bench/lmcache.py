@@ -53,7 +53,7 @@ SUBJECTS = (
     Subject("store", "LMCache", "until every chunk is in its tier"),
     Subject("lookup", "LMCache", f"median of {LOOKUPS} lookups, which find everything"),
     Subject("retrieve", "LMCache", "every byte is compared afterwards"),
-    Subject("memcpy", "LMCache's store", "as many bytes, on one thread"),
+    Subject("memcpy", "LMCache's store", "as many bytes, on as many threads"),
 )
 
 

@@ -405,22 +405,3 @@ def test_adaptive_chains_go_from_their_end(lost: str) -> None:
         for key in lost:
             policy.remove(key.encode())
         assert order_of(policy) == "".join(key for key in "fedcba" if key not in lost)
-
-
-def test_chunks_that_no_request_touched_go_in_the_order_of_their_arrival() -> None:
-    """After a start, they share units; some are used then, removed, or follow later."""
-    policy = Adaptive(1000)
-    keys = [number.to_bytes(2, "big") for number in range(300)]
-    for key in keys:
-        policy.add(key)
-    assert len({id(unit) for unit in policy._units.values()}) == 5
-    policy.touch_chain([keys[70]])
-    policy.remove(keys[71])
-    policy.evict(keys[0])
-    later = [number.to_bytes(2, "big") for number in range(300, 400)]
-    for key in later:
-        policy.add(key)
-    victims = policy.make_room(398 - 1, anything)
-    assert victims is not None
-    assert [key for key in victims if key in keys[1:] and key != keys[70]] == [*keys[1:70], *keys[72:]]
-    assert [key for key in victims if key in later] == later[: len(victims) - 297]
