@@ -6,11 +6,13 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Final
 
 from kvstore.model.errors import TierError
 from kvstore.model.layout import ALIGNMENT_BYTES, round_up
+from kvstore.tiers.mooncake import codes
 from kvstore.tiers.mooncake.session import Reply, Session
 from kvstore.tiers.mooncake.url import MooncakeTarget
 
@@ -57,6 +59,8 @@ class Calls:
         reply = session.wait(session.start(call, epoch_key, (), order), deadline_s)
         if reply is None:
             raise TierError(f"Mooncake at {self._target} did not answer within {self._target.timeout_s} s")
+        if reply.get("epoch_code") == codes.TRANSFER_FAILED:  # an old epoch may be written to its page later
+            session.condemn()
         return reply
 
     def take(self, most: int, deadline_s: float) -> tuple[Session, list[int]]:
@@ -73,6 +77,8 @@ class Calls:
     ) -> Reply | None:
         """Carry out a call on slots; None if there are none, or it was given up and holds them until it ends.
 
+        The process is given up, with the slots, if a transfer failed, as that may still write to them.
+
         Raises:
             TierError: it failed, and the slots were given back.
         """
@@ -85,9 +91,11 @@ class Calls:
             session.slots.give_back(slots)
             raise
         if reply is None:
+            # Before the slots are free again.
+            future.add_done_callback(lambda _: _end_late(session, slots, future, call, order["keys"]))
             session.slots.hold(slots, future)
-            if call == "put":
-                future.add_done_callback(lambda _: _drop_late(session, order["keys"]))
+        elif _may_still_run(reply):
+            session.condemn(slots)
         return reply
 
     def close(self) -> None:
@@ -117,7 +125,19 @@ class Calls:
         return session
 
 
-def _drop_late(session: Session, keys: object) -> None:
-    """Remove what a write that was given up has stored after all, as its caller believes that it is not there."""
-    with suppress(TierError):
-        session.start("remove", "", (), {"keys": keys})
+def _may_still_run(reply: Reply) -> bool:
+    return reply.get("epoch_code") == codes.TRANSFER_FAILED or any(map(codes.may_still_run, reply["codes"]))
+
+
+def _end_late(session: Session, slots: Sequence[int], future: Future[Reply], call: str, keys: object) -> None:
+    """Keep slots that are still in use, and remove what a write has stored, which its caller takes for failed."""
+    reply: Reply = {"error": ""} if future.exception() else future.result()
+    if "error" in reply:
+        return
+    if _may_still_run(reply):
+        session.condemn(slots)
+    assert isinstance(keys, list)
+    stored = [key for key, code in zip(keys, reply["codes"], strict=True) if code == 0]
+    if call == "put" and stored:
+        with suppress(TierError):
+            session.start("remove", "", (), {"keys": stored})

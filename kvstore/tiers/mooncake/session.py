@@ -53,6 +53,8 @@ class Session:
         self._calls: dict[int, Future[Reply]] = {}
         self._given_up: dict[int, float] = {}  # when, in seconds
         self._error: TierError | None = None
+        self._is_condemned = False
+        self._begun_s = time.monotonic()
         self.ready: Future[Reply] = Future()
         self._calls[0] = self.ready
         pages_bytes = target.connections * child.PAGE_BYTES
@@ -66,9 +68,12 @@ class Session:
 
     @property
     def is_over(self) -> bool:
-        """True if its process has ended, or has a call that ends no more."""
-        oldest_s = min([*self._given_up.values()], default=time.monotonic())
-        return self._error is not None or time.monotonic() - oldest_s > _HOPELESS_S
+        """True if its process has ended, starts or has a call that ends no more, or has lost slots."""
+        now_s = time.monotonic()
+        oldest_s = min([*self._given_up.values()], default=now_s)
+        if not self.ready.done():
+            oldest_s = min(oldest_s, self._begun_s)
+        return self._error is not None or self._is_condemned or now_s - oldest_s > _HOPELESS_S
 
     @property
     def is_stuck(self) -> bool:
@@ -117,6 +122,11 @@ class Session:
             self._given_up[number] = time.monotonic()
             future.add_done_callback(lambda _: self._given_up.pop(number, None))
 
+    def condemn(self, slots: Sequence[int] = ()) -> None:
+        """Give up the process, and slots that a transfer may still write to: the next call has another process."""
+        self.slots.lose(slots)
+        self._is_condemned = True
+
     def kill(self) -> None:
         """End the process without waiting; memory that it may still use stays its own."""
         self._process.kill()
@@ -133,20 +143,24 @@ class Session:
     def _listen(self) -> None:
         """Take the replies of the process until it ends, then fail the calls that are left."""
         error = TierError(f"Mooncake's process at {self._target} has ended")
-        with suppress(OSError), self._link.makefile("rb") as lines:
-            for line in lines:
-                reply = json.loads(line)
-                if reply["id"] == 0 and "error" in reply:  # it does not start, and ends
-                    error = self._refusal(reply["error"])
-                    continue
-                with self._lock:
-                    future = self._calls.pop(reply["id"])
-                future.set_result(reply)
-        with self._lock:
-            self._error = error
-            left, self._calls = [*self._calls.values()], {}
-        for future in left:
-            future.set_exception(error)
+        try:
+            with self._link.makefile("rb") as lines:
+                for line in lines:
+                    reply = json.loads(line)
+                    if reply["id"] == 0 and "error" in reply:  # it does not start, and ends
+                        error = self._refusal(reply["error"])
+                        continue
+                    with self._lock:
+                        future = self._calls.pop(reply["id"])
+                    future.set_result(reply)
+        except (OSError, ValueError, KeyError):  # half a line, or something else that is no reply
+            self.kill()
+        finally:
+            with self._lock:
+                self._error = error
+                left, self._calls = [*self._calls.values()], {}
+            for future in left:
+                future.set_exception(error)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
         self._link.close()

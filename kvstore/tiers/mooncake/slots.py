@@ -29,6 +29,7 @@ class Slots:
         self._free = list(reversed(range(self._number)))  # the last one used is taken first, as it is in the caches
         self._changed = threading.Condition()
         self._held = 0
+        self._lost: set[int] = set()
 
     @property
     def held(self) -> int:
@@ -49,9 +50,9 @@ class Slots:
             return [self._free.pop() for _ in range(min(most, len(self._free)))]
 
     def give_back(self, numbers: Sequence[int]) -> None:
-        """Give slots back on which no call runs."""
+        """Give slots back on which no call runs; those that are lost are not free again."""
         with self._changed:
-            self._free.extend(numbers)
+            self._free.extend(number for number in numbers if number not in self._lost)
             self._changed.notify_all()
 
     def hold(self, numbers: Sequence[int], call: Future[Any]) -> None:
@@ -66,6 +67,13 @@ class Slots:
             self.give_back(numbers)
 
         call.add_done_callback(release)  # at once if it has just ended
+
+    def lose(self, numbers: Sequence[int]) -> None:
+        """Hold slots for good, as a transfer may write to them at any time."""
+        with self._changed:
+            self._held += len(numbers)
+            self._lost.update(numbers)
+            self._changed.notify_all()
 
     def view(self, number: int) -> ByteArray:
         """Return the memory of a slot."""

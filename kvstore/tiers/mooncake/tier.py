@@ -35,6 +35,7 @@ from kvstore.model.keys import ChunkKey, Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.tiers.base import Tier, TierCounters, TierSetup, Transfer, check_layers, check_ref, payload_view
 from kvstore.tiers.mooncake.calls import Calls
+from kvstore.tiers.mooncake.codes import MISSING, NO_ROOM, TOO_SMALL, UNFINISHED
 from kvstore.tiers.mooncake.image import Chunk, Images
 from kvstore.tiers.mooncake.names import Home, parse_epoch
 from kvstore.tiers.mooncake.session import Reply
@@ -46,10 +47,6 @@ logger = logging.getLogger(__name__)
 _LOOKS: Final = 8  # attempts at a chunk that is replaced repeatedly while it is read
 _FRESH_S: Final = 1.0  # after which a call reads the epoch again
 _PAUSE_S: Final = 0.002  # between them
-_MISSING: Final = -704
-_UNFINISHED: Final = -703  # the only copy, which is being written
-_TOO_SMALL: Final = -600  # the buffer, for an object that is no chunk of ours
-_NO_ROOM: Final = -200
 Moved = tuple[Outcome, int]  # the outcome of a chunk, and the bytes that moved
 _FAILED: Final[Moved] = (Outcome.FAILED, 0)
 _MISS: Final[Moved] = (Outcome.MISS, 0)
@@ -239,11 +236,11 @@ class MooncakeTier(Tier):
             return self._home == home
         if epoch is not None:
             self._enter(Home(home.namespace_id, epoch), instead_of=home)
-        elif code == _UNFINISHED:
+        elif code == UNFINISHED:
             time.sleep(_PAUSE_S)
-        elif code == _MISSING:
+        elif code == MISSING:
             self._write_epoch("begin", home.renewed(), deadline_s)
-        elif code >= 0 or code == _TOO_SMALL:  # somebody wrote something else there
+        elif code >= 0 or code == TOO_SMALL:  # somebody wrote something else there
             self._write_epoch("renew", home.renewed(), deadline_s)
         else:
             raise TierError(f"Mooncake at {self._target} does not return the epoch, code {code}")
@@ -320,27 +317,34 @@ class MooncakeTier(Tier):
         finally:
             session.slots.give_back(slots)
         if bad:
-            self._remove(home, bad, deadline_s)
+            try:
+                self._remove(home, bad, deadline_s)
+            except TierError as error:  # the other chunks are verified
+                logger.warning("damaged chunks stay in Mooncake: %s", error)
 
     def _take_in(self, home: Home, one: _Wanted, slot: ByteArray, code: int, layers: range | None) -> bool:
         """Verify what a call has read of a chunk; False if it should be removed.
 
         One that is damaged is read again, as it may have been replaced.
         """
-        if code == _UNFINISHED and one.looks < _LOOKS:
+        if code == UNFINISHED and one.looks < _LOOKS:
             return True
-        if code < 0 and code != _TOO_SMALL:
-            one.moved = _MISS if code in (_MISSING, _UNFINISHED) else _FAILED
+        if code < 0 and code != TOO_SMALL:
+            one.moved = _MISS if code in (MISSING, UNFINISHED) else _FAILED
+            return True
+        parts = self._images.extents(one.ref.num_blocks, layers) if layers is not None else []
+        if parts and code not in (TOO_SMALL, sum(size for _, size in parts)):  # the slot holds less than was asked
+            one.moved = _FAILED
             return True
         chunk = Chunk(ChunkKey(home.namespace_id, one.ref.prefix_key), one.ref.num_blocks, one.payload)
         damage: Damage | None = Damage.SIZE
-        image = slot if layers else slot[: max(code, 0)]
-        if code != _TOO_SMALL:
+        image = slot if layers is not None else slot[: max(code, 0)]
+        if code != TOO_SMALL:
             damage = self._images.read(chunk, image, layers)
         if damage is None:
             one.moved = Outcome.HIT, code
             return True
-        if damage is Damage.SEAL or (code != _TOO_SMALL and self._images.is_foreign(slot)):
+        if damage is Damage.SEAL or (code != TOO_SMALL and self._images.is_foreign(slot)):
             one.moved = _MISS
             return False
         before, one.found = one.found, self._images.fingerprint(image, one.ref.num_blocks, layers)
@@ -368,14 +372,14 @@ class MooncakeTier(Tier):
         except BaseException:
             session.slots.give_back(slots)
             raise
-        reply = self._calls.carry_out(session, slots, self._due(home), deadline_s, "put", keys=keys, sizes=sizes)
+        reply = self._calls.carry_out(session, slots, home.epoch_key, deadline_s, "put", keys=keys, sizes=sizes)
         if reply is None:
             return [_FAILED] * len(slots)
         session.slots.give_back(slots)
         if not self._is_current(home, reply, deadline_s):
             self._remove(home, [transfer.ref for transfer in transfers[: len(slots)]], deadline_s)
             return [_FAILED] * len(slots)
-        outcomes = {0: Outcome.STORED, _NO_ROOM: Outcome.FULL}
+        outcomes = {0: Outcome.STORED, NO_ROOM: Outcome.FULL}
         codes = [outcomes.get(code, Outcome.FAILED) for code in reply["codes"]]
         return [(outcome, size) for outcome, size in zip(codes, sizes, strict=True)]
 
@@ -388,8 +392,8 @@ class MooncakeTier(Tier):
         keys = [home.key(ref) for ref in refs]
         while keys:
             codes = self._calls.ask("", deadline_s, "remove", keys=keys)["codes"]
-            keys = [key for key, code in zip(keys, codes, strict=True) if code not in (0, _MISSING)]
-            if keys and (set(codes) - {0, _MISSING, _UNFINISHED} or time.monotonic() > deadline_s):
+            keys = [key for key, code in zip(keys, codes, strict=True) if code not in (0, MISSING)]
+            if keys and (set(codes) - {0, MISSING, UNFINISHED} or time.monotonic() > deadline_s):
                 raise TierError(f"Mooncake at {self._target} does not remove {len(keys)} chunks, codes {set(codes)}")
             if keys:
                 time.sleep(_PAUSE_S)

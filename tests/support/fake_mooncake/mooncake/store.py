@@ -2,6 +2,7 @@
 
 The environment variable FAKE_MOONCAKE names a folder. While it has a file ``hang-<call>``, calls wait where
 Mooncake's hang: before a read has written its buffer, or before a write has read it. With ``die`` the process ends.
+With ``fail-get`` reads fail, and write other bytes when ``late-get`` is gone.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +46,16 @@ class MooncakeDistributedStore:
     def get_into(self, key: str, place: int, size: int) -> int:
         if not key.endswith(":epoch"):
             self._wait("get")
+            if (self._folder / "fail-get").exists():
+                threading.Thread(target=self._write_late, args=(place, size), daemon=True).start()
+                return -800
         return self._get(key, place, size)
+
+    def _write_late(self, place: int, size: int) -> None:
+        while (self._folder / "late-get").exists():
+            time.sleep(0.005)
+        ctypes.memset(place, 0xEE, size)
+        (self._folder / "written").touch()
 
     def _get(self, key: str, place: int, size: int) -> int:
         value = self._objects.get(key)

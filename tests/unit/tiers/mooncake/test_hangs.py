@@ -102,6 +102,57 @@ def test_a_slot_is_not_given_away_while_a_read_runs_on_it(fake: Fake, monkeypatc
     assert num_held == 1
 
 
+def test_a_read_that_fails_and_writes_late_reaches_no_other_chunk(fake: Fake) -> None:
+    """Its slot is lost, and the next call has another process with other memory."""
+    tier = fake.open()
+    assert put(tier, A) == [STORED]
+    before = _slots(tier)
+    fake.tell("late-get")
+    fake.tell("fail-get")
+    assert get(tier, A) is FAILED
+    fake.untell("fail-get")
+    free = before.take(4, 0.0)
+    assert before.held == 1
+    taken = [before.view(slot).copy() for slot in free]
+    fake.untell("late-get")
+    wait_for((fake.folder / "written").exists)
+    assert [(before.view(slot) == old).all() for slot, old in zip(free, taken, strict=True)] == [True] * 3
+    tier.check()  # as the stand-in's store ended with its process
+    assert put(tier, B) == [STORED]
+    assert get(tier, B) is HIT
+    assert _slots(tier) is not before
+    assert held(tier) == 0
+
+
+def test_a_payload_is_what_was_verified(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late transfer that writes to the slot in the middle of a layer's read cannot make it a hit."""
+    tier = fake.open()
+    assert put(tier, A) == [STORED]
+    compare = chunkfile.compare
+
+    def overwrite(*args: object, **named: object) -> object:
+        _slots(tier)._memory[:] = 0xEE
+        return compare(*args, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(chunkfile, "compare", overwrite)
+    slot = make_slot()
+    assert tier.get_layers([Transfer(A, slot)], range(EVEN.num_layers)) == [HIT]
+    assert (slot == make_transfer(A).buffer).all()
+
+
+def test_a_start_that_never_ends_is_replaced(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = fake.open(timeout_s=0.2)
+    fake.tell("hang-setup")
+    with pytest.raises(TierError, match="still starting"):
+        tier.contains([A])
+    before = tier._calls._session  # type: ignore[attr-defined]
+    monkeypatch.setattr(session, "_HOPELESS_S", 0.0)
+    with pytest.raises(TierError, match="still starting"):
+        tier.contains([A])
+    assert tier._calls._session is not before  # type: ignore[attr-defined]
+    fake.untell("hang-setup")
+
+
 def test_what_a_late_write_stores_is_what_it_was_given_and_is_removed(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +224,7 @@ def test_a_process_that_ends_is_started_again(fake: Fake) -> None:
         put(tier, A)
     fake.untell("die")
     assert get(tier, A) is MISS
+    tier.check()  # as the stand-in's store ended with its process
     assert put(tier, A) == [STORED]
     assert get(tier, A) is HIT
 
