@@ -1,12 +1,14 @@
 """One client process of the soak of the cache server: stores, looks up and retrieves, and checks every byte.
 
-Its arguments are URL SECONDS THREADS SEED, and it prints one JSON object. The content of a chunk follows from its key,
+Its arguments are URL SECONDS THREADS SEED, and it prints one JSON object. At a wrong read it prints it and ends at
+once, as it may be killed later. The content of a chunk follows from its key,
 so that any process can check another's chunks.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import threading
@@ -28,6 +30,7 @@ LAYOUTS = [
 ]
 NUM_CHUNKS = 400
 LOOKUP_CHUNKS = 128
+WRONG_CODE = 3  # the exit code after a wrong read
 
 
 @dataclass
@@ -54,6 +57,12 @@ def content(ref: ChunkRef, which: int, num_bytes: int) -> ByteArray:
     )[:num_bytes]
 
 
+def end(why: str, code: int) -> None:
+    """Say why, and end this process at once, whatever its other threads do."""
+    print(why, flush=True)
+    os._exit(code)
+
+
 def work(url: str, until_s: float, seed: int, result: Result, lock: threading.Lock) -> None:
     dice = random.Random(seed)
     which = seed % len(LAYOUTS)
@@ -69,6 +78,8 @@ def work(url: str, until_s: float, seed: int, result: Result, lock: threading.Lo
             step(tier, dice, ref, buffer, content(ref, which, payload_bytes), seen)
         except TierError:
             seen.errors += 1
+        if seen.wrong:
+            end(f"{ref} brought other bytes than were stored", WRONG_CODE)
         with lock:
             for name, value in vars(seen).items():
                 setattr(result, name, getattr(result, name) + value)
