@@ -13,6 +13,7 @@ import random
 import sys
 import threading
 import time
+import traceback
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -42,6 +43,7 @@ class Result:
     misses: int = 0
     failed: int = 0
     errors: int = 0
+    corrupt: int = 0
     wrong: int = 0
     lookups_s: list[float] = field(default_factory=list)
 
@@ -86,6 +88,14 @@ def work(url: str, until_s: float, seed: int, result: Result, lock: threading.Lo
     tier.close()
 
 
+def work_or_end(url: str, until_s: float, seed: int, result: Result, lock: threading.Lock) -> None:
+    """Work; an error that no client expects ends the process, as an error in a thread would be silent."""
+    try:
+        work(url, until_s, seed, result, lock)
+    except BaseException:
+        end(traceback.format_exc(), 1)
+
+
 def step(
     tier: ServerTier, dice: random.Random, ref: ChunkRef, buffer: ByteArray, expected: ByteArray, seen: Result
 ) -> None:
@@ -100,7 +110,8 @@ def step(
         (outcome,) = tier.get([Transfer(ref, buffer)])
         seen.hits += outcome is Outcome.HIT
         seen.misses += outcome is Outcome.MISS
-        seen.failed += outcome in {Outcome.FAILED, Outcome.CORRUPT}
+        seen.failed += outcome is Outcome.FAILED
+        seen.corrupt += outcome is Outcome.CORRUPT
         seen.wrong += outcome is Outcome.HIT and not np.array_equal(buffer[: len(expected)], expected)
     elif action < 98:
         begin_s = time.perf_counter()
@@ -115,7 +126,7 @@ def main() -> None:
     result, lock = Result(), threading.Lock()
     until_s = time.time() + seconds
     workers = [
-        threading.Thread(target=work, args=(url, until_s, seed * threads + number, result, lock))
+        threading.Thread(target=work_or_end, args=(url, until_s, seed * threads + number, result, lock))
         for number in range(threads)
     ]
     for worker in workers:
