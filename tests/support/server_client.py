@@ -92,7 +92,7 @@ def work_or_end(url: str, until_s: float, seed: int, result: Result, lock: threa
     """Work; an error that no client expects ends the process, as an error in a thread would be silent."""
     try:
         work(url, until_s, seed, result, lock)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - it is told, and ends the process
         end(traceback.format_exc(), 1)
 
 
