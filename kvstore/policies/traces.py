@@ -19,6 +19,7 @@ FORMAT_NAME = "kvstore-trace"
 FORMAT_VERSION = 2
 MOONCAKE_BLOCK_TOKENS = 512
 KEY_BYTES = 8
+MAX_CHUNK_TOKENS = 1 << 30
 _WITHOUT_REASONS = 1  # the version before, which had requests only
 
 
@@ -190,9 +191,15 @@ def _header(fields: dict[str, Any]) -> Begin:
     version, chunk_tokens = fields["version"], int(fields["chunk_tokens"])
     if version not in {_WITHOUT_REASONS, FORMAT_VERSION}:
         raise ValueError(f"version is {version!r}: this release reads {_WITHOUT_REASONS} and {FORMAT_VERSION}")
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens is {chunk_tokens!r}: it must be at least 1")
+    if not 1 <= chunk_tokens <= MAX_CHUNK_TOKENS:
+        raise ValueError(f"chunk_tokens is {chunk_tokens!r}: it must be at least 1, and at most {MAX_CHUNK_TOKENS:,}")
     return Begin(chunk_tokens, float(fields.get("start_s", 0.0)), has_reasons=version != _WITHOUT_REASONS)
+
+
+def _session(fields: dict[str, Any]) -> str:
+    session = str(fields.get(_SESSION, ""))
+    session.encode()  # fails here, where the line is known, and not in a router
+    return session
 
 
 def _own_request(fields: dict[str, Any], chunk_tokens: int) -> Request:
@@ -200,7 +207,7 @@ def _own_request(fields: dict[str, Any], chunk_tokens: int) -> Request:
     request = _request(
         float(fields["time_s"]), keys, chunk_tokens, int(fields["num_tokens"]), fields.get("answer_tokens")
     )
-    return request._replace(request_id=str(fields.get(_ID, "")), session=str(fields.get(_SESSION, "")))
+    return request._replace(request_id=str(fields.get(_ID, "")), session=_session(fields))
 
 
 # -- lines of lookups, events and tiers --------------------------------------------------------------------------------
@@ -263,7 +270,7 @@ def _mooncake_request(fields: dict[str, Any], chunk_tokens: int, keys_of: _Moonc
     keys = tuple(map(keys_of.__getitem__, fields["hash_ids"]))
     answer = fields.get("output_length")
     request = _request(fields["timestamp"] / 1000, keys, chunk_tokens, int(fields["input_length"]), answer)
-    return request._replace(session=str(fields[_SESSION])) if _SESSION in fields else request
+    return request._replace(session=_session(fields)) if _SESSION in fields else request
 
 
 def _request(

@@ -41,7 +41,7 @@ def run(num_processes: int, threads: int, seconds: float) -> tuple[Result, list[
 
 
 def check(result: Result, own_bytes: list[int], state: dict[str, Any]) -> None:
-    assert result.wrong == 0
+    assert result.wrong == result.corrupt == 0
     assert min(result.stored, result.hits, len(result.lookups_s)) > 0
     assert state["leased_bytes"] == state["clients"] == 0
     memory = state["tiers"]["memory"]

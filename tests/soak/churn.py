@@ -16,6 +16,7 @@ from kvstore.tools.models import TINY, build_llama
 from soak.part import Batch, Do, Part
 
 REQUESTS: Final = 300  # of a batch
+_LEAST: Final = REQUESTS // 20  # chunks evicted, and failed loads, of a batch
 _PROMPTS_SEED: Final = 43
 _MODES: Final = ({}, *MODES.values())  # by turns
 
@@ -36,6 +37,7 @@ def opened(folder: Path) -> Iterator[Do]:
             course = churn(model, disk, _MODES[seed % len(_MODES)], distinct, plain, chosen, dice)
         finally:
             shutil.rmtree(disk, ignore_errors=True)
+        assert min(course.evicted, course.failed_loads) >= _LEAST, f"too few for a test: {course}"
         notes = {"equal": course.equal, "aborted": course.aborted}
         return Batch(REQUESTS, notes=notes | {"evicted": course.evicted, "failed loads": course.failed_loads})
 

@@ -56,6 +56,7 @@ def _run(server: ServerProcess, seed: int) -> Batch:
     assert state["leased_bytes"] == 0, f"{state['leased_bytes']} bytes are leased to nobody"
     memory = state["tiers"]["memory"]
     assert memory["used_bytes"] <= memory["capacity_bytes"], memory
+    assert not result.corrupt, f"{result.corrupt} reads found damage"
     assert result.hits, "nothing was found"
     notes = {"stored": result.stored, "reads checked": result.hits, "errors": result.errors}
     what = f"{result.wrong} reads brought other bytes than were stored" if result.wrong else ""

@@ -12,6 +12,7 @@ from support.killed import kill_and_check
 from soak.part import Batch, Do, Part
 
 KILLS: Final = 10  # of a batch
+_SURELY_KILLS: Final = 4  # so many do not all come before the first store
 FOLDERS: Final = (1, 3)  # by turns
 
 
@@ -23,6 +24,7 @@ def opened(folder: Path) -> Iterator[Do]:
         number = FOLDERS[seed % len(FOLDERS)]
         folders = [folder / f"{number}-{which}" for which in range(number)]
         left = kill_and_check(folders, KILLS, seed)
+        assert left.chunks or KILLS < _SURELY_KILLS, "no kill left a chunk"
         return Batch(left.inside, notes={"kills": KILLS, "chunks checked": left.chunks})
 
     yield kill

@@ -188,6 +188,7 @@ def tell(callers: Callers, bench: Bench, complaint: str) -> Batch:
     unexpected = [text for caller in callers.all for text in caller.unexpected] + ([complaint] if complaint else [])
     assert wrong or not unexpected, f"{bench.kind}: {len(unexpected)} answers, first {unexpected[0]}"
     faults = sum(bench.failing.failed.values()) if bench.relay is None else counts["errors"] + counts["failed"]
+    assert wrong or faults or bench.relay is not None, f"{bench.kind}: no call of the system failed"
     notes = {f"on {bench.kind}": counts["calls"], "faults": faults, "hits": counts["hit"]}
     return Batch(counts["calls"], len(wrong), f"{bench.kind}: {wrong[0]}" if wrong else "", notes)
 

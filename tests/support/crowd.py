@@ -40,9 +40,11 @@ class Clients:
             time.sleep(self.dice.uniform(0.3, 1.5))
             which = self.dice.randrange(len(self.processes))
             process = self.processes[which]
+            assert process.poll() is None, f"a client ended with {process.returncode}: {process.communicate()[0]!r}"
             if self.dice.random() < 0.5:
                 process.kill()
-                process.communicate()
+                said, _ = process.communicate()
+                assert not said, f"a client said before it was killed: {said!r}"
                 self.processes[which] = self.start(self.urls[which])
             else:
                 process.send_signal(signal.SIGSTOP)
@@ -60,7 +62,7 @@ class Clients:
         total = Result()
         for process in self.processes:
             said, _ = process.communicate(timeout=120)
-            assert process.returncode == 0
+            assert process.returncode == 0, f"a client ended with {process.returncode}: {said!r}"
             for name, value in json.loads(said).items():
                 setattr(total, name, getattr(total, name) + value)
         return total

@@ -1,16 +1,19 @@
 """One client process of the soak of the cache server: stores, looks up and retrieves, and checks every byte.
 
-Its arguments are URL SECONDS THREADS SEED, and it prints one JSON object. The content of a chunk follows from its key,
+Its arguments are URL SECONDS THREADS SEED, and it prints one JSON object. At a wrong read it prints it and ends at
+once, as it may be killed later. The content of a chunk follows from its key,
 so that any process can check another's chunks.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import threading
 import time
+import traceback
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -28,6 +31,7 @@ LAYOUTS = [
 ]
 NUM_CHUNKS = 400
 LOOKUP_CHUNKS = 128
+WRONG_CODE = 3  # the exit code after a wrong read
 
 
 @dataclass
@@ -39,6 +43,7 @@ class Result:
     misses: int = 0
     failed: int = 0
     errors: int = 0
+    corrupt: int = 0
     wrong: int = 0
     lookups_s: list[float] = field(default_factory=list)
 
@@ -52,6 +57,12 @@ def content(ref: ChunkRef, which: int, num_bytes: int) -> ByteArray:
     return ((np.arange(-(-num_bytes // 8), dtype=np.uint64) + np.uint64(first)) * np.uint64(0x9E3779B97F4A7C15)).view(
         np.uint8
     )[:num_bytes]
+
+
+def end(why: str, code: int) -> None:
+    """Say why, and end this process at once, whatever its other threads do."""
+    print(why, flush=True)
+    os._exit(code)
 
 
 def work(url: str, until_s: float, seed: int, result: Result, lock: threading.Lock) -> None:
@@ -69,10 +80,20 @@ def work(url: str, until_s: float, seed: int, result: Result, lock: threading.Lo
             step(tier, dice, ref, buffer, content(ref, which, payload_bytes), seen)
         except TierError:
             seen.errors += 1
+        if seen.wrong:
+            end(f"{ref} brought other bytes than were stored", WRONG_CODE)
         with lock:
             for name, value in vars(seen).items():
                 setattr(result, name, getattr(result, name) + value)
     tier.close()
+
+
+def work_or_end(url: str, until_s: float, seed: int, result: Result, lock: threading.Lock) -> None:
+    """Work; an error that no client expects ends the process, as an error in a thread would be silent."""
+    try:
+        work(url, until_s, seed, result, lock)
+    except BaseException:  # noqa: BLE001 - it is told, and ends the process
+        end(traceback.format_exc(), 1)
 
 
 def step(
@@ -89,7 +110,8 @@ def step(
         (outcome,) = tier.get([Transfer(ref, buffer)])
         seen.hits += outcome is Outcome.HIT
         seen.misses += outcome is Outcome.MISS
-        seen.failed += outcome in {Outcome.FAILED, Outcome.CORRUPT}
+        seen.failed += outcome is Outcome.FAILED
+        seen.corrupt += outcome is Outcome.CORRUPT
         seen.wrong += outcome is Outcome.HIT and not np.array_equal(buffer[: len(expected)], expected)
     elif action < 98:
         begin_s = time.perf_counter()
@@ -104,7 +126,7 @@ def main() -> None:
     result, lock = Result(), threading.Lock()
     until_s = time.time() + seconds
     workers = [
-        threading.Thread(target=work, args=(url, until_s, seed * threads + number, result, lock))
+        threading.Thread(target=work_or_end, args=(url, until_s, seed * threads + number, result, lock))
         for number in range(threads)
     ]
     for worker in workers:

@@ -142,7 +142,8 @@ def measure_stored(chunks: int, policy: str) -> dict[str, Any]:
     evicted, samples = index.counters.evicted_disk, []
     for hasher in map(conversation, range(count, count + min(_ASKED, count))):
         hasher.chunk_keys()
-        samples += [timed_us(partial(ask, index, hasher)) for _ in range(2)]  # a filter refuses the first
+        ask(index, hasher)  # which a filter refuses
+        samples.append(timed_us(partial(ask, index, hasher)))
     found["store_of_40_chunks_into_a_full_index"] = spread(samples)
     found["evicted"] = index.counters.evicted_disk - evicted
     return found
