@@ -59,7 +59,7 @@ class Calls:
         reply = session.wait(session.start(call, epoch_key, (), order), deadline_s)
         if reply is None:
             raise TierError(f"Mooncake at {self._target} did not answer within {self._target.timeout_s} s")
-        if reply.get("epoch_code") == codes.TRANSFER_FAILED:  # an old epoch may be written to its page later
+        if codes.may_still_run(reply.get("epoch_code", 0)):  # an old epoch may be written to its page later
             session.condemn()
         return reply
 
@@ -77,18 +77,22 @@ class Calls:
     ) -> Reply | None:
         """Carry out a call on slots; None if there are none, or it was given up and holds them until it ends.
 
-        The process is given up, with the slots, if a transfer failed, as that may still write to them.
+        The process is given up, with the slots, if a transfer or the call failed, as it may still write to them.
 
         Raises:
-            TierError: it failed, and the slots were given back.
+            TierError: it failed, and holds no slots that another call may get.
         """
         if not slots:
             return None
         try:
             future = session.start(call, epoch_key, slots, order)
-            reply = session.wait(future, deadline_s)
-        except TierError:  # it did not begin, or it has ended
+        except TierError:  # it did not begin
             session.slots.give_back(slots)
+            raise
+        try:
+            reply = session.wait(future, deadline_s)
+        except TierError:
+            session.condemn(slots)
             raise
         if reply is None:
             # Before the slots are free again.
@@ -126,16 +130,16 @@ class Calls:
 
 
 def _may_still_run(reply: Reply) -> bool:
-    return reply.get("epoch_code") == codes.TRANSFER_FAILED or any(map(codes.may_still_run, reply["codes"]))
+    return "error" in reply or any(map(codes.may_still_run, [reply.get("epoch_code", 0), *reply["codes"]]))
 
 
 def _end_late(session: Session, slots: Sequence[int], future: Future[Reply], call: str, keys: object) -> None:
     """Keep slots that are still in use, and remove what a write has stored, which its caller takes for failed."""
     reply: Reply = {"error": ""} if future.exception() else future.result()
-    if "error" in reply:
-        return
     if _may_still_run(reply):
         session.condemn(slots)
+    if "error" in reply:
+        return
     assert isinstance(keys, list)
     stored = [key for key, code in zip(keys, reply["codes"], strict=True) if code == 0]
     if call == "put" and stored:

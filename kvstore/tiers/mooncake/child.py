@@ -24,6 +24,7 @@ PAGE_BYTES: Final = 4096
 _BUFFER_BYTES: Final = 16 << 20  # of Mooncake's own, which nothing here uses
 _BATCH_BYTES: Final = 8 << 20  # batches of larger objects take several times as long
 _SHOWN_BYTES: Final = 64  # of an epoch, which has 16
+TRANSFER_FAILED: Final = -800  # Mooncake's code, also while the transfer still runs
 Order = dict[str, Any]
 
 
@@ -142,7 +143,7 @@ class Server:
             case "ranges":
                 parts = order["parts"]
                 found = store.get_into_ranges(places, [[key] for key in keys], *([[p] for p in side] for side in parts))
-                codes = [sum(lengths) if min(lengths) > 0 else min(lengths) for ((*lengths,),) in found]
+                codes = [_code_of(lengths) for ((*lengths,),) in found]
             case "put":
                 codes = _each(store.batch_upsert_from, store.upsert_from, keys, places, order["sizes"])
             case "remove":
@@ -173,6 +174,14 @@ def _each(
     if len(keys) > 1 and max(sizes) <= _BATCH_BYTES:
         return batch(keys, places, sizes)
     return [one(*each) for each in zip(keys, places, sizes, strict=True)]
+
+
+def _code_of(lengths: list[int]) -> int:
+    """Return the bytes of all ranges of an object, or the code of those that failed, which may not hide another."""
+    failures = {length for length in lengths if length <= 0}
+    if not failures:
+        return sum(lengths)
+    return failures.pop() if len(failures) == 1 else TRANSFER_FAILED
 
 
 def _line(answer: Order) -> bytes:

@@ -8,7 +8,6 @@ MISSING: Final = -704
 UNFINISHED: Final = -703  # the only copy, which is being written
 TOO_SMALL: Final = -600  # the buffer, for an object that is no chunk of ours
 NO_ROOM: Final = -200
-TRANSFER_FAILED: Final = -800  # returned also while the transfer still runs
 MASTER_AWAY: Final = -900  # it is asked before a transfer, or after its end
 _AT_REST: Final = frozenset((MISSING, UNFINISHED, TOO_SMALL, NO_ROOM, MASTER_AWAY))
 

@@ -46,9 +46,12 @@ class MooncakeDistributedStore:
     def get_into(self, key: str, place: int, size: int) -> int:
         if not key.endswith(":epoch"):
             self._wait("get")
-            if (self._folder / "fail-get").exists():
-                threading.Thread(target=self._write_late, args=(place, size), daemon=True).start()
-                return -800
+            for failure in ("fail-get", "raise-get"):
+                if (self._folder / failure).exists():
+                    threading.Thread(target=self._write_late, args=(place, size), daemon=True).start()
+                    if failure == "raise-get":
+                        raise MemoryError("in the middle of a transfer")
+                    return -800
         return self._get(key, place, size)
 
     def _write_late(self, place: int, size: int) -> None:

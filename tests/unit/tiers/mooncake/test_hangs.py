@@ -18,7 +18,7 @@ from kvstore.model.errors import ClosedError, ConfigError, TierError
 from kvstore.model.keys import ChunkKey
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
-from kvstore.tiers.mooncake import calls, image, session
+from kvstore.tiers.mooncake import calls, child, image, session
 from kvstore.tiers.mooncake.slots import Slots
 
 A, B, C, D, E = (make_ref(number) for number in range(1, 6))
@@ -102,15 +102,20 @@ def test_a_slot_is_not_given_away_while_a_read_runs_on_it(fake: Fake, monkeypatc
     assert num_held == 1
 
 
-def test_a_read_that_fails_and_writes_late_reaches_no_other_chunk(fake: Fake) -> None:
+@pytest.mark.parametrize("failure", ["fail-get", "raise-get"])
+def test_a_read_that_fails_and_writes_late_reaches_no_other_chunk(fake: Fake, failure: str) -> None:
     """Its slot is lost, and the next call has another process with other memory."""
     tier = fake.open()
     assert put(tier, A) == [STORED]
     before = _slots(tier)
     fake.tell("late-get")
-    fake.tell("fail-get")
-    assert get(tier, A) is FAILED
-    fake.untell("fail-get")
+    fake.tell(failure)
+    if failure == "fail-get":
+        assert get(tier, A) is FAILED
+    else:
+        with pytest.raises(TierError, match="in the middle of a transfer"):
+            get(tier, A)
+    fake.untell(failure)
     free = before.take(4, 0.0)
     assert before.held == 1
     taken = [before.view(slot).copy() for slot in free]
@@ -122,6 +127,13 @@ def test_a_read_that_fails_and_writes_late_reaches_no_other_chunk(fake: Fake) ->
     assert get(tier, B) is HIT
     assert _slots(tier) is not before
     assert held(tier) == 0
+
+
+@pytest.mark.parametrize(
+    ("lengths", "code"), [([4, 8], 12), ([4, -704], -704), ([-600, -600], -600), ([-600, -500], -800), ([4, 0], 0)]
+)
+def test_a_failed_range_hides_no_other(lengths: list[int], code: int) -> None:
+    assert child._code_of(lengths) == code
 
 
 def test_a_payload_is_what_was_verified(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
