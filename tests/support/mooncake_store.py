@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 
 from kvstore.tools.processes import free_port
+from support.frozen import Freezable
 
 WAIT_S = 40.0
 _OWNER = """
@@ -72,11 +72,8 @@ def wait_for(what: str, condition: Callable[[], object], timeout_s: float = WAIT
         time.sleep(0.05)
 
 
-class Process:
+class Process(Freezable):
     """A process that can be stopped, and killed and started again."""
-
-    def __init__(self) -> None:
-        self.process: subprocess.Popen[str] | None = None
 
     def _run(self, *command: str) -> subprocess.Popen[str]:
         self.process = subprocess.Popen(
@@ -88,21 +85,6 @@ class Process:
             env=os.environ | _QUIET,
         )
         return self.process
-
-    def freeze(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        if self.process is not None:
-            self.process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.thaw()
-            self.process.kill()
-            self.process.communicate()
-            self.process = None
 
 
 class Master(Process):

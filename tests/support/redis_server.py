@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from kvstore.tools.processes import free_port
+from support.frozen import Freezable
 
 WAIT_S = 20.0
 
@@ -48,7 +48,7 @@ def wait_for(what: str, condition: Any, timeout_s: float = WAIT_S) -> None:
 
 
 @dataclass
-class RedisServer:
+class RedisServer(Freezable):
     """A process with a separate folder. ``options`` are lines of redis.conf."""
 
     folder: Path
@@ -56,7 +56,6 @@ class RedisServer:
     port: int = field(default_factory=free_port)
     tls: bool = False
     sentinel: bool = False
-    process: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -84,21 +83,6 @@ class RedisServer:
         if self.sentinel:
             return redis.Redis(port=self.port, socket_timeout=WAIT_S, **options)
         return redis.Redis(unix_socket_path=str(self.unix_path), socket_timeout=WAIT_S, **options)
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.thaw()
-            self.process.kill()
-            self.process.wait()
-            self.process = None
-
-    def freeze(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        if self.process is not None:
-            self.process.send_signal(signal.SIGCONT)
 
     def restart(self) -> None:
         self.kill()

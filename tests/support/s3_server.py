@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import urllib.request
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 
 from kvstore.tools.processes import free_port
+from support.frozen import Freezable
 from support.redis_server import wait_for
 
 ACCESS_KEY, SECRET_KEY = "kvaccess", "kvsecretkvsecret"
@@ -42,7 +42,7 @@ def require_server() -> str:
 
 
 @dataclass
-class S3Server:
+class S3Server(Freezable):
     """SeaweedFS with a separate folder, and at most ``volumes`` of 64 MiB, as deleted objects leave their room late."""
 
     folder: Path
@@ -50,7 +50,6 @@ class S3Server:
     port: int = field(default_factory=free_port)
     tls_port: int = field(default_factory=free_port)
     filer_port: int = field(default_factory=free_port)
-    process: subprocess.Popen[bytes] | None = None
 
     @property
     def ca_file(self) -> Path:
@@ -102,21 +101,6 @@ class S3Server:
             virtual_hosted_style_request=False,
             client_options={"allow_http": True, "timeout": timedelta(seconds=30)},
         )
-
-    def freeze(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        if self.process is not None:
-            self.process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.thaw()
-            self.process.kill()
-            self.process.wait()
-            self.process = None
 
     def _is_ready(self) -> bool:
         import obstore

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Final
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from kvstore.model.errors import ConfigError
 from kvstore.tools.proxy.listing import Listed, Listing, Receiver
+from kvstore.tools.yamlfile import read_yaml
 
-_MAX_FILE_BYTES: Final = 1 << 20
 _MAX_ENGINES: Final = 1000  # of one role
 _REMEDY: Final = "write it as docs/disaggregation.md shows, and check it with kvstore proxy --engines FILE --check"
 
@@ -40,32 +38,13 @@ def read_listing(path: Path) -> Listing:
     Raises:
         ConfigError: the file is invalid; the message names the place and a remedy.
     """
-    content = _content(path)
-    try:
-        found = _File.model_validate(yaml.safe_load(content))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the whole"
-        raise ConfigError(f"the engines' file {path}: {where}: {first['msg']}: {_REMEDY}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # an invalid date is a ValueError
-        raise ConfigError(f"the engines' file {path} is no YAML: {_REMEDY}") from error
+    found = read_yaml(path, _File, "the engines' file", _REMEDY)
     listing = Listing(
         tuple(Listed(engine.url.rstrip("/"), None, engine.weight) for engine in found.prefill),
         tuple(Listed(engine.url.rstrip("/"), _receiver(engine.kv, path), engine.weight) for engine in found.decode),
     )
     listing.check(f"{path}: prefill", f"{path}: decode")
     return listing
-
-
-def _content(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"the engines' file {path} cannot be read: {error.strerror}") from error
-    if len(content) > _MAX_FILE_BYTES:
-        raise ConfigError(f"the engines' file {path} has more than {_MAX_FILE_BYTES} bytes: {_REMEDY}")
-    return content
 
 
 def _receiver(url: str | None, path: Path) -> Receiver | None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from kvstore.model.errors import ConfigError
 from kvstore.policies import Adaptive
+from kvstore.tools.yamlfile import read_yaml
 
 Router: TypeAlias = Literal["random", "load", "prefix", "session"]
 
 GIB: Final = 1 << 30
 MAX_REPLICAS: Final = 1000
-_MAX_FILE_BYTES: Final = 1 << 20
 _MAX_ROWS: Final = 100
 _REMEDY: Final = "write it as docs/scale.md shows"
 
@@ -85,21 +84,7 @@ def read_fleet(path: Path) -> FleetPlan:
     Raises:
         ConfigError: the file is invalid; the message names the place and a remedy.
     """
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"the fleet's file {path} cannot be read: {error.strerror}") from error
-    if len(content) > _MAX_FILE_BYTES:
-        raise ConfigError(f"the fleet's file {path} has more than {_MAX_FILE_BYTES} bytes: {_REMEDY}")
-    try:
-        plan = FleetPlan.model_validate(yaml.safe_load(content))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the whole"
-        raise ConfigError(f"the fleet's file {path}: {where}: {first['msg']}: {_REMEDY}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # an invalid date is a ValueError
-        raise ConfigError(f"the fleet's file {path} is no YAML: {_REMEDY}") from error
+    plan = read_yaml(path, FleetPlan, "the fleet's file", _REMEDY)
     rows = len(plan.replicas) * len(plan.router) * len(plan.policy)
     if rows > _MAX_ROWS:
         raise ConfigError(f"the fleet's file {path} compares {rows} fleets, and {_MAX_ROWS} are the most: name fewer")
