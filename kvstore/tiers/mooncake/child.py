@@ -34,13 +34,12 @@ def main() -> None:
     with socket.socket(fileno=link_fd) as link:
         memory = mmap.mmap(memory_fd, 0)
         try:
-            server = Server(link, memory, open_store(settings, memory))
+            server = Server(link, memory, open_store(settings, memory), settings["protocol"])
         except Exception as error:  # noqa: BLE001 - of Mooncake or of the linker, all for the engine to report
             link.sendall(_line({"id": 0, "error": f"{type(error).__name__}: {error}"}))
             os._exit(1)
         server.run(settings["threads"])
-        if settings["segment_bytes"]:
-            server.leave()
+        server.leave()
         os._exit(0)  # as Mooncake crashes if a call runs
 
 
@@ -65,7 +64,7 @@ def open_store(settings: Order, memory: mmap.mmap) -> Any:  # noqa: ANN401 - Moo
     code = store.setup(
         host,
         settings["metadata_server"],
-        settings["segment_bytes"],
+        0,  # memory is given once chunks move
         _BUFFER_BYTES,
         settings["protocol"],
         settings["devices"],
@@ -82,15 +81,17 @@ def open_store(settings: Order, memory: mmap.mmap) -> Any:  # noqa: ANN401 - Moo
 class Server:
     """Orders under way. ``run`` belongs to one thread."""
 
-    def __init__(self, link: socket.socket, memory: mmap.mmap, store: Any) -> None:  # noqa: ANN401
+    def __init__(self, link: socket.socket, memory: mmap.mmap, store: Any, protocol: str) -> None:  # noqa: ANN401
         self._link = link
         self._memory = memory
         self._base = _address(memory)
         self._store = store
+        self._protocol = protocol
         self._lines = link.makefile("rb")
         self._reading = threading.Lock()
         self._lock = threading.Lock()
         self._running = 0
+        self._gives = False
 
     def run(self, threads: int) -> None:
         """Take orders until the engine is gone."""
@@ -103,9 +104,9 @@ class Server:
         gone.poll()
 
     def leave(self) -> None:
-        """Take this process's memory out of the store at once, unless a call runs, which would crash."""
+        """Take the memory that this process gave out of the store at once, unless a call runs, which would crash."""
         with self._lock:
-            if not self._running:
+            if self._gives and not self._running:
                 self._store.close()
 
     def _serve(self, page: int) -> None:
@@ -157,6 +158,9 @@ class Server:
                 codes = [write(order["key"], self._base + page, len(text))]
             case "exist":
                 codes = store.batch_is_exist(keys)
+            case "give":
+                self._gives = True
+                codes = [store.allocate_and_mount_segment(order["size"], self._protocol)["ret"]]
         if not epoch_key:
             return {"codes": codes}
         return {"codes": codes, **self._epoch(store.get_into(epoch_key, self._base + page, PAGE_BYTES), page)}
