@@ -144,7 +144,7 @@ class Server:
             case "ranges":
                 parts = order["parts"]
                 found = store.get_into_ranges(places, [[key] for key in keys], *([[p] for p in side] for side in parts))
-                codes = [_code_of(lengths) for ((*lengths,),) in found]
+                codes = [_code_of(*each) for each in zip((one for ((*one,),) in found), parts[-1], strict=True)]
             case "put":
                 codes = _each(store.batch_upsert_from, store.upsert_from, keys, places, order["sizes"])
             case "remove":
@@ -180,9 +180,13 @@ def _each(
     return [one(*each) for each in zip(keys, places, sizes, strict=True)]
 
 
-def _code_of(lengths: list[int]) -> int:
-    """Return the bytes of all ranges of an object, or the code of those that failed, which may not hide another."""
-    failures = {length for length in lengths if length <= 0}
+def _code_of(lengths: list[int], asked: list[int]) -> int:
+    """Return the bytes of all ranges of an object, or the code of those that failed, which may not hide another.
+
+    A length that was not asked for says nothing of the transfer.
+    """
+    pairs = zip(lengths, asked, strict=True)
+    failures = {length if length < 0 else TRANSFER_FAILED for length, size in pairs if length != size}
     if not failures:
         return sum(lengths)
     return failures.pop() if len(failures) == 1 else TRANSFER_FAILED

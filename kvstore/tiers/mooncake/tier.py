@@ -307,9 +307,9 @@ class MooncakeTier(Tier):
         some = wanted[: len(slots)]
         order: dict[str, object] = {"sizes": [self._calls.slot_bytes] * len(some)}
         call = "get"
-        if layers is not None:
-            extents = [self._images.extents(one.ref.num_blocks, layers) for one in some]
-            offsets, sizes = ([[pair[side] for pair in each] for each in extents] for side in (0, 1))
+        parts = [self._parts(one, layers) for one in some]
+        if all(parts):
+            offsets, sizes = ([[pair[side] for pair in each] for each in parts] for side in (0, 1))
             call, order = "ranges", {"parts": [offsets, offsets, sizes]}
         keys = [home.key(one.ref) for one in some]
         reply = self._calls.carry_out(session, slots, self._due(home), deadline_s, call, keys=keys, **order)
@@ -333,6 +333,12 @@ class MooncakeTier(Tier):
                 self._remove(home, bad, deadline_s)
             except TierError as error:  # the other chunks are verified
                 logger.warning("damaged chunks stay in Mooncake: %s", error)
+
+    def _parts(self, one: _Wanted, layers: range | None) -> list[tuple[int, int]]:
+        """Return the parts of an object to read, because Mooncake reads parts faster; none to read all that it has."""
+        if layers is not None:
+            return self._images.extents(one.ref.num_blocks, layers)
+        return self._images.pieces(one.ref.num_blocks) if self._images.have_layers and not one.looks else []
 
     def _take_in(self, home: Home, one: _Wanted, slot: ByteArray, code: int, layers: range | None) -> bool:
         """Verify what a call has read of a chunk; False if it should be removed.

@@ -52,13 +52,18 @@ class MooncakeDistributedStore:
     def get_into(self, key: str, place: int, size: int) -> int:
         if not key.endswith(":epoch"):
             self._wait("get")
-            for failure in ("fail-get", "raise-get"):
-                if (self._folder / failure).exists():
-                    threading.Thread(target=self._write_late, args=(place, size), daemon=True).start()
-                    if failure == "raise-get":
-                        raise MemoryError("in the middle of a transfer")
-                    return -800
+            if self._fails(place, size):
+                return -800
         return self._get(key, place, size)
+
+    def _fails(self, place: int, size: int) -> bool:
+        for failure in ("fail-get", "raise-get"):
+            if (self._folder / failure).exists():
+                threading.Thread(target=self._write_late, args=(place, size), daemon=True).start()
+                if failure == "raise-get":
+                    raise MemoryError("in the middle of a transfer")
+                return True
+        return False
 
     def _write_late(self, place: int, size: int) -> None:
         while (self._folder / "late-get").exists():
@@ -84,6 +89,9 @@ class MooncakeDistributedStore:
         self._wait("get")
         found = []
         for place, (key,), (begins,), (offsets,), (lengths,) in zip(places, keys, targets, sources, sizes, strict=True):
+            if self._fails(place, max(map(sum, zip(begins, lengths, strict=True)))):
+                found.append([[-800] * len(lengths)])
+                continue
             value = self._objects.get(key)
             codes = []
             for target, source, length in zip(begins, offsets, lengths, strict=True):

@@ -77,10 +77,19 @@ def test_a_read_that_fails_and_writes_late_reaches_no_other_chunk(fake: Fake, fa
 
 
 @pytest.mark.parametrize(
-    ("lengths", "code"), [([4, 8], 12), ([4, -704], -704), ([-600, -600], -600), ([-600, -500], -800), ([4, 0], 0)]
+    ("lengths", "code"),
+    [
+        ([4, 8], 12),
+        ([4, -704], -704),
+        ([-600, -600], -600),
+        ([-600, -500], -800),
+        ([4, 0], -800),
+        ([3, 8], -800),
+        ([-704, 3], -800),
+    ],
 )
 def test_a_failed_range_hides_no_other(lengths: list[int], code: int) -> None:
-    assert child._code_of(lengths) == code
+    assert child._code_of(lengths, [4, 8]) == code
 
 
 def test_a_payload_is_what_was_verified(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
