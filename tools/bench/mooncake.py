@@ -46,7 +46,7 @@ def measure_mooncake(workbench: Workbench, rounds: int, tick: Tick) -> list[Line
     ):
         found = []
         for pair in alternating(rounds, tick):
-            found.append(chunks.move(tier, partial(plain.do, "put"), partial(plain.do, "get"), pair))
+            found.append(chunks.move(tier, partial(plain.do, "upsert"), partial(plain.do, "get"), pair))
             plain.do("remove")
     return move_lines(MOONCAKE, found, workbench)
 
@@ -66,7 +66,7 @@ class _Plain:
         self._order = {"keys": [f"plain{slot}" for slot in self._slots], "sizes": [size_bytes] * number}
 
     def do(self, call: str) -> None:
-        """Put, get or remove all chunks."""
+        """Put, get or remove all chunks by Mooncake's calls for whole objects."""
         started = self._session.start(call, "", self._slots, self._order)
         reply = self._session.wait(started, time.monotonic() + _WAIT_S)
         require(reply is not None and {*reply["codes"]} <= {0, *self._order["sizes"]}, f"Mooncake's {call} failed")

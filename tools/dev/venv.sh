@@ -137,7 +137,7 @@ else
   stage "installing torch (GPU)" pip_install "torch==$TORCH_VERSION"
 fi
 stage "installing NIXL" install_nixl
-stage "installing Mooncake" install_mooncake
+if [ "$mode" = full ]; then stage "installing Mooncake" install_mooncake; fi
 stage "installing helm" install_helm
 stage "installing kvstore and development tools" install_project
 echo "$wanted" >"$stamp"

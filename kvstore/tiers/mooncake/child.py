@@ -24,6 +24,7 @@ PAGE_BYTES: Final = 4096
 _BUFFER_BYTES: Final = 16 << 20  # of Mooncake's own, which nothing here uses
 _BATCH_BYTES: Final = 8 << 20  # batches of larger objects take several times as long
 _SHOWN_BYTES: Final = 64  # of an epoch, which has 16
+NO_ROOM: Final = -200
 TRANSFER_FAILED: Final = -800  # Mooncake's code, also while the transfer still runs
 Order = dict[str, Any]
 
@@ -146,6 +147,8 @@ class Server:
                 found = store.get_into_ranges(places, [[key] for key in keys], *([[p] for p in side] for side in parts))
                 codes = [_code_of(*each) for each in zip((one for ((*one,),) in found), parts[-1], strict=True)]
             case "put":
+                codes = [self._put(*each) for each in zip(keys, places, order["sizes"], strict=True)]
+            case "upsert":
                 codes = _each(store.batch_upsert_from, store.upsert_from, keys, places, order["sizes"])
             case "remove":
                 codes = store.batch_remove(keys, True)
@@ -164,6 +167,22 @@ class Server:
         if not epoch_key:
             return {"codes": codes}
         return {"codes": codes, **self._epoch(store.get_into(epoch_key, self._base + page, PAGE_BYTES), page)}
+
+    def _put(self, key: str, place: int, size: int) -> int:
+        """Store an object, or replace one; returns 0, or the code of what failed.
+
+        A session takes half the time and a third of the processor time of the other calls, but cannot replace.
+        One that fails is not revoked, or its memory could be another object's before its transfer ends.
+        """
+        (code,) = self._store.batch_put_session_start([key], [size])
+        if code == NO_ROOM:
+            return code
+        if code:  # there is one, or it is being put, or sessions do not work, which the next call tells
+            return self._store.upsert_from(key, place, size)
+        (sent,) = self._store.batch_put_from_multi_buffer_ranges([key], [[place]], [[size]], [[0]])
+        if sent != size:
+            return sent if sent < 0 else TRANSFER_FAILED
+        return self._store.batch_put_session_end([key])[0]
 
     def _epoch(self, code: int, page: int) -> Order:
         """Return a code, and what the page holds if that is the length of an epoch."""

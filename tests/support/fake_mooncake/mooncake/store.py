@@ -22,6 +22,7 @@ class MooncakeDistributedStore:
     def __init__(self) -> None:
         self._folder = Path(os.environ["FAKE_MOONCAKE"])
         self._objects: dict[str, bytes] = {}
+        self._sent: dict[str, bytes] = {}
 
     def _wait(self, call: str) -> None:
         if (self._folder / "die").exists():
@@ -117,6 +118,26 @@ class MooncakeDistributedStore:
             return -200
         self._objects[key] = ctypes.string_at(place, size)
         return 0
+
+    def batch_put_session_start(self, keys: Sequence[str], _sizes: Sequence[int]) -> list[int]:
+        found = [-705 if key in self._objects else -200 if (self._folder / "full").exists() else 0 for key in keys]
+        return [-1 if (self._folder / "no-session").exists() else code for code in found]
+
+    def batch_put_from_multi_buffer_ranges(
+        self, keys: list[str], places: list[list[int]], sizes: list[list[int]], offsets: list[list[int]]
+    ) -> list[int]:
+        self._wait("put")
+        assert offsets == [[0]] * len(keys)
+        if (self._folder / "fail-put").exists():
+            return [-800] * len(keys)
+        for key, (place,), (size,) in zip(keys, places, sizes, strict=True):
+            self._sent[key] = ctypes.string_at(place, size)
+        return [size for (size,) in sizes]
+
+    def batch_put_session_end(self, keys: Sequence[str]) -> list[int]:
+        codes = [0 if key in self._sent else -704 for key in keys]
+        self._objects.update({key: self._sent.pop(key) for key in keys if key in self._sent})
+        return codes
 
     def put_from(self, key: str, place: int, size: int) -> int:
         return 0 if key in self._objects else self._put(key, place, size)

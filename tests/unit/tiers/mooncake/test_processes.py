@@ -240,3 +240,26 @@ def record_orders(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]
 
     monkeypatch.setattr(Session, "start", record)
     return orders
+
+
+def test_a_chunk_is_stored_where_sessions_refuse(fake: Fake) -> None:
+    """They do not replace objects."""
+    tier = fake.open()
+    assert [put(tier, A), put(tier, A)] == [[STORED]] * 2
+    fake.tell("no-session")
+    assert put(tier, A, B) == [STORED] * 2
+    assert [get(tier, A), get(tier, B)] == [HIT] * 2
+
+
+def test_a_write_that_fails_keeps_its_slot(fake: Fake) -> None:
+    """It may read it late, and nothing revokes it meanwhile: its memory would be another object's."""
+    tier = fake.open()
+    tier.check()
+    before = session_of(tier)
+    fake.tell("fail-put")
+    assert put(tier, A) == [FAILED]
+    assert (before.slots.held, tier.counters.held) == (1, 1)
+    fake.untell("fail-put")
+    tier.check()
+    assert session_of(tier) is not before
+    assert put(tier, A) == [STORED]
