@@ -52,10 +52,7 @@ def measure_mooncake(workbench: Workbench, rounds: int, tick: Tick) -> list[Line
 
 
 class _Plain:
-    """Mooncake's own calls on all chunks, one after the other, or in one batch where that is faster.
-
-    They are one order to a process that does nothing else, so messages cost nearly nothing. More threads are slower.
-    """
+    """Mooncake's own calls on all chunks: one order to a process, in a batch if that is faster. Threads are slower."""
 
     def __init__(self, target: MooncakeTarget, size_bytes: int, number: int) -> None:
         self._session = _open(target, size_bytes, number)
@@ -83,10 +80,9 @@ def _store(room_bytes: int) -> Iterator[MooncakeTarget]:
     spec = find_spec("mooncake")
     if spec is None or spec.origin is None:
         raise ConfigError("Mooncake is not installed: pip install 'vllm-kvstore[mooncake]'")
-    port, pages = free_port(), free_port()
-    program = str(Path(spec.origin).with_name("mooncake_master"))
-    command = [program, f"--rpc_port={port}", f"--metrics_port={pages}", "--rpc_address=127.0.0.1"]
-    command.append("--metrics_host=127.0.0.1")
+    port, program = free_port(), str(Path(spec.origin).with_name("mooncake_master"))
+    ports = (f"--rpc_port={port}", f"--metrics_port={free_port()}")
+    command = [program, *ports, "--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
     with running(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         wait_until(lambda: is_listening(port) or process.poll() is not None, _WAIT_S, every_s=0.02)
         target = MooncakeTarget("127.0.0.1", port)

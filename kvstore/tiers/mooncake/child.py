@@ -25,6 +25,7 @@ _BUFFER_BYTES: Final = 16 << 20  # of Mooncake's own, which nothing here uses
 _BATCH_BYTES: Final = 8 << 20  # batches of larger objects take several times as long
 _SHOWN_BYTES: Final = 64  # of an epoch, which has 16
 NO_ROOM: Final = -200
+UNFINISHED: Final = -703
 TRANSFER_FAILED: Final = -800  # Mooncake's code, also while the transfer still runs
 Order = dict[str, Any]
 
@@ -182,7 +183,8 @@ class Server:
         (sent,) = self._store.batch_put_from_multi_buffer_ranges([key], [[place]], [[size]], [[0]])
         if sent != size:
             return sent if sent < 0 else TRANSFER_FAILED
-        return self._store.batch_put_session_end([key])[0]
+        (code,) = self._store.batch_put_session_end([key])
+        return UNFINISHED if code else 0  # another put came before, for one; nothing runs any more
 
     def _epoch(self, code: int, page: int) -> Order:
         """Return a code, and what the page holds if that is the length of an epoch."""

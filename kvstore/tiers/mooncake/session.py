@@ -157,7 +157,8 @@ class Session:
     def forget(self) -> None:
         """Leave the process to the engine from which this one was forked: close this copy of the socket, no more."""
         self._process.returncode = 0  # not this engine's to end
-        os.close(self._link.detach())
+        with suppress(OSError):  # the process had ended, and its socket is closed
+            os.close(self._link.detach())
 
     def close(self) -> None:
         """End the process like ``kill``, but let it leave the store before, for a bounded time. Idempotent."""

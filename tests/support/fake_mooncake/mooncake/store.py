@@ -135,6 +135,8 @@ class MooncakeDistributedStore:
         return [size for (size,) in sizes]
 
     def batch_put_session_end(self, keys: Sequence[str]) -> list[int]:
+        if (self._folder / "overtake").exists():
+            return [-601] * len(keys)
         codes = [0 if key in self._sent else -704 for key in keys]
         self._objects.update({key: self._sent.pop(key) for key in keys if key in self._sent})
         return codes

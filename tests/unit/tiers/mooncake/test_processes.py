@@ -207,6 +207,20 @@ def test_a_fork_leaves_process_and_memory_to_its_parent(fake: Fake) -> None:
     assert session_of(tier) is before
 
 
+def test_a_fork_after_the_end_of_a_process(fake: Fake, capfd: pytest.CaptureFixture[str]) -> None:
+    """Python would print what a hook raises, and leave the other hooks out."""
+    tier = fake.open()
+    tier.check()
+    running = session_of(tier)
+    running.kill()
+    wait_for(lambda: running.is_over and running._link.fileno() < 0)
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert capfd.readouterr().err == ""
+
+
 def test_mooncakes_process_ends_with_its_engine_although_a_fork_lives(fake: Fake) -> None:
     tier = fake.open()
     tier.check()
@@ -263,3 +277,16 @@ def test_a_write_that_fails_keeps_its_slot(fake: Fake) -> None:
     tier.check()
     assert session_of(tier) is not before
     assert put(tier, A) == [STORED]
+
+
+def test_a_write_that_another_overtakes_is_over(fake: Fake) -> None:
+    """It failed, but its transfer has ended, so its slot and its process stay in use."""
+    tier = fake.open()
+    tier.check()
+    before = session_of(tier)
+    fake.tell("overtake")
+    assert put(tier, A) == [FAILED]
+    assert (before.slots.held, tier.counters.held) == (0, 0)
+    fake.untell("overtake")
+    assert put(tier, A) == [STORED]
+    assert session_of(tier) is before
