@@ -148,7 +148,9 @@ class Server:
                 found = store.get_into_ranges(places, [[key] for key in keys], *([[p] for p in side] for side in parts))
                 codes = [_code_of(*each) for each in zip((one for ((*one,),) in found), parts[-1], strict=True)]
             case "put":
-                codes = [self._put(*each) for each in zip(keys, places, order["sizes"], strict=True)]
+                codes = _each(
+                    self._put, lambda *one: self._put(*([each] for each in one))[0], keys, places, order["sizes"]
+                )
             case "upsert":
                 codes = _each(store.batch_upsert_from, store.upsert_from, keys, places, order["sizes"])
             case "remove":
@@ -169,22 +171,29 @@ class Server:
             return {"codes": codes}
         return {"codes": codes, **self._epoch(store.get_into(epoch_key, self._base + page, PAGE_BYTES), page)}
 
-    def _put(self, key: str, place: int, size: int) -> int:
-        """Store an object, or replace one; returns 0, or the code of what failed.
+    def _put(self, keys: list[str], places: list[int], sizes: list[int]) -> list[int]:
+        """Store objects, or replace them; returns 0 for each, or the code of what failed.
 
-        A session takes half the time and a third of the processor time of the other calls, but cannot replace.
+        Sessions take half the time and a third of the processor time of the other calls, but cannot replace.
         One that fails is not revoked, or its memory could be another object's before its transfer ends.
         """
-        (code,) = self._store.batch_put_session_start([key], [size])
-        if code == NO_ROOM:
-            return code
-        if code:  # there is one, or it is being put, or sessions do not work, which the next call tells
-            return self._store.upsert_from(key, place, size)
-        (sent,) = self._store.batch_put_from_multi_buffer_ranges([key], [[place]], [[size]], [[0]])
-        if sent != size:
-            return sent if sent < 0 else TRANSFER_FAILED
-        (code,) = self._store.batch_put_session_end([key])
-        return UNFINISHED if code else 0  # another put came before, for one; nothing runs any more
+        store = self._store
+        codes = store.batch_put_session_start(keys, sizes)
+        begun = [at for at, code in enumerate(codes) if code == 0]
+        refused = [at for at, code in enumerate(codes) if code not in (0, NO_ROOM)]  # there is one, or it is being put
+        if begun:
+            parts = [[[side[at]] for at in begun] for side in (places, sizes)]
+            sent = store.batch_put_from_multi_buffer_ranges([keys[at] for at in begun], *parts, [[0]] * len(begun))
+            for at, length in zip(begun, sent, strict=True):
+                codes[at] = 0 if length == sizes[at] else length if length < 0 else TRANSFER_FAILED
+        if whole := [at for at in begun if codes[at] == 0]:
+            for at, code in zip(whole, store.batch_put_session_end([keys[at] for at in whole]), strict=True):
+                codes[at] = UNFINISHED if code else 0  # another put came before, for one; nothing runs any more
+        if refused:
+            some = ([side[at] for at in refused] for side in (keys, places, sizes))
+            for at, code in zip(refused, _each(store.batch_upsert_from, store.upsert_from, *some), strict=True):
+                codes[at] = code
+        return codes
 
     def _epoch(self, code: int, page: int) -> Order:
         """Return a code, and what the page holds if that is the length of an epoch."""
