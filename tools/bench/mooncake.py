@@ -60,13 +60,14 @@ class _Plain:
         self._slots = self._session.slots.take(number, 0.0)
         for slot in self._slots:
             self._session.slots.view(slot)[:] = np.random.default_rng(slot).integers(256, size=size_bytes, dtype="u1")
-        self._order = {"keys": [f"plain{slot}" for slot in self._slots], "sizes": [size_bytes] * number}
+        self._sizes = [size_bytes] * number
+        self._order = {"keys": [f"plain{slot}" for slot in self._slots], "sizes": self._sizes}
 
     def do(self, call: str) -> None:
         """Put, get or remove all chunks by Mooncake's calls for whole objects."""
         started = self._session.start(call, "", self._slots, self._order)
         reply = self._session.wait(started, time.monotonic() + _WAIT_S)
-        require(reply is not None and {*reply["codes"]} <= {0, *self._order["sizes"]}, f"Mooncake's {call} failed")
+        require(reply is not None and {*reply["codes"]} <= {0, *self._sizes}, f"Mooncake's {call} failed")
 
 
 def _open(target: MooncakeTarget, slot_bytes: int, number: int) -> Session:

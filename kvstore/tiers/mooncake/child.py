@@ -178,7 +178,7 @@ class Server:
         One that fails is not revoked, or its memory could be another object's before its transfer ends.
         """
         store = self._store
-        codes = store.batch_put_session_start(keys, sizes)
+        codes: list[int] = store.batch_put_session_start(keys, sizes)
         begun = [at for at, code in enumerate(codes) if code == 0]
         refused = [at for at, code in enumerate(codes) if code not in (0, NO_ROOM)]  # there is one, or it is being put
         if begun:
@@ -190,7 +190,7 @@ class Server:
             for at, code in zip(whole, store.batch_put_session_end([keys[at] for at in whole]), strict=True):
                 codes[at] = UNFINISHED if code else 0  # another put came before, for one; nothing runs any more
         if refused:
-            some = ([side[at] for at in refused] for side in (keys, places, sizes))
+            some = [keys[at] for at in refused], [places[at] for at in refused], [sizes[at] for at in refused]
             for at, code in zip(refused, _each(store.batch_upsert_from, store.upsert_from, *some), strict=True):
                 codes[at] = code
         return codes

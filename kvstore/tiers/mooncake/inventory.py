@@ -40,7 +40,8 @@ def segments(target: MooncakeTarget) -> list[Segment]:
     found = []
     deadline_s = time.monotonic() + target.timeout_s
     for name in _page(target, "/get_all_segments", deadline_s).split():
-        page = _page(target, f"/query_segment?segment={quote(name, safe='')}", deadline_s)
+        # The master decodes nothing, and its names are of these.
+        page = _page(target, f"/query_segment?segment={quote(name, safe=':[]')}", deadline_s)
         sizes = dict(_USED.findall(page))
         found.append(Segment(name, int(sizes.get("Used", 0)), int(sizes.get("Capacity", 0))))
     return found

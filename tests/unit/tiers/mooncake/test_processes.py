@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -53,6 +54,30 @@ def test_lines_reach_a_reader_that_is_slow_in_order() -> None:
             box.put(line)
         with far.makefile("rb") as reader:
             assert [reader.readline() for _ in lines] == lines
+        box.close()
+
+
+def test_a_small_line_waits_behind_one_that_is_being_sent() -> None:
+    """Also if the socket could take it, which happens between two parts of the other."""
+    sent: list[bytes] = []
+    is_free = threading.Event()
+
+    class Link(socket.socket):
+        def send(self, line: bytes, _flags: int = 0) -> int:  # type: ignore[override]
+            sent.append(line[:1])
+            return 1
+
+        def sendall(self, line: bytes, _flags: int = 0) -> None:  # type: ignore[override]
+            is_free.wait(BOUND_S)
+            sent.append(line)
+
+    with Link() as link:
+        box = Outbox(link)
+        for line in (b"first\n", b"second\n"):
+            box.put(line)
+        is_free.set()
+        wait_for(lambda: sum(map(len, sent)) == len(b"first\nsecond\n"))
+        assert b"".join(sent) == b"first\nsecond\n"
         box.close()
 
 
