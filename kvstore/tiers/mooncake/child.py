@@ -25,6 +25,7 @@ _BUFFER_BYTES: Final = 16 << 20  # of Mooncake's own, which nothing here uses
 _BATCH_BYTES: Final = 8 << 20  # batches of larger objects take several times as long
 _SHOWN_BYTES: Final = 64  # of an epoch, which has 16
 NO_ROOM: Final = -200
+TOO_SMALL: Final = -600
 UNFINISHED: Final = -703
 TRANSFER_FAILED: Final = -800  # Mooncake's code, also while the transfer still runs
 Order = dict[str, Any]
@@ -144,9 +145,7 @@ class Server:
             case "get":
                 codes = _each(store.batch_get_into, store.get_into, keys, places, order["sizes"])
             case "ranges":
-                parts = order["parts"]
-                found = store.get_into_ranges(places, [[key] for key in keys], *([[p] for p in side] for side in parts))
-                codes = [_code_of(*each) for each in zip((one for ((*one,),) in found), parts[-1], strict=True)]
+                codes = self._read(keys, places, order["parts"], is_all=order["is_all"])
             case "put":
                 codes = _each(
                     self._put, lambda *one: self._put(*([each] for each in one))[0], keys, places, order["sizes"]
@@ -170,6 +169,25 @@ class Server:
         if not epoch_key:
             return {"codes": codes}
         return {"codes": codes, **self._epoch(store.get_into(epoch_key, self._base + page, PAGE_BYTES), page)}
+
+    def _read(self, keys: list[str], places: list[int], parts: list[list[list[int]]], *, is_all: bool) -> list[int]:
+        """Read parts of objects; if they should be all of them, an object that has more is ``TOO_SMALL``.
+
+        A byte behind the last part tells, which is refused if it is not there.
+        """
+        targets, offsets, asked = parts
+        sizes = asked
+        if is_all:
+            targets = [[*one, 0] for one in targets]
+            offsets = [[*one, sum(each)] for one, each in zip(offsets, asked, strict=True)]
+            sizes = [[*one, 1] for one in asked]
+        sides = ([[one] for one in side] for side in (targets, offsets, sizes))
+        found = [lengths for ((*lengths,),) in self._store.get_into_ranges(places, [[key] for key in keys], *sides)]
+        for lengths in found if is_all else ():
+            behind = lengths.pop()
+            if behind != TOO_SMALL:
+                lengths[:] = [TOO_SMALL if behind == 1 and length > 0 else min(length, behind) for length in lengths]
+        return [_code_of(*each) for each in zip(found, asked, strict=True)]
 
     def _put(self, keys: list[str], places: list[int], sizes: list[int]) -> list[int]:
         """Store objects, or replace them; returns 0 for each, or the code of what failed.

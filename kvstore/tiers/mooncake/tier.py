@@ -310,7 +310,7 @@ class MooncakeTier(Tier):
         parts = [self._parts(one, layers) for one in some]
         if all(parts):
             offsets, sizes = ([[pair[side] for pair in each] for each in parts] for side in (0, 1))
-            call, order = "ranges", {"parts": [offsets, offsets, sizes]}
+            call, order = "ranges", {"parts": [offsets, offsets, sizes], "is_all": layers is None}
         keys = [home.key(one.ref) for one in some]
         reply = self._calls.carry_out(session, slots, self._due(home), deadline_s, call, keys=keys, **order)
         if reply is None:
