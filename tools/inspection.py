@@ -42,7 +42,10 @@ def inspect_target(target: str, *, folder: Path | None = None) -> Tree:
     if leads_to(target, "object"):
         return _inspect_objects(target)
     if leads_to(target, "mooncake"):
-        return _inspect_mooncake(target)
+        from kvstore.tiers.mooncake.inventory import describe  # noqa: PLC0415 - only for such URLs
+        from kvstore.tiers.mooncake.url import parse_target  # noqa: PLC0415
+
+        return describe(parse_target(target, {}))
     path = Path(target)
     if path.is_dir():
         return _inspect_folder(path)
@@ -136,23 +139,6 @@ def _inspect_objects(url: str) -> Tree:
                 }
             )
         return {"kind": "objects", "path": inventory.store.place, "namespaces": namespaces}
-
-
-def _inspect_mooncake(url: str) -> Tree:
-    from kvstore.tiers.mooncake.inventory import count_chunks, segments  # noqa: PLC0415 - only for such URLs
-    from kvstore.tiers.mooncake.url import parse_target  # noqa: PLC0415
-
-    target = parse_target(url, {})
-    counts = count_chunks(target)
-    return {
-        "kind": "mooncake",
-        "path": str(target),
-        "segments": [segment._asdict() for segment in segments(target)],
-        "namespaces": [
-            {"namespace": namespace, "epoch": epoch, "chunks": counts[namespace, epoch]}
-            for namespace, epoch in sorted(counts)
-        ],
-    }
 
 
 def _fields(inventory: Inventory) -> Mapping[str, str | int] | None:

@@ -133,6 +133,9 @@ class WorkerMeter:
         totals[moved.key(place, "load")] = observed.tier.counters.bytes_read
         totals[moved.key(place, "store")] = observed.tier.counters.bytes_written
         totals[metrics.CORRUPT_CHUNKS.key(place)] = observed.tier.counters.corrupt
+        if place == _REMOTE:
+            totals[metrics.HELD_CHUNKS.key()] = observed.tier.counters.held
+            totals[metrics.CLIENT_RESTARTS.key()] = observed.tier.counters.replaced
         for statistics in observed.statistics:
             for direction, operation in _DIRECTIONS.items():
                 tally.observe(metrics.TIER_CALL_SECONDS.key(place, direction), statistics.take_times_s(operation))

@@ -148,6 +148,8 @@ VERIFY_DEVIATION = _gauge(
 )
 TIER_ERRORS = _counter("tier_errors", "Calls in which a tier failed as a whole, time-outs included", tier=_SLOW_TIERS)
 TIER_TIMEOUTS = _counter("tier_timeouts", "Calls that did not end in time", tier=_SLOW_TIERS)
+HELD_CHUNKS = _counter("held_chunks", "Chunks whose staging memory late calls may still use")
+CLIENT_RESTARTS = _counter("client_restarts", "Processes of the remote tier that were replaced")
 TIER_CALL_SECONDS = _histogram(
     "tier_call_seconds", "Time of a call to a slower tier", tier=_SLOW_TIERS, direction=("load", "store")
 )

@@ -95,6 +95,14 @@ class TierCounters:
     swept: int = 0  # leftovers of a crash and unusable files, removed at start
     bytes_read: int = 0
     bytes_written: int = 0
+    held: int = 0  # chunks whose staging memory stays taken, because a call on it that was given up may still run
+    replaced: int = 0  # processes of the storage's client
+
+    def add(self, *, held: int = 0, replaced: int = 0) -> None:
+        """Count what befell a client that runs in another process."""
+        with _counting:
+            self.held += held
+            self.replaced += replaced
 
     def count(self, outcome: Outcome, num_bytes: int, *, is_last: bool = True) -> Outcome:
         """Count one chunk's outcome, and its bytes if they moved. Returns the outcome.

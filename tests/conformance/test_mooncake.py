@@ -81,6 +81,7 @@ class TestMooncake(TierConformance):
             inspect_target("mooncake://127.0.0.1:1?http_port=1")
 
 
+@pytest.mark.sweep
 class TestMooncakeWithACodec(TestMooncake):
     """Chunks that are compressed and encrypted."""
 

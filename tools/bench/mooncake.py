@@ -1,36 +1,32 @@
-"""Lines of the mooncake tier on a private store: a master, an owner of its memory, and plain calls of Mooncake.
-
-python -m kvstore.tools.bench.mooncake MASTER_PORT BYTES              owns memory
-python -m kvstore.tools.bench.mooncake MASTER_PORT CHUNKS CHUNK_BYTES    puts, gets or removes all chunks for each line
-"""
+"""Lines of the mooncake tier on a private store: a master, an owner of its memory, and plain calls of Mooncake."""
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import os
 import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from kvstore.model.errors import ConfigError
+from kvstore.tiers.mooncake.session import Session
+from kvstore.tiers.mooncake.url import MooncakeTarget
 from kvstore.tools.bench.lines import Line, Subject, move_lines
 from kvstore.tools.bench.remote import Chunks
 from kvstore.tools.bench.samples import Tick, alternating, require
-from kvstore.tools.bench.servers import Child, child
 from kvstore.tools.bench.workbench import Workbench
 from kvstore.tools.processes import free_port, is_listening, running, wait_until
 
 MOONCAKE: Final = (
-    Subject("mooncake store", "Mooncake's put_from", "the tier's put, a chunk a call: copy, xxh3, epoch"),
+    Subject("mooncake store", "Mooncake's upsert_from", "the tier's put, a chunk a call: copy, xxh3, epoch"),
     Subject("mooncake retrieve", "Mooncake's get_into", "the tier's get, a chunk a call: epoch, copy, xxh3 verified"),
 )
-_MARK: Final = "mooncake: "
-_START_S: Final = 20.0
+_WAIT_S: Final = 20.0
 _SPARE_BYTES: Final = 64 << 20
 
 
@@ -43,75 +39,54 @@ def measure_mooncake(workbench: Workbench, rounds: int, tick: Tick) -> list[Line
     layout, num_chunks = workbench.paged.layout, workbench.num_chunks
     chunks = Chunks(layout, num_chunks)
     room_bytes = 3 * num_chunks * (layout.slot_bytes + (1 << 16)) + _SPARE_BYTES
-    with _store(room_bytes) as port:
-        words = ("kvstore.tools.bench.mooncake", str(port), str(num_chunks), str(layout.slot_bytes))
-        with (
-            child(*words, mark=_MARK) as plain,
-            closing(chunks.tier("mooncake", f"mooncake://127.0.0.1:{port}")) as tier,
-        ):
-            _require_word(plain, "ready")
-            found = []
-            for pair in alternating(rounds, tick):
-                found.append(chunks.move(tier, lambda: _do(plain, "put"), lambda: _do(plain, "get"), pair))
-                _do(plain, "remove")
+    with (
+        _store(room_bytes) as target,
+        closing(_Plain(target, layout.slot_bytes, num_chunks)) as plain,
+        closing(chunks.tier("mooncake", f"mooncake://{target}")) as tier,
+    ):
+        found = []
+        for pair in alternating(rounds, tick):
+            found.append(chunks.move(tier, partial(plain.do, "upsert"), partial(plain.do, "get"), pair))
+            plain.do("remove")
     return move_lines(MOONCAKE, found, workbench)
 
 
-def _do(plain: Child, word: str) -> None:
-    plain.tell(word)
-    require(plain.said() == word, f"Mooncake's own {word} failed")
+class _Plain:
+    """Mooncake's own calls on all chunks: one order to a process, in a batch if that is faster. Threads are slower."""
+
+    def __init__(self, target: MooncakeTarget, size_bytes: int, number: int) -> None:
+        self._session = _open(target, size_bytes, number)
+        self.close = self._session.close
+        self._slots = self._session.slots.take(number, 0.0)
+        for slot in self._slots:
+            self._session.slots.view(slot)[:] = np.random.default_rng(slot).integers(256, size=size_bytes, dtype="u1")
+        self._sizes = [size_bytes] * number
+        self._order = {"keys": [f"plain{slot}" for slot in self._slots], "sizes": self._sizes}
+
+    def do(self, call: str) -> None:
+        """Put, get or remove all chunks by Mooncake's calls for whole objects."""
+        started = self._session.start(call, "", self._slots, self._order)
+        reply = self._session.wait(started, time.monotonic() + _WAIT_S)
+        require(reply is not None and {*reply["codes"]} <= {0, *self._sizes}, f"Mooncake's {call} failed")
 
 
-def _require_word(process: Child, word: str) -> None:
-    if process.said() != word:
-        raise ConfigError(f"Mooncake does not start: {' '.join(process.complaint().splitlines()[-1:])}")
+def _open(target: MooncakeTarget, slot_bytes: int, number: int) -> Session:
+    session = Session(target, slot_bytes, number)
+    require(session.wait(session.ready, time.monotonic() + _WAIT_S) is not None, "Mooncake does not start")
+    return session
 
 
 @contextmanager
-def _store(room_bytes: int) -> Iterator[int]:
+def _store(room_bytes: int) -> Iterator[MooncakeTarget]:
     spec = find_spec("mooncake")
     if spec is None or spec.origin is None:
         raise ConfigError("Mooncake is not installed: pip install 'vllm-kvstore[mooncake]'")
-    port, pages = free_port(), free_port()
-    command: list[str | Path] = [
-        Path(spec.origin).with_name("mooncake_master"),
-        f"--rpc_port={port}",
-        "--rpc_address=127.0.0.1",
-    ]
-    command += [f"--metrics_port={pages}", "--metrics_host=127.0.0.1"]
+    port, program = free_port(), str(Path(spec.origin).with_name("mooncake_master"))
+    ports = (f"--rpc_port={port}", f"--metrics_port={free_port()}")
+    command = [program, *ports, "--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
     with running(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        wait_until(lambda: is_listening(port) or process.poll() is not None, _START_S, every_s=0.02)
-        with child("kvstore.tools.bench.mooncake", str(port), str(room_bytes), mark=_MARK) as owner:
-            _require_word(owner, "ready")
-            yield port
-
-
-def main() -> None:
-    """Own memory of a store, or call Mooncake until the end of the input."""
-    from mooncake.store import MooncakeDistributedStore  # noqa: PLC0415 - in its own process only
-
-    port, *sizes = map(int, sys.argv[1:])
-    os.environ.setdefault("MC_TCP_BIND_ADDRESS", "127.0.0.1")
-    store, segment = MooncakeDistributedStore(), sizes[0] if len(sizes) == 1 else 0
-    require(store.setup("127.0.0.1", "P2PHANDSHAKE", segment, 16 << 20, "tcp", "", f"127.0.0.1:{port}") == 0, "setup")
-    number, size = sizes if len(sizes) > 1 else (1, mmap.PAGESIZE)
-    memory = mmap.mmap(-1, number * size)
-    memory[:] = os.urandom(1 << 12) * (len(memory) >> 12)
-    place = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    require(store.register_buffer(place, len(memory)) == 0, "no memory can be registered")
-    print(f"{_MARK}ready", flush=True)
-    for line in sys.stdin:
-        for at in range(number):
-            call, given = {
-                "put": (store.put_from, (place + at * size, size)),
-                "get": (store.get_into, (place + at * size, size)),
-                "remove": (store.remove, (True,)),
-            }[line.strip()]
-            code = call(f"plain{at}", *given)
-            require(code in (0, size), f"code {code}")
-        print(f"{_MARK}{line.strip()}", flush=True)
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
+        wait_until(lambda: is_listening(port) or process.poll() is not None, _WAIT_S, every_s=0.02)
+        target = MooncakeTarget("127.0.0.1", port)
+        with closing(_open(target, 1, 1)) as owner:
+            owner.give(room_bytes, time.monotonic() + _WAIT_S)
+            yield target

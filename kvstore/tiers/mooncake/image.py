@@ -13,9 +13,10 @@ from kvstore.format.chunkfile import Damage
 from kvstore.format.coding import ChunkCoder, is_foreign
 from kvstore.model.chunks import ByteArray
 from kvstore.model.keys import ChunkKey
-from kvstore.model.layout import KVLayout
+from kvstore.model.layout import ALIGNMENT_BYTES, KVLayout, round_up
 from kvstore.tiers.abandonable_threads import start_aside
 
+_SPLIT_BYTES: Final = 1 << 20
 _LARGE_BYTES: Final = 8 << 20
 _PIECE_BYTES: Final = 1 << 18  # copied and hashed while it is in the processor's cache
 
@@ -84,6 +85,12 @@ class Images:
         """Return offset and length of the parts of an image that hold its header and some layers."""
         ranges = self._layout.layer_ranges(num_blocks, layers)
         return [(0, self._header_bytes), (self._header_bytes + ranges[0][0], ranges[-1][1] - ranges[0][0])]
+
+    def pieces(self, num_blocks: int) -> list[tuple[int, int]]:
+        """Return offset and length of the parts in which an image is read: two, if it is large enough."""
+        size_bytes = chunkfile.file_bytes(self._layout, num_blocks)
+        half = round_up(size_bytes // 2, ALIGNMENT_BYTES) if size_bytes >= _SPLIT_BYTES else size_bytes
+        return [(begin, min(half, size_bytes - begin)) for begin in range(0, size_bytes, half)]
 
     def fingerprint(self, image: ByteArray, num_blocks: int, layers: range | None) -> str:
         """Return a hash of what was read of an image, that tells if it changes."""

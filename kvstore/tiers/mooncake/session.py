@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import mmap
 import os
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -25,6 +23,7 @@ import numpy as np
 
 from kvstore.model.errors import TierError, TierSetupError
 from kvstore.tiers.mooncake import child
+from kvstore.tiers.mooncake.outbox import Outbox
 from kvstore.tiers.mooncake.slots import Slots
 from kvstore.tiers.mooncake.url import MooncakeTarget
 
@@ -35,7 +34,7 @@ Reply = dict[str, Any]
 
 
 class Session:
-    """Process of one tier, started at once. Thread-safe; no call waits, except ``call``.
+    """Process of one tier, started at once. Thread-safe; only ``wait`` and ``close`` wait.
 
     Args:
         target: the store.
@@ -54,6 +53,8 @@ class Session:
         self._given_up: dict[int, float] = {}  # when, in seconds
         self._error: TierError | None = None
         self._is_condemned = False
+        self._giving_lock = threading.Lock()
+        self._giving: Future[Reply] | None = None
         self._begun_s = time.monotonic()
         self.ready: Future[Reply] = Future()
         self._calls[0] = self.ready
@@ -62,6 +63,7 @@ class Session:
             self._link, self._process, memory = _start(target, pages_bytes + slot_bytes * num_slots)
         except OSError as error:
             raise TierError(f"Mooncake's process does not start: {error}") from error
+        self._outbox = Outbox(self._link)
         self._first_offset = pages_bytes
         self.slots = Slots(np.frombuffer(memory, np.uint8)[pages_bytes:], slot_bytes)
         threading.Thread(target=self._listen, name="kvstore-mooncake-answers", daemon=True).start()
@@ -92,14 +94,35 @@ class Session:
         with self._lock:
             if self._error is not None:
                 raise self._error
-            self._calls[number] = future
             try:
-                self._link.sendall(line)
-            except OSError as error:  # it hangs or has ended, and may have got half of the line
-                del self._calls[number]
+                self._outbox.put(line)
+            except OSError as error:
                 self._process.kill()
                 raise TierError(f"Mooncake's process at {self._target} has ended: {error}") from error
+            except BufferError as error:
+                raise TierError(f"Mooncake's process at {self._target} takes no calls: {error}") from error
+            self._calls[number] = future
         return future
+
+    def give(self, size_bytes: int, deadline_s: float) -> None:
+        """Give memory to the store, once, and wait until it has it.
+
+        Raises:
+            TierError: the store does not take it, and the process is given up; or it takes too long.
+        """
+        with self._giving_lock:
+            if self._giving is None:
+                self._giving = self.start("give", "", (), {"size": size_bytes})
+        try:
+            reply = self.wait(self._giving, deadline_s)
+        except TierError:
+            self.condemn()
+            raise
+        if reply is None:
+            raise TierError(f"Mooncake at {self._target} takes too long to take memory")
+        if code := reply["codes"][0]:
+            self.condemn()
+            raise TierError(f"Mooncake at {self._target} does not take {size_bytes:,} bytes of memory, code {code}")
 
     def wait(self, future: Future[Reply], deadline_s: float) -> Reply | None:
         """Return the reply to a call; None if it took too long, and was given up.
@@ -119,7 +142,7 @@ class Session:
     def _give_up(self, future: Future[Reply]) -> None:
         number = next((number for number, one in [*self._calls.items()] if one is future), None)
         if number:  # not the start, which goes on
-            self._given_up[number] = time.monotonic()
+            self._given_up.setdefault(number, time.monotonic())
             future.add_done_callback(lambda _: self._given_up.pop(number, None))
 
     def condemn(self, slots: Sequence[int] = ()) -> None:
@@ -130,6 +153,12 @@ class Session:
     def kill(self) -> None:
         """End the process without waiting; memory that it may still use stays its own."""
         self._process.kill()
+
+    def forget(self) -> None:
+        """Leave the process to the engine from which this one was forked: close this copy of the socket, no more."""
+        self._process.returncode = 0  # not this engine's to end
+        with suppress(OSError):  # the process had ended, and its socket is closed
+            os.close(self._link.detach())
 
     def close(self) -> None:
         """End the process like ``kill``, but let it leave the store before, for a bounded time. Idempotent."""
@@ -159,6 +188,7 @@ class Session:
             with self._lock:
                 self._error = error
                 left, self._calls = [*self._calls.values()], {}
+            self._outbox.close()
             for future in left:
                 future.set_exception(error)
         with suppress(subprocess.TimeoutExpired):
@@ -175,7 +205,6 @@ class Session:
 def _start(target: MooncakeTarget, size_bytes: int) -> tuple[socket.socket, subprocess.Popen[bytes], mmap.mmap]:
     """Start the process; returns a socket to it, and the memory shared with it."""
     link, far_link = socket.socketpair()
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", math.ceil(target.timeout_s), 0))
     memory_fd = os.memfd_create("kvstore-mooncake")
     try:
         os.ftruncate(memory_fd, size_bytes)
@@ -186,7 +215,6 @@ def _start(target: MooncakeTarget, size_bytes: int) -> tuple[socket.socket, subp
             "protocol": target.protocol,
             "devices": target.devices,
             "metadata_server": target.metadata_server,
-            "segment_bytes": target.segment_mib << 20,
             "threads": target.connections,
         }
         fds = (far_link.fileno(), memory_fd)

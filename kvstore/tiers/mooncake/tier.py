@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Final
@@ -45,6 +45,7 @@ from kvstore.tiers.running import RunningCalls
 logger = logging.getLogger(__name__)
 
 _LOOKS: Final = 8  # attempts at a chunk that is replaced repeatedly while it is read
+_FEW: Final = 2000  # keys of an order, which take about 160 KB
 _FRESH_S: Final = 1.0  # after which a call reads the epoch again
 _PAUSE_S: Final = 0.002  # between them
 Moved = tuple[Outcome, int]  # the outcome of a chunk, and the bytes that moved
@@ -69,7 +70,7 @@ class MooncakeTier(Tier):
         self._target = target
         self._layout = layout
         self._images = images
-        self._calls = Calls(target, images.slot_bytes)
+        self._calls = Calls(target, images.slot_bytes, self.counters)
         self._home = Home(namespace.id)
         self._read_s = -_FRESH_S  # when it was read last
         self._running = RunningCalls(self.name)
@@ -106,25 +107,25 @@ class MooncakeTier(Tier):
             TierError: the master does not answer, or the store takes no objects.
         """
         with self._running.call():
-            self._current_home(self._calls.deadline_s())
+            deadline_s = self._calls.deadline_s()
+            self._calls.give(deadline_s)
+            self._current_home(deadline_s)
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
-        """Tell for each chunk if there is an object, in one call of Mooncake.
+        """Tell for each chunk if there is an object, in one call of Mooncake for many.
 
         Raises:
             TierError: the master does not answer.
         """
         with self._running.call():
-            if not refs:
-                return []
             deadline_s = self._calls.deadline_s()
-            while time.monotonic() < deadline_s:
-                home = self._known_home(deadline_s)
-                keys = [home.key(ref) for ref in refs]
-                reply = self._calls.ask(self._due(home), deadline_s, "exist", keys=keys)
-                if self._is_current(home, reply, deadline_s):
-                    return [code == 1 for code in reply["codes"]]
-            raise self._unstable()
+            while refs and time.monotonic() < deadline_s:
+                found = self._look_up(self._known_home(deadline_s), refs, deadline_s)
+                if found is not None:
+                    return found
+            if refs:
+                raise self._unstable()
+            return []
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read chunks into their buffers, as many at once as there are slots.
@@ -277,6 +278,17 @@ class MooncakeTier(Tier):
 
     # Chunks.
 
+    def _look_up(self, home: Home, refs: Sequence[ChunkRef], deadline_s: float) -> list[bool] | None:
+        """Return which chunks are there; None if the home was left meanwhile."""
+        found: list[bool] = []
+        for some in _few(refs):
+            keys = [home.key(ref) for ref in some]
+            reply = self._calls.ask(self._due(home), deadline_s, "exist", keys=keys)
+            if not self._is_current(home, reply, deadline_s):
+                return None
+            found += [code == 1 for code in reply["codes"]]
+        return found
+
     def _get(self, transfers: Sequence[Transfer], layers: range | None) -> list[Outcome]:
         wanted = [_Wanted(transfer.ref, payload_view(self._layout, transfer)) for transfer in transfers]
         with self._running.call():
@@ -295,10 +307,10 @@ class MooncakeTier(Tier):
         some = wanted[: len(slots)]
         order: dict[str, object] = {"sizes": [self._calls.slot_bytes] * len(some)}
         call = "get"
-        if layers is not None:
-            extents = [self._images.extents(one.ref.num_blocks, layers) for one in some]
-            offsets, sizes = ([[pair[side] for pair in each] for each in extents] for side in (0, 1))
-            call, order = "ranges", {"parts": [offsets, offsets, sizes]}
+        parts = [self._parts(one, layers) for one in some]
+        if all(parts):
+            offsets, sizes = ([[pair[side] for pair in each] for each in parts] for side in (0, 1))
+            call, order = "ranges", {"parts": [offsets, offsets, sizes], "is_all": layers is None}
         keys = [home.key(one.ref) for one in some]
         reply = self._calls.carry_out(session, slots, self._due(home), deadline_s, call, keys=keys, **order)
         if reply is None:
@@ -321,6 +333,12 @@ class MooncakeTier(Tier):
                 self._remove(home, bad, deadline_s)
             except TierError as error:  # the other chunks are verified
                 logger.warning("damaged chunks stay in Mooncake: %s", error)
+
+    def _parts(self, one: _Wanted, layers: range | None) -> list[tuple[int, int]]:
+        """Return the parts of an object to read, because Mooncake reads parts faster; none to read all that it has."""
+        if layers is not None:
+            return self._images.extents(one.ref.num_blocks, layers)
+        return self._images.pieces(one.ref.num_blocks) if self._images.have_layers and not one.looks else []
 
     def _take_in(self, home: Home, one: _Wanted, slot: ByteArray, code: int, layers: range | None) -> bool:
         """Verify what a call has read of a chunk; False if it should be removed.
@@ -389,7 +407,10 @@ class MooncakeTier(Tier):
         Raises:
             TierError: the store did not remove some.
         """
-        keys = [home.key(ref) for ref in refs]
+        for some in _few(refs):
+            self._remove_some([home.key(ref) for ref in some], deadline_s)
+
+    def _remove_some(self, keys: Sequence[str], deadline_s: float) -> None:
         while keys:
             codes = self._calls.ask("", deadline_s, "remove", keys=keys)["codes"]
             keys = [key for key, code in zip(keys, codes, strict=True) if code not in (0, MISSING)]
@@ -397,6 +418,11 @@ class MooncakeTier(Tier):
                 raise TierError(f"Mooncake at {self._target} does not remove {len(keys)} chunks, codes {set(codes)}")
             if keys:
                 time.sleep(_PAUSE_S)
+
+
+def _few(refs: Sequence[ChunkRef]) -> Iterator[Sequence[ChunkRef]]:
+    """Return chunks in parts whose keys fit one order."""
+    return (refs[begin : begin + _FEW] for begin in range(0, len(refs), _FEW))
 
 
 @dataclass

@@ -22,6 +22,7 @@ class MooncakeDistributedStore:
     def __init__(self) -> None:
         self._folder = Path(os.environ["FAKE_MOONCAKE"])
         self._objects: dict[str, bytes] = {}
+        self._sent: dict[str, bytes] = {}
 
     def _wait(self, call: str) -> None:
         if (self._folder / "die").exists():
@@ -36,7 +37,13 @@ class MooncakeDistributedStore:
     def register_buffer(self, _address: int, _size_bytes: int) -> int:
         return 0
 
+    def allocate_and_mount_segment(self, size: int, _protocol: str) -> dict[str, object]:
+        self._wait("give")
+        (self._folder / f"given-{os.getpid()}").write_text(str(size))
+        return {"ret": -1 if (self._folder / "refuse").exists() else 0}
+
     def close(self) -> int:
+        (self._folder / f"given-{os.getpid()}").unlink()
         return 0
 
     def batch_get_into(self, keys: Sequence[str], places: Sequence[int], sizes: Sequence[int]) -> list[int]:
@@ -46,13 +53,18 @@ class MooncakeDistributedStore:
     def get_into(self, key: str, place: int, size: int) -> int:
         if not key.endswith(":epoch"):
             self._wait("get")
-            for failure in ("fail-get", "raise-get"):
-                if (self._folder / failure).exists():
-                    threading.Thread(target=self._write_late, args=(place, size), daemon=True).start()
-                    if failure == "raise-get":
-                        raise MemoryError("in the middle of a transfer")
-                    return -800
+            if self._fails(place, size):
+                return -800
         return self._get(key, place, size)
+
+    def _fails(self, place: int, size: int) -> bool:
+        for failure in ("fail-get", "raise-get"):
+            if (self._folder / failure).exists():
+                threading.Thread(target=self._write_late, args=(place, size), daemon=True).start()
+                if failure == "raise-get":
+                    raise MemoryError("in the middle of a transfer")
+                return True
+        return False
 
     def _write_late(self, place: int, size: int) -> None:
         while (self._folder / "late-get").exists():
@@ -78,6 +90,9 @@ class MooncakeDistributedStore:
         self._wait("get")
         found = []
         for place, (key,), (begins,), (offsets,), (lengths,) in zip(places, keys, targets, sources, sizes, strict=True):
+            if self._fails(place, max(map(sum, zip(begins, lengths, strict=True)))):
+                found.append([[-800] * len(lengths)])
+                continue
             value = self._objects.get(key)
             codes = []
             for target, source, length in zip(begins, offsets, lengths, strict=True):
@@ -103,6 +118,28 @@ class MooncakeDistributedStore:
             return -200
         self._objects[key] = ctypes.string_at(place, size)
         return 0
+
+    def batch_put_session_start(self, keys: Sequence[str], _sizes: Sequence[int]) -> list[int]:
+        found = [-705 if key in self._objects else -200 if (self._folder / "full").exists() else 0 for key in keys]
+        return [-1 if (self._folder / "no-session").exists() else code for code in found]
+
+    def batch_put_from_multi_buffer_ranges(
+        self, keys: list[str], places: list[list[int]], sizes: list[list[int]], offsets: list[list[int]]
+    ) -> list[int]:
+        self._wait("put")
+        assert offsets == [[0]] * len(keys)
+        if (self._folder / "fail-put").exists():
+            return [-800] * len(keys)
+        for key, (place,), (size,) in zip(keys, places, sizes, strict=True):
+            self._sent[key] = ctypes.string_at(place, size)
+        return [size for (size,) in sizes]
+
+    def batch_put_session_end(self, keys: Sequence[str]) -> list[int]:
+        if (self._folder / "overtake").exists():
+            return [-601] * len(keys)
+        codes = [0 if key in self._sent else -704 for key in keys]
+        self._objects.update({key: self._sent.pop(key) for key in keys if key in self._sent})
+        return codes
 
     def put_from(self, key: str, place: int, size: int) -> int:
         return 0 if key in self._objects else self._put(key, place, size)

@@ -5,82 +5,29 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import support
 from support.diskwork import EVEN, MINE, OTHER, get, make_ref, make_slot, make_transfer, put
+from support.stand_in_mooncake import BOUND_S, Fake, a_fake, give_up, held, wait_for
 
 from kvstore.format import chunkfile
 from kvstore.model.chunks import Outcome
 from kvstore.model.errors import ClosedError, ConfigError, TierError
 from kvstore.model.keys import ChunkKey
-from kvstore.tiers import open_tier
-from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
-from kvstore.tiers.mooncake import calls, child, image, session
+from kvstore.tiers.base import Tier, Transfer
+from kvstore.tiers.mooncake import child, image, session
 from kvstore.tiers.mooncake.slots import Slots
 
 A, B, C, D, E = (make_ref(number) for number in range(1, 6))
 FAILED, HIT, MISS, STORED = Outcome.FAILED, Outcome.HIT, Outcome.MISS, Outcome.STORED
-BOUND_S = 30.0  # for anything that must end
-
-
-class Fake:
-    """A folder that tells the stand-in what to do, and tiers that use it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.tiers: list[Tier] = []
-
-    def tell(self, word: str) -> None:
-        (self.folder / word).touch()
-
-    def untell(self, word: str) -> None:
-        (self.folder / word).unlink()
-
-    def open(self, timeout_s: float = 20.0, **options: object) -> Tier:
-        """Open a tier with four slots."""
-        given = {"url": "mooncake://127.0.0.1:1", "timeout_s": timeout_s, **options}
-        self.tiers.append(open_tier("mooncake", TierSetup(MINE, EVEN, UNBOUNDED_BYTES, given)))
-        return self.tiers[-1]
 
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
-    monkeypatch.syspath_prepend(str(Path(support.__file__).parent / "fake_mooncake"))
-    monkeypatch.setattr(calls, "_MAX_SLOTS", 4)
-    monkeypatch.setenv("FAKE_MOONCAKE", str(tmp_path))
-    one = Fake(tmp_path)
-    yield one
-    for word in tmp_path.glob("hang-*"):
-        word.unlink()
-    for tier in one.tiers:
-        tier.close()
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    end_s = time.monotonic() + BOUND_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-
-
-def held(tier: Tier) -> int:
-    return int(getattr(tier, "held_slots"))  # noqa: B009 - of this tier only
-
-
-def give_up(tier: Tier, call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> object:
-    """Make a call whose time is over as soon as it has begun."""
-    with monkeypatch.context() as patch:
-        wait = session.Session.wait
-
-        def hurry(self: session.Session, future: object, deadline_s: float) -> object:
-            is_long = future is not self.ready
-            return wait(self, future, time.monotonic() + 0.2 if is_long else deadline_s)  # type: ignore[arg-type]
-
-        patch.setattr(session.Session, "wait", hurry)
-        return call()
+    with a_fake(tmp_path, monkeypatch) as one:
+        yield one
 
 
 def test_a_slot_is_not_given_away_while_a_read_runs_on_it(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,10 +77,19 @@ def test_a_read_that_fails_and_writes_late_reaches_no_other_chunk(fake: Fake, fa
 
 
 @pytest.mark.parametrize(
-    ("lengths", "code"), [([4, 8], 12), ([4, -704], -704), ([-600, -600], -600), ([-600, -500], -800), ([4, 0], 0)]
+    ("lengths", "code"),
+    [
+        ([4, 8], 12),
+        ([4, -704], -704),
+        ([-600, -600], -600),
+        ([-600, -500], -800),
+        ([4, 0], -800),
+        ([3, 8], -800),
+        ([-704, 3], -800),
+    ],
 )
 def test_a_failed_range_hides_no_other(lengths: list[int], code: int) -> None:
-    assert child._code_of(lengths) == code
+    assert child._code_of(lengths, [4, 8]) == code
 
 
 def test_a_payload_is_what_was_verified(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
