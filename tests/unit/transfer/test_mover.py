@@ -17,6 +17,7 @@ from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import TierError
 from kvstore.model.keys import Namespace
 from kvstore.tiers.guards import Guard
+from kvstore.transfer import mover
 from kvstore.transfer.lane import WRITE_THREADS, Flushed, Lane
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, StoreJob, as_block_ids
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kvstore.paged.base import ChunkBlocks
+    from kvstore.paged.streams import DeviceEvent
 
 HANG_GUARD_S = 30.0
 
@@ -140,12 +142,36 @@ def test_refused_stores_are_reported_like_others(bench: Bench) -> None:
     assert bench.written == [(ref_of(1), False)]
 
 
-def test_every_write_is_reported_once_when_gather_raises(bench: Bench) -> None:
+@pytest.mark.parametrize("together", [1, 2, 4])
+def test_every_write_is_reported_once_when_gather_raises(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    monkeypatch.setattr(mover, "GATHER_BYTES", together * bench.mover.cpu.slot_bytes)
     bad = StoreJob(StoreStep(ref_of(2), 2, (Place.DISK,)), as_block_ids([999]))
     with pytest.raises(ValueError, match="999"):
         bench.mover.store([bench.store_job(1), bad, bench.store_job(3), bench.store_job(4, write=False)])
-    assert bench.mover.flush(HANG_GUARD_S) == Flushed(failed=2)
-    assert sorted(bench.written) == [(ref_of(1), True), (ref_of(2), False), (ref_of(3), False)]
+    is_first_written = together == 1  # a chunk gathered together with one that fails is not written
+    assert bench.mover.flush(HANG_GUARD_S) == Flushed(failed=2 if is_first_written else 3)
+    assert sorted(bench.written) == [(ref_of(1), is_first_written), (ref_of(2), False), (ref_of(3), False)]
+
+
+@pytest.mark.parametrize("together", [1, 2, 3])
+def test_the_first_chunks_are_written_before_the_last_are_gathered(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    monkeypatch.setattr(mover, "GATHER_BYTES", together * bench.mover.cpu.slot_bytes)
+    gathered: list[tuple[int, int]] = []  # chunks of a call, and those known to be complete before it
+    gather = bench.mover.paged.gather_chunks
+
+    def noting(chunks: Sequence[ChunkBlocks]) -> Sequence[DeviceEvent]:
+        gathered.append((len(chunks), bench.mover.counters.chunks_stored))
+        return gather(chunks)
+
+    monkeypatch.setattr(bench.mover.paged, "gather_chunks", noting)
+    assert bench.mover.store([bench.store_job(chunk) for chunk in range(1, 4)]) == set()
+    expected = {1: [(1, 0), (1, 1), (1, 2)], 2: [(2, 0), (1, 2)], 3: [(3, 0)]}
+    assert gathered == expected[together]
+    assert bench.mover.flush(HANG_GUARD_S)
 
 
 def test_a_slot_whose_gather_fails_midway_holds_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
