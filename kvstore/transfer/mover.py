@@ -316,8 +316,8 @@ class Mover:
             return [*islice(waiting, 1)]
         most = max(1, GATHER_BYTES // self.cpu.slot_bytes)
         following = [*islice(waiting, most)]
-        self.paged.gather_chunks([self._source(job) for job, _ in following if job.step.gather])
-        return following
+        events = iter(self.paged.gather_chunks([self._source(job) for job, _ in following if job.step.gather]))
+        return [(job, next(events) if job.step.gather else event) for job, event in following]
 
     def generations(self) -> dict[Place, int]:
         """Return the clears and resets of each lane so far."""
