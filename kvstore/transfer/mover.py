@@ -37,6 +37,7 @@ from kvstore.transfer.launcher import Launcher
 
 logger = logging.getLogger(__name__)
 _END_WAIT_S = 5.0
+SCATTER_BYTES = 32 << 20  # scattered at once on the host while more is in transit, for threads disturb each other
 GATHER_BYTES = 64 << 20  # gathered at once on the host: each time threads wait for each other, then writes begin
 
 
@@ -187,8 +188,9 @@ class Mover:
     def _scatter_arrivals(self, jobs: Sequence[LoadJob], reads: Sequence[Future[Arrival] | None]) -> LoadResult:
         result = LoadResult(set(), set())
         arrived: list[tuple[LoadJob, ByteArray]] = []
+        at_least = 1 if self.launches else SCATTER_BYTES // self.cpu.slot_bytes
         for job, read in zip(jobs, reads, strict=True):
-            if read is not None and not read.done():
+            if read is not None and not read.done() and len(arrived) >= at_least:
                 self._scatter(arrived, result)  # while the next one is in transit
                 arrived = []
             ref, slot = job.step[:2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +19,7 @@ from kvstore.model.errors import TierError
 from kvstore.model.keys import Namespace
 from kvstore.tiers.guards import Guard
 from kvstore.transfer import mover
-from kvstore.transfer.lane import WRITE_THREADS, Flushed, Lane
+from kvstore.transfer.lane import WRITE_THREADS, Arrival, Flushed, Lane
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, StoreJob, as_block_ids
 
 if TYPE_CHECKING:
@@ -172,6 +173,42 @@ def test_the_first_chunks_are_written_before_the_last_are_gathered(
     expected = {1: [(1, 0), (1, 1), (1, 2)], 2: [(2, 0), (1, 2)], 3: [(3, 0)]}
     assert gathered == expected[together]
     assert bench.mover.flush(HANG_GUARD_S)
+
+
+@pytest.mark.parametrize("together", [1, 2, 9])
+def test_what_arrives_is_scattered_together(bench: Bench, monkeypatch: pytest.MonkeyPatch, together: int) -> None:
+    """Chunks wait for others while more is in transit, and the last ones for nothing."""
+    assert bench.store(1, 2, 3, 4) == set()
+    assert bench.mover.flush(HANG_GUARD_S)
+    monkeypatch.setattr(mover, "SCATTER_BYTES", together * bench.mover.cpu.slot_bytes)
+    start_read = bench.mover.start_read
+
+    class Transit(Future[Arrival]):
+        """Is in transit until somebody waits for it."""
+
+        def done(self) -> bool:
+            return False
+
+    def read(step: LoadStep, layers: range | None = None) -> Future[Arrival]:
+        moving: Transit = Transit()
+        moving.set_result(start_read(step, layers).result())
+        return moving
+
+    scattered: list[int] = []
+    scatter = bench.mover.paged.scatter_chunks
+
+    def noting(chunks: Sequence[ChunkBlocks]) -> Sequence[DeviceEvent]:
+        scattered.append(len(chunks))
+        return scatter(chunks)
+
+    monkeypatch.setattr(bench.mover, "start_read", read)
+    monkeypatch.setattr(bench.mover.paged, "scatter_chunks", noting)
+    jobs = [
+        LoadJob(LoadStep(ref_of(number), number, Place.DISK), as_block_ids(range(4 * number, 4 * number + 4)), 0)
+        for number in (1, 2, 3, 4)
+    ]
+    assert bench.mover.load(jobs) == LoadResult(set(), set())
+    assert scattered == {1: [1, 1, 1, 1], 2: [2, 2], 9: [4]}[together]
 
 
 def test_a_slot_whose_gather_fails_midway_holds_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
