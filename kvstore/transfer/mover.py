@@ -38,6 +38,7 @@ from kvstore.transfer.launcher import Launcher
 logger = logging.getLogger(__name__)
 _END_WAIT_S = 5.0
 SCATTER_BYTES = 32 << 20  # scattered at once on the host while more is in transit, for threads disturb each other
+SCATTER_PARTS = 4  # at least, of a small load, or all of its copies would begin after the last read
 GATHER_BYTES = 64 << 20  # gathered at once on the host: each time threads wait for each other, then writes begin
 
 
@@ -188,7 +189,7 @@ class Mover:
     def _scatter_arrivals(self, jobs: Sequence[LoadJob], reads: Sequence[Future[Arrival] | None]) -> LoadResult:
         result = LoadResult(set(), set())
         arrived: list[tuple[LoadJob, ByteArray]] = []
-        at_least = 1 if self.launches else SCATTER_BYTES // self.cpu.slot_bytes
+        at_least = 1 if self.launches else min(SCATTER_BYTES // self.cpu.slot_bytes, len(jobs) // SCATTER_PARTS)
         for job, read in zip(jobs, reads, strict=True):
             if read is not None and not read.done() and len(arrived) >= at_least:
                 self._scatter(arrived, result)  # while the next one is in transit

@@ -175,12 +175,18 @@ def test_the_first_chunks_are_written_before_the_last_are_gathered(
     assert bench.mover.flush(HANG_GUARD_S)
 
 
-@pytest.mark.parametrize("together", [1, 2, 9])
-def test_what_arrives_is_scattered_together(bench: Bench, monkeypatch: pytest.MonkeyPatch, together: int) -> None:
+@pytest.mark.parametrize(
+    ("together", "parts", "expected"),
+    [(1, 1, [1, 1, 1, 1]), (2, 1, [2, 2]), (9, 1, [4]), (9, 2, [2, 2]), (9, 4, [1, 1, 1, 1]), (0, 1, [1, 1, 1, 1])],
+)
+def test_what_arrives_is_scattered_together(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, together: int, parts: int, expected: list[int]
+) -> None:
     """Chunks wait for others while more is in transit, and the last ones for nothing."""
     assert bench.store(1, 2, 3, 4) == set()
     assert bench.mover.flush(HANG_GUARD_S)
     monkeypatch.setattr(mover, "SCATTER_BYTES", together * bench.mover.cpu.slot_bytes)
+    monkeypatch.setattr(mover, "SCATTER_PARTS", parts)
     start_read = bench.mover.start_read
 
     class Transit(Future[Arrival]):
@@ -208,7 +214,7 @@ def test_what_arrives_is_scattered_together(bench: Bench, monkeypatch: pytest.Mo
         for number in (1, 2, 3, 4)
     ]
     assert bench.mover.load(jobs) == LoadResult(set(), set())
-    assert scattered == {1: [1, 1, 1, 1], 2: [2, 2], 9: [4]}[together]
+    assert scattered == expected
 
 
 def test_a_slot_whose_gather_fails_midway_holds_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
