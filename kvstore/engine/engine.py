@@ -38,9 +38,10 @@ from kvstore.paged.base import BlockIds, PagedKV, copy_threads
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.paged.planes import LayerCache
 from kvstore.tiers.base import TierCounters
+from kvstore.transfer.counters import MoverCounters
 from kvstore.transfer.lane import Flushed
 from kvstore.transfer.layerwise import LayerLoad, LayerStore, LayerWork, by_layer
-from kvstore.transfer.mover import LoadJob, LoadResult, Mover, MoverCounters
+from kvstore.transfer.mover import LoadJob, LoadResult, Mover
 
 __all__ = ["CacheEngine", "EngineStats"]
 

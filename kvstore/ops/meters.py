@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvstore.handover.pusher import PushCounters
     from kvstore.index.index import ChunkIndex
     from kvstore.tiers.base import Tier
-    from kvstore.transfer.mover import MoverCounters
+    from kvstore.transfer.counters import MoverCounters
 
 _MEMORY: Final = Place.MEMORY.value
 _DISK: Final = Place.DISK.value

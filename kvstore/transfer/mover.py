@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,12 +30,16 @@ from kvstore.paged.base import BlockIds, ChunkBlocks, Copiers, PagedKV
 from kvstore.paged.streams import DeviceEvent, Direction
 from kvstore.tiers.base import start_closing
 from kvstore.transfer.borrowing import use_borrowed
+from kvstore.transfer.counters import MoverCounters
 from kvstore.transfer.hot import HotChunks
 from kvstore.transfer.lane import Arrival, Flushed, Lane
 from kvstore.transfer.launcher import Launcher
 
 logger = logging.getLogger(__name__)
 _END_WAIT_S = 5.0
+SCATTER_BYTES = 32 << 20  # scattered at once on the host while more is in transit, for threads disturb each other
+SCATTER_PARTS = 4  # at least, of a small load, or all of its copies would begin after the last read
+GATHER_BYTES = 64 << 20  # gathered at once on the host: each time threads wait for each other, then writes begin
 
 
 class LoadJob(NamedTuple):
@@ -79,27 +83,6 @@ class StartedStores(NamedTuple):
     waiting: deque[tuple[StoreJob, DeviceEvent]]
     failed: set[PrefixKey]
     generations: Mapping[Place, int]
-
-
-@dataclass
-class MoverCounters:
-    """Counts of chunks and bytes moved since the start."""
-
-    chunks_loaded: int = 0
-    chunks_loaded_from_disk: int = 0
-    chunks_loaded_from_remote: int = 0
-    chunks_stored: int = 0
-    bytes_scattered: int = 0
-    bytes_gathered: int = 0
-    chunks_loaded_from_gpu: int = 0
-    mislabelled_slots: int = 0
-    read_timeouts: int = 0
-    failed_copies: int = 0
-
-    @classmethod
-    def sum(cls, parts: Iterable[MoverCounters]) -> MoverCounters:
-        """Return the sum over several movers."""
-        return cls(*map(sum, zip(*map(astuple, parts), strict=True)))
 
 
 class Mover:
@@ -206,8 +189,9 @@ class Mover:
     def _scatter_arrivals(self, jobs: Sequence[LoadJob], reads: Sequence[Future[Arrival] | None]) -> LoadResult:
         result = LoadResult(set(), set())
         arrived: list[tuple[LoadJob, ByteArray]] = []
+        at_least = 1 if self.launches else min(SCATTER_BYTES // self.cpu.slot_bytes, len(jobs) // SCATTER_PARTS)
         for job, read in zip(jobs, reads, strict=True):
-            if read is not None and not read.done():
+            if read is not None and not read.done() and len(arrived) >= at_least:
                 self._scatter(arrived, result)  # while the next one is in transit
                 arrived = []
             ref, slot = job.step[:2]
@@ -321,15 +305,22 @@ class Mover:
         waiting, failed, generations = stores
         try:
             while waiting:
-                job, event = waiting[0]
-                if job.step.gather and not self.launches:
-                    (event,) = self.paged.gather_chunks([self._source(job)])
-                self.paged.streams.reach(event)
-                waiting.popleft()
-                failed |= self.note_store(job, generations)
+                for job, event in self._gather_next(waiting):
+                    self.paged.streams.reach(event)
+                    waiting.popleft()
+                    failed |= self.note_store(job, generations)
         finally:
             self.refuse(job for job, _ in waiting)  # none, unless a copy raised
         return failed
+
+    def _gather_next(self, waiting: Iterable[tuple[StoreJob, DeviceEvent]]) -> list[tuple[StoreJob, DeviceEvent]]:
+        """Return the stores that complete next. On the host they are gathered here, as many as go well together."""
+        if self.launches:
+            return [*islice(waiting, 1)]
+        most = max(1, GATHER_BYTES // self.cpu.slot_bytes)
+        following = [*islice(waiting, most)]
+        events = iter(self.paged.gather_chunks([self._source(job) for job, _ in following if job.step.gather]))
+        return [(job, next(events) if job.step.gather else event) for job, event in following]
 
     def generations(self) -> dict[Place, int]:
         """Return the clears and resets of each lane so far."""

@@ -26,7 +26,8 @@ from kvstore.adapters.vllm.plan import Fetch
 from kvstore.index.plans import Place
 from kvstore.model.keys import PrefixKey
 from kvstore.paged.streams import DeviceEvent
-from kvstore.transfer.mover import LoadJob, LoadResult, Mover, MoverCounters, StartedStores, StoreJob
+from kvstore.transfer.counters import MoverCounters
+from kvstore.transfer.mover import LoadJob, LoadResult, Mover, StartedStores, StoreJob
 from kvstore.transfer.stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)

@@ -35,8 +35,9 @@ from kvstore.ops.drains import DrainListener
 from kvstore.ops.meters import WorkerMeter
 from kvstore.paged.base import PagedKV, copy_threads
 from kvstore.paged.footprint import WORKER_THREADS
+from kvstore.transfer.counters import MoverCounters
 from kvstore.transfer.layerwise import LayerStore
-from kvstore.transfer.mover import LoadJob, LoadResult, Mover, MoverCounters, StoreJob
+from kvstore.transfer.mover import LoadJob, LoadResult, Mover, StoreJob
 from kvstore.transfer.stopwatch import Stopwatch
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,13 +18,15 @@ from kvstore.model.chunks import ChunkRef, Outcome
 from kvstore.model.errors import TierError
 from kvstore.model.keys import Namespace
 from kvstore.tiers.guards import Guard
-from kvstore.transfer.lane import WRITE_THREADS, Flushed, Lane
+from kvstore.transfer import mover
+from kvstore.transfer.lane import WRITE_THREADS, Arrival, Flushed, Lane
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, StoreJob, as_block_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kvstore.paged.base import ChunkBlocks
+    from kvstore.paged.streams import DeviceEvent
 
 HANG_GUARD_S = 30.0
 
@@ -140,12 +143,78 @@ def test_refused_stores_are_reported_like_others(bench: Bench) -> None:
     assert bench.written == [(ref_of(1), False)]
 
 
-def test_every_write_is_reported_once_when_gather_raises(bench: Bench) -> None:
+@pytest.mark.parametrize("together", [1, 2, 4])
+def test_every_write_is_reported_once_when_gather_raises(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    monkeypatch.setattr(mover, "GATHER_BYTES", together * bench.mover.cpu.slot_bytes)
     bad = StoreJob(StoreStep(ref_of(2), 2, (Place.DISK,)), as_block_ids([999]))
     with pytest.raises(ValueError, match="999"):
         bench.mover.store([bench.store_job(1), bad, bench.store_job(3), bench.store_job(4, write=False)])
-    assert bench.mover.flush(HANG_GUARD_S) == Flushed(failed=2)
-    assert sorted(bench.written) == [(ref_of(1), True), (ref_of(2), False), (ref_of(3), False)]
+    is_first_written = together == 1  # a chunk gathered together with one that fails is not written
+    assert bench.mover.flush(HANG_GUARD_S) == Flushed(failed=2 if is_first_written else 3)
+    assert sorted(bench.written) == [(ref_of(1), is_first_written), (ref_of(2), False), (ref_of(3), False)]
+
+
+@pytest.mark.parametrize("together", [1, 2, 3])
+def test_the_first_chunks_are_written_before_the_last_are_gathered(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    monkeypatch.setattr(mover, "GATHER_BYTES", together * bench.mover.cpu.slot_bytes)
+    gathered: list[tuple[int, int]] = []  # chunks of a call, and those known to be complete before it
+    gather = bench.mover.paged.gather_chunks
+
+    def noting(chunks: Sequence[ChunkBlocks]) -> Sequence[DeviceEvent]:
+        gathered.append((len(chunks), bench.mover.counters.chunks_stored))
+        return gather(chunks)
+
+    monkeypatch.setattr(bench.mover.paged, "gather_chunks", noting)
+    assert bench.mover.store([bench.store_job(chunk) for chunk in range(1, 4)]) == set()
+    expected = {1: [(1, 0), (1, 1), (1, 2)], 2: [(2, 0), (1, 2)], 3: [(3, 0)]}
+    assert gathered == expected[together]
+    assert bench.mover.flush(HANG_GUARD_S)
+
+
+@pytest.mark.parametrize(
+    ("together", "parts", "expected"),
+    [(1, 1, [1, 1, 1, 1]), (2, 1, [2, 2]), (9, 1, [4]), (9, 2, [2, 2]), (9, 4, [1, 1, 1, 1]), (0, 1, [1, 1, 1, 1])],
+)
+def test_what_arrives_is_scattered_together(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, together: int, parts: int, expected: list[int]
+) -> None:
+    """Chunks wait for others while more is in transit, and the last ones for nothing."""
+    assert bench.store(1, 2, 3, 4) == set()
+    assert bench.mover.flush(HANG_GUARD_S)
+    monkeypatch.setattr(mover, "SCATTER_BYTES", together * bench.mover.cpu.slot_bytes)
+    monkeypatch.setattr(mover, "SCATTER_PARTS", parts)
+    start_read = bench.mover.start_read
+
+    class Transit(Future[Arrival]):
+        """Is in transit until somebody waits for it."""
+
+        def done(self) -> bool:
+            return False
+
+    def read(step: LoadStep, layers: range | None = None) -> Future[Arrival]:
+        moving: Transit = Transit()
+        moving.set_result(start_read(step, layers).result())
+        return moving
+
+    scattered: list[int] = []
+    scatter = bench.mover.paged.scatter_chunks
+
+    def noting(chunks: Sequence[ChunkBlocks]) -> Sequence[DeviceEvent]:
+        scattered.append(len(chunks))
+        return scatter(chunks)
+
+    monkeypatch.setattr(bench.mover, "start_read", read)
+    monkeypatch.setattr(bench.mover.paged, "scatter_chunks", noting)
+    jobs = [
+        LoadJob(LoadStep(ref_of(number), number, Place.DISK), as_block_ids(range(4 * number, 4 * number + 4)), 0)
+        for number in (1, 2, 3, 4)
+    ]
+    assert bench.mover.load(jobs) == LoadResult(set(), set())
+    assert scattered == expected
 
 
 def test_a_slot_whose_gather_fails_midway_holds_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

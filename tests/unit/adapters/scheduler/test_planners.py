@@ -32,7 +32,8 @@ from kvstore.model.groups import Group, GroupKind, Groups
 from kvstore.model.keys import NO_EXTRAS, Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.testing.harness import make_ref
-from kvstore.transfer.mover import LoadJob, LoadResult, MoverCounters, as_block_ids
+from kvstore.transfer.counters import MoverCounters
+from kvstore.transfer.mover import LoadJob, LoadResult, as_block_ids
 
 RULES = SaveRules(BLOCK, CHUNK, save_decode=False, save_tails=False)
 PROMPT = list(range(2 * CHUNK + 1))

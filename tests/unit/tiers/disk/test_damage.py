@@ -143,6 +143,7 @@ def test_unreadable_sector_fails_one_chunk(open_tier: Open, monkeypatch: pytest.
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a large chunk be four pieces."""
     monkeypatch.setattr(chunkio, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(chunkio, "CACHED_BYTES", 1 << 20)
 
 
 @pytest.mark.usefixtures("in_pieces")
@@ -160,6 +161,28 @@ def test_large_chunks_that_several_threads_read_in_pieces(folder: Path, direct: 
     hit, corrupt = Outcome.HIT, Outcome.CORRUPT
     assert outcomes == [hit, corrupt, corrupt, hit, Outcome.MISS, hit]
     assert not any(future.running() for future, _ in tier._io._shared._waiting)
+    tier.close()
+
+
+@pytest.mark.parametrize("piece_bytes", [1 << 12, 3 << 16, 1 << 30])
+def test_every_byte_counts_in_pieces_from_the_page_cache(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    """Pieces may end inside a layer, and be smaller than one or larger than the chunk."""
+    monkeypatch.setattr(chunkio, "CACHED_BYTES", piece_bytes)
+    ref, payload_bytes = make_ref(1), LARGE.payload_bytes(8)
+    tier = DiskTier(folder, MINE, LARGE, 2 * chunkfile.file_bytes(LARGE, 8), direct=False)
+    put(tier, ref, layout=LARGE)
+    assert get(tier, ref, LARGE) is Outcome.HIT
+    begin = chunkfile.header_bytes(LARGE)
+    for place in (0, 4095, (3 << 16) - 1, 3 << 16, payload_bytes - 1):
+        put(tier, ref, layout=LARGE)
+        flip(path_of(folder, ref), begin + place)
+        assert get(tier, ref, LARGE) is Outcome.CORRUPT, place
+    for end in (begin, begin + (3 << 16), begin + payload_bytes - 1):
+        put(tier, ref, layout=LARGE)
+        os.truncate(path_of(folder, ref), end)
+        assert get(tier, ref, LARGE) is Outcome.CORRUPT, end
     tier.close()
 
 
