@@ -15,7 +15,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-Kernel = Callable[..., None]
+Kernel = Callable[..., Any]
 
 _BROKEN = (ImportError, AttributeError, LookupError, OSError, RuntimeError, SystemError, TypeError, ValueError)
 """Errors of an installation that does not work: of versions that don't go together, of libraries, of LLVM."""

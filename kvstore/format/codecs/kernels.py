@@ -88,11 +88,16 @@ def dequantise(numbers: Array, scales: Array, kind: int, words: Array) -> None:
                             out[i] = bits
 
 
-def take_high(words: Array, high: Array) -> None:
-    """Take the highest byte of each element, rotated left by one bit."""
-    shift = np.uint32(8 * words.itemsize - 9)
+def take_high_2(words: Array, high: Array) -> None:
+    """Take the higher byte of each element of 2 bytes, rotated left by one bit."""
     for i in range(len(high)):
-        high[i] = np.uint8(np.uint32(words[i]) >> shift)
+        high[i] = np.uint8(words[i] >> 7)
+
+
+def take_high_4(words: Array, high: Array) -> None:
+    """Take the highest byte of each element of 4 bytes, rotated left by one bit."""
+    for i in range(len(high)):
+        high[i] = np.uint8(words[i] >> 23)
 
 
 def take_low_2(words: Array, low: Array) -> None:
@@ -157,7 +162,8 @@ def split_kernels(item_bytes: int) -> SplitKernels | None:
     if item_bytes == 1:
         return None  # compressed whole
     word = f"uint{8 * item_bytes}"
-    take_low, join = (take_low_2, join_2) if item_bytes == 2 else (take_low_4, join_4)
+    by_two, by_four = (take_high_2, take_low_2, join_2), (take_high_4, take_low_4, join_4)
+    take_high, take_low, join = by_two if item_bytes == 2 else by_four
     parts = ["uint8"] if item_bytes == 2 else ["uint8", "uint16"]
     kernels = compiled(
         (take_high, f"void({_read(word)}, {_written('uint8')})"),

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from kvstore.format.codecs import kernels
 from kvstore.format.codecs.base import Codec, require
+from kvstore.format.codecs.huffman import HuffmanEncoder, huffman_kernels
 from kvstore.model.chunks import ByteArray
 from kvstore.model.errors import CodecError, ConfigError
 from kvstore.model.layout import KVLayout
@@ -99,9 +100,10 @@ class Lz4Codec(_PieceCodec):
 
 
 class _Tools(NamedTuple):
-    """A thread's buffer for the exponents of a piece, and its compressor."""
+    """A thread's buffer for the exponents of a piece, and its compressors; the first, if any, is for exponents only."""
 
     exponents: ByteArray
+    encoder: HuffmanEncoder | None
     compressor: Any
     decompressor: Any
 
@@ -127,6 +129,7 @@ class SplitCodec(_PieceCodec):
         self._piece_bytes = self._item_bytes * _SPLIT_PIECE_ELEMENTS
         self._word = np.dtype(f"<u{self._item_bytes}")
         self._kernels = kernels.split_kernels(self._item_bytes) or _by_numpy(self._word)
+        self._huffman = huffman_kernels() if self._item_bytes > 1 else None
         self._thread = threading.local()
 
     def _pack_piece(self, piece: ByteArray, out: ByteArray) -> int | None:
@@ -137,8 +140,10 @@ class SplitCodec(_PieceCodec):
         if size > 1:
             exponents = tools.exponents[:count]
             self._kernels.take_high(words, exponents)
-        packed: bytes = tools.compressor.compress(exponents.data)
-        end = _place(packed if len(packed) < count else exponents, out)
+        end = tools.encoder.encode(exponents, out) if tools.encoder else None
+        if end is None:
+            packed: bytes = tools.compressor.compress(exponents.data)
+            end = _place(packed if len(packed) < count else exponents, out)
         if end is None or size == 1:
             return end
         total = end + len(piece) - count
@@ -190,6 +195,7 @@ class SplitCodec(_PieceCodec):
         if tools is None:
             tools = self._thread.tools = _Tools(
                 np.empty(_SPLIT_PIECE_ELEMENTS if self._item_bytes > 1 else 0, np.uint8),
+                HuffmanEncoder(self._huffman, _SPLIT_PIECE_ELEMENTS) if self._huffman else None,
                 self._zstd.ZstdCompressor(compression_params=self._parameters()),
                 self._zstd.ZstdDecompressor(),
             )

@@ -54,6 +54,7 @@ def pair_of(name: str, element: str, axes: tuple[int, int, int] = (1, 16, 64), p
     layout = KVLayout((page_bytes,) * 2, planes, 16, 256, element=element, page_axes=axes)
     with mock.patch.object(kernels, "compiled", return_value=None):
         fallback = open_codec(name, layout)
+    fallback._huffman = None  # type: ignore[attr-defined]
     fast = open_codec(name, layout)
     assert type(fast._kernels[0]) is not type(fallback._kernels[0])  # type: ignore[attr-defined]
     return fast, fallback
@@ -77,9 +78,10 @@ def unpacked_by(codec: Codec, data: ByteArray, size: int) -> ByteArray:
 
 def assert_alike(fast: Codec, fallback: Codec, layer: ByteArray) -> ByteArray:
     """Encode and decode by both, and each what the other has encoded; returns the encoded bytes."""
+    fast._huffman = None  # type: ignore[attr-defined]
     packed = packed_by(fast, layer)
     assert np.array_equal(packed, packed_by(fallback, layer))
-    assert np.array_equal(*(unpacked_by(codec, packed, len(layer)) for codec in (fast, fallback)))
+    assert np.array_equal(unpacked_by(fast, packed, len(layer)), unpacked_by(fallback, packed, len(layer)))
     return packed
 
 
@@ -135,7 +137,7 @@ def test_every_number_times_every_kind_of_scale_is_that_of_numpy(element: str) -
         scales[:2] = 0, np.finfo(np.float32).max
         data = np.concatenate([scales.view(np.uint8), numbers.view(np.uint8).reshape(-1)])
         size = numbers.size * np.dtype(WORDS[element]).itemsize
-        assert np.array_equal(*(unpacked_by(codec, data, size) for codec in (fast, fallback)))
+        assert np.array_equal(unpacked_by(fast, data, size), unpacked_by(fallback, data, size))
 
 
 @by_element
@@ -193,7 +195,7 @@ def test_a_kernel_compiles_nothing_in_a_call() -> None:
     made = kernels.split_kernels(2)
     assert made is not None
     with pytest.raises(TypeError, match="No matching definition"):
-        made.take_high(np.zeros(8, np.uint32), np.zeros(8, np.uint8))
+        made.take_high(np.zeros(8, np.uint64), np.zeros(8, np.uint8))
 
 
 # Without numba
@@ -227,7 +229,7 @@ def test_numpy_replaces_a_numba_that_cannot_compile(
     module: object, level: int, message: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     compiled.cache_clear()
-    monkeypatch.setitem(sys.modules, "numba", module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "numba", module)
     try:
         with caplog.at_level(logging.INFO):
             assert kernels.int8_kernels(2) is None
