@@ -26,6 +26,8 @@ def compiled(*kernels: tuple[Kernel, str]) -> tuple[Kernel, ...] | None:
     """Compile functions for their signatures; None if numba is not installed, switched off, or does not work here."""
     try:
         numba = import_module("numba")
+        if not (numbas := logging.getLogger("numba")).level:
+            numbas.setLevel(logging.WARNING)  # it tells all about a compilation, in thousands of lines
         if not numba.config.DISABLE_JIT:
             return tuple(_compile(numba, function, signature) for function, signature in kernels)
         logger.info("numba is switched off: codecs use numpy, which is slower")  # it would return slow functions

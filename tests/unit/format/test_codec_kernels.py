@@ -263,6 +263,14 @@ def test_machine_code_is_kept_and_damage_to_it_costs_a_compilation_only(tmp_path
 
 
 @pytest.mark.slow
+def test_a_program_that_debugs_is_not_told_of_compilation(tmp_path: Path) -> None:
+    code = "import logging, sys\nlogging.basicConfig(level=logging.DEBUG, stream=sys.stdout)" + SUMS
+    lines = in_process(tmp_path, code)
+    assert lines[-2:] == ["CPUDispatcher", "0"]
+    assert not any("numba" in word for word in lines)
+
+
+@pytest.mark.slow
 def test_only_codecs_with_kernels_import_numba(tmp_path: Path) -> None:
     code = """
 import sys
