@@ -5,7 +5,7 @@ Every codec guarantees:
 - *It never costs space.* An encoded layer is shorter than the layer, or it is the layer itself.
 - *It never leaves its buffers.* For any bytes, ``decode`` reads and writes only the two given arrays, and ends with the
   layer or with ``CodecError``. It detects malformed input, not altered values: checksums do that.
-- *It allocates little.* It works in the given arrays, and every thread keeps buffers of at most a piece.
+- *It allocates little.* It works in the given arrays, and every thread keeps buffers of less than 2 MiB.
 - *It is thread-safe*, and releases the GIL while it works.
 """
 

@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.format.codecs import kernels
 from kvstore.format.codecs.base import Codec, require
+from kvstore.format.codecs.huffman import HuffmanEncoder, huffman_kernels
 from kvstore.model.chunks import ByteArray
 from kvstore.model.errors import CodecError, ConfigError
 from kvstore.model.layout import KVLayout
@@ -94,16 +96,14 @@ class Lz4Codec(_PieceCodec):
             piece: bytes = self._lz4.decompress(data.data, uncompressed_size=len(out))
         except self._lz4.LZ4BlockError as error:
             raise CodecError(f"a piece of {len(data)} bytes is not lz4") from error
-        _fill(out, piece)
+        out[:] = _checked(piece, len(out))
 
 
-class _Buffers(NamedTuple):
-    """A thread's buffers for one piece, and its compressor."""
+class _Tools(NamedTuple):
+    """A thread's buffer for the exponents of a piece, and its compressors; the first, if any, is for exponents only."""
 
-    words: npt.NDArray[Any]
-    shifted: npt.NDArray[Any]
     exponents: ByteArray
-    low: npt.NDArray[np.uint16]
+    encoder: HuffmanEncoder | None
     compressor: Any
     decompressor: Any
 
@@ -128,32 +128,28 @@ class SplitCodec(_PieceCodec):
         self._item_bytes = ITEM_BYTES[layout.element]
         self._piece_bytes = self._item_bytes * _SPLIT_PIECE_ELEMENTS
         self._word = np.dtype(f"<u{self._item_bytes}")
+        self._kernels = kernels.split_kernels(self._item_bytes) or _by_numpy(self._word)
+        self._huffman = huffman_kernels() if self._item_bytes > 1 else None
         self._thread = threading.local()
 
     def _pack_piece(self, piece: ByteArray, out: ByteArray) -> int | None:
         size = self._item_bytes
         count = len(piece) // size
-        buffers = self._buffers()
-        exponents, words = piece, None
+        tools = self._tools()
+        words, exponents = piece[: count * size].view(self._word), piece
         if size > 1:
-            words, exponents = buffers.words[:count], buffers.exponents[:count]
-            self._rotate_left(piece[: count * size].view(self._word), words, buffers)
-            _first_bytes(words, exponents, buffers)
-        packed: bytes = buffers.compressor.compress(exponents.data)
-        end = _place(packed if len(packed) < count else exponents, out)
-        if end is None or words is None:
+            exponents = tools.exponents[:count]
+            self._kernels.take_high(words, exponents)
+        end = tools.encoder.encode(exponents, out) if tools.encoder else None
+        if end is None:
+            packed: bytes = tools.compressor.compress(exponents.data)
+            end = _place(packed if len(packed) < count else exponents, out)
+        if end is None or size == 1:
             return end
         total = end + len(piece) - count
         if total > len(out):
             return None
-        if size == 4:
-            second = out[end : end + count]
-            np.right_shift(words, 16, out=buffers.shifted[:count])
-            np.copyto(second, buffers.shifted[:count], casting="unsafe")
-            np.copyto(buffers.low[:count], words, casting="unsafe")
-            out[end + count : end + 3 * count] = buffers.low[:count].view(np.uint8)
-        else:
-            np.copyto(out[end : end + count], words, casting="unsafe")
+        self._kernels.take_low(words, *self._low_parts(out[end:total], count))
         out[end + (size - 1) * count : total] = piece[count * size :]
         return total
 
@@ -163,64 +159,47 @@ class SplitCodec(_PieceCodec):
         packed_bytes = len(data) - (len(out) - count)
         if not 0 <= packed_bytes <= count:
             raise CodecError(f"a piece of {len(data)} bytes does not hold {count} elements of {size} bytes")
-        buffers = self._buffers()
+        exponents = self._expand(data[:packed_bytes], count)
         if size == 1:
-            self._expand(data, out, buffers)
+            out[:] = exponents
             return
-        exponents = buffers.exponents[:count]
-        self._expand(data[:packed_bytes], exponents, buffers)
         rest = data[packed_bytes:]
-        words, shifted = buffers.words[:count], buffers.shifted[:count]
-        np.copyto(words, exponents)
-        np.left_shift(words, 8, out=words)
-        np.copyto(shifted, rest[:count])
-        np.bitwise_or(words, shifted, out=words)
-        if size == 4:
-            buffers.low[:count].view(np.uint8)[:] = rest[count : 3 * count]
-            np.left_shift(words, 16, out=words)
-            np.copyto(shifted, buffers.low[:count])
-            np.bitwise_or(words, shifted, out=words)
-        np.left_shift(words, 8 * size - 1, out=shifted)
-        np.right_shift(words, 1, out=words)
-        np.bitwise_or(words, shifted, out=out[: count * size].view(self._word))
+        self._kernels.join(exponents, *self._low_parts(rest, count), out[: count * size].view(self._word))
         out[count * size :] = rest[(size - 1) * count :]
 
-    def _rotate_left(self, elements: npt.NDArray[Any], words: npt.NDArray[Any], buffers: _Buffers) -> None:
-        shifted = buffers.shifted[: len(words)]
-        np.left_shift(elements, 1, out=words)
-        np.right_shift(elements, 8 * self._item_bytes - 1, out=shifted)
-        np.bitwise_or(words, shifted, out=words)
+    def _low_parts(self, rest: ByteArray, count: int) -> list[npt.NDArray[Any]]:
+        """Return what follows the exponents: the lower bytes, or the second highest bytes and the lower halves."""
+        if self._item_bytes == 2:
+            return [rest[:count]]
+        return [rest[:count], rest[count : 3 * count].view(np.uint16)]
 
-    def _expand(self, packed: ByteArray, out: ByteArray, buffers: _Buffers) -> None:
-        """Decompress ``packed`` into ``out``.
+    def _expand(self, packed: ByteArray, count: int) -> ByteArray:
+        """Return ``packed`` decompressed to ``count`` bytes, which may be read only.
 
         Raises:
             CodecError: it is no compressed piece of that length.
         """
-        if len(packed) == len(out):
-            out[:] = packed
-            return
+        if len(packed) == count:
+            return packed
         try:
-            if self._zstd.frame_content_size(packed.data) != len(out):  # so that nothing larger is allocated
-                raise CodecError(f"{len(packed)} bytes are no compressed piece of {len(out)} bytes")
-            piece: bytes = buffers.decompressor.decompress(packed.data)
+            if self._zstd.frame_content_size(packed.data) != count:  # so that nothing larger is allocated
+                raise CodecError(f"{len(packed)} bytes are no compressed piece of {count} bytes")
+            piece: bytes = self._tools().decompressor.decompress(packed.data)
         except self._zstd.ZstdError as error:
             raise CodecError(f"a piece of {len(packed)} bytes is not zstd") from error
-        _fill(out, piece)
+        return _checked(piece, count)
 
-    def _buffers(self) -> _Buffers:
-        """Return this thread's buffers."""
-        buffers: _Buffers | None = getattr(self._thread, "buffers", None)
-        if buffers is None:
-            buffers = self._thread.buffers = _Buffers(
-                np.empty(_SPLIT_PIECE_ELEMENTS, self._word),
-                np.empty(_SPLIT_PIECE_ELEMENTS, self._word),
-                np.empty(_SPLIT_PIECE_ELEMENTS, np.uint8),
-                np.empty(_SPLIT_PIECE_ELEMENTS if self._item_bytes == 4 else 0, np.uint16),
+    def _tools(self) -> _Tools:
+        """Return this thread's tools."""
+        tools: _Tools | None = getattr(self._thread, "tools", None)
+        if tools is None:
+            tools = self._thread.tools = _Tools(
+                np.empty(_SPLIT_PIECE_ELEMENTS if self._item_bytes > 1 else 0, np.uint8),
+                HuffmanEncoder(self._huffman, _SPLIT_PIECE_ELEMENTS) if self._huffman else None,
                 self._zstd.ZstdCompressor(compression_params=self._parameters()),
                 self._zstd.ZstdDecompressor(),
             )
-        return buffers
+        return tools
 
     def _parameters(self) -> Any:  # noqa: ANN401 - zstandard's
         """Return parameters for entropy coding with hardly any search for repetitions: a tiny table, growing steps.
@@ -238,10 +217,43 @@ class SplitCodec(_PieceCodec):
         )
 
 
-def _first_bytes(words: npt.NDArray[Any], out: ByteArray, buffers: _Buffers) -> None:
-    shifted = buffers.shifted[: len(words)]
-    np.right_shift(words, 8 * words.itemsize - 8, out=shifted)
-    np.copyto(out, shifted, casting="unsafe")
+def _by_numpy(word: np.dtype[Any]) -> kernels.SplitKernels:
+    """Return what does the same as the compiled kernels, with two buffers a thread."""
+    thread = threading.local()
+    bits = 8 * word.itemsize
+
+    def buffers(count: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        if not hasattr(thread, "buffers"):
+            thread.buffers = np.empty((2, _SPLIT_PIECE_ELEMENTS), word)
+        return thread.buffers[0, :count], thread.buffers[1, :count]
+
+    def take_high(words: npt.NDArray[Any], high: ByteArray) -> None:
+        shifted, _ = buffers(len(words))
+        np.right_shift(words, bits - 9, out=shifted)
+        np.copyto(high, shifted, casting="unsafe")
+
+    def take_low(words: npt.NDArray[Any], *parts: npt.NDArray[Any]) -> None:
+        rotated, shifted = buffers(len(words))
+        np.left_shift(words, 1, out=rotated)
+        np.right_shift(words, bits - 1, out=shifted)
+        np.bitwise_or(rotated, shifted, out=rotated)
+        for part in reversed(parts):
+            np.copyto(part, rotated, casting="unsafe")
+            np.right_shift(rotated, bits // 2, out=rotated)
+
+    def join(high: ByteArray, *parts_and_words: npt.NDArray[Any]) -> None:
+        *parts, words = parts_and_words
+        rotated, shifted = buffers(len(words))
+        np.copyto(rotated, high)
+        for part in parts:
+            np.left_shift(rotated, 8 * part.itemsize, out=rotated)
+            np.copyto(shifted, part)
+            np.bitwise_or(rotated, shifted, out=rotated)
+        np.left_shift(rotated, bits - 1, out=shifted)
+        np.right_shift(rotated, 1, out=rotated)
+        np.bitwise_or(rotated, shifted, out=words)
+
+    return kernels.SplitKernels(take_high, take_low, join)
 
 
 def _place(data: bytes | ByteArray, out: ByteArray) -> int | None:
@@ -252,12 +264,12 @@ def _place(data: bytes | ByteArray, out: ByteArray) -> int | None:
     return len(data)
 
 
-def _fill(out: ByteArray, piece: bytes) -> None:
-    """Copy a decompressed piece to ``out``.
+def _checked(piece: bytes, count: int) -> ByteArray:
+    """Return a decompressed piece as an array.
 
     Raises:
-        CodecError: it has another length.
+        CodecError: it has another length than ``count``.
     """
-    if len(piece) != len(out):
-        raise CodecError(f"a piece has {len(piece)} bytes, not {len(out)}")
-    out[:] = np.frombuffer(piece, np.uint8)
+    if len(piece) != count:
+        raise CodecError(f"a piece has {len(piece)} bytes, not {count}")
+    return np.frombuffer(piece, np.uint8)

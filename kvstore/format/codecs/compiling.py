@@ -1,0 +1,55 @@
+"""Compilation of kernels by numba, which is optional, and comes with vLLM.
+
+Kernels are compiled when a codec opens, at the start of an engine, and never in a call: they accept no other types than
+those they are compiled for. Numba keeps the machine code in its cache, beside the source or in the user's cache folder,
+by source, types and features of the CPU; the next process loads it in a fraction of the time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+Kernel = Callable[..., Any]
+
+_BROKEN = (ImportError, AttributeError, LookupError, OSError, RuntimeError, SystemError, TypeError, ValueError)
+"""Errors of an installation that does not work: of versions that don't go together, of libraries, of LLVM."""
+
+
+@cache
+def compiled(*kernels: tuple[Kernel, str]) -> tuple[Kernel, ...] | None:
+    """Compile functions for their signatures; None if numba is not installed, switched off, or does not work here."""
+    try:
+        numba = import_module("numba")
+        if not (numbas := logging.getLogger("numba")).level:
+            numbas.setLevel(logging.WARNING)  # it tells all about a compilation, in thousands of lines
+        if not numba.config.DISABLE_JIT:
+            return tuple(_compile(numba, function, signature) for function, signature in kernels)
+        logger.info("numba is switched off: codecs use numpy, which is slower")  # it would return slow functions
+    except _BROKEN as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "numba":
+            logger.info("codecs use numpy; they are faster after pip install 'vllm-kvstore[kernels]'")
+        else:
+            found = f"{type(error).__name__}: {error}"
+            logger.warning("numba does not work here, so codecs use numpy, which is slower: %s", found)
+    return None
+
+
+def _compile(numba: Any, function: Kernel, signature: str) -> Kernel:  # noqa: ANN401 - a module without types
+    bad_cache = (EOFError, LookupError, OSError, RuntimeError, TypeError, numba.core.caching.pickle.PickleError)
+    try:
+        kernel = numba.njit(nogil=True, error_model="numpy", cache=True)(function)
+        kernel.compile(signature)
+    except numba.core.errors.NumbaError as error:
+        raise RuntimeError(f"{function.__name__}: {error}") from error
+    except bad_cache:  # no folder for it, a full disk, a file cut short
+        kernel = numba.njit(nogil=True, error_model="numpy")(function)
+        kernel.compile(signature)
+    kernel.disable_compile()
+    compiled_kernel: Kernel = kernel
+    return compiled_kernel
