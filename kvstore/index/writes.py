@@ -79,11 +79,17 @@ class DiskWrites:
         ``owners`` has the ids of their owners, as far as the tier knows them. Quotas may be smaller than before:
         ``settle`` evicts what is beyond them.
         """
-        for ref, stored_bytes in survivors if self.stored_bytes is not None else ():
-            self.chunks[ref.prefix_key] = chunk = Entry(ref, disk=STORED)
-            chunk.owner = self.owners.by_id(owners.get(ref.prefix_key, b""))
-            self._add(chunk, stored_bytes)
+        self.order.adopt(self._adopted(survivors, owners) if self.stored_bytes is not None else ())
         self.chunks.learn_all(trails)
+
+    def _adopted(
+        self, survivors: Iterable[tuple[ChunkRef, int]], owners: Mapping[PrefixKey, bytes]
+    ) -> Iterator[tuple[PrefixKey, int, Policy | None]]:
+        """Enter chunks, and yield each with its bytes and its share of the disk."""
+        for ref, stored_bytes in survivors:
+            owner = self.owners.by_id(owners.get(ref.prefix_key, b""))
+            self.chunks[ref.prefix_key] = Entry(ref, disk=STORED, owner=owner)
+            yield ref.prefix_key, stored_bytes, owner.disk if owner is not None else None
 
     def settle(self) -> None:
         """Evict what is beyond the quotas, the least recently used first."""
