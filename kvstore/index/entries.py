@@ -227,7 +227,7 @@ class Entries(dict[PrefixKey, Entry]):
             return False
         memory = chunk.memory
         if memory is NO_SLOT:
-            return chunk.on_disk and self.disk_answers
+            return (chunk.disk is STORED or chunk.disk is UNREAD) and self.disk_answers
         return memory is not GATHERING
 
     def is_loading(self, key: PrefixKey) -> bool:

@@ -189,9 +189,15 @@ class Lookup:
 
     def _whole(self, hasher: PrefixHasher, first_chunk: int, room: StagingRoom, told: RemoteAnswers) -> list[ChunkRef]:
         """Return the whole chunks that could be loaded, in order, starting at ``first_chunk``."""
-        blocks_per_chunk = hasher.blocks_per_chunk
+        blocks_per_chunk, known, is_readable = hasher.blocks_per_chunk, self._chunks.get, self._chunks.is_readable
         found: list[ChunkRef] = []
         for key in hasher.chunk_keys()[first_chunk:]:
+            chunk = known(key)
+            if chunk is not None and is_readable(chunk):  # as in ``_find``, whose call would take as long as all else
+                if chunk.num_blocks != blocks_per_chunk or not room.takes(chunk):
+                    break
+                found.append(ChunkRef(key, blocks_per_chunk))
+                continue
             ref = self._find(key, blocks_per_chunk, room, told)
             if ref is None:
                 break

@@ -4,61 +4,70 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
-from operator import itemgetter
 from typing import Final
 
 _PAGE: Final = 512  # items of a new page; one of twice as many is cut in two
-_FIRST: Final = itemgetter(0)
 
 
 class SortedPages:
-    """Different byte strings in order, of which none begins with another.
+    """Byte strings in order, each the only one with its beginning.
 
-    One thread may change them while others search. A page is never emptied or cut, and the list of pages is replaced
-    rather than changed, so a search finds each item that stays.
+    One thread may change them while others search. The list of pages and the place where each begins are replaced
+    rather than changed, and so is a page that is cut, so a search finds each item that stays.
+
+    Args:
+        start_bytes: the length of a beginning.
     """
 
-    def __init__(self) -> None:
-        self._pages: list[list[bytes]] = []  # none is empty
+    def __init__(self, start_bytes: int) -> None:
+        self._start_bytes = start_bytes
+        self._pages: tuple[list[bytes], list[list[bytes]]] = [b""], [[]]  # and the least beginning in each
 
     def __iter__(self) -> Iterator[bytes]:
-        return (item for page in self._pages for item in page)
+        return (item for page in self._pages[1] for item in page)
 
     def find(self, start: bytes) -> bytes | None:
-        """Return the item that begins with ``start``; None without one. Thread-safe."""
-        pages = self._pages
-        place = bisect_right(pages, start, key=_FIRST)
-        for page in pages[max(0, place - 1) : place + 1]:  # it may be the first of the next page
-            for item in page[(inside := bisect_left(page, start)) : inside + 1]:
-                if item.startswith(start):
-                    return item
-        return None
+        """Return the item with a beginning; None without one. Thread-safe."""
+        starts, pages = self._pages
+        page = pages[bisect_right(starts, start) - 1]
+        place = bisect_left(page, start)
+        found = page[place : place + 1]  # one read, as the owner may drop it
+        return found[0] if found and found[0].startswith(start) else None
 
     def add(self, item: bytes) -> None:
-        """Add a new item."""
-        if not self._pages:
-            self._pages = [[item]]
-            return
-        place = max(0, bisect_right(self._pages, item, key=_FIRST) - 1)
-        page = self._pages[place]
+        """Add an item with a new beginning."""
+        starts, pages = self._pages
+        number = bisect_right(starts, item) - 1
+        page = pages[number]
         page.insert(bisect_left(page, item), item)
         if len(page) >= 2 * _PAGE:
-            self._pages = [*self._pages[:place], page[:_PAGE], page[_PAGE:], *self._pages[place + 1 :]]
+            self._replace(number, [page[:_PAGE], page[_PAGE:]])
 
     def add_all(self, items: Iterable[bytes]) -> None:
-        """Add new items, which come in order."""
-        if self._pages:
+        """Add items with new beginnings, which come in order."""
+        if any(self._pages[1]):
             for item in items:
                 self.add(item)
             return
         added = list(items)
-        self._pages = [added[begin : begin + _PAGE] for begin in range(0, len(added), _PAGE)]
+        pages = [added[begin : begin + _PAGE] for begin in range(0, len(added), _PAGE)]
+        self._pages = [b""], [[]]
+        if pages:
+            self._replace(0, pages)
 
     def discard(self, item: bytes) -> None:
         """Drop an item that is here."""
-        place = bisect_right(self._pages, item, key=_FIRST) - 1
-        page = self._pages[place]
-        if len(page) > 1:
-            del page[bisect_left(page, item)]
-        else:
-            self._pages = [*self._pages[:place], *self._pages[place + 1 :]]
+        starts, pages = self._pages
+        number = bisect_right(starts, item) - 1
+        page = pages[number]
+        del page[bisect_left(page, item)]
+        if not page and len(pages) > 1:
+            self._replace(number, [])
+
+    def _replace(self, number: int, by: list[list[bytes]]) -> None:
+        """Put pages, none of them empty, in place of one."""
+        starts, pages = self._pages
+        own = [page[0][: self._start_bytes] for page in by]
+        starts = [*starts[:number], *own, *starts[number + 1 :]]
+        starts[0] = b""  # what is less than all others belongs to the first one
+        self._pages = starts, [*pages[:number], *by, *pages[number + 1 :]]

@@ -155,7 +155,7 @@ class Uses:
             order.refresh_chain(own, leaves)
 
     def _own_keys(self, chain: Iterable[PrefixKey]) -> list[PrefixKey]:
-        """Return equal keys: of known chunks the ones that are here, since policies keep them, and a copy is 64 bytes."""
+        """Return the keys, of known chunks those that are here, as policies keep them and a copy is 64 bytes."""
         known = self.chunks.get
         return [key if (chunk := known(key)) is None else chunk.prefix_key for key in chain]
 

@@ -31,7 +31,7 @@ class Trails:
     """
 
     def __init__(self) -> None:
-        self._alone = SortedPages()  # those that share their first block with no other, as nearly all do
+        self._alone = SortedPages(PREFIX_KEY_BYTES)  # those whose first block is in no other, as nearly all are
         self._groups: dict[PrefixKey, list[bytes]] = {}  # the others in order, by the key of that block's end
 
     def add(self, trail: bytes) -> None:
