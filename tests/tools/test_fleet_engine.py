@@ -175,7 +175,6 @@ def test_real_engines_find_as_much(
     simulated, real, evicted = hit_rates(path, monkeypatch, policy, replicas, sizes)
     assert all(evicted.values()), "it must be tight"
     assert 0.1 < real < 0.95
-    print("FIG", policy, sizes, round(simulated, 4), round(real, 4))
     assert abs(simulated - real) <= AGREES
 
 
@@ -186,7 +185,6 @@ def test_they_do_while_others_compute(policy: str, tmp_path: Path, monkeypatch: 
     sizes = {"memory": 60, "shared": 150}
     simulated, real, evicted = hit_rates(path, monkeypatch, policy, 3, sizes, tokens_per_s=5e3)
     assert all(evicted.values()), "it must be tight"
-    print("FIG overlap", policy, sizes, round(simulated, 4), round(real, 4))
     assert abs(simulated - real) <= AGREES
 
 
@@ -200,5 +198,4 @@ def test_they_do_on_a_trace_of_mooncake(policy: str, tmp_path: Path, monkeypatch
     path = write_trace(tmp_path / "trace.jsonl", [chain for chain in chains if len(chain) <= MOST_BLOCKS])
     simulated, real, evicted = hit_rates(path, monkeypatch, policy, 2, {"memory": 1500, "disk": 5000})
     assert all(evicted.values()), "it must be tight"
-    print("FIG", policy, sizes, round(simulated, 4), round(real, 4))
     assert abs(simulated - real) <= AGREES
