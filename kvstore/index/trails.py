@@ -84,10 +84,10 @@ class Trails:
     def neighbours(self, trail: bytes) -> Iterator[tuple[bytes, int]]:
         """Return the trails of the chunks of ``nearest``, with the numbers of shared blocks."""
         first = trail[:PREFIX_KEY_BYTES]
-        group = self._groups.get(first)
+        group: Sequence[bytes] | None = self._groups.get(first)
         if group is None:
             one = self._alone.find(first)
-            group = self._groups.get(first, ()) if one is None else (one,)  # another thread may have moved it
+            group = self._groups.get(first) if one is None else (one,)  # another thread may have moved it
         return _outwards(group, trail) if group else iter(())
 
     def within(self, trail: bytes) -> Iterator[PrefixKey]:
