@@ -92,11 +92,12 @@ class RealFleet:
                 tokens = chunks * CHUNK_TOKENS
                 prompt = random_tokens(tokens + 1, vocab=TINY.vocab, seed=1000 * number + chunks)
                 cold.append((tokens, self.ttft_s(engine.url, prompt)))
-                loads += ((tokens, self.ttft_s(engine.url, prompt)) for _ in range(3))
-        slope, first_s = statistics.linear_regression(*zip(*cold, strict=True))
+                loads.append((tokens, statistics.median(self.ttft_s(engine.url, prompt) for _ in range(3))))
+        load_s, first_s = statistics.linear_regression(*zip(*loads, strict=True))  # of a token, and of none
         first_s = max(first_s, 1e-3)
-        load_s = max(1e-3, sum(seconds - first_s for _, seconds in loads))
-        return Speeds(1 / slope, first_s, sum(tokens for tokens, _ in loads) * BYTES_PER_TOKEN / load_s / 1e9)
+        computing_s = sum(seconds - first_s for _, seconds in cold)
+        tokens_per_s = sum(tokens for tokens, _ in cold) / computing_s
+        return Speeds(tokens_per_s, first_s, BYTES_PER_TOKEN / max(load_s, 1e-9) / 1e9)
 
 
 @pytest.fixture(scope="module")
