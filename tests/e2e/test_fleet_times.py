@@ -1,4 +1,4 @@
-"""A simulated fleet against three real vLLMs behind ``kvstore proxy``: as many hits, and times that are printed.
+"""A simulated fleet beside three real vLLMs and ``kvstore proxy``: as many hits, and times that are printed.
 
 The engines have one thread each and share the processors, so few requests overlap. The speeds that the simulation is
 given are measured first, with all three running. Tests assert on hits only.
@@ -48,7 +48,7 @@ class Speeds:
 
 
 class RealFleet:
-    """Three engines, with a proxy in front of all and one in front of each."""
+    """Three engines with a proxy in front of them, which routes by prefix; clients that choose at random go past it."""
 
     def __init__(self, model: Path, folder: Path, stack: ExitStack) -> None:
         self.model = str(model)
