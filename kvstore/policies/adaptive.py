@@ -11,7 +11,7 @@ from kvstore.policies.base import MIN_GHOSTS, Policy
 from kvstore.policies.ranking import Ranking, Unit
 from kvstore.policies.survival import NUM_USES
 
-_ADOPTED_TOGETHER: Final = 64
+_ADOPTED_TOGETHER: Final[int] = 64
 
 
 class KeyUnit(Unit):

@@ -73,7 +73,7 @@ class RealFleet:
         stack.callback(self.proxy.kill)
         self.proxy.start()
 
-    def ttft_s(self, url: str, prompt: Sequence[int]) -> float:
+    def ttft_s(self, url: str, prompt: list[int]) -> float:
         """Return the time to a prompt's first token."""
         return complete(url, self.model, as_text(prompt), output_tokens=1).ttft_s
 
