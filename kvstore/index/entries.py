@@ -58,9 +58,10 @@ UNSENT, SENDING, SENT, THERE = AtRemote
 
 @dataclass(slots=True)
 class Entry:
-    """One chunk."""
+    """One chunk, with the parts of its ``ref``, whose own object would take half as much as this."""
 
-    ref: ChunkRef
+    prefix_key: PrefixKey
+    num_blocks: int
     slot: int = -1  # valid unless ``memory`` is NO_SLOT
     memory: InMemory = NO_SLOT
     disk: OnDisk = NO_FILE
@@ -71,6 +72,11 @@ class Entry:
     front_of: ChunkRef | None = None  # the longer chunk at the remote tier from which it was read
     trail: bytes = b""  # the keys at the ends of its blocks; empty if unknown
     owner: Owner | None = None  # whose quotas it counts against; None without quotas
+
+    @property
+    def ref(self) -> ChunkRef:
+        """The chunk's key and length."""
+        return ChunkRef(self.prefix_key, self.num_blocks)
 
     def lasts_until(self, until_s: float | None) -> bool:
         """Tell if the chunk is kept at least until ``until_s``; None means without end."""
@@ -135,10 +141,10 @@ class Entries(dict[PrefixKey, Entry]):
 
     def enter(self, chunk: Entry, trail: bytes = b"") -> Entry:
         """Add the entry of a chunk that has none, with its trail if it is known."""
-        self[chunk.ref.prefix_key] = chunk
+        self[chunk.prefix_key] = chunk
         self.learn(chunk, trail)
         if chunk.expires_s is not None:
-            self.expiries.set(chunk.ref.prefix_key, chunk.expires_s)
+            self.expiries.set(chunk.prefix_key, chunk.expires_s)
         return chunk
 
     def learn_all(self, trails: Mapping[PrefixKey, bytes]) -> None:
@@ -221,7 +227,7 @@ class Entries(dict[PrefixKey, Entry]):
             return False
         memory = chunk.memory
         if memory is NO_SLOT:
-            return chunk.on_disk and self.disk_answers
+            return (chunk.disk is STORED or chunk.disk is UNREAD) and self.disk_answers
         return memory is not GATHERING
 
     def is_loading(self, key: PrefixKey) -> bool:
@@ -250,23 +256,23 @@ class Entries(dict[PrefixKey, Entry]):
             return
         chunk.expires_s = expires_s
         if expires_s is None:
-            self.expiries.withdraw(chunk.ref.prefix_key)
+            self.expiries.withdraw(chunk.prefix_key)
         else:
-            self.expiries.set(chunk.ref.prefix_key, expires_s)
+            self.expiries.set(chunk.prefix_key, expires_s)
         if chunk.disk is not NO_FILE or chunk.remote is not UNSENT:
-            self.extended[chunk.ref.prefix_key] = None
+            self.extended[chunk.prefix_key] = None
 
     def note_change(self, chunk: Entry) -> None:
         """Note that a chunk was added to a place or removed from one."""
         if self.changes is not None:
-            self.changes[chunk.ref.prefix_key] = chunk.trail
+            self.changes[chunk.prefix_key] = chunk.trail
 
     def tell(
         self, fate: Fate, chunk: Entry | None, place: Place | None, cause: Cause = Cause.NONE, newcomer: PrefixKey = b""
     ) -> None:
         """Tell what happens to a chunk, or to all chunks for None, in one place or all."""
         if self._note_event is not None:
-            key, first_key = (chunk.ref.prefix_key, chunk.trail[:PREFIX_KEY_BYTES]) if chunk is not None else (b"", b"")
+            key, first_key = (chunk.prefix_key, chunk.trail[:PREFIX_KEY_BYTES]) if chunk is not None else (b"", b"")
             self._note_event(ChunkEvent(fate, key, first_key, place.value if place else "", cause, newcomer))
 
     def note_evicted(self, chunk: Entry, place: Place, newcomer: PrefixKey | None = None) -> None:
@@ -276,7 +282,7 @@ class Entries(dict[PrefixKey, Entry]):
         self.counters.evicted_disk += place is _DISK
         if chunk.owner is not None:
             chunk.owner.note_evicted(place)
-        if chunk.ref.prefix_key not in self:
+        if chunk.prefix_key not in self:
             self.note_gone(chunk, MissReason.EVICTED)
 
     def note_gone(self, chunk: Entry, reason: MissReason) -> None:
@@ -284,7 +290,7 @@ class Entries(dict[PrefixKey, Entry]):
 
         The reason is also noted under its first block, for sequences that end or diverge inside the chunk.
         """
-        self.departed.note(chunk.ref.prefix_key, reason)
+        self.departed.note(chunk.prefix_key, reason)
         if len(chunk.trail) > PREFIX_KEY_BYTES:
             self.departed.note(chunk.trail[:PREFIX_KEY_BYTES], reason)
 
@@ -293,10 +299,10 @@ class Entries(dict[PrefixKey, Entry]):
 
         If it is part of a checkpoint, the other parts are discarded unless the remote tier holds this part.
         """
-        if self.pop(chunk.ref.prefix_key, None) is not None and chunk.trail:
+        if self.pop(chunk.prefix_key, None) is not None and chunk.trail:
             self._trails_of(chunk).discard(chunk.trail)
-        self.expiries.withdraw(chunk.ref.prefix_key)
-        siblings = self._siblings.pop(chunk.ref.prefix_key, ())
+        self.expiries.withdraw(chunk.prefix_key)
+        siblings = self._siblings.pop(chunk.prefix_key, ())
         is_over = chunk.expires_s is not None and chunk.expires_s <= self.now_s
         if chunk.remote not in {SENT, THERE} or is_over:
             self._broken.update(dict.fromkeys(siblings))

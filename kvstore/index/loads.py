@@ -76,7 +76,7 @@ class Loads:
             chunk = self.chunks.get(wanted.prefix_key)
             if chunk is None:
                 until_s = self.remote.view.until_s(ref, self.chunks.now_s, told)
-                chunk = self.chunks.enter(Entry(wanted, expires_s=until_s, front_of=holder, owner=owner))
+                chunk = self.chunks.enter(Entry(*wanted, expires_s=until_s, front_of=holder, owner=owner))
             trail = front or made.get(ref.prefix_key, b"")
             if hasher is not None and not trail and not chunk.trail:  # another sequence's that shares blocks with it
                 trail = self.remote.view.heard.trail_of(ref)
@@ -135,7 +135,7 @@ class Loads:
         if step.source is Place.REMOTE and step.holder is None and chunk.remote is not SENT:
             chunk.remote = THERE
             if not lasts(self.remote.view.until_s(chunk.ref, self.chunks.now_s), chunk.expires_s):
-                self.chunks.extended[chunk.ref.prefix_key] = None  # it became longer while the chunk came
+                self.chunks.extended[chunk.prefix_key] = None  # it became longer while the chunk came
         self.chunks.note_change(chunk)
         self.uses.supersede(chunk)
 

@@ -179,9 +179,9 @@ class Lookup:
         """Return the chunk in a place that shares most blocks with a trail, and how many; 0 if none does."""
         chunks = self._chunks
         chunk, num_blocks = chunks.closest(
-            trail, lambda chunk: chunks.holds(chunk.ref.prefix_key, place), has_slot=place is _MEMORY
+            trail, lambda chunk: chunks.holds(chunk.prefix_key, place), has_slot=place is _MEMORY
         )
-        return chunk.ref.prefix_key if chunk is not None else b"", num_blocks
+        return chunk.prefix_key if chunk is not None else b"", num_blocks
 
     def longer(self, trail: bytes) -> list[ChunkRef]:
         """Return the chunks in any state that hold all blocks of a trail and more. Thread-safe."""
@@ -189,9 +189,15 @@ class Lookup:
 
     def _whole(self, hasher: PrefixHasher, first_chunk: int, room: StagingRoom, told: RemoteAnswers) -> list[ChunkRef]:
         """Return the whole chunks that could be loaded, in order, starting at ``first_chunk``."""
-        blocks_per_chunk = hasher.blocks_per_chunk
+        blocks_per_chunk, known, is_readable = hasher.blocks_per_chunk, self._chunks.get, self._chunks.is_readable
         found: list[ChunkRef] = []
         for key in hasher.chunk_keys()[first_chunk:]:
+            chunk = known(key)
+            if chunk is not None and is_readable(chunk):  # as in ``_find``, whose call would take as long as all else
+                if chunk.num_blocks != blocks_per_chunk or not room.takes(chunk):
+                    break
+                found.append(ChunkRef(key, blocks_per_chunk))
+                continue
             ref = self._find(key, blocks_per_chunk, room, told)
             if ref is None:
                 break
@@ -360,7 +366,7 @@ class Lookup:
         """Return the place from which a chunk would be loaded now; None if none has it."""
         chunk = self._chunks.get(ref.prefix_key)
         if chunk is not None and self._chunks.is_readable(chunk):
-            if chunk.ref != ref:
+            if chunk.num_blocks != ref.num_blocks:
                 return None
             return _DISK if chunk.memory is NO_SLOT else _MEMORY
         return Place.REMOTE if self._is_remote(ref, told) else None
@@ -383,8 +389,7 @@ class Lookup:
         chunks = self._chunks
         chunk = chunks.get(key)
         if chunk is not None and chunks.is_readable(chunk):
-            ref = chunk.ref
-            return ref if ref.num_blocks == num_blocks and room.takes(chunk) else None
+            return ChunkRef(key, num_blocks) if chunk.num_blocks == num_blocks and room.takes(chunk) else None
         ref = ChunkRef(key, num_blocks)
         return ref if self._is_remote(ref, told) and room.takes(None) else None
 
@@ -394,7 +399,7 @@ class Lookup:
         if not remote.answers or not remote.view.holds(ref, self._chunks.now_s, told):
             return False
         chunk = self._chunks.get(ref.prefix_key)
-        return chunk is None or (chunk.ref == ref and not chunk.forgotten and chunk.memory is NO_SLOT)
+        return chunk is None or (chunk.num_blocks == ref.num_blocks and not chunk.forgotten and chunk.memory is NO_SLOT)
 
 
 def _asked_ends(hasher: PrefixHasher, match: Match) -> list[End]:

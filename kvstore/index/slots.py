@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import takewhile
@@ -89,7 +89,7 @@ class Slots:
 
     def add(self, chunk: Entry) -> None:
         """Let the policy order a chunk that has a slot."""
-        self.order.add(chunk.ref.prefix_key, share=chunk.owner.memory if chunk.owner is not None else None)
+        self.order.add(chunk.prefix_key, share=chunk.owner.memory if chunk.owner is not None else None)
 
     def fill(self, chunk: Entry, slot: int, state: InMemory) -> None:
         """Assign a slot to a chunk in use, whose bytes are on their way."""
@@ -103,7 +103,7 @@ class Slots:
         self._chunks.note_change(chunk)
         if chunk.in_memory:
             self.count_idle(chunk, -1)
-        self.order.evict(chunk.ref.prefix_key)
+        self.order.evict(chunk.prefix_key)
         if chunk.memory is LOADING:  # a read that hangs may still write to it
             self.free.appendleft(chunk.slot)
             self._num_hung += 1
@@ -144,14 +144,20 @@ class Uses:
         leaves: AbstractSet[PrefixKey] = frozenset(),
     ) -> None:
         """Tell the policies that a chain of chunks is used, see ``Policy.touch_chain``."""
-        self.last_touched = chain
+        self.last_touched = own = self._own_keys(chain)
         for order in self.orders:
-            order.touch_chain(chain, noted, leaves)
+            order.touch_chain(own, noted, leaves)
 
     def refresh(self, chain: Sequence[PrefixKey], leaves: AbstractSet[PrefixKey]) -> None:
         """Tell the policies that a chain of chunks is wanted, without a use, see ``Policy.refresh_chain``."""
+        own = self._own_keys(chain)
         for order in self.orders:
-            order.refresh_chain(chain, leaves)
+            order.refresh_chain(own, leaves)
+
+    def _own_keys(self, chain: Iterable[PrefixKey]) -> list[PrefixKey]:
+        """Return the keys, of known chunks those that are here, as policies keep them and a copy is 64 bytes."""
+        known = self.chunks.get
+        return [key if (chunk := known(key)) is None else chunk.prefix_key for key in chain]
 
     def begin(self, chunk: Entry, count: int = 1) -> None:
         """Keep a chunk from eviction until ``count`` uses have ended."""
@@ -209,7 +215,7 @@ class Uses:
 
     def discard(self, chunk: Entry) -> None:
         """Remove a chunk from every place, now or when its last use ends; leases do not keep it."""
-        self.chunks.break_checkpoint(chunk.ref.prefix_key)
+        self.chunks.break_checkpoint(chunk.prefix_key)
         self._unlease(chunk)
         if chunk.uses:
             self.forget(chunk)
@@ -220,15 +226,15 @@ class Uses:
             self.disk.drop(chunk, announce=not chunk.forgotten)
         self.chunks.vanish(chunk)
         for order in self.orders:
-            order.remove(chunk.ref.prefix_key)
+            order.remove(chunk.prefix_key)
 
     def forget(self, chunk: Entry) -> None:
         """Make a chunk in use unreachable at once, and announce the removal of its file."""
         if chunk.forgotten:
             return
         chunk.forgotten = True
-        self.chunks.break_checkpoint(chunk.ref.prefix_key)
-        self.chunks.expiries.withdraw(chunk.ref.prefix_key)
+        self.chunks.break_checkpoint(chunk.prefix_key)
+        self.chunks.expiries.withdraw(chunk.prefix_key)
         self.chunks.note_change(chunk)
         self._unlease(chunk)
         if chunk.disk is not NO_FILE:
@@ -236,8 +242,8 @@ class Uses:
 
     def supersede(self, chunk: Entry) -> None:
         """Drop the tails held by a whole chunk that has just become available in a place."""
-        is_removed = chunk.forgotten or chunk.ref.prefix_key not in self.chunks
-        if is_removed or chunk.ref.num_blocks != self.chunks.whole_blocks:
+        is_removed = chunk.forgotten or chunk.prefix_key not in self.chunks
+        if is_removed or chunk.num_blocks != self.chunks.whole_blocks:
             return
         for key in keys_of(chunk.trail[:-PREFIX_KEY_BYTES]):
             tail = self.chunks.get(key)
@@ -258,8 +264,8 @@ class Uses:
         if is_read or is_others or lacks_slot or lacks_file or not chunk.lasts_until(tail.expires_s):
             return False
         self.chunks.counters.superseded_tails += 1
-        self.disk.retained.move(tail.ref.prefix_key, chunk.ref.prefix_key)
-        freed, added = self.leases.move(tail.ref.prefix_key, chunk.ref.prefix_key)
+        self.disk.retained.move(tail.prefix_key, chunk.prefix_key)
+        freed, added = self.leases.move(tail.prefix_key, chunk.prefix_key)
         if added:
             self.begin(chunk, added)
         self._end_leases(tail, freed)
@@ -268,7 +274,7 @@ class Uses:
 
     def _unlease(self, chunk: Entry) -> None:
         """Take a chunk out of all leases; otherwise it could not be stored again before they end."""
-        self._end_leases(chunk, self.leases.drop_chunk(chunk.ref.prefix_key))
+        self._end_leases(chunk, self.leases.drop_chunk(chunk.prefix_key))
 
     def _end_leases(self, chunk: Entry, count: int) -> None:
         """End the uses of ``count`` leases that no longer hold a chunk."""

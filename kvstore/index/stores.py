@@ -79,9 +79,9 @@ class StorePlanner:
             self.uses.begin(chunk)
         noted = {*prefix, *self.uses.last_touched} if noted is None else noted
         if holders:
-            noted = {*noted, *(holder.ref.prefix_key for tail, holder in holders.items() if tail in noted)}
+            noted = {*noted, *(holder.prefix_key for tail, holder in holders.items() if tail in noted)}
         whole = {part.prefix_key: parts for parts in checkpoints for part in parts}
-        leaves = whole.keys() | {holder.ref.prefix_key for holder in holders.values()}  # nothing depends on a holder
+        leaves = whole.keys() | {holder.prefix_key for holder in holders.values()}  # nothing depends on a holder
         self.uses.touch(chain, noted, leaves)
         steps = self._plan(refs, whole, holders, made, until_s, owner=owner)
         for chunk in own:
@@ -195,7 +195,7 @@ class StorePlanner:
         holder = holders.get(ref.prefix_key)
         if holder is None:
             return (ref.prefix_key,)
-        return (holder.ref.prefix_key,) if self._stands_in(holder) else (holder.ref.prefix_key, ref.prefix_key)
+        return (holder.prefix_key,) if self._stands_in(holder) else (holder.prefix_key, ref.prefix_key)
 
     def _fit(self, trail: bytes, until_s: float | None) -> Iterator[Entry]:
         """Yield chunks that hold all blocks of a tail and are kept at least as long; those in memory first.
@@ -259,13 +259,13 @@ class StorePlanner:
         if chunk is not None:  # a forgotten chunk's earlier entry is still being removed
             self._refuse(ref, trail, Cause.LEAVING, owner)
             return None
-        return self._plan_new(Entry(ref, uses=1, expires_s=until_s, owner=owner), trail, is_written=is_written)
+        return self._plan_new(Entry(*ref, uses=1, expires_s=until_s, owner=owner), trail, is_written=is_written)
 
     def _refuse(self, ref: ChunkRef, trail: bytes, cause: Cause, owner: Owner | None) -> None:
         self.chunks.counters.refused += 1
         if owner is not None:
             owner.refused += 1
-        self.chunks.tell(Fate.REFUSED, Entry(ref, trail=trail), Place.MEMORY, cause)
+        self.chunks.tell(Fate.REFUSED, Entry(*ref, trail=trail), Place.MEMORY, cause)
 
     def _plan_new(self, chunk: Entry, trail: bytes, *, is_written: bool) -> StoreStep | None:
         ref, owner = chunk.ref, chunk.owner

@@ -11,9 +11,10 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, groupby, islice
 from typing import Final
 
+from kvstore.index.pages import SortedPages
 from kvstore.model.chunks import ChunkRef, chunk_of, is_trail_of
 from kvstore.model.keys import PREFIX_KEY_BYTES, PrefixKey
 
@@ -24,49 +25,48 @@ _MAX_NEAR: Final = 64  # candidates examined, those that share most first
 
 
 class Trails:
-    """The trails of known chunks in any state. Takes about 0.4 KiB for a chunk of 16 blocks.
+    """The trails of known chunks in any state. Takes about ten bytes more than a trail itself.
 
     ``nearest`` and ``within`` may be called by any thread.
     """
 
     def __init__(self) -> None:
-        # Trails by the key of the first block's end: usually one, else a sorted list, which would take 80 bytes more.
-        self._groups: dict[PrefixKey, bytes | list[bytes]] = {}
+        self._alone = SortedPages(PREFIX_KEY_BYTES)  # those whose first block is in no other, as nearly all are
+        self._groups: dict[PrefixKey, list[bytes]] = {}  # the others in order, by the key of that block's end
 
     def add(self, trail: bytes) -> None:
         """Add the trail of a chunk that is not known yet."""
         first = trail[:PREFIX_KEY_BYTES]
         group = self._groups.get(first)
-        if group is None:
-            self._groups[first] = trail
-        elif isinstance(group, bytes):
-            self._groups[first] = sorted((group, trail))
-        else:
+        if group is not None:
             insort(group, trail)
+        elif (other := self._alone.find(first)) is None:
+            self._alone.add(trail)
+        else:
+            self._groups[first] = sorted((other, trail))  # before it is alone no more, as other threads search
+            self._alone.discard(other)
 
     def add_all(self, trails: Iterable[bytes]) -> None:
         """``add`` many at once."""
-        groups, grown = self._groups, dict[PrefixKey, list[bytes]]()
-        for trail in trails:
-            first = trail[:PREFIX_KEY_BYTES]
-            group = groups.get(first)
-            if group is None:
-                groups[first] = trail
-                continue
-            if isinstance(group, bytes):
-                group = groups[first] = [group]
-            group.append(trail)
-            grown[first] = group
-        for group in grown.values():
-            group.sort()
+        alone: list[bytes] = []
+        for first, group in groupby(sorted(trails), _first_of):
+            one, *others = group
+            if others or first in self._groups or self._alone.find(first) is not None:
+                for trail in (one, *others):
+                    self.add(trail)
+            else:
+                alone.append(one)
+        self._alone.add_all(alone)
 
     def discard(self, trail: bytes) -> None:
         """Drop the trail of a known chunk."""
         first = trail[:PREFIX_KEY_BYTES]
-        group = self._groups[first]
-        if isinstance(group, list):
-            del group[bisect_left(group, trail)]
-        if isinstance(group, bytes) or not group:
+        group = self._groups.get(first)
+        if group is None:
+            self._alone.discard(trail)
+            return
+        del group[bisect_left(group, trail)]
+        if not group:
             del self._groups[first]
 
     def nearest(self, trail: bytes) -> Iterator[tuple[PrefixKey, int]]:
@@ -83,10 +83,12 @@ class Trails:
 
     def neighbours(self, trail: bytes) -> Iterator[tuple[bytes, int]]:
         """Return the trails of the chunks of ``nearest``, with the numbers of shared blocks."""
-        group = self._groups.get(trail[:PREFIX_KEY_BYTES])
+        first = trail[:PREFIX_KEY_BYTES]
+        group: Sequence[bytes] | None = self._groups.get(first)
         if group is None:
-            return iter(())
-        return _outwards([group] if isinstance(group, bytes) else group, trail)
+            one = self._alone.find(first)
+            group = self._groups.get(first) if one is None else (one,)  # another thread may have moved it
+        return _outwards(group, trail) if group else iter(())
 
     def within(self, trail: bytes) -> Iterator[PrefixKey]:
         """Yield the keys of longer chunks that hold all blocks of a trail."""
@@ -97,8 +99,7 @@ class Trails:
                 yield key
 
     def __iter__(self) -> Iterator[bytes]:
-        groups = self._groups.values()
-        return (trail for group in groups for trail in ((group,) if isinstance(group, bytes) else group))
+        return chain(self._alone, *self._groups.values())
 
 
 class RemoteTrails:
@@ -167,6 +168,10 @@ def is_trail(trail: bytes, blocks_per_chunk: int) -> bool:
 def keys_of(trail: bytes) -> Iterator[PrefixKey]:
     """Return the keys of a trail, the shortest prefix first."""
     return (trail[begin : begin + PREFIX_KEY_BYTES] for begin in range(0, len(trail), PREFIX_KEY_BYTES))
+
+
+def _first_of(trail: bytes) -> PrefixKey:
+    return trail[:PREFIX_KEY_BYTES]
 
 
 def _outwards(group: Sequence[bytes], trail: bytes) -> Iterator[tuple[bytes, int]]:

@@ -79,11 +79,17 @@ class DiskWrites:
         ``owners`` has the ids of their owners, as far as the tier knows them. Quotas may be smaller than before:
         ``settle`` evicts what is beyond them.
         """
-        for ref, stored_bytes in survivors if self.stored_bytes is not None else ():
-            self.chunks[ref.prefix_key] = chunk = Entry(ref, disk=STORED)
-            chunk.owner = self.owners.by_id(owners.get(ref.prefix_key, b""))
-            self._add(chunk, stored_bytes)
+        self.order.adopt(self._adopted(survivors, owners) if self.stored_bytes is not None else ())
         self.chunks.learn_all(trails)
+
+    def _adopted(
+        self, survivors: Iterable[tuple[ChunkRef, int]], owners: Mapping[PrefixKey, bytes]
+    ) -> Iterator[tuple[PrefixKey, int, Policy | None]]:
+        """Enter chunks, and yield each with its bytes and its share of the disk."""
+        for ref, stored_bytes in survivors:
+            owner = self.owners.by_id(owners.get(ref.prefix_key, b""))
+            self.chunks[ref.prefix_key] = Entry(*ref, disk=STORED, owner=owner)
+            yield ref.prefix_key, stored_bytes, owner.disk if owner is not None else None
 
     def settle(self) -> None:
         """Evict what is beyond the quotas, the least recently used first."""
@@ -106,7 +112,7 @@ class DiskWrites:
         if chunk.expires_s is not None and not self.keeps_lifetimes:
             self.chunks.tell(Fate.REFUSED, chunk, Place.DISK, Cause.LIFETIME)
             return False
-        need_bytes = self.stored_bytes(chunk.ref.num_blocks)
+        need_bytes = self.stored_bytes(chunk.num_blocks)
         if (is_busy := self.num_writes >= self.max_writes) or not self._make_room(chunk, need_bytes):
             self.chunks.counters.writes_dropped += 1
             is_bound = not is_busy and self._own_victims(chunk.owner, need_bytes) is None
@@ -131,7 +137,7 @@ class DiskWrites:
         chunk.disk = STORED
         self.chunks.note_change(chunk)
         if size_bytes is not None:
-            self.order.resize(chunk.ref.prefix_key, size_bytes)
+            self.order.resize(chunk.prefix_key, size_bytes)
         if chunk.forgotten:  # its removal may have been carried out before the write began
             self.removals.append(chunk.ref)
 
@@ -139,7 +145,7 @@ class DiskWrites:
         """Tell the time to live of a chunk that has arrived in a slower tier once more, if it was told before that."""
         if (target, chunk.ref) in self.told_early:
             del self.told_early[target, chunk.ref]
-            self.chunks.extended[chunk.ref.prefix_key] = None
+            self.chunks.extended[chunk.prefix_key] = None
 
     def retain(self, refs: Iterable[ChunkRef], until_s: float, tenant: bytes = b"") -> int:
         """Keep chunks until a time on the index's clock, or for longer if that was asked before.
@@ -190,9 +196,9 @@ class DiskWrites:
     def drop(self, chunk: Entry, *, announce: bool) -> None:
         """Remove a chunk from the disk."""
         self.chunks.note_change(chunk)
-        if self.retained.drop(chunk.ref.prefix_key):
+        if self.retained.drop(chunk.prefix_key):
             self.ended.append(Retention(chunk.ref, 0.0, b""))
-        self.order.evict(chunk.ref.prefix_key)
+        self.order.evict(chunk.prefix_key)
         if announce:
             self.removals.append(chunk.ref)
         chunk.disk = NO_FILE
@@ -211,11 +217,11 @@ class DiskWrites:
         missing_bytes -= sum(map(self.order.size_of, own)) if own else 0
         going = dict.fromkeys(own)
         others = self.order.make_room(
-            missing_bytes, lambda key: key not in going and self.chunks.is_unused(key), newcomer.ref.prefix_key
+            missing_bytes, lambda key: key not in going and self.chunks.is_unused(key), newcomer.prefix_key
         )
         if others is None:
             return False
-        self._evict((*own, *others), newcomer.ref.prefix_key)
+        self._evict((*own, *others), newcomer.prefix_key)
         return True
 
     def _own_victims(self, owner: Owner | None, need_bytes: int) -> Sequence[PrefixKey] | None:
@@ -232,7 +238,7 @@ class DiskWrites:
 
     def _add(self, chunk: Entry, size_bytes: int) -> None:
         share = chunk.owner.disk if chunk.owner is not None else None
-        self.order.add(chunk.ref.prefix_key, size_bytes, share)
+        self.order.add(chunk.prefix_key, size_bytes, share)
 
 
 @dataclass(eq=False)
@@ -276,9 +282,9 @@ class RemoteSends:
         if self.view.holds(chunk.ref, self.chunks.now_s):  # another engine's
             chunk.remote = THERE
             if not lasts(self.view.until_s(chunk.ref, self.chunks.now_s), chunk.expires_s):
-                self.chunks.extended[chunk.ref.prefix_key] = None
+                self.chunks.extended[chunk.prefix_key] = None
             return False
-        if self._is_held(chunk.ref.num_blocks, trail):
+        if self._is_held(chunk.num_blocks, trail):
             return False
         if self.num_sends >= self.max_sends:
             self.chunks.counters.sends_dropped += 1
@@ -348,7 +354,7 @@ class RemoteSends:
         """Return the tails to recall for a chunk that has arrived, itself included if a longer one arrived first."""
         is_endless = chunk.expires_s is None and not chunk.forgotten
         going = [tail for tail in _tails_in(chunk) if self._may_go(tail)] if is_endless else []
-        if chunk.ref.num_blocks < self.chunks.whole_blocks:
+        if chunk.num_blocks < self.chunks.whole_blocks:
             self._sent_tails[chunk.ref] = None
             if len(self._sent_tails) > _MAX_SENT_TAILS:
                 self._sent_tails.popitem(last=False)

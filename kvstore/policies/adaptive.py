@@ -2,49 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from collections.abc import Set as AbstractSet
+from typing import Final
 
 from kvstore.model.keys import PrefixKey
 from kvstore.policies.base import MIN_GHOSTS, Policy
 from kvstore.policies.ranking import Ranking, Unit
 from kvstore.policies.survival import NUM_USES
 
+_ADOPTED_TOGETHER: Final[int] = 64
+
 
 class KeyUnit(Unit):
     """Unit with its keys.
 
     Attributes:
-        keys: head first; includes keys that have moved to another unit since, among them always the last one.
-        here: the unit's keys whose chunks are in the tier.
-        depth: a position after all keys in ``here``.
+        keys: head first; includes keys that have moved to another unit since, among them always the last one. Each key
+            occurs once, since a unit gets keys only from the request that begins it, or all at once.
+        num_here: the unit's keys whose chunks are in the tier and offered.
+        depth: a position after all of those.
+        is_chain: True if one request used them, False for chunks that an earlier process left.
     """
 
-    __slots__ = ("depth", "here", "keys")
+    __slots__ = ("depth", "is_chain", "keys", "num_here")
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_chain: bool = True) -> None:
         super().__init__()
         self.keys: list[PrefixKey] = []
-        self.here: set[PrefixKey] = set()
-        self.depth = 0
+        self.num_here = self.depth = 0
+        self.is_chain = is_chain
 
     def append(self, key: PrefixKey) -> None:
         """Add a key as the deepest."""
         self.keys.append(key)
         self.num_keys += 1
 
-    def enter(self, key: PrefixKey) -> None:
-        """Note that the chunk of a key is in the tier."""
-        self.here.add(key)
+    def enter(self, count: int = 1) -> None:
+        """Note that chunks of some of the keys are in the tier."""
+        self.num_here += count
         self.depth = len(self.keys)
-
-    def deepest_first(self) -> Iterator[PrefixKey]:
-        """Yield the chunks in the tier, from the end of the chain to its head."""
-        while self.depth and self.keys[self.depth - 1] not in self.here:
-            self.depth -= 1
-        for place in range(self.depth - 1, -1, -1):
-            if self.keys[place] in self.here:
-                yield self.keys[place]
 
 
 class Adaptive(Policy):
@@ -97,10 +94,10 @@ class Adaptive(Policy):
 
     def _on_end(self, chain: Sequence[PrefixKey], answer_tokens: int) -> None:
         own = {*chain}
-        units = {unit for key in chain if (unit := self._units.get(key)) is not None}
+        units = dict.fromkeys(unit for key in chain if (unit := self._units.get(key)) is not None)
         for unit in sorted(units, key=lambda unit: (unit.time, unit.cls)):
             # Another request may have used them last, or several go on from here, and may return at any time.
-            if unit.keys[-1] in own and self._children.get(unit.keys[-1], 0) <= 1:
+            if unit.is_chain and unit.keys[-1] in own and self._children.get(unit.keys[-1], 0) <= 1:
                 self._ranking.end(unit, answer_tokens)
 
     def _on_add(self, key: PrefixKey) -> None:
@@ -109,12 +106,38 @@ class Adaptive(Policy):
             unit = self._units[key] = self._ranking.begin(KeyUnit(), 0)
             self._ranking.remember([unit])
             unit.append(key)
-        unit.enter(key)
+        unit.enter()
+        self._ranking.enqueue(unit)
+
+    def _on_adopt(self, keys: Sequence[PrefixKey]) -> None:
+        fresh: list[PrefixKey] = []  # for one unit, as one for each chunk would take 0.6 KB
+        for key in keys:
+            if key in self._units:
+                self._adopt(fresh)
+                fresh = []
+                self._on_add(key)
+            else:
+                fresh.append(key)
+                if len(fresh) == _ADOPTED_TOGETHER:
+                    self._adopt(fresh)
+                    fresh = []
+        self._adopt(fresh)
+
+    def _adopt(self, keys: list[PrefixKey]) -> None:
+        """Begin a unit of chunks, the one to be evicted first in front."""
+        if not keys:
+            return
+        unit = self._ranking.begin(KeyUnit(is_chain=False), 0)
+        self._ranking.remember([unit])
+        for key in reversed(keys):
+            self._units[key] = unit
+            unit.append(key)
+        unit.enter(len(keys))
         self._ranking.enqueue(unit)
 
     def _on_evict(self, key: PrefixKey) -> None:
         unit = self._units[key]
-        self._leave(key, unit)
+        self._leave(unit)
         if unit in self._ranking.stripped:
             self._ranking.lose(unit)
             self._forget(key, unit)
@@ -123,8 +146,8 @@ class Adaptive(Policy):
         unit = self._units.get(key)
         if unit is None:
             return
-        if key in unit.here:
-            self._leave(key, unit)
+        if self._is_here(key, unit):
+            self._leave(unit)
         self._ranking.lose(unit)
         self._forget(key, unit)
 
@@ -134,28 +157,43 @@ class Adaptive(Policy):
         own = None if newcomer is None else self._units.get(newcomer)
         limit = None if newcomer is None else self._ranking.value(own)
         for value, unit in self._ranking.by_value():
-            if unit is own or (limit is not None and value > limit):
+            if limit is not None and value > limit:
                 return
-            yield from unit.deepest_first()
+            if unit is own and unit.is_chain:  # a request does not give up its own front for its end
+                return
+            yield from self._deepest_first(unit)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
+    def _is_here(self, key: PrefixKey, unit: KeyUnit) -> bool:
+        """Tell if a key belongs to a unit, and its chunk is in the tier and offered."""
+        return self._units.get(key) is unit and key in self._sizes and key not in self._held
+
+    def _deepest_first(self, unit: KeyUnit) -> Generator[PrefixKey]:
+        """Yield the chunks of a unit, from the end of the chain to its head."""
+        keys = unit.keys
+        while unit.depth and not self._is_here(keys[unit.depth - 1], unit):
+            unit.depth -= 1
+        for place in range(unit.depth - 1, -1, -1):
+            if self._is_here(keys[place], unit):
+                yield keys[place]
+
     def _move(self, key: PrefixKey, unit: KeyUnit | None, target: KeyUnit) -> None:
-        is_here = unit is not None and key in unit.here
+        is_here = unit is not None and self._is_here(key, unit)
         if unit is not None:
             if is_here:
-                self._leave(key, unit)
+                self._leave(unit)
             self._forget(key, unit)
         self._units[key] = target
         target.append(key)
         if is_here:
-            target.enter(key)
+            target.enter()
             self._ranking.enqueue(target)
 
-    def _leave(self, key: PrefixKey, unit: KeyUnit) -> None:
+    def _leave(self, unit: KeyUnit) -> None:
         """Note that a chunk leaves the tier or this unit."""
-        unit.here.remove(key)
-        if not unit.here:
+        unit.num_here -= 1
+        if not unit.num_here:
             self._ranking.dequeue(unit)
 
     def _forget(self, key: PrefixKey, unit: KeyUnit) -> None:
@@ -170,10 +208,10 @@ class Adaptive(Policy):
             return
         limit = self.max_ghosts
         while len(self._units) - len(self._sizes) > limit and (unit := self._ranking.pop_oldest()) is not None:
-            ghosts = [key for key in unit.keys if self._units.get(key) is unit and key not in unit.here]
+            ghosts = [key for key in unit.keys if self._units.get(key) is unit and not self._is_here(key, unit)]
             if ghosts:
                 self._ranking.lose(unit, len(ghosts))
-            if unit.here:
+            if unit.num_here:
                 self._ranking.stripped[unit] = None
             for key in ghosts:
                 self._forget(key, unit)

@@ -49,6 +49,7 @@ class Policy(ABC):
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self._sizes: dict[PrefixKey, int] = {}
+        self._last_size_bytes = 0
         self._held: set[PrefixKey] = set()
         self._given_up: dict[PrefixKey, None] = {}
         self._parents: dict[PrefixKey, PrefixKey] = {}  # of chunks in the tier
@@ -124,15 +125,28 @@ class Policy(ABC):
         Raises:
             InvalidCallError: it has already been added.
         """
-        if key in self._sizes:
-            raise InvalidCallError(f"a chunk of {self._sizes[key]} bytes was added twice: evict or remove it first")
-        self.used_bytes += size_bytes
-        self._sizes[key] = size_bytes
-        self._set_parent(key, self._chain.get(key))
+        self._enter(key, size_bytes)
         self._on_add(key)
         if share is not None:
             self._shares[key] = share
             share.add(key, size_bytes)
+
+    def adopt(self, chunks: Iterable[tuple[PrefixKey, int, Policy | None]]) -> None:
+        """``add`` the chunks that an earlier process left, with their sizes and shares, the longest untouched first.
+
+        Raises:
+            InvalidCallError: one has already been added; those before it are added.
+        """
+        added: list[PrefixKey] = []
+        try:
+            for key, size_bytes, share in chunks:
+                self._enter(key, size_bytes)
+                added.append(key)
+                if share is not None:
+                    self._shares[key] = share
+                    share.add(key, size_bytes)
+        finally:
+            self._on_adopt(added)
 
     def resize(self, key: PrefixKey, size_bytes: int) -> None:
         """Correct the size of a chunk. Unknown keys are ignored."""
@@ -200,8 +214,8 @@ class Policy(ABC):
 
     def remove(self, key: PrefixKey) -> None:
         """Forget a deleted, expired or lost chunk and its key. Unknown keys are ignored."""
-        self._held.discard(key)
         self._on_remove(key)
+        self._held.discard(key)
         self._drop(key)
         self._chain.pop(key, None)
 
@@ -239,6 +253,11 @@ class Policy(ABC):
     def _on_add(self, key: PrefixKey) -> None:
         """Add a chunk, whose size is in ``_sizes``."""
 
+    def _on_adopt(self, keys: Sequence[PrefixKey]) -> None:
+        """Add chunks of an earlier process, the longest untouched first, all with their sizes in ``_sizes``."""
+        for key in keys:
+            self._on_add(key)
+
     def _on_resize(self, key: PrefixKey, more_bytes: int) -> None:  # noqa: B027 - most keep no sums of their own
         """Correct the size of a chunk by ``more_bytes``, which may be negative."""
 
@@ -252,7 +271,7 @@ class Policy(ABC):
 
     @abstractmethod
     def _on_remove(self, key: PrefixKey) -> None:
-        """Forget a key, whether its chunk is in the tier, remembered or unknown."""
+        """Forget a key, whether its chunk is in the tier, held or not, remembered or unknown."""
 
     @abstractmethod
     def _order(self, newcomer: PrefixKey | None) -> Generator[PrefixKey]:
@@ -292,6 +311,15 @@ class Policy(ABC):
         if parent is not None and parent != key:
             self._parents[key] = parent
             self._children[parent] = self._children.get(parent, 0) + 1
+
+    def _enter(self, key: PrefixKey, size_bytes: int) -> None:
+        if key in self._sizes:
+            raise InvalidCallError(f"a chunk of {self._sizes[key]} bytes was added twice: evict or remove it first")
+        self.used_bytes += size_bytes
+        if size_bytes == self._last_size_bytes:
+            size_bytes = self._last_size_bytes  # one object for all chunks of one size
+        self._last_size_bytes = self._sizes[key] = size_bytes
+        self._set_parent(key, self._chain.get(key))
 
     def _drop(self, key: PrefixKey) -> None:
         self.used_bytes -= self._sizes.pop(key, 0)

@@ -7,12 +7,16 @@ up, loads the chunks found, and stores the rest before the next one; transfers t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Final
 
 from kvstore.model.keys import PrefixKey
 from kvstore.policies import Policy
+
+_MOST_TOGETHER: Final = 8  # chunks of which a writer asks a cache server at once, and their bytes
+_TOGETHER_BYTES: Final = 1 << 20
 
 
 @dataclass
@@ -53,9 +57,32 @@ class SimulatedTier:
         for key, size_bytes in new:
             if not self._make_room(size_bytes, held, key):
                 return  # chunks after a missing one would not be found
-            self.policy.add(key, size_bytes)
-            self.counts.written_chunks += 1
-            self.counts.written_bytes += size_bytes
+            self._write(key, size_bytes)
+
+    def send(self, keys: Sequence[PrefixKey], sizes_bytes: Sequence[int]) -> list[PrefixKey]:
+        """Take chunks as a cache server does, and return those that it refuses.
+
+        Their writer asks first which of some are there, which counts as a use of each, and sends the others one by one.
+        """
+        refused: list[PrefixKey] = []
+        together = min(_MOST_TOGETHER, max(1, _TOGETHER_BYTES // max(1, *sizes_bytes, 1)))
+        for begin in range(0, len(keys), together):
+            batch = keys[begin : begin + together]
+            self.policy.touch_chain(batch)
+            for key, size_bytes in zip(batch, sizes_bytes[begin:], strict=False):
+                if key in self.policy:
+                    continue
+                self.counts.offered_chunks += 1
+                if self._make_room(size_bytes, frozenset(), key):
+                    self._write(key, size_bytes)
+                else:
+                    refused.append(key)
+        return refused
+
+    def _write(self, key: PrefixKey, size_bytes: int) -> None:
+        self.policy.add(key, size_bytes)
+        self.counts.written_chunks += 1
+        self.counts.written_bytes += size_bytes
 
     def _make_room(self, size_bytes: int, held: AbstractSet[PrefixKey], newcomer: PrefixKey | None) -> bool:
         missing_bytes = self.policy.used_bytes + size_bytes - self.policy.capacity_bytes
@@ -72,7 +99,7 @@ class SimulatedStore:
     Args:
         policies: of the store's own tiers.
         shared: a tier below them that several stores share, as a cache server: it is asked only for chunks behind
-            those found above, and hears of no answers.
+            those found above, and hears of no answers. What it refuses is sent again when it is used again.
         num_staging: first tiers that a chunk found below them is brought to.
     """
 
@@ -81,6 +108,7 @@ class SimulatedStore:
     ) -> None:
         self._own = [SimulatedTier(policy) for policy in policies]
         self._shared = shared
+        self._refused: dict[PrefixKey, None] = {}  # by the shared tier, of chunks here
         self._staging = self._own[:num_staging]
         self.tiers = self._own if shared is None else [*self._own, shared]
         self.chunks = 0
@@ -103,9 +131,15 @@ class SimulatedStore:
         answer_tokens: int | None = None,
         leased: Collection[PrefixKey] = (),
     ) -> int:
-        """Look up a chain, load its leading chunks that are stored, and store the rest. Returns how many were found.
+        """``load`` a chain, and ``store`` the rest at once. Returns how many were found."""
+        found = self.load(keys, sizes_bytes, leased)
+        self.store(keys, sizes_bytes, found, answer_tokens, leased)
+        return found
 
-        It ends with an answer of ``answer_tokens``, if that is known. Chunks in ``leased`` are not evicted either.
+    def load(self, keys: Sequence[PrefixKey], sizes_bytes: Sequence[int], leased: Collection[PrefixKey] = ()) -> int:
+        """Look up a chain, and load its leading chunks that are stored. Returns how many there are.
+
+        Chunks in ``leased`` are not evicted either.
         """
         found = self._find(keys, sizes_bytes)
         held = {*keys, *leased}
@@ -118,14 +152,46 @@ class SimulatedStore:
                 if key in tier.policy:
                     break
                 tier.bring_up(key, size_bytes, held)
+        return found
+
+    def store(
+        self,
+        keys: Sequence[PrefixKey],
+        sizes_bytes: Sequence[int],
+        found: int,
+        answer_tokens: int | None = None,
+        leased: Collection[PrefixKey] = (),
+    ) -> None:
+        """Store the chunks of a chain that ``load`` has not found, once they are computed.
+
+        It ends with an answer of ``answer_tokens``, if that is known.
+        """
+        held = {*keys, *leased}
         for tier in self._own:
             tier.offer(keys[found:], sizes_bytes[found:], held)
             tier.policy.refresh_chain(keys)
             if answer_tokens is not None:
                 tier.policy.end_chain(keys, answer_tokens)
         if self._shared is not None:
-            self._shared.offer(keys[found:], sizes_bytes[found:], frozenset())
-        return found
+            self._send(self._shared, keys, sizes_bytes, found)
+
+    def _send(self, shared: SimulatedTier, keys: Sequence[PrefixKey], sizes_bytes: Sequence[int], found: int) -> None:
+        """Send new chunks to the shared tier, and those in memory that it has refused before."""
+        sent = [
+            (key, size_bytes)
+            for place, (key, size_bytes) in enumerate(zip(keys, sizes_bytes, strict=True))
+            if place >= found or (key in self._refused and key in self._staging[-1].policy)
+        ]
+        if sent:
+            refused = shared.send([key for key, _ in sent], [size_bytes for _, size_bytes in sent])
+            self._note_refused((key for key, _ in sent), refused)
+
+    def _note_refused(self, sent: Iterable[PrefixKey], refused: Iterable[PrefixKey]) -> None:
+        for key in sent:
+            self._refused.pop(key, None)
+        self._refused.update(dict.fromkeys(refused))
+        if len(self._refused) > 2 * sum(len(tier.policy) for tier in self._own):
+            self._refused = {key: None for key in self._refused if any(key in tier.policy for tier in self._own)}
 
     def _ask(self, shared: Policy, keys: Sequence[PrefixKey], found: int) -> None:
         """Do what a cache server does when it is asked for chunks, and then for the bytes of those that were found."""

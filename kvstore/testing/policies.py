@@ -103,6 +103,14 @@ class PolicyMachine(RuleBasedStateMachine):
         if key not in self.here:
             self.store(key, size_bytes, set(), newcomer=None)
 
+    @rule(keys=st.lists(st.sampled_from(_KEYS), unique=True, max_size=6))
+    def adopt(self, keys: list[PrefixKey]) -> None:
+        """Adopt chunks that an earlier process left, as many as there is room for."""
+        room_bytes = _CAPACITY_BYTES - sum(self.here.values())
+        added = [key for key in keys if key not in self.here][:room_bytes]
+        self.policy.adopt((key, 1, None) for key in added)
+        self.here.update(dict.fromkeys(added, 1))
+
     @rule(keys=st.lists(st.sampled_from(_KEYS), max_size=3))
     def remove(self, keys: list[PrefixKey]) -> None:
         """Remove chunks, held or not."""

@@ -12,6 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvstore.model.errors import ConfigError
+from kvstore.policies import Adaptive, open_policy
+from kvstore.policies.simulation import SimulatedStore, SimulatedTier
 from kvstore.policies.traces import read_trace
 from kvstore.tools.cli import app
 from kvstore.tools.proxy.choice import MOST_BYTES
@@ -107,6 +109,44 @@ def test_all_replicas_share_the_bandwidth_of_a_shared_tier(path: Path) -> None:
     assert [row["tiers"]["shared"]["read_bytes"] for row in rows] == [2048 * PER_TOKEN] * 2
     assert rows[0]["ttft_s"]["mean"] == pytest.approx((4 * 1 + 2 * (1 + 1 / 1024)) / 6)
     assert rows[1]["ttft_s"]["mean"] == pytest.approx((4 * 1 + 2 * (1 + 1 / 1024) + 1) / 6), "one waits for the other"
+
+
+def test_what_is_being_computed_is_not_found_yet(path: Path) -> None:
+    lines: list[Line] = [(0, [1, 2]), (0.5, [1, 2])]
+    both: dict[str, Any] = {"replicas": 2, "shared": ROOMY}
+    assert run(path, lines, **both)["hit_rate"] == 0, "the other replica computes it from 0 s to 1 s"
+    assert run(path, [lines[0], (1.5, [1, 2])], **both)["hit_rate"] == 0.5
+    assert run(path, lines)["hit_rate"] == 0.5, "the same replica begins with it once the first is complete"
+
+
+def test_what_a_shared_tier_refused_is_sent_again_when_it_is_used_again() -> None:
+    memory, shared = open_policy("LRU", 100), SimulatedTier(open_policy("LRU", 2))
+    store = SimulatedStore([memory], shared)
+    shared.policy.add(b"x")
+    shared.policy.add(b"y")
+    shared.policy.hold(b"x")
+    shared.policy.hold(b"y")
+    store.request([b"a"], [1])
+    assert (b"a" in shared.policy, [*store._refused]) == (False, [b"a"])
+    shared.policy.free(b"x")
+    assert store.request([b"a"], [1]) == 1
+    assert (b"a" in shared.policy, [*store._refused]) == (True, [])
+    assert shared.counts.offered_chunks == 2
+
+
+def test_a_question_before_a_write_is_a_use() -> None:
+    shared = SimulatedTier(Adaptive(10))
+    store = SimulatedStore([open_policy("LRU", 100)], shared)
+    store.request([b"a", b"b"], [1, 1])
+    assert isinstance(shared.policy, Adaptive)
+    assert {unit.uses for unit in shared.policy._units.values()} == {1}
+
+
+def test_few_refused_chunks_are_remembered() -> None:
+    store = SimulatedStore([open_policy("LRU", 2)], SimulatedTier(open_policy("LRU", 0)))
+    for number in range(100):
+        store.request([b"%d" % number], [1])
+    assert len(store._refused) <= 5
 
 
 def test_what_is_in_the_gpu_is_not_loaded(path: Path) -> None:

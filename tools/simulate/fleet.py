@@ -126,6 +126,7 @@ class Fleet:
             if not is_first:
                 replica.load -= 1
                 continue
+            replica.complete()
             seat = self._seats[replica]
             seat.is_busy = False
             if seat.waiting:

@@ -93,12 +93,13 @@ class Replica:
         self._lanes = {name: Pipe(tier.gb_per_s) for name, tier in own.items() if tier is not None}
         if plan.shared is not None:
             self._lanes[SHARED] = Pipe(plan.shared.gb_per_s)
+        self._computing: tuple[Request, int] | None = None  # and the chunks found
         self._choice = LoadChoice(LoadRules(only_if_faster=plan.load_only_if_faster))
 
     def serve(self, request: Request, arrival_s: float, now_s: float) -> Served:
         """Look up a request that arrived earlier, load what is found unless computing is faster, and compute the rest.
 
-        What it stores is found from now on.
+        What it computes is found once it is complete, at the time of its first token.
         """
         found = self._find(request)
         num_tokens = sum(map(request.tokens_of, range(len(request.keys))))
@@ -119,12 +120,21 @@ class Replica:
         declined_tokens = sum(declined.values()) - in_gpu_tokens if declined else 0
         return Served(num_tokens, found, declined_tokens, computed_tokens, begin_s, end_s)
 
+    def complete(self) -> None:
+        """Store what the request being served has computed."""
+        if self._computing is not None:
+            request, found = self._computing
+            self._store.store(request.keys, self._sizes_bytes(request), found, request.answer_tokens)
+            self._computing = None
+
+    def _sizes_bytes(self, request: Request) -> list[int]:
+        return [request.tokens_of(place) * self._plan.bytes_per_token for place in range(len(request.keys))]
+
     def _find(self, request: Request) -> dict[str, int]:
-        """Return the tokens found in each tier, and store the others."""
+        """Return the tokens found in each tier."""
         per_token = self._plan.bytes_per_token
         before = [tier.counts.hit_bytes for tier in self.tiers.values()]
-        sizes_bytes = [request.tokens_of(place) * per_token for place in range(len(request.keys))]
-        self._store.request(request.keys, sizes_bytes, request.answer_tokens)
+        self._computing = request, self._store.load(request.keys, self._sizes_bytes(request))
         return {
             name: (tier.counts.hit_bytes - bytes_before) // per_token
             for (name, tier), bytes_before in zip(self.tiers.items(), before, strict=True)

@@ -15,7 +15,7 @@ def test_the_slot_of_a_read_that_may_hang_is_used_last_of_all(last: list[int], *
     order = open_policy("LRU", 3)
     chunks = Entries(tracks_changes=False)
     slots = Slots(chunks, 3, order, take_turns=take_turns)
-    held = [Entry(ref) for ref in refs_of(3 * CHUNK)]
+    held = [Entry(*ref) for ref in refs_of(3 * CHUNK)]
     for chunk, state in zip(held, (LOADING, READY, READY), strict=True):
         slots.fill(chunk, slots.take() or 0, state)
     for chunk in held:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.schedules import schedules
 
+from kvstore.index import pages
 from kvstore.index.trails import Trails, keys_of
 from kvstore.model.keys import PREFIX_KEY_BYTES
 
@@ -26,6 +28,11 @@ def trail_of(blocks: tuple[int, ...]) -> bytes:
 
 def shared_of(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+@pytest.fixture(autouse=True)
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_PAGE", 2)
 
 
 @schedules(200)
