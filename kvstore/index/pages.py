@@ -6,14 +6,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-_PAGE: Final = 512  # items of a new page; one of twice as many is cut in two
+_PAGE: Final = 256  # items of a new page; one of twice as many is cut in two
 
 
 class SortedPages:
     """Byte strings in order, each the only one with its beginning.
 
-    One thread may change them while others search. The list of pages and the place where each begins are replaced
-    rather than changed, and so is a page that is cut, so a search finds each item that stays.
+    One thread may change them while others search. Pages, their list and the places where they begin are replaced rather
+    than changed, so a search finds each item that stays.
 
     Args:
         start_bytes: the length of a beginning.
@@ -27,21 +27,24 @@ class SortedPages:
         return (item for page in self._pages[1] for item in page)
 
     def find(self, start: bytes) -> bytes | None:
-        """Return the item with a beginning; None without one. Thread-safe."""
+        """Return the item with a beginning; None without one, or if ``start`` has another length. Thread-safe."""
+        if len(start) != self._start_bytes:
+            return None  # a shorter one begins several items
         starts, pages = self._pages
         page = pages[bisect_right(starts, start) - 1]
         place = bisect_left(page, start)
-        found = page[place : place + 1]  # one read, as the owner may drop it
-        return found[0] if found and found[0].startswith(start) else None
+        return page[place] if place < len(page) and page[place].startswith(start) else None
 
     def add(self, item: bytes) -> None:
         """Add an item with a new beginning."""
         starts, pages = self._pages
         number = bisect_right(starts, item) - 1
-        page = pages[number]
-        page.insert(bisect_left(page, item), item)
+        place = bisect_left(pages[number], item)
+        page = [*pages[number][:place], item, *pages[number][place:]]
         if len(page) >= 2 * _PAGE:
             self._replace(number, [page[:_PAGE], page[_PAGE:]])
+        else:
+            pages[number] = page
 
     def add_all(self, items: Iterable[bytes]) -> None:
         """Add items with new beginnings, which come in order."""
@@ -56,12 +59,20 @@ class SortedPages:
             self._replace(0, pages)
 
     def discard(self, item: bytes) -> None:
-        """Drop an item that is here."""
+        """Drop an item that is here.
+
+        Raises:
+            KeyError: it is not.
+        """
         starts, pages = self._pages
         number = bisect_right(starts, item) - 1
-        page = pages[number]
-        del page[bisect_left(page, item)]
-        if not page and len(pages) > 1:
+        place = bisect_left(pages[number], item)
+        page = [*pages[number][:place], *pages[number][place + 1 :]]
+        if pages[number][place : place + 1] != [item]:
+            raise KeyError(item)
+        if page or len(pages) == 1:
+            pages[number] = page
+        else:
             self._replace(number, [])
 
     def _replace(self, number: int, by: list[list[bytes]]) -> None:

@@ -188,6 +188,13 @@ def test_clear_of_a_sequence(rig: Rig, tmp_path: Path, local_cpu: bool) -> None:
         assert [rig.retrieve(engine, tokens_of(seed, 40)) for seed in (1, 2)] == [40, 40]
 
 
+def test_clear_of_whole_chunks_leaves_those_of_others(rig: Rig) -> None:
+    with rig.open() as engine:
+        rig.store(engine, tokens_of(1, 16))
+        assert engine.clear(tokens_of(2, 16)) == 0
+        assert engine.lookup(tokens_of(1, 16)) == 16
+
+
 @pytest.mark.parametrize("local_cpu", [True, False])
 def test_after_changed_weights_nothing_old_is_found(rig: Rig, tmp_path: Path, local_cpu: bool) -> None:
     with rig.open(local_disk=tmp_path, local_cpu=local_cpu) as engine:

@@ -49,6 +49,31 @@ def test_many_are_added_to_some() -> None:
     assert list(pages) == sorted(ITEMS)
 
 
+def test_a_beginning_of_another_length_finds_nothing() -> None:
+    pages = SortedPages(2)
+    pages.add(b"abc")
+    assert pages.find(b"ab") == b"abc"
+    assert [pages.find(start) for start in (b"", b"a", b"abc")] == [None, None, None]
+
+
+def test_an_item_that_is_not_here_takes_no_other_with_it() -> None:
+    pages = SortedPages(1)
+    pages.add(b"b")
+    for item in (b"a", b"c"):
+        with pytest.raises(KeyError):
+            pages.discard(item)
+    assert list(pages) == [b"b"]
+
+
+def test_a_search_uses_pages_that_stay_as_they_are() -> None:
+    pages = SortedPages(1)
+    pages.add(b"m")
+    (page,) = pages._pages[1]
+    pages.add(b"a")
+    pages.discard(b"m")
+    assert page == [b"m"]
+
+
 def test_other_threads_find_what_stays_while_others_come_and_go() -> None:
     trails = Trails()
     staying = [b"%016d" % number for number in range(0, 400, 4)]
