@@ -1,8 +1,7 @@
 """Compilation of kernels by numba, which is optional, and comes with vLLM.
 
 Kernels are compiled when a codec opens, at the start of an engine, and never in a call: they accept no other types than
-those they are compiled for. Numba keeps the machine code in its cache, beside the source or in the user's cache folder,
-by source, types and features of the CPU; the next process loads it in a fraction of the time.
+those they are compiled for. That takes two or three seconds. Numba's cache on disk would save them, but it is pickle.
 """
 
 from __future__ import annotations
@@ -41,15 +40,8 @@ def compiled(*kernels: tuple[Kernel, str]) -> tuple[Kernel, ...] | None:
 
 
 def _compile(numba: Any, function: Kernel, signature: str) -> Kernel:  # noqa: ANN401 - a module without types
-    bad_cache = (EOFError, LookupError, OSError, RuntimeError, TypeError, numba.core.caching.pickle.PickleError)
     try:
-        kernel = numba.njit(nogil=True, error_model="numpy", cache=True)(function)
-        kernel.compile(signature)
+        kernel: Kernel = numba.njit(signature, nogil=True, error_model="numpy")(function)
     except numba.core.errors.NumbaError as error:
         raise RuntimeError(f"{function.__name__}: {error}") from error
-    except bad_cache:  # no folder for it, a full disk, a file cut short
-        kernel = numba.njit(nogil=True, error_model="numpy")(function)
-        kernel.compile(signature)
-    kernel.disable_compile()
-    compiled_kernel: Kernel = kernel
-    return compiled_kernel
+    return kernel

@@ -43,8 +43,7 @@ layer = np.random.default_rng(0).integers(0, 0x4000, 16 * 2048, dtype=np.uint16)
 out = np.empty_like(layer)
 size = codec.encode(layer, out)
 assert size < len(layer)
-print(hashlib.sha256(out[:size]).hexdigest(), type(codec._kernels.quantise).__name__,
-      sum(sum(k.stats.cache_hits.values()) for k in codec._kernels if hasattr(k, "stats")))
+print(hashlib.sha256(out[:size]).hexdigest(), type(codec._kernels.quantise).__name__)
 """
 
 
@@ -205,13 +204,10 @@ class BrokenNumba(ModuleType):
     """A numba whose libraries do not go together."""
 
     config = SimpleNamespace(DISABLE_JIT=0)
-    core = SimpleNamespace(
-        errors=SimpleNamespace(NumbaError=ArithmeticError),
-        caching=SimpleNamespace(pickle=SimpleNamespace(PickleError=ZeroDivisionError)),
-    )
+    core = SimpleNamespace(errors=SimpleNamespace(NumbaError=ArithmeticError))
 
     @staticmethod
-    def njit(**_: object) -> object:
+    def njit(_signature: str, **_: object) -> object:
         raise ArithmeticError("LLVM is of another version")
 
 
@@ -249,24 +245,16 @@ def in_process(folder: Path, code: str = SUMS) -> list[str]:
 
 
 @pytest.mark.slow
-def test_machine_code_is_kept_and_damage_to_it_costs_a_compilation_only(tmp_path: Path) -> None:
-    first, again = in_process(tmp_path), in_process(tmp_path)
-    assert first[1] == again[1] == "CPUDispatcher"
-    assert (int(first[2]), int(again[2])) == (0, 3)
-    kept = [path for path in tmp_path.rglob("*.nb?") if path.is_file()]
-    assert {path.suffix for path in kept} == {".nbi", ".nbc"}
-    for damage in (b"", bytes(100)):
-        for path in kept:
-            path.write_bytes(damage)
-        assert in_process(tmp_path)[:2] == first[:2]
-    assert in_process(Path("/dev/null/nowhere"))[:2] == first[:2]
+def test_compiled_code_leaves_no_file(tmp_path: Path) -> None:
+    assert in_process(tmp_path)[1] == "CPUDispatcher"
+    assert not [*tmp_path.iterdir()], "numba would keep it as pickle"
 
 
 @pytest.mark.slow
 def test_a_program_that_debugs_is_not_told_of_compilation(tmp_path: Path) -> None:
     code = "import logging, sys\nlogging.basicConfig(level=logging.DEBUG, stream=sys.stdout)" + SUMS
     lines = in_process(tmp_path, code)
-    assert lines[-2:] == ["CPUDispatcher", "0"]
+    assert lines[-1] == "CPUDispatcher"
     assert not any("numba" in word for word in lines)
 
 
