@@ -25,11 +25,13 @@ from kvstore.tools.bench.load import cpu_name
 from kvstore.tools.bench.vllm import require_vllm
 from kvstore.tools.console import FAILED, WRONG_USAGE
 from kvstore.tools.figures import require_plotting
+from kvstore.tools.interrupts import INTERRUPTED, Interruption, interruptible
 from kvstore.tools.outside.generator import Place
 from kvstore.tools.outside.page import page_of
 from kvstore.tools.outside.plot import plot
 from kvstore.tools.outside.report import failures_of, headline, outputs_of, rows_of, table_of, to_json
 from kvstore.tools.outside.run import GENERATORS, Comparison, compare
+from kvstore.tools.processes import handled
 from kvstore.tools.vllmserver import ServerFailedError, log_excerpt
 
 EXAMPLES: Final = """examples:
@@ -55,18 +57,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     told = Console(stderr=given.json, width=None if sys.stdout.isatty() else 180)
     folder = given.folder.absolute()
     place = Place(folder, folder / "model", given.traces, given.lmbenchmark, given.share)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # engines are ended, too
     load = f"load {os.getloadavg()[0]:.1f} at the beginning"
     machine = {"processor": f"{cpu_name()}, {os.cpu_count()} cores", "load": load, "kvstore": __version__}
     try:
         require_vllm()
         if given.again:
             shutil.rmtree(place.folder / f"share-{place.share:g}", ignore_errors=True)
-        comparison = compare(
-            *(place, names, given.rounds, given.limit_s),
-            lambda line: told.print(line, markup=False, highlight=False),
-        )
+        # A closed terminal must not leave a vLLM behind, which has a session of its own.
+        with interruptible("ending vLLM; finished runs are kept", at_once=True), handled((signal.SIGHUP,), _hang_up):
+            comparison = compare(
+                *(place, names, given.rounds, given.limit_s),
+                lambda line: told.print(line, markup=False, highlight=False),
+            )
         _write(comparison, place, machine, arguments or sys.argv[1:], given.figure)
+    except Interruption:
+        return INTERRUPTED
     except (ConfigError, ServerFailedError) as error:
         if isinstance(error, ServerFailedError) and error.log is not None:
             print(log_excerpt(error.log), file=sys.stderr)
@@ -124,6 +129,10 @@ def _write(
     tree.write_text(json.dumps({**to_json(comparison), "machine": machine}, indent=2) + "\n", encoding="utf-8")
     command = f'make bench-outside ARGS="{" ".join(arguments)}"'
     page.write_text(page_of(comparison, machine, command, drawn), encoding="utf-8")
+
+
+def _hang_up(*_: object) -> None:
+    raise Interruption
 
 
 def _tell(told: Console, comparison: Comparison, place: Place) -> None:

@@ -85,7 +85,10 @@ class AIPerf:
                 found["request_throughput"]["avg"],
                 int(found["request_count"]["avg"]),
                 int(errors["avg"]),
-                {"output tokens/s": found["output_token_throughput"]["avg"]},
+                {
+                    "output tokens/s": found["output_token_throughput"]["avg"],
+                    "hits with endless room": found["theoretical_prefix_cache_hit"]["avg"] / 100,
+                },
             )
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UnreadableError(f"AIPerf left no {RESULT} that can be read: {error!r}") from error

@@ -25,6 +25,7 @@ from kvstore.tools.outside.engines import ENGINES, SHAPE, Counts, OutsideVllm
 from kvstore.tools.outside.generator import Generator, Numbers, Place, SkippedError, UnreadableError
 from kvstore.tools.outside.lmbenchmark import LMBenchmark
 from kvstore.tools.outside.vllm_bench import PrefixRepetition, TimedTrace
+from kvstore.tools.processes import kill_group
 from kvstore.tools.vllmserver import ServerFailedError, log_excerpt
 
 GENERATORS: Final[tuple[Generator, ...]] = (PrefixRepetition(), TimedTrace(), CachePressure(), AIPerf(), LMBenchmark())
@@ -195,12 +196,19 @@ class _Course(NamedTuple):
 
 
 def _execute(command: Sequence[str], environment: dict[str, str], log: Path) -> str:
-    """Run a generator, with its output in ``log``, and return the reason if it fails."""
+    """Run a generator, with its output in ``log``, and return the reason if it fails; none of its processes is left."""
     try:
         with log.open("wb") as output:
-            done = subprocess.run(  # noqa: S603 - the generators' own commands
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment, timeout=_TIMEOUT_S, check=False
+            process = subprocess.Popen(  # noqa: S603 - the generators' own commands
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         return str(error)
-    return f"exit status {done.returncode}: {log_excerpt(log, _LINES_OF_ERROR)}" if done.returncode else ""
+    try:
+        status = process.wait(_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        return str(error)
+    finally:
+        kill_group(process.pid)
+        process.wait()
+    return f"exit status {status}: {log_excerpt(log, _LINES_OF_ERROR)}" if status else ""

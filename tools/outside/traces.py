@@ -77,11 +77,11 @@ def shrink_weka(source: Path, target: Path, *, sessions: int) -> None:
         with lzma.open(source, "rt", encoding="utf-8") as lines:
             for session in map(json.loads, lines):
                 if (small := _small_session(session)) is not None:
-                    (target / f"{session['id']}.json").write_text(json.dumps(small), encoding="utf-8")
+                    (target / f"{written:03}.json").write_text(json.dumps(small), encoding="utf-8")
                     written += 1
                     if written == sessions:
                         return
-    except (OSError, lzma.LZMAError, ValueError, LookupError, TypeError) as error:
+    except (OSError, EOFError, lzma.LZMAError, ValueError, LookupError, TypeError) as error:
         raise SkippedError(f"{source} cannot be read: {error!r}") from error
     raise SkippedError(f"{source} has only {written} sessions that fit")
 
