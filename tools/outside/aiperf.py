@@ -14,7 +14,7 @@ from kvstore.tools.outside.installing import install
 
 REQUIREMENTS: Final = ("aiperf==0.13.0",)
 RESULT: Final = "profile_export_aiperf.json"
-_TRACE: Final = "claude_code_weka.jsonl.xz"
+_TRACES: Final = ("kv-cache-tester/traces", "claude_code_weka.jsonl.xz")  # a checkout, or its sessions as lines
 _TOKENIZER: Final = f"local/{MODEL_NAME}"
 _REVISION: Final = "0" * 40
 _TOKENIZER_FILES: Final = ("config.json", "tokenizer.json", "tokenizer_config.json")
@@ -37,7 +37,7 @@ class AIPerf:
         Raises:
             SkippedError: it cannot be installed, or the trace is not there.
         """
-        file = place.trace(_TRACE, "github.com/callanjfox/kv-cache-tester, traces/, packed as docs/benchmarks.md says")
+        file = place.trace("github.com/callanjfox/kv-cache-tester", *_TRACES)
         traces.shrink_weka(file, place.runs / "weka", sessions=place.scaled(traces.SESSIONS))
         install(self._environment(place), REQUIREMENTS)
         cached = place.folder / "hub" / "hub" / f"models--{_TOKENIZER.replace('/', '--')}"

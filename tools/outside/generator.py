@@ -49,15 +49,16 @@ class Place:
         """Return a count at the size of this run, at least 1."""
         return max(1, round(self.share * count))
 
-    def trace(self, name: str, origin: str) -> Path:
-        """Return the file of a public trace.
+    def trace(self, origin: str, *names: str) -> Path:
+        """Return the file or folder of a public trace: the first of ``names`` that exists.
 
         Raises:
             SkippedError: there is none.
         """
-        if self.traces is None or not (self.traces / name).is_file():
-            raise SkippedError(f"{name} is not in --traces: it comes from {origin}")
-        return self.traces / name
+        for name in names if self.traces is not None else ():
+            if (self.traces / name).exists():
+                return self.traces / name
+        raise SkippedError(f"{names[0]} is not in --traces: it comes from {origin}")
 
 
 @dataclass(frozen=True)

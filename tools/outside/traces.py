@@ -10,6 +10,7 @@ import json
 import lzma
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -74,16 +75,25 @@ def shrink_weka(source: Path, target: Path, *, sessions: int) -> None:
         old.unlink()
     written = 0
     try:
-        with lzma.open(source, "rt", encoding="utf-8") as lines:
-            for session in map(json.loads, lines):
-                if (small := _small_session(session)) is not None:
-                    (target / f"{written:03}.json").write_text(json.dumps(small), encoding="utf-8")
-                    written += 1
-                    if written == sessions:
-                        return
+        for session in _sessions(source):
+            if (small := _small_session(session)) is not None:
+                (target / f"{written:03}.json").write_text(json.dumps(small), encoding="utf-8")
+                written += 1
+                if written == sessions:
+                    return
     except (OSError, EOFError, lzma.LZMAError, ValueError, LookupError, TypeError) as error:
         raise SkippedError(f"{source} cannot be read: {error!r}") from error
     raise SkippedError(f"{source} has only {written} sessions that fit")
+
+
+def _sessions(source: Path) -> Iterator[Json]:
+    """Yield the sessions of a folder of kv-cache-tester's files, or of a packed file with a session in each line."""
+    if source.is_dir():
+        for file in sorted(source.glob("*.json")):
+            yield json.loads(file.read_text(encoding="utf-8"))
+        return
+    with lzma.open(source, "rt", encoding="utf-8") as lines:
+        yield from map(json.loads, lines)
 
 
 def _small_session(session: Mapping[str, Any]) -> Json | None:
@@ -104,11 +114,11 @@ def _small_request(number: int, request: Mapping[str, Any]) -> Json | None:
     """Return a shrunk request; None if it is no request to a model, or does not fit."""
     if request["type"] not in {"n", "s"}:
         return None
-    ids = list(_ids(request["hash_runs"]))[::_FEWER_BLOCKS]
+    ids = list(islice(_ids(request), 0, (_MOST_BLOCKS + 1) * _FEWER_BLOCKS, _FEWER_BLOCKS))
     if not 0 < len(ids) <= _MOST_BLOCKS:
         return None
     return {
-        **{key: request[key] for key in ("type", "model", "input_types", "output_types", "stop")},
+        **{key: request[key] for key in ("type", "model")},
         "t": number * PAUSE_S,
         "in": BLOCK_TOKENS * len(ids),
         "out": _OUTPUT_TOKENS,
@@ -118,6 +128,10 @@ def _small_request(number: int, request: Mapping[str, Any]) -> Json | None:
     }
 
 
-def _ids(runs: list[list[int]]) -> Iterator[int]:
-    for first, count in runs:
-        yield from range(first, first + count)
+def _ids(request: Mapping[str, Any]) -> Iterator[int]:
+    """Yield the ids of a request's blocks, which a packed file has as ranges."""
+    if "hash_ids" in request:
+        yield from request["hash_ids"]
+    else:
+        for first, count in request["hash_runs"]:
+            yield from range(first, first + count)

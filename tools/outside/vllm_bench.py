@@ -94,7 +94,7 @@ class TimedTrace(_VllmBench):
         Raises:
             SkippedError: it is not there.
         """
-        file = place.trace("conversation_trace.jsonl", "github.com/kvcache-ai/Mooncake (FAST25-release)")
+        file = place.trace("github.com/kvcache-ai/Mooncake, FAST25-release", "conversation_trace.jsonl")
         traces.shrink_mooncake(file, place.runs / _TRACE, chats=place.scaled(traces.CHATS))
 
     def command(self, place: Place, url: str, out: Path) -> Sequence[str]:

@@ -165,6 +165,24 @@ def test_sessions_of_claude_code_keep_every_32nd_block(tmp_path: Path) -> None:
     assert {one["in"] for one in small["requests"]} == {64 * 32}
     with pytest.raises(SkippedError, match="only 2 sessions"):
         traces.shrink_weka(source, target, sessions=3)
+    bomb = weka("bomb")
+    bomb["requests"][0]["hash_runs"] = [[0, 1 << 60]]
+    source.write_bytes(lzma.compress(json.dumps(bomb).encode()))
+    with pytest.raises(SkippedError, match="only 0 sessions"):
+        traces.shrink_weka(source, target, sessions=1)
+
+
+def test_sessions_come_from_a_checkout_as_well(place: Place) -> None:
+    assert place.traces
+    checkout = place.traces / "kv-cache-tester" / "traces"
+    checkout.mkdir(parents=True)
+    session = weka("a")
+    for request in session["requests"]:
+        request["hash_ids"] = [first + number for first, count in request.pop("hash_runs") for number in range(count)]
+    (checkout / "trace_0001.json").write_text(json.dumps(session))
+    traces.shrink_weka(place.trace("nowhere", "kv-cache-tester/traces"), place.runs / "weka", sessions=1)
+    small = json.loads((place.runs / "weka" / "000.json").read_text())
+    assert small["requests"][0]["hash_ids"][:16] == list(range(1, 500, 32))
 
 
 def test_reasons_to_leave_a_generator_out(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
