@@ -26,7 +26,7 @@ _OUTPUT_TOKENS: Final = 4
 SESSIONS: Final = 6
 _SESSION_REQUESTS: Final = 8
 _FEWER_BLOCKS: Final = 32
-PAUSE_S: Final = 4.0
+PAUSE_S: Final = 6.0
 
 Json = dict[str, Any]
 

@@ -67,10 +67,10 @@ def test_results_of_aiperf(tmp_path: Path) -> None:
 def test_results_of_lmbenchmark(tmp_path: Path) -> None:
     """The columns are those that its ``summary`` writes."""
     lines = [
-        ",prompt_tokens,generation_tokens,ttft,generation_time,user_id,question_id,launch_time,finish_time",
-        "0,1900,8,0.9,0.2,1,1,100.0,101.1",
-        "1,1950,8,0.1,0.2,1,2,102.0,102.3",
-        "0,1900,8,0.3,0.2,2,1,103.5,104.0",
+        "prompt_tokens,generation_tokens,ttft,generation_time,user_id,question_id,launch_time,finish_time",
+        "1900,8,0.9,0.2,1,1,100.0,101.1",
+        "1950,8,0.1,0.2,1,2,102.0,102.3",
+        "1900,8,0.3,0.2,2,1,103.5,104.0",
     ]
     (tmp_path / lmbenchmark.RESULT).write_text("\n".join(lines) + "\n")
     assert LMBENCHMARK.read(tmp_path) == Numbers(0.3, 0.9, 0.75, 3, 0)
