@@ -83,7 +83,7 @@ class PrefixRepetition(_VllmBench):
 
 
 class TimedTrace(_VllmBench):
-    """Chats of Mooncake's public trace, shrunk, in recorded order, at even intervals that leave plain vLLM idle at times."""
+    """Chats of Mooncake's public trace, shrunk, in recorded order, at even intervals that suffice plain vLLM."""
 
     name: Final = "vllm-bench-trace"
     about: Final = "vllm bench serve, timed_trace: chats of Mooncake's conversation trace, an eighth as long, in order"
