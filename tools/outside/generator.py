@@ -55,9 +55,10 @@ class Place:
         Raises:
             SkippedError: there is none.
         """
-        for name in names if self.traces is not None else ():
-            if (self.traces / name).exists():
-                return self.traces / name
+        found = [self.traces / name for name in names] if self.traces is not None else []
+        for path in found:
+            if path.exists():
+                return path
         raise SkippedError(f"{names[0]} is not in --traces: it comes from {origin}")
 
 
