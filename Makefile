@@ -10,10 +10,10 @@ SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-unit demo test test-all test-unit test-gpu check format bench bench-gpu soak soak-long mutate mutate-gpu matrix models pages wheel release clean
+.PHONY: help venv venv-unit demo test test-all test-unit test-gpu check format bench bench-gpu bench-outside soak soak-long mutate mutate-gpu matrix models pages wheel release clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: venv  ## run vLLM, restart it, and see a long prompt loaded from disk
 	@$(BIN)/kvstore demo
@@ -47,6 +47,9 @@ bench: venv  ## every path against the limit of this machine, real vLLM included
 
 bench-gpu: venv  ## on a machine with a GPU: its tests, then every path; writes bench-results/gpu.jsonl
 	@BIN=$(BIN) tools/dev/gpu.sh bench $(ARGS)
+
+bench-outside: venv  ## load generators of others against real vLLM; ARGS="--traces DIR --only vllm-bench"
+	@$(BIN)/python -m kvstore.tools.outside $(ARGS)
 
 soak: venv  ## the long tests
 	@$(BIN)/pytest $(SIDE_BY_SIDE) --soak -m soak

@@ -1,22 +1,16 @@
-"""A certificate as one page without scripts and other hosts' files, in the style of the cache server's status page."""
+"""A certificate as one page."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from html import escape
-from importlib.resources import files
 from typing import Any, Final
 
 from kvstore.tools.console import size
 from kvstore.tools.prove.situations import Verdict
+from kvstore.tools.reportpage import document, section, table
 
-_STYLE: Final = re.compile(r"<style>(.*?)</style>", re.DOTALL)
-_OWN_STYLE: Final = """
-.sign { font-size: 28px; font-weight: 700; } td { vertical-align: top; }
-pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; }
-"""
 _SAID: Final = {
     Verdict.PROVEN: "Proven: with kvstore vLLM answered as without it",
     Verdict.NOT_PROVEN: "Not proven: something did not come about, and nothing differed",
@@ -29,40 +23,21 @@ def page_of(sealed: Mapping[str, Any], signed: str) -> str:
     """Return the page of a certificate; ``signed`` says by whom it is signed."""
     body = sealed["certificate"]
     verdict = Verdict(body["verdict"])
-    style = _STYLE.findall(files("kvstore.tools.serve").joinpath("status.html").read_text("utf-8"))[0]
     sections = [
-        _section("Situations", _situations(body["situations"]) + _note(body["vllm_own"]["tolerance"])),
-        _section("Not part of this proof", _list(body["left_out"])),
-        _section("Versions", _tree(body["versions"])),
-        _section("Machine", _tree(body["machine"])),
-        _section("vLLM", _tree(body["vllm"])),
-        _section("Prompts", _tree(body["prompts"])),
-        _section(
+        section("Situations", _situations(body["situations"]) + _note(body["vllm_own"]["tolerance"])),
+        section("Not part of this proof", _list(body["left_out"])),
+        section("Versions", _tree(body["versions"])),
+        section("Machine", _tree(body["machine"])),
+        section("vLLM", _tree(body["vllm"])),
+        section("Prompts", _tree(body["prompts"])),
+        section(
             "kvstore's configuration", f"<details><summary>all keys</summary>{_tree(body['configuration'])}</details>"
         ),
-        _section("Changed for the proof", _tree(body["changed_for_the_proof"])),
-        _section("Certificate", _tree({"sha256": sealed["sha256"], "signature": signed})),
+        section("Changed for the proof", _tree(body["changed_for_the_proof"])),
+        section("Certificate", _tree({"sha256": sealed["sha256"], "signature": signed})),
     ]
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>kvstore: {escape(verdict)}</title>
-<style>{style}{_OWN_STYLE}</style>
-</head>
-<body>
-<header>
-  <h1>kvstore prove</h1>
-  <span class="sign {_class_of(verdict)}">{escape(_SAID[verdict])}</span>
-  <span class="soft">{escape(str(body["made_at"]))}</span>
-</header>
-<main>
-{"".join(sections)}</main>
-</body>
-</html>
-"""
+    said = (_SAID[verdict], _class_of(verdict))
+    return document("kvstore prove", f"kvstore: {verdict}", said, str(body["made_at"]), sections)
 
 
 def _situations(found: Iterable[Mapping[str, Any]]) -> str:
@@ -79,7 +54,7 @@ def _situations(found: Iterable[Mapping[str, Any]]) -> str:
             escape(one["words"]),
         )
         lines.append("".join(f"<td>{cell}</td>" for cell in cells))
-    return _table(lines)
+    return table(lines)
 
 
 def _note(tolerance: float | str) -> str:
@@ -94,19 +69,11 @@ def _tree(tree: Mapping[str, Any]) -> str:
     for name, value in tree.items():
         shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         lines.append(f'<td class="soft">{escape(name)}</td><td><pre>{escape(shown)}</pre></td>')
-    return _table(lines)
+    return table(lines)
 
 
 def _list(lines: Iterable[str]) -> str:
-    return _table([f"<td>{escape(line)}</td>" for line in lines] or ["<td>nothing that is configured</td>"])
-
-
-def _table(lines: Iterable[str]) -> str:
-    return "<table>" + "".join(f"<tr>{line}</tr>\n" for line in lines) + "</table>"
-
-
-def _section(title: str, content: str) -> str:
-    return f'<section class="wide"><h2>{escape(title)}</h2><div class="scroll">{content}</div></section>\n'
+    return table([f"<td>{escape(line)}</td>" for line in lines] or ["<td>nothing that is configured</td>"])
 
 
 def _class_of(verdict: Verdict) -> str:

@@ -1,0 +1,1 @@
+"""Load generators of others against real vLLM, with kvstore and without it."""
