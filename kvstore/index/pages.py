@@ -12,8 +12,8 @@ _PAGE: Final = 256  # items of a new page; one of twice as many is cut in two
 class SortedPages:
     """Byte strings in order, each the only one with its beginning.
 
-    One thread may change them while others search. Pages, their list and the places where they begin are replaced rather
-    than changed, so a search finds each item that stays.
+    One thread may change them while others search. Pages, their list and the places where they begin are replaced
+    rather than changed, so a search finds each item that stays.
 
     Args:
         start_bytes: the length of a beginning.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from kvstore.format.codecs.compiling import Kernel, compiled
 from kvstore.model.chunks import ByteArray
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _MIN_BYTES = 4096  # below, zstd is as good
 _MOST_VALUES = 64
 _MOST_BITS = 11  # of a code: zstd's limit
+_SUM_BYTES = 4  # of a frame's checksum, which decoders compare
 _STRIDE = 11  # of the bytes that are counted; odd, as channels repeat at powers of two
 
 # FSE of weights (0: no code; otherwise greater for shorter codes). No weight has more than half of the 64 states, so
@@ -261,7 +263,7 @@ class HuffmanEncoder:
         literals = len(begin) + sum(ends)
         begin = _headers(len(data), literals) + begin
         end = len(begin)
-        total = end + sum(ends) + 1
+        total = end + sum(ends) + 1 + _SUM_BYTES
         if total > len(out) or total >= len(data):
             return None
         out[:end] = np.frombuffer(begin, np.uint8)
@@ -269,6 +271,8 @@ class HuffmanEncoder:
             out[end : end + length] = stream[:length]
             end += length
         out[end] = 0  # sequences
+        checksum = xxhash.xxh64_intdigest(data) & 0xFFFFFFFF  # a mistake in here cannot become wrong content
+        out[end + 1 : total] = np.frombuffer(checksum.to_bytes(_SUM_BYTES, "little"), np.uint8)
         return total
 
     def _choose_codes(self, data: ByteArray) -> int:
@@ -283,10 +287,10 @@ class HuffmanEncoder:
 
 
 def _headers(size_bytes: int, literals_bytes: int) -> bytes:
-    """Return the headers of a frame that states its size, of its only block, and of literals in four streams."""
+    """Return the headers of a frame with size and checksum, of its only block, and of four streams of literals."""
     block = 1 | 2 << 1 | (5 + literals_bytes + 1) << 3
     literals = 2 | 3 << 2 | size_bytes << 4 | literals_bytes << 22
-    frame = b"\x28\xb5\x2f\xfd\xa0" + size_bytes.to_bytes(4, "little")
+    frame = b"\x28\xb5\x2f\xfd\xa4" + size_bytes.to_bytes(4, "little")
     return frame + block.to_bytes(3, "little") + literals.to_bytes(5, "little")
 
 

@@ -61,6 +61,15 @@ def assert_decodes(data: ByteArray) -> bytes:
     return frame
 
 
+def test_a_code_that_is_wrong_is_no_content() -> None:
+    frame = bytearray(assert_decodes(drawn([5, 3, 2, 1], 100, 8192, 1)))
+    for place in range(200, len(frame)):
+        frame[place] ^= 1
+        with pytest.raises(zstandard.ZstdError):
+            zstandard.ZstdDecompressor().decompress(frame)
+        frame[place] ^= 1
+
+
 @schedules(150)
 @given(
     counts=st.lists(st.sampled_from([1, 1, 2, 5, 100, 10_000, 1_000_000]), min_size=3, max_size=64),
