@@ -271,7 +271,7 @@ class HuffmanEncoder:
             out[end : end + length] = stream[:length]
             end += length
         out[end] = 0  # sequences
-        checksum = xxhash.xxh64_intdigest(data) & 0xFFFFFFFF  # a mistake in here cannot become wrong content
+        checksum = xxhash.xxh64_intdigest(data.data) & 0xFFFFFFFF  # a mistake in here cannot become wrong content
         out[end + 1 : total] = np.frombuffer(checksum.to_bytes(_SUM_BYTES, "little"), np.uint8)
         return total
 
