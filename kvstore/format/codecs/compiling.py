@@ -25,6 +25,7 @@ def compiled(*kernels: tuple[Kernel, str]) -> tuple[Kernel, ...] | None:
     """Compile functions for their signatures; None if numba is not installed, switched off, or does not work here."""
     try:
         numba = import_module("numba")
+        _tolerate_scans()
         if not (numbas := logging.getLogger("numba")).level:
             numbas.setLevel(logging.WARNING)  # it tells all about a compilation, in thousands of lines
         if not numba.config.DISABLE_JIT:
@@ -37,6 +38,14 @@ def compiled(*kernels: tuple[Kernel, str]) -> tuple[Kernel, ...] | None:
             found = f"{type(error).__name__}: {error}"
             logger.warning("numba does not work here, so codecs use numpy, which is slower: %s", found)
     return None
+
+
+def _tolerate_scans() -> None:
+    """Let vLLM start after numba in one process.
+
+    Its CPU build asks each object in each module for a ``__dict__``, and llvmlite's library answers with a function.
+    """
+    import_module("llvmlite.binding.ffi").lib._fntab.setdefault("__dict__", {})  # noqa: SLF001 - there is no other way
 
 
 def _compile(numba: Any, function: Kernel, signature: str) -> Kernel:  # noqa: ANN401 - a module without types

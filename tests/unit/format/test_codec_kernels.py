@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ from kvstore.model.layout import KVLayout
 if TYPE_CHECKING:
     from kvstore.model.chunks import ByteArray
 
-pytest.importorskip("numba")
+pytestmark = pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
 
 WORDS = {"bf16": "<u2", "f16": "<u2", "f32": "<u4"}
 AXES = [(1, 16, 64), (3, 8, 17), (2, 16, 1), (1, 4, 128)]
@@ -195,6 +196,12 @@ def test_a_kernel_compiles_nothing_in_a_call() -> None:
     assert made is not None
     with pytest.raises(TypeError, match="No matching definition"):
         made.take_high(np.zeros(8, np.uint64), np.zeros(8, np.uint8))
+
+
+def test_vllm_can_start_afterwards() -> None:
+    dispatcher = pytest.importorskip("vllm.triton_utils.dispatcher")
+    assert kernels.split_kernels(2)
+    dispatcher._rebind_kernels([])
 
 
 # Without numba
