@@ -8,7 +8,7 @@ It is kept correct as follows:
   given up stores after all is removed.
 - The names of all objects contain the namespace's *epoch*, an object of its own, which is read every second.
   ``clear`` replaces it, and deletes the chunks of earlier ones, which this engine finds no more, and others after that
-  second. A ``put`` that ends in another epoch stores nothing that is found.
+  second. A ``put`` in a former epoch stores nothing that is found.
 
 The tier has no bound: the segments of the store have, and its master evicts.
 """
@@ -390,7 +390,7 @@ class MooncakeTier(Tier):
         except BaseException:
             session.slots.give_back(slots)
             raise
-        reply = self._calls.carry_out(session, slots, home.epoch_key, deadline_s, "put", keys=keys, sizes=sizes)
+        reply = self._calls.carry_out(session, slots, self._due(home), deadline_s, "put", keys=keys, sizes=sizes)
         if reply is None:
             return [_FAILED] * len(slots)
         session.slots.give_back(slots)
