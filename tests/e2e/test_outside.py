@@ -12,7 +12,7 @@ from kvstore.tools.outside import __main__ as command
 from kvstore.tools.outside import engines, run
 from kvstore.tools.outside.engines import AGAIN, KVSTORE, PLAIN
 
-pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
+pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.sweep]
 
 
 def test_vllm_bench_finds_in_kvstore_what_vllm_has_lost(

@@ -71,6 +71,7 @@ def works(tier: Tier) -> bool:
     return in_time(lambda: put(tier, *REFS)) == [STORED] * len(REFS) and read_all(tier) == {HIT: len(REFS)}
 
 
+@pytest.mark.sweep
 def test_an_owner_is_stopped_and_goes_on(store: Store, tier: Tier) -> None:
     """Calls end at their deadline, slots stay taken until the owner goes on, and what comes late harms nothing."""
     assert set(put(tier, *REFS)) == {STORED}
@@ -86,6 +87,7 @@ def test_an_owner_is_stopped_and_goes_on(store: Store, tier: Tier) -> None:
     wait_for("the store works again", lambda: works(tier), BACK_S)
 
 
+@pytest.mark.sweep
 def test_the_breaker_leaves_owners_out_that_hang(store: Store) -> None:
     with closing(guarded(open_mooncake(store), GuardOptions(TIMEOUT_S + 1, failures=2, probe_interval_s=1.0))) as tier:
         assert set(put(tier, *REFS)) == {STORED}
@@ -120,6 +122,7 @@ def test_the_master_is_killed_and_starts_again(store: Store, tier: Tier) -> None
     wait_for("the store works again", lambda: works(tier), 2 * BACK_S)
 
 
+@pytest.mark.sweep
 def test_the_master_is_stopped_and_goes_on(store: Store, tier: Tier) -> None:
     assert set(put(tier, *REFS)) == {STORED}
     store.master.freeze()
@@ -136,6 +139,7 @@ def test_mooncakes_process_is_killed(tier: Tier) -> None:
     assert read_all(tier) == {HIT: len(REFS)}
 
 
+@pytest.mark.sweep
 def test_ten_thousand_reads_beside_overwrites(store: Store, tier: Tier) -> None:
     """Two engines replace, remove and clear while four threads read; a read is whole and of its chunk, or a miss."""
     versions = {ref: [make_transfer(ref, salt=salt) for salt in range(3)] for ref in REFS[:6]}

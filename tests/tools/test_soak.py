@@ -183,7 +183,8 @@ def test_operations_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, defe
 
     def put(self: DiskTier, transfers: Any) -> Any:
         outcomes = real_put(self, transfers)
-        self._chunks.recycle(transfers[0].ref)
+        for transfer in transfers[:1]:
+            self._chunks.recycle(transfer.ref)
         return outcomes
 
     def remove(_: DiskTier, __: list[ChunkRef]) -> None:

@@ -157,6 +157,8 @@ HEALTHY: Final = Row(
                 "errors, {{tier}}": rate(engine("tier_errors_total"), "tier"),
                 "time-outs, {{tier}}": rate(engine("tier_timeouts_total"), "tier"),
                 "reads given up": rate(engine("read_timeouts_total")),
+                "chunks of late calls": rate(engine("held_chunks_total")),
+                "clients replaced": rate(engine("client_restarts_total")),
             },
         ),
         Panel(
