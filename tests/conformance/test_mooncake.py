@@ -20,6 +20,8 @@ from kvstore.tiers.base import Tier, TierSetup
 from kvstore.tools.doctor.remote import elsewhere
 from kvstore.tools.inspection import inspect_target
 
+_PATIENCE_S = 30  # a busy machine may be slow, and a call that is late is ``FAILED``
+
 
 class TestMooncake(TierConformance):
     """Chunks as they are."""
@@ -33,14 +35,15 @@ class TestMooncake(TierConformance):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def _store(cls) -> Iterator[None]:
-        with a_store() as cls.store:
+        with a_store(lease_s=_PATIENCE_S) as cls.store:
             yield
 
     def open_tier(self, setup: TierSetup) -> Tier:
         if self.folder != self._last_folder:  # a new harness begins with an empty storage
             self.store.admin.call("remove_all")
             self._last_folder = self.folder
-        return open_tier("mooncake", self.with_options(setup, url=self.store.master.url, staging_mib=4))
+        options = {"url": self.store.master.url, "staging_mib": 4, "timeout_s": float(_PATIENCE_S)}
+        return open_tier("mooncake", self.with_options(setup, **options))
 
     def key(self, ref: ChunkRef) -> str:
         epoch = self.store.admin.get(f"kvs:{MINE.id.hex()}:epoch").decode()

@@ -88,10 +88,11 @@ class Process(Freezable):
 
 
 class Master(Process):
-    """The master of a store."""
+    """The master of a store, which lets a read take up to ``lease_s``."""
 
-    def __init__(self) -> None:
+    def __init__(self, lease_s: int) -> None:
         super().__init__()
+        self._lease_s = lease_s
         self.port, self.http_port = free_port(), free_port()
         self.url = f"mooncake://127.0.0.1:{self.port}?http_port={self.http_port}"
 
@@ -105,7 +106,7 @@ class Master(Process):
             "--rpc_address=127.0.0.1",
             "--metrics_host=127.0.0.1",
             f"--metrics_port={self.http_port}",
-            "--default_kv_lease_ttl=1000",
+            f"--default_kv_lease_ttl={1000 * self._lease_s}",
             "--logtostderr=1",
         )
         wait_for("a master", self._listens)
@@ -169,8 +170,8 @@ class Store:
         admin: a client, for use while nothing hangs.
     """
 
-    def __init__(self, owner_bytes: int = 128 << 20) -> None:
-        self.master = Master()
+    def __init__(self, owner_bytes: int, lease_s: int) -> None:
+        self.master = Master(lease_s)
         self.owners = [Owner(self.master, owner_bytes) for _ in range(2)]
         self.admin = Admin(self.master)
 
@@ -180,10 +181,10 @@ class Store:
 
 
 @contextmanager
-def a_store(owner_bytes: int = 128 << 20) -> Iterator[Store]:
+def a_store(owner_bytes: int = 128 << 20, lease_s: int = 1) -> Iterator[Store]:
     """Run a store; skips the test where Mooncake is missing."""
     require_mooncake()
-    store = Store(owner_bytes)
+    store = Store(owner_bytes, lease_s)
     try:
         store.master.start()
         for owner in store.owners:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -113,6 +114,7 @@ def hit_rates(
     sizes: dict[str, int],
     *,
     tokens_per_s: float = 1e9,
+    router: Literal["prefix", "random"] = "prefix",
 ) -> tuple[float, float, dict[str, int]]:
     """Return the simulated and the real hit rate, and the chunks that each simulated tier evicted."""
     order: list[tuple[Replica, Request, bool]] = []
@@ -134,7 +136,7 @@ def hit_rates(
     plan = FleetPlan.model_validate(
         {"bytes_per_token": 1, "prefill_tokens_per_s": tokens_per_s, "replicas": replicas, **tiers}
     )
-    row = simulate_fleet(path, plan, FleetCell(policy, replicas, "prefix"), answers=True, tick=lambda _: None)
+    row = simulate_fleet(path, plan, FleetCell(policy, replicas, router), answers=True, tick=lambda _: None)
     numbers: dict[Replica, int] = {}
     asked = found = 0
     with ExitStack() as stack:
@@ -192,6 +194,6 @@ def test_they_do_on_a_trace_of_mooncake(policy: str, tmp_path: Path, monkeypatch
     with CONVERSATION.open(encoding="utf-8") as file:
         chains = [json.loads(line)["hash_ids"] for line in islice(file, 600)]
     path = write_trace(tmp_path / "trace.jsonl", [chain for chain in chains if len(chain) <= MOST_BLOCKS])
-    simulated, real, evicted = hit_rates(path, monkeypatch, policy, 2, {"memory": 1500, "disk": 5000})
+    simulated, real, evicted = hit_rates(path, monkeypatch, policy, 2, {"memory": 1500, "disk": 5000}, router="random")
     assert all(evicted.values()), "it must be tight"
     assert abs(simulated - real) <= AGREES
