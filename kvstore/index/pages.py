@@ -67,9 +67,9 @@ class SortedPages:
         starts, pages = self._pages
         number = bisect_right(starts, item) - 1
         place = bisect_left(pages[number], item)
-        page = [*pages[number][:place], *pages[number][place + 1 :]]
         if pages[number][place : place + 1] != [item]:
             raise KeyError(item)
+        page = [*pages[number][:place], *pages[number][place + 1 :]]
         if page or len(pages) == 1:
             pages[number] = page
         else:

@@ -232,12 +232,8 @@ class PrefixHasher:
         running = self._snapshots[chunk].copy()
         keys: list[PrefixKey] = []
         with memoryview(self._tokens) as tokens:
-            size, is_plain = self.block_tokens, sys.byteorder == "little" and not self._records
-            for stop in range(begin + size, end + 1, size):
-                if is_plain:  # the usual case, without a call
-                    running.update(tokens[stop - size : stop])
-                else:
-                    self._absorb(running, tokens, stop - size, stop)
+            for stop in range(begin + self.block_tokens, end + 1, self.block_tokens):
+                self._absorb(running, tokens, stop - self.block_tokens, stop)
                 keys.append(running.digest()[:PREFIX_KEY_BYTES])
         self._block_keys = chunk, end, keys
         return keys

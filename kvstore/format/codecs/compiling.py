@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -45,7 +46,8 @@ def _tolerate_scans() -> None:
 
     Its CPU build asks each object in each module for a ``__dict__``, and llvmlite's library answers with a function.
     """
-    import_module("llvmlite.binding.ffi").lib._fntab.setdefault("__dict__", {})  # noqa: SLF001 - there is no other way
+    with suppress(AttributeError):  # another llvmlite may answer as it should
+        import_module("llvmlite.binding.ffi").lib._fntab.setdefault("__dict__", {})  # noqa: SLF001 - no other way
 
 
 def _compile(numba: Any, function: Kernel, signature: str) -> Kernel:  # noqa: ANN401 - a module without types

@@ -172,7 +172,7 @@ class MooncakeTier(Tier):
                 self._remove(self._current_home(deadline_s), wanted, deadline_s)
 
     def clear(self) -> None:
-        """Remove every chunk of the namespace, for all engines; a ``put`` under way answers ``FAILED``.
+        """Remove every chunk of the namespace, for all engines; a ``put`` of this one under way answers ``FAILED``.
 
         Raises:
             TierError: the master does not answer. The chunks may be unreachable and still exist; the next ``clear``
