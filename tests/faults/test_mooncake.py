@@ -136,6 +136,7 @@ def test_mooncakes_process_is_killed(tier: Tier) -> None:
     assert set(put(tier, *REFS)) == {STORED}
     tier._calls._session._process.kill()  # type: ignore[attr-defined]
     assert isinstance(in_time(lambda: [get(tier, REFS[0]) for _ in range(50)]), TierError)
+    wait_for("another one has started", lambda: in_time(lambda: get(tier, REFS[0])) is HIT, BACK_S)
     assert read_all(tier) == {HIT: len(REFS)}
 
 

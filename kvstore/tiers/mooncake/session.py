@@ -97,6 +97,7 @@ class Session:
             try:
                 self._outbox.put(line)
             except OSError as error:
+                self._is_condemned = True  # at once, or a call before its end is noticed would fail as well
                 self._process.kill()
                 raise TierError(f"Mooncake's process at {self._target} has ended: {error}") from error
             except BufferError as error:

@@ -211,6 +211,23 @@ def test_what_is_held_and_replaced_is_counted(fake: Fake, monkeypatch: pytest.Mo
     assert (tier.counters.held, tier.counters.replaced) == (2, 1)
 
 
+def test_an_end_fails_one_call_before_it_is_noticed(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = fake.open()
+    tier.check()
+    running = session_of(tier)
+
+    def refuse(line: bytes) -> None:
+        raise BrokenPipeError("the other end has gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running._outbox, "put", refuse)
+        patch.setattr(running._process, "kill", lambda: None)  # its end would be noticed
+        with pytest.raises(TierError, match="has ended"):
+            tier.contains([A])
+    assert tier.contains([A]) == [False]
+    assert session_of(tier) is not running
+
+
 def test_a_fork_leaves_process_and_memory_to_its_parent(fake: Fake) -> None:
     """The child has a process and slots of its own, and its end takes nothing from the parent."""
     tier = fake.open()
