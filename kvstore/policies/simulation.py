@@ -16,7 +16,7 @@ from kvstore.model.keys import PrefixKey
 from kvstore.policies import Policy
 
 _MOST_TOGETHER: Final = 8  # chunks of which a writer asks a cache server at once, and their bytes
-_TOGETHER_BYTES: Final = 1 << 20
+_TOGETHER_BYTES: Final = 12 << 20
 
 
 @dataclass

@@ -38,8 +38,13 @@ logger = logging.getLogger(__name__)
 
 WRITE_THREADS = 4
 _MAX_TOGETHER: Final = 8  # chunks written in one call, which has a deadline
-_TOGETHER_BYTES: Final = 1 << 20
+_TOGETHER_BYTES: Final = 12 << 20
 _MAX_LIMITS: Final = 1024  # times to live changed in one call, which has a deadline
+
+
+def most_together(slot_bytes: int) -> int:
+    """Return the most chunks that one call writes."""
+    return max(1, min(_MAX_TOGETHER, _TOGETHER_BYTES // slot_bytes))
 
 
 class Arrival(NamedTuple):
@@ -147,7 +152,7 @@ class Lane:
         self._lock = threading.Condition()
         self._namespace_id = namespace_id
         self._generation = 0  # clears and resets
-        self._max_together = min(_MAX_TOGETHER, _TOGETHER_BYTES // cpu.slot_bytes)
+        self._max_together = most_together(cpu.slot_bytes)
         self._waiting: deque[_Write] = deque()
         self._writing: set[_Write] = set()  # including those that wait
         self._ending = 0  # writes that have ended and are being reported

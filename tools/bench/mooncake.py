@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -21,10 +22,11 @@ from kvstore.tools.bench.remote import Chunks
 from kvstore.tools.bench.samples import Tick, alternating, require
 from kvstore.tools.bench.workbench import Workbench
 from kvstore.tools.processes import free_port, is_listening, running, wait_until
+from kvstore.transfer.lane import WRITE_THREADS
 
 MOONCAKE: Final = (
-    Subject("mooncake store", "Mooncake's upsert_from", "the tier's put, a chunk a call: copy, xxh3, epoch"),
-    Subject("mooncake retrieve", "Mooncake's get_into", "the tier's get, a chunk a call: epoch, copy, xxh3 verified"),
+    Subject("mooncake store", "Mooncake's upsert_from", "the tier's put, as an engine's threads: copy, xxh3, epoch"),
+    Subject("mooncake retrieve", "Mooncake's get_into", "the tier's get, likewise: epoch, copy, xxh3 verified"),
 )
 _WAIT_S: Final = 20.0
 _SPARE_BYTES: Final = 64 << 20
@@ -43,10 +45,11 @@ def measure_mooncake(workbench: Workbench, rounds: int, tick: Tick) -> list[Line
         _store(room_bytes) as target,
         closing(_Plain(target, layout.slot_bytes, num_chunks)) as plain,
         closing(chunks.tier("mooncake", f"mooncake://{target}")) as tier,
+        ThreadPoolExecutor(WRITE_THREADS) as threads,
     ):
         found = []
         for pair in alternating(rounds, tick):
-            found.append(chunks.move(tier, partial(plain.do, "upsert"), partial(plain.do, "get"), pair))
+            found.append(chunks.move(tier, partial(plain.do, "upsert"), partial(plain.do, "get"), pair, threads))
             plain.do("remove")
     return move_lines(MOONCAKE, found, workbench)
 

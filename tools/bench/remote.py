@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -42,6 +44,7 @@ from kvstore.tools.bench.samples import (
 )
 from kvstore.tools.bench.servers import child, private_redis, private_seaweed, private_server
 from kvstore.tools.bench.workbench import Workbench
+from kvstore.transfer.lane import most_together
 
 LOOKUP_ROUND_TRIPS = 3
 _BUCKET = "bench"
@@ -102,16 +105,20 @@ class Chunks:
         options = {"url": url, "timeout_s": _TIMEOUT_S}
         return open_tier(name, TierSetup(NAMESPACE, self._layout, UNBOUNDED_BYTES, options))
 
-    def move(self, tier: Tier, put_limit: Limit, get_limit: Limit, pair: Pairing) -> tuple[Pair, Pair]:
+    def move(
+        self, tier: Tier, put_limit: Limit, get_limit: Limit, pair: Pairing, threads: ThreadPoolExecutor | None = None
+    ) -> tuple[Pair, Pair]:
         """Store all chunks with new bytes, load them, and remove them; return the times of the store and the load.
 
-        Each call moves one chunk, as on an engine's thread, and calls do not overlap.
+        Each call moves one chunk, and calls do not overlap. With ``threads`` it is done as an engine does it: they
+        overlap on these, and a put has several small chunks.
         """
+        together = most_together(self._layout.slot_bytes) if threads else 1
         self.stored += 1
         self._loaded[:] = 0
-        stored, outcomes = pair(put_limit, partial(_one_by_one, tier.put, self._puts))
+        stored, outcomes = pair(put_limit, partial(_call, tier.put, self._puts, together, threads))
         require(set(outcomes) == {Outcome.STORED}, f"the {tier.name} tier did not store everything")
-        loaded, outcomes = pair(get_limit, partial(_one_by_one, tier.get, self._gets))
+        loaded, outcomes = pair(get_limit, partial(_call, tier.get, self._gets, 1, threads))
         require(set(outcomes) == {Outcome.HIT}, f"the {tier.name} tier did not find everything")
         require(bool((self.stored == self._loaded).all()), f"the {tier.name} tier changed a byte")
         tier.remove(self.refs)  # otherwise the next round would replace chunks
@@ -122,8 +129,8 @@ class Chunks:
         front_blocks = max(1, self._layout.blocks_per_chunk // 4)
         fronts = [get._replace(front_blocks=front_blocks) for get in self._gets]
         tier.put(self._puts)
-        part = partial(_one_by_one, tier.get, fronts)
-        sample, outcomes = pair(part, partial(_one_by_one, tier.get, self._gets))
+        part = partial(_call, tier.get, fronts)
+        sample, outcomes = pair(part, partial(_call, tier.get, self._gets))
         require(set(outcomes) == {Outcome.HIT}, f"the {tier.name} tier did not find everything")
         tier.remove(self.refs)
         return sample
@@ -141,8 +148,14 @@ class Chunks:
         return pairs
 
 
-def _one_by_one(call: Callable[[Sequence[Transfer]], Sequence[Outcome]], transfers: list[Transfer]) -> list[Outcome]:
-    return [call([transfer])[0] for transfer in transfers]
+def _call(
+    call: Callable[[Sequence[Transfer]], Sequence[Outcome]],
+    transfers: list[Transfer],
+    together: int = 1,
+    threads: ThreadPoolExecutor | None = None,
+) -> list[Outcome]:
+    parts = [transfers[at : at + together] for at in range(0, len(transfers), together)]
+    return list(chain.from_iterable((threads.map if threads else map)(call, parts)))
 
 
 def measure_redis(workbench: Workbench, rounds: int, tick: Tick, *, program: Path | None) -> list[Line]:
