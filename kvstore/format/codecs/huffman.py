@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.format.codecs.compiling import Kernel, compiled
+from kvstore.model.compiling import Kernel, compiled
 from kvstore.model.chunks import ByteArray
 
 if TYPE_CHECKING:
