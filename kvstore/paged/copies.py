@@ -76,17 +76,6 @@ class NumpyCopies(HostCopies):
         rows[block_ids] = source
 
 
-class _Streamed(NamedTuple):
-    """What the pages of a run have in common. The arrays are held as long as their addresses are used."""
-
-    most_planes: int
-    table_end: int
-    page_bytes: int
-    block_ids: BlockIds
-    ids_address: int
-    parts: Words
-
-
 class StreamedCopies(HostCopies):
     """Copies by a kernel that ``page_mover`` compiled. It gets addresses, so all sizes are checked here."""
 
@@ -98,32 +87,35 @@ class StreamedCopies(HostCopies):
 
     def pages(self, number: int, block_ids: BlockIds, parts: Words, *, alone: bool) -> Iterator[tuple[Any, ...]]:
         """See ``HostCopies``."""
-        run, table = self._runs[number], _address(self._tables[number])
-        page_bytes = run.words * run.word.itemsize
-        if parts.shape != (len(run.rows), len(block_ids), run.words) or not parts[0].flags.c_contiguous:
-            raise InvalidCallError(f"{len(block_ids)} blocks cannot be copied to or from an array {parts.shape}")
-        most = 1 if alone else max(1, COPY_BYTES // max(1, len(block_ids) * page_bytes))
-        ids = np.ascontiguousarray(block_ids, np.int64)
-        end, begin, step = table + _PLANE_BYTES * len(run.rows), _address(parts), parts.strides[0]
-        shared = _Streamed(most, end, page_bytes, ids, _address(ids), parts)
-        addresses = range(begin, begin + step * len(run.rows), step * most)
-        return zip(repeat(shared), range(table, end, _PLANE_BYTES * most), addresses, strict=False)
+        run, table, count = self._runs[number], _address(self._tables[number]), len(block_ids)
+        page_bytes, planes = run.words * run.word.itemsize, len(run.rows)
+        if parts.shape != (planes, count, run.words) or not parts[0].flags.c_contiguous:
+            raise InvalidCallError(f"{count} blocks cannot be copied to or from an array {parts.shape}")
+        most = 1 if alone else max(1, COPY_BYTES // max(1, count * page_bytes))
+        ids, begin, step = np.ascontiguousarray(block_ids, np.int64), _address(parts), parts.strides[0]
+        sizes = (repeat(size) for size in (page_bytes, self._num_blocks, _address(ids), count))
+        return zip(
+            range(table, table + _PLANE_BYTES * planes, _PLANE_BYTES * most),
+            (min(most, planes - first) for first in range(0, planes, most)),
+            *sizes,
+            range(begin, begin + step * planes, step * most),
+            repeat(step),
+            repeat((ids, parts)),  # held as long as their addresses are used
+            strict=False,
+        )
 
     def gather(self, page: tuple[Any, ...]) -> None:
         """See ``HostCopies``."""
-        if not page[0].parts.flags.writeable:
+        if not page[-1][1].flags.writeable:
             raise InvalidCallError("blocks cannot be copied to memory that is read-only")
-        self._move(*page, gathers=1)
+        self._move(page, 1)
 
     def scatter(self, page: tuple[Any, ...]) -> None:
         """See ``HostCopies``."""
-        self._move(*page, gathers=0)
+        self._move(page, 0)
 
-    def _move(self, shared: _Streamed, plane: int, address: int, *, gathers: int) -> None:
-        most, table_end, page_bytes, ids, ids_address, parts = shared
-        planes = min(most, (table_end - plane) // _PLANE_BYTES)
-        sizes = planes, page_bytes, self._num_blocks
-        if self._kernel(plane, *sizes, ids_address, len(ids), address, parts.strides[0], gathers) != planes:
+    def _move(self, page: tuple[Any, ...], gathers: int) -> None:
+        if self._kernel(*page[:-1], gathers) != page[1]:
             raise InvalidCallError(f"block ids changed, and are not all in 0..{self._num_blocks - 1}")
 
 
