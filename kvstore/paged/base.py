@@ -18,16 +18,18 @@ from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvstore.model.chunks import ByteArray
 from kvstore.model.errors import InvalidCallError
 from kvstore.model.layout import KVLayout
-from kvstore.paged.copies import BlockIds, Run, host_copies
+from kvstore.paged.copies import Run, host_copies
 from kvstore.paged.planes import PlaneRows
 from kvstore.paged.streams import DeviceEvent, Streams
 
 Item = TypeVar("Item")
+BlockIds = npt.NDArray[np.int64]
 _MAX_THREADS = 4  # of one engine, to leave bandwidth for others
 
 

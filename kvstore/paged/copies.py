@@ -15,7 +15,7 @@ from kvstore.model.errors import InvalidCallError
 from kvstore.paged.streaming import page_mover
 
 Words = npt.NDArray[Any]
-BlockIds = npt.NDArray[np.int64]
+_Ids = npt.NDArray[np.int64]
 
 COPY_BYTES: Final = 1 << 20  # of one copy, at least a plane: shorter ones cost calls, and longer ones let threads wait
 _PLANE_BYTES: Final = 16  # in a table of planes
@@ -34,7 +34,7 @@ class HostCopies(ABC):
     """Copies of blocks. A *page* is what one call copies: blocks of some planes, and their part of a payload."""
 
     @abstractmethod
-    def pages(self, number: int, block_ids: BlockIds, parts: Words, *, alone: bool) -> Iterator[tuple[Any, ...]]:
+    def pages(self, number: int, block_ids: _Ids, parts: Words, *, alone: bool) -> Iterator[tuple[Any, ...]]:
         """Pair the planes of a run with their ``parts[plane, block, word]`` of a payload, each plane ``alone`` or not.
 
         Iterating over one view of a run takes 0.14 us a plane. Slicing, viewing and reshaping for each plane took
@@ -57,7 +57,7 @@ class NumpyCopies(HostCopies):
         self._runs = runs
         self._dense = all(rows.flags.c_contiguous for run in runs for rows in run.rows)
 
-    def pages(self, number: int, block_ids: BlockIds, parts: Words, *, alone: bool) -> Iterator[tuple[Any, ...]]:  # noqa: ARG002
+    def pages(self, number: int, block_ids: _Ids, parts: Words, *, alone: bool) -> Iterator[tuple[Any, ...]]:  # noqa: ARG002
         """See ``HostCopies``; each plane is alone."""
         return zip(self._runs[number].rows, repeat(block_ids), parts, strict=False)
 
@@ -85,7 +85,7 @@ class StreamedCopies(HostCopies):
         self._runs = runs  # whose memory the tables name
         self._tables = [np.array([(_address(rows), rows.strides[0]) for rows in run.rows], np.int64) for run in runs]
 
-    def pages(self, number: int, block_ids: BlockIds, parts: Words, *, alone: bool) -> Iterator[tuple[Any, ...]]:
+    def pages(self, number: int, block_ids: _Ids, parts: Words, *, alone: bool) -> Iterator[tuple[Any, ...]]:
         """See ``HostCopies``."""
         run, table, count = self._runs[number], _address(self._tables[number]), len(block_ids)
         page_bytes, planes = run.words * run.word.itemsize, len(run.rows)

@@ -7,8 +7,9 @@ import platform
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -17,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.model import compiling
+from kvstore.model.chunks import ByteArray
 from kvstore.model.errors import InvalidCallError
 from kvstore.paged import copies, streaming
 from kvstore.paged.copies import HostCopies, NumpyCopies, Run, StreamedCopies, host_copies
@@ -38,7 +40,7 @@ def run_of(planes: int, num_blocks: int, page_bytes: int, gap_bytes: int, offset
     return Run(rows, np.dtype(np.uint8), page_bytes, planes * page_bytes)
 
 
-def move(way: HostCopies, block_ids: list[int], payload: np.ndarray, run: Run, first: int, *, gathers: bool) -> None:
+def move(way: HostCopies, block_ids: list[int], payload: ByteArray, run: Run, first: int, *, gathers: bool) -> None:
     ids = np.array(block_ids, np.int64)
     parts = payload.reshape(len(run.rows), -1, run.words)[:, first : first + len(ids)]
     for alone in (True, False):
@@ -148,6 +150,7 @@ def test_threads_stream_at_once() -> None:
 def test_streaming_stores_come_before_a_fence_and_the_fence_before_the_return() -> None:
     """Without it other threads could be told of a copy before they see its bytes, which no test would notice."""
     llvm = pytest.importorskip("llvmlite.binding")
+    assert page_mover() is not None  # prepares LLVM
     machine = llvm.Target.from_default_triple().create_target_machine(opt=3)
     code = machine.emit_assembly(llvm.parse_assembly(streaming._TEXT))
     assert "\tmovnt" in code
@@ -160,33 +163,29 @@ def test_streaming_stores_come_before_a_fence_and_the_fence_before_the_return() 
 # Without LLVM
 
 
-class BrokenBinding(ModuleType):
-    """An llvmlite whose library knows another language."""
-
-    @staticmethod
-    def initialize_native_target() -> None:
-        raise RuntimeError("LLVM is of another version")
-
-
 def forbidden(*_: object, **__: object) -> None:
     raise PermissionError("no code is made here")
+
+
+def refused(_: str) -> None:
+    raise RuntimeError("LLVM is of another version")
 
 
 NO_CODE = SimpleNamespace(mmap=forbidden, PAGESIZE=1, PROT_READ=1, PROT_WRITE=2, PROT_EXEC=4)
 
 
 @pytest.mark.parametrize(
-    ("modules", "name", "replacement", "level", "message"),
+    ("module", "name", "replacement", "level", "message"),
     [
-        (sys.modules, "llvmlite", None, logging.INFO, "pip install"),
-        (sys.modules, "llvmlite.binding", BrokenBinding("llvmlite.binding"), logging.WARNING, "another version"),
-        (vars(compiling), "mmap", NO_CODE, logging.WARNING, "no code"),
+        ("", "llvmlite", None, logging.INFO, "pip install"),
+        ("llvmlite.binding", "parse_assembly", refused, logging.WARNING, "another version"),
+        ("kvstore.model.compiling", "mmap", NO_CODE, logging.WARNING, "no code"),
     ],
     ids=["missing", "fails", "forbidden"],
 )
 @pytest.mark.skipif(not IS_THERE, reason="needs llvmlite, to take it away")
 def test_numpy_copies_where_llvm_does_not_work(
-    modules: dict[str, object],
+    module: str,
     name: str,
     replacement: object,
     level: int,
@@ -194,7 +193,7 @@ def test_numpy_copies_where_llvm_does_not_work(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setitem(modules, name, replacement)
+    monkeypatch.setitem(vars(import_module(module)) if module else sys.modules, name, replacement)
     compiling.assembled.cache_clear()
     run = run_of(1, 9, 100, 0, 0, 1)
     try:
