@@ -250,7 +250,7 @@ def test_a_read_left_behind_by_a_fault_keeps_its_slot(
     tier.before_get = lambda: gate() if next(turns) else None
     with rig.open(slots=3, local_disk=tmp_path, io_timeout_s=0.2) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(engine._mover.paged, "_pages_of", lambda *_: gate.reached.wait(HANG_GUARD_S) and 1 / 0)
+            patch.setattr(engine._mover.paged, "_pages_of", lambda *_, **__: gate.reached.wait(HANG_GUARD_S) and 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 rig.retrieve(engine, TOKENS)
         other = tokens_of(2, 40)
