@@ -1,10 +1,9 @@
 """Contract of a paged KV cache, from which whole blocks are copied to payloads and back, and the one in host memory.
 
-On the host, copies use numpy, without allocations: ``take`` reached 0.86 and fancy assignment 1.0 of memcpy's
-bandwidth, torch's indexing 0.2 to 0.5. One thread rarely reaches a machine's memory bandwidth, so ``Copiers`` share the
-copies between the caller and a few helpers: two threads copied 1.9 times as much. Each takes the next copy as soon as
-its last one is done, and the caller does not wait for a helper that has not started, so a thread that the system does
-not schedule delays only its current copy.
+One thread rarely reaches a machine's memory bandwidth, so on the host ``Copiers`` share the copies between the caller
+and a few helpers: two threads copied 1.9 times as much. Each takes the next copy as soon as its last one is done, and
+the caller does not wait for a helper that has not started, so a thread that the system does not schedule delays only
+its current copy.
 """
 
 from __future__ import annotations
@@ -25,32 +24,26 @@ import torch
 from kvstore.model.chunks import ByteArray
 from kvstore.model.errors import InvalidCallError
 from kvstore.model.layout import KVLayout
+from kvstore.paged.copies import Run, host_copies
 from kvstore.paged.planes import PlaneRows
 from kvstore.paged.streams import DeviceEvent, Streams
 
 Item = TypeVar("Item")
 BlockIds = npt.NDArray[np.int64]
-
-Page = tuple[npt.NDArray[Any], npt.NDArray[Any]]
-"""A plane's rows of all blocks, and the rows of some of them in a payload."""
-
-_Copy = tuple[npt.NDArray[Any], BlockIds, npt.NDArray[Any]]
-"""A plane's rows of all blocks, the ids of some blocks, and their rows in a payload."""
-
 _MAX_THREADS = 4  # of one engine, to leave bandwidth for others
 
 
 class ChunkBlocks(NamedTuple):
     """Some blocks of a chunk: from ``first_block`` on in its payload, and ``block_ids`` in the paged cache.
 
-    Created by ``PagedKV.chunk``, which checks the ids. ``pages`` holds every plane's pages in order, in host memory.
+    Created by ``PagedKV.chunk``, which checks the ids. ``pages`` holds every plane's page in order, in host memory.
     """
 
     block_ids: BlockIds
     payload: ByteArray
     chunk_blocks: int
     first_block: int
-    pages: Sequence[Page] = ()
+    pages: Sequence[tuple[Any, ...]] = ()
 
 
 class PagedKV(ABC):
@@ -254,14 +247,6 @@ def check_chunks(chunks: Sequence[ChunkBlocks], allowed: range) -> None:
         check_block_ids(np.concatenate([chunk.block_ids for chunk in chunks]), allowed)
 
 
-class _Run(NamedTuple):
-    """Consecutive planes whose blocks are equally long: one view of a payload serves them all."""
-
-    rows: list[npt.NDArray[Any]]  # each [num_blocks, words]
-    word: np.dtype[Any]
-    block_bytes: int  # of one block in all these planes
-
-
 class HostPagedKV(PagedKV):
     """A paged KV cache in host memory."""
 
@@ -276,11 +261,11 @@ class HostPagedKV(PagedKV):
         self._copiers = ALONE
         planes = [plane.rows.numpy() for layer in layers for plane in layer]
         self._planes_per_layer = len(layers[0])
-        self._dense = all(rows.flags.c_contiguous for rows in planes)
         self._runs = []
         for (word, words), alike in groupby(planes, lambda rows: (rows.dtype, rows.shape[1])):
             run = list(alike)
-            self._runs.append(_Run(run, word, len(run) * words * word.itemsize))
+            self._runs.append(Run(run, word, words, len(run) * words * word.itemsize))
+        self._copies = host_copies(self._runs, num_blocks)
 
     def for_thread(self) -> PagedKV:
         """See ``PagedKV``. It copies without helpers, because the other cores belong to the model."""
@@ -294,12 +279,12 @@ class HostPagedKV(PagedKV):
 
     def gather_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[DeviceEvent]:
         """See ``PagedKV``."""
-        self._copiers.each(self._copies_of_all(chunks), self._take)
+        self._copiers.each(self._pages_of_all(chunks), self._copies.gather)
         return [None] * len(chunks)
 
     def scatter_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[DeviceEvent]:
         """See ``PagedKV``."""
-        self._copiers.each(self._copies_of_all(chunks), _put)
+        self._copiers.each(self._pages_of_all(chunks), self._copies.scatter)
         return [None] * len(chunks)
 
     def blank(self, parts: Sequence[ByteArray]) -> DeviceEvent:
@@ -314,16 +299,16 @@ class HostPagedKV(PagedKV):
         """See ``PagedKV``."""
         check_block_ids(block_ids, self._allowed)
         whole = ChunkBlocks(block_ids, payload, chunk_blocks or len(block_ids), first_block)
-        return whole._replace(pages=list(self._pages_of(whole)))
+        return whole._replace(pages=list(self._pages_of(whole, alone=True)))
 
     def gather_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> DeviceEvent:
         """See ``PagedKV``."""
-        self._copiers.each(self._copies_of(layers, chunks), self._take)
+        self._copiers.each(self._pages_in(layers, chunks), self._copies.gather)
         return None
 
     def scatter_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> DeviceEvent:
         """See ``PagedKV``."""
-        self._copiers.each(self._copies_of(layers, chunks), _put)
+        self._copiers.each(self._pages_in(layers, chunks), self._copies.scatter)
         return None
 
     def gather_on_device(self, block_ids: BlockIds, payload: torch.Tensor) -> None:
@@ -336,36 +321,19 @@ class HostPagedKV(PagedKV):
         """See ``PagedKV``."""
         self.scatter(block_ids, payload.numpy(), chunk_blocks, first_block)
 
-    def _take(self, one: _Copy) -> None:
-        rows, block_ids, target = one
-        if self._dense:
-            rows.take(block_ids, axis=0, out=target, mode="clip")
-        else:  # take() would first copy the whole cache if its blocks are not adjacent
-            for number, block in enumerate(block_ids):
-                target[number] = rows[block]
-
-    def _copies_of(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Iterator[_Copy]:
+    def _pages_in(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Iterator[tuple[Any, ...]]:
         planes = slice(layers.start * self._planes_per_layer, layers.stop * self._planes_per_layer)
-        return ((rows, chunk.block_ids, part) for chunk in chunks for rows, part in chunk.pages[planes])
+        return (page for chunk in chunks for page in chunk.pages[planes])
 
-    def _copies_of_all(self, chunks: Sequence[ChunkBlocks]) -> Iterator[_Copy]:
+    def _pages_of_all(self, chunks: Sequence[ChunkBlocks]) -> Iterator[tuple[Any, ...]]:
         check_chunks(chunks, self._allowed)  # before any copy
-        return ((rows, chunk.block_ids, part) for chunk in chunks for rows, part in self._pages_of(chunk))
+        return (page for chunk in chunks for page in self._pages_of(chunk, alone=False))
 
-    def _pages_of(self, chunk: ChunkBlocks) -> Iterator[Page]:
-        """Pair each plane's rows with the chunk's blocks in its ``[chunk_blocks, words]`` part of the payload.
-
-        Iterating over one view of a run takes 0.14 us a plane. Slicing, viewing and reshaping for each plane took
-        1.1 us: for the 24 layers of a small model 26 us a chunk instead of 3.
-        """
+    def _pages_of(self, chunk: ChunkBlocks, *, alone: bool) -> Iterator[tuple[Any, ...]]:
+        """Yield the pages of a chunk, each plane ``alone`` or several together."""
         begin, wanted = 0, slice(chunk.first_block, chunk.first_block + len(chunk.block_ids))
-        for run in self._runs:
+        for number, run in enumerate(self._runs):
             end = begin + chunk.chunk_blocks * run.block_bytes
-            parts = chunk.payload[begin:end].view(run.word).reshape(len(run.rows), chunk.chunk_blocks, -1)
-            yield from zip(run.rows, parts[:, wanted], strict=True)
+            parts = chunk.payload[begin:end].view(run.word).reshape(len(run.rows), chunk.chunk_blocks, run.words)
+            yield from self._copies.pages(number, chunk.block_ids, parts[:, wanted], alone=alone)
             begin = end
-
-
-def _put(one: _Copy) -> None:
-    rows, block_ids, source = one
-    rows[block_ids] = source

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvstore.engine.engine import CacheEngine
-    from kvstore.paged.base import ChunkBlocks, Page
+    from kvstore.paged.base import ChunkBlocks
 
 TIMEOUT_S = 0.2
 TOKENS = tokens_of(1, 40)
@@ -197,13 +197,13 @@ def test_gather_raises(
 ) -> None:
     tier.before_put = gate
     calls = []
-    real: Callable[[ChunkBlocks], Iterator[Page]] = rig.paged._pages_of  # type: ignore[attr-defined]
+    real: Callable[..., Iterator[object]] = rig.paged._pages_of  # type: ignore[attr-defined]
 
-    def pages_of(chunk: ChunkBlocks) -> Iterator[Page]:
+    def pages_of(chunk: ChunkBlocks, *, alone: bool) -> Iterator[object]:
         calls.append(chunk)
         if len(calls) > good:
             raise RuntimeError("no more")
-        return real(chunk)
+        return real(chunk, alone=alone)
 
     with rig.open(local_disk=tmp_path) as engine:
         with monkeypatch.context() as patch:
@@ -250,7 +250,7 @@ def test_a_read_left_behind_by_a_fault_keeps_its_slot(
     tier.before_get = lambda: gate() if next(turns) else None
     with rig.open(slots=3, local_disk=tmp_path, io_timeout_s=0.2) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(engine._mover.paged, "_pages_of", lambda *_: gate.reached.wait(HANG_GUARD_S) and 1 / 0)
+            patch.setattr(engine._mover.paged, "_pages_of", lambda *_, **__: gate.reached.wait(HANG_GUARD_S) and 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 rig.retrieve(engine, TOKENS)
         other = tokens_of(2, 40)

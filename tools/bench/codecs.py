@@ -24,11 +24,12 @@ from kvstore.model.keys import ChunkKey
 from kvstore.model.layout import KVLayout
 from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.limits import prefaulted
-from kvstore.tools.bench.lines import Subject
-from kvstore.tools.bench.samples import require, sampled
+from kvstore.tools.bench.lines import Line, Subject
+from kvstore.tools.bench.samples import Pair, require, sampled
 from kvstore.tools.console import numbers
 
 ENCRYPTION = "aes-gcm"
+GOALS_GBPS = {"int8": (6.0, 6.0), "split": (3.0, 4.0)}  # encoding and decoding on one core
 MEASURED = [*(name for name in CODEC_NAMES if name != "none"), ENCRYPTION]
 
 
@@ -62,6 +63,20 @@ def measure_codecs(geometry: Geometry, rounds: int) -> list[CodecLine]:
             ways = _encryption() if name == ENCRYPTION else _ways_of(open_codec(name, layout))
             lines += [_measure(ways, kind, data, layout, rounds) for kind, data in kinds.items()]
     return lines
+
+
+def codec_lines(measured: Sequence[CodecLine]) -> list[Line]:
+    """Return the lines of codecs that have a goal, on KV-like data: seconds for a GB, one sample each."""
+    return [
+        Subject(f"{one.codec} {way}, one core", f"{goal_gbps:.0f} GB/s", "each layer of a chunk, KV-like data").line(
+            [Pair(1 / goal_gbps, 1 / gbps)], size_bytes=10**9
+        )
+        for one in measured
+        if one.data == "KV-like" and one.codec in GOALS_GBPS
+        for way, goal_gbps, gbps in zip(
+            ("encode", "decode"), GOALS_GBPS[one.codec], (one.encode_gbps, one.decode_gbps), strict=True
+        )
+    ]
 
 
 class _Ways(NamedTuple):

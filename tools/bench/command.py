@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.table import Table
 
 from kvstore.tools.bench.bidirectional import MODELS, bidirectional_table, measure_bidirectional, to_json
-from kvstore.tools.bench.codecs import CodecLine, codec_table, measure_codecs
+from kvstore.tools.bench.codecs import CodecLine, codec_lines, codec_table, measure_codecs
 from kvstore.tools.bench.conversations import measure_turns, parse_connectors, turns_table
 from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.plot import plot_report
@@ -103,6 +103,7 @@ def _measure(options: BenchOptions) -> tuple[BenchReport, list[CodecLine]]:
         if report.interrupted:
             return report, []
         try:
-            return report, measure_codecs(options.geometry, options.rounds)
+            codecs = measure_codecs(options.geometry, options.rounds)
+            return replace(report, lines=[*report.lines, *codec_lines(codecs)]), codecs
         except Interruption:
             return replace(report, skipped=[*report.skipped, "codecs: interrupted"], interrupted=True), []

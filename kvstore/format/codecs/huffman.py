@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.format.codecs.compiling import Kernel, compiled
 from kvstore.model.chunks import ByteArray
+from kvstore.model.compiling import Kernel, compiled
 
 if TYPE_CHECKING:
     Array = npt.NDArray[Any]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.format.codecs.compiling import Kernel, compiled
+from kvstore.model.compiling import Kernel, compiled
 
 if TYPE_CHECKING:
     Array = npt.NDArray[Any]

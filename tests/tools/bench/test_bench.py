@@ -44,7 +44,7 @@ from kvstore.tools.bench import (
     scheduling,
 )
 from kvstore.tools.bench.bare_http import ANSWER
-from kvstore.tools.bench.codecs import codec_table, measure_codecs
+from kvstore.tools.bench.codecs import codec_lines, codec_table, measure_codecs
 from kvstore.tools.bench.floors import Bound
 from kvstore.tools.bench.geometry import GEOMETRIES, Geometry
 from kvstore.tools.bench.limits import RawDisk
@@ -369,7 +369,7 @@ def test_json_holds_every_sample(toy: Geometry) -> None:
     assert found["failed"] == []
     assert found["skipped"] == [f"{name}: not asked for" for name in ("disk", *SKIPPED)]
     samples = [len(line[f"samples_{line['unit']}"]) for line in found["lines"]]
-    assert samples == [7, 7, 7, 7, 3, 3, 3, 1, 5, 4, 2, 2, 2, 2]
+    assert samples == [7, 7, 7, 7, 3, 3, 3, 1, 5, 4, 2, 2, 2, 2, *4 * (1,)]
     assert [line["name"] for line in found["lines"] if line["unit"] == "bytes"] == [calls.index_bytes.subject.name]
     assert all(line["includes"] for line in found["lines"])
 
@@ -433,6 +433,10 @@ def test_codecs_are_measured_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
         (codec, data) for codec in ("lz4", "split", "int8", "aes-gcm") for data in ("normal", "KV-like")
     ]
     assert all(line.ratio > 0.99 and line.encode_gbps > 0 and line.decode_fraction > 0 for line in lines)
+    goals = {line.subject.name: line.fraction for line in codec_lines(lines)}
+    assert goals["split encode, one core"] == pytest.approx(lines[3].encode_gbps / 3)
+    assert goals["int8 decode, one core"] == pytest.approx(lines[5].decode_gbps / 6)
+    assert len(goals) == 4
     assert codec_table(lines).caption is None
     monkeypatch.setitem(sys.modules, "zstandard", None)
     monkeypatch.setitem(sys.modules, "kvstore.format.sealing.seal", None)

@@ -22,7 +22,7 @@ from hypothesis.extra import numpy as npst
 from support.schedules import schedules
 
 from kvstore.format.codecs import Codec, kernels, open_codec
-from kvstore.format.codecs.compiling import compiled
+from kvstore.model.compiling import compiled
 from kvstore.model.errors import CodecError
 from kvstore.model.layout import KVLayout
 

@@ -31,7 +31,7 @@ ROOMS = {
     "kvstore/handover/tracker.py": ("tests/unit/handover",),
     "kvstore/index/*.py": ("tests/unit/index",),
     "kvstore/model/*.py": ("tests/unit/model", "tests/unit/paged/test_headed.py"),
-    "kvstore/paged/[bghp]*.py": ("tests/unit/paged",),
+    "kvstore/paged/[bcghp]*.py": ("tests/unit/paged",),
     "kvstore/policies/*.py": ("tests/unit/policies", "tests/conformance/test_policies.py"),
     "kvstore/protocol/*.py": ("tests/unit/protocol", "tests/unit/server"),
     **{f"kvstore/server/{name}.py": ("tests/unit/server",) for name in _SERVER.split()},
