@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
-from kvstore.index.entries import LOADING, NO_SLOT, Entries, Entry
+from kvstore.index.entries import LOADING, NO_SLOT, READY, Entries, Entry
 from kvstore.index.owners import Owner, Owners
 from kvstore.index.plans import NO_MATCH, Match, MissReason, Place, all_refs, ends, tail_refs
 from kvstore.index.remote_view import NO_ANSWERS, RemoteAnswers
 from kvstore.index.slots import Slots
 from kvstore.index.writes import RemoteSends
 from kvstore.model.checkpoints import Checkpoints, End
-from kvstore.model.chunks import Asked, ChunkRef
+from kvstore.model.chunks import Asked, ChunkRef, refs_of
 from kvstore.model.keys import PREFIX_KEY_BYTES, PrefixHasher, PrefixKey
 
 _ROUNDS, _CHECKPOINT_ROUNDS = 3, 4  # rounds of ``questions``
@@ -39,7 +39,9 @@ class StagingRoom:
     def has_place(self, chunk: Entry) -> bool:
         """Tell if the load has a slot for a chunk."""
         is_here = chunk.uses > 0 and chunk.memory is not NO_SLOT
-        return is_here or (self.slots > 0 and (not self._is_strange(chunk) or self._spare_of(chunk) > 0))
+        if is_here or self.owner is None:
+            return is_here or self.slots > 0
+        return self.slots > 0 and (not self._is_strange(chunk) or self._spare_of(chunk) > 0)
 
     def takes(self, chunk: Entry | None) -> bool:
         """Count a chunk, or None for one that is not here; return False if the load would run out of slots."""
@@ -52,6 +54,14 @@ class StagingRoom:
                 self.strange_slots = spare - 1
             self.slots -= 1
         return True
+
+    def takes_first(self, chunks: Sequence[Entry | None]) -> int:
+        """Count chunks in order, None for each that is not here; return how many the load has slots for."""
+        if self.owner is not None or len(chunks) > self.slots:
+            return sum(1 for _ in takewhile(self.takes, chunks))
+        idle = [chunk for chunk in chunks if chunk is None or not chunk.uses or chunk.memory is NO_SLOT]
+        self.slots -= len(idle)
+        return len(chunks)
 
     def _is_strange(self, chunk: Entry) -> bool:
         return self.owner is not None and chunk.owner is not self.owner
@@ -189,20 +199,20 @@ class Lookup:
 
     def _whole(self, hasher: PrefixHasher, first_chunk: int, room: StagingRoom, told: RemoteAnswers) -> list[ChunkRef]:
         """Return the whole chunks that could be loaded, in order, starting at ``first_chunk``."""
-        blocks_per_chunk, known, is_readable = hasher.blocks_per_chunk, self._chunks.get, self._chunks.is_readable
-        found: list[ChunkRef] = []
-        for key in hasher.chunk_keys()[first_chunk:]:
-            chunk = known(key)
-            if chunk is not None and is_readable(chunk):  # as in ``_find``, whose call would take as long as all else
-                if chunk.num_blocks != blocks_per_chunk or not room.takes(chunk):
+        keys, blocks_per_chunk = hasher.chunk_keys()[first_chunk:], hasher.blocks_per_chunk
+        is_readable = self._chunks.is_readable
+        found: list[Entry | None] = []
+        for chunk in map(self._chunks.get, keys):
+            # What is ready is readable: a call would take as long as all else.
+            if chunk is not None and ((chunk.memory is READY and not chunk.forgotten) or is_readable(chunk)):
+                if chunk.num_blocks != blocks_per_chunk:
                     break
-                found.append(ChunkRef(key, blocks_per_chunk))
-                continue
-            ref = self._find(key, blocks_per_chunk, room, told)
-            if ref is None:
+            elif not self._remote.answers or not self._is_remote(ChunkRef(keys[len(found)], blocks_per_chunk), told):
                 break
-            found.append(ref)
-        return found
+            else:
+                chunk = None  # noqa: PLW2901 - an entry of what is not here takes a slot as none does
+            found.append(chunk)
+        return refs_of(keys[: room.takes_first(found)], blocks_per_chunk) if found else []
 
     def _resumable(
         self,
@@ -310,7 +320,7 @@ class Lookup:
         asked: list[ChunkRef] = []
         near: list[bytes] = []
         if self._checkpoints is None or self._checkpoints.groups.full:
-            asked += [ChunkRef(key, hasher.blocks_per_chunk) for key in hasher.chunk_keys()[first_chunk:]]
+            asked += refs_of(hasher.chunk_keys()[first_chunk:], hasher.blocks_per_chunk)
             for chunk in dict.fromkeys((first_chunk, last)):
                 known_blocks = max(0, known_tokens - chunk * hasher.chunk_tokens) // hasher.block_tokens
                 tails, keys = tail_refs(hasher, chunk)[known_blocks:], hasher.block_keys(chunk)

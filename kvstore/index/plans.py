@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kvstore.model.checkpoints import End
-from kvstore.model.chunks import ChunkRef
+from kvstore.model.chunks import ChunkRef, refs_of
 from kvstore.model.keys import PrefixHasher
 
 
@@ -177,7 +177,7 @@ def ends(
 
 def chunk_refs(hasher: PrefixHasher, *, with_tail: bool) -> list[ChunkRef]:
     """Return the chunks of a sequence, in order: the whole ones, and the tail's whole blocks if requested."""
-    refs = [ChunkRef(key, hasher.blocks_per_chunk) for key in hasher.chunk_keys()]
+    refs = refs_of(hasher.chunk_keys(), hasher.blocks_per_chunk)
     if with_tail and (keys := hasher.block_keys(len(refs))):
         refs.append(ChunkRef(keys[-1], len(keys)))
     return refs

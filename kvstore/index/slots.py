@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import takewhile
@@ -143,21 +143,18 @@ class Uses:
         noted: AbstractSet[PrefixKey] = frozenset(),
         leaves: AbstractSet[PrefixKey] = frozenset(),
     ) -> None:
-        """Tell the policies that a chain of chunks is used, see ``Policy.touch_chain``."""
-        self.last_touched = own = self._own_keys(chain)
+        """Tell the policies that a chain of chunks is used, see ``Policy.touch_chain``.
+
+        Of known chunks the entries' own keys should be given: policies keep them, and a copy takes 64 bytes.
+        """
+        self.last_touched = chain
         for order in self.orders:
-            order.touch_chain(own, noted, leaves)
+            order.touch_chain(chain, noted, leaves)
 
     def refresh(self, chain: Sequence[PrefixKey], leaves: AbstractSet[PrefixKey]) -> None:
         """Tell the policies that a chain of chunks is wanted, without a use, see ``Policy.refresh_chain``."""
-        own = self._own_keys(chain)
         for order in self.orders:
-            order.refresh_chain(own, leaves)
-
-    def _own_keys(self, chain: Iterable[PrefixKey]) -> list[PrefixKey]:
-        """Return the keys, of known chunks those that are here, as policies keep them and a copy is 64 bytes."""
-        known = self.chunks.get
-        return [key if (chunk := known(key)) is None else chunk.prefix_key for key in chain]
+            order.refresh_chain(chain, leaves)
 
     def begin(self, chunk: Entry, count: int = 1) -> None:
         """Keep a chunk from eviction until ``count`` uses have ended."""

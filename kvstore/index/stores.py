@@ -74,7 +74,9 @@ class StorePlanner:
             self.chunks.whole_blocks = hasher.blocks_per_chunk
             holders = self._holders(refs, made, until_s)
         chain = [*prefix, *(key for ref in refs for key in self._used(ref, holders))]
-        own = [chunk for key in chain if (chunk := self.chunks.get(key)) is not None]
+        known = list(map(self.chunks.get, chain))
+        chain = [key if chunk is None else chunk.prefix_key for key, chunk in zip(chain, known, strict=True)]
+        own = [chunk for chunk in known if chunk is not None]
         for chunk in own:
             self.uses.begin(chunk)
         noted = {*prefix, *self.uses.last_touched} if noted is None else noted

@@ -22,6 +22,7 @@ TRAIL_SHARE: Final = 4  # a server keeps a trail of at most a quarter of its chu
 MAX_HEARD = 1 << 14  # about 10 MB with 16 blocks a chunk; beyond that the oldest are forgotten
 _MAX_NAMED: Final = 64  # trails taken from one answer
 _MAX_NEAR: Final = 64  # candidates examined, those that share most first
+_number_of = int.from_bytes
 
 
 class Trails:
@@ -84,10 +85,11 @@ class Trails:
     def neighbours(self, trail: bytes) -> Iterator[tuple[bytes, int]]:
         """Return the trails of the chunks of ``nearest``, with the numbers of shared blocks."""
         first = trail[:PREFIX_KEY_BYTES]
-        group: Sequence[bytes] | None = self._groups.get(first)
+        group = self._groups.get(first)
         if group is None:
-            one = self._alone.find(first)
-            group = self._groups.get(first) if one is None else (one,)  # another thread may have moved it
+            if (one := self._alone.find(first)) is not None:  # the usual case, faster than a group of one
+                return iter(((one, _shared_by(one, trail)),))
+            group = self._groups.get(first)  # another thread may have moved it
         return _outwards(group, trail) if group else iter(())
 
     def within(self, trail: bytes) -> Iterator[PrefixKey]:
@@ -202,13 +204,13 @@ def _shared_at(group: Sequence[bytes], place: int, trail: bytes) -> tuple[bytes,
     there = group[place : place + 1] if place >= 0 else ()  # one read, because another thread may change the group
     if not there:
         return b"", 0
-    (other,) = there
-    shared, end = 1, min(len(trail), len(other)) // PREFIX_KEY_BYTES
-    while shared < end:  # all keys before a shared one are shared, so bisection finds the last
-        middle = (shared + end + 1) // 2
-        begin = (middle - 1) * PREFIX_KEY_BYTES
-        if trail[begin : begin + PREFIX_KEY_BYTES] == other[begin : begin + PREFIX_KEY_BYTES]:
-            shared = middle
-        else:
-            end = middle - 1
-    return other, shared
+    return there[0], _shared_by(there[0], trail)
+
+
+def _shared_by(other: bytes, trail: bytes) -> int:
+    """Return how many blocks two trails share."""
+    if len(other) != len(trail):
+        size = min(len(other), len(trail))
+        other, trail = other[:size], trail[:size]
+    differing = _number_of(other) ^ _number_of(trail)  # big-endian; faster than a bisection of the keys
+    return (8 * len(trail) - differing.bit_length()) // (8 * PREFIX_KEY_BYTES)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import Enum
+from functools import partial
+from itertools import repeat
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -34,6 +36,14 @@ class ChunkRef(NamedTuple):
     def blocks_from(self, first_block: int) -> range:
         """Return its block numbers, given that of its first block."""
         return range(first_block, first_block + self.num_blocks)
+
+
+_new_ref = partial(tuple.__new__, ChunkRef)  # in C, without the arguments' names
+
+
+def refs_of(keys: Iterable[PrefixKey], num_blocks: int) -> list[ChunkRef]:
+    """Return chunks of one length, faster than by a call of ``ChunkRef`` for each."""
+    return list(map(_new_ref, zip(keys, repeat(num_blocks))))
 
 
 def chunk_of(trail: bytes) -> ChunkRef:

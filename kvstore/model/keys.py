@@ -227,8 +227,9 @@ class PrefixHasher:
             return []
         begin = chunk * self.chunk_tokens
         end = min(begin + self.chunk_tokens, len(self._tokens))
-        if self._block_keys[:2] == (chunk, end):
-            return self._block_keys[2]
+        known_chunk, known_end, known = self._block_keys
+        if known_chunk == chunk and known_end == end:
+            return known
         running = self._snapshots[chunk].copy()
         keys: list[PrefixKey] = []
         with memoryview(self._tokens) as tokens:

@@ -97,7 +97,7 @@ class Adaptive(Policy):
         units = dict.fromkeys(unit for key in chain if (unit := self._units.get(key)) is not None)
         for unit in sorted(units, key=lambda unit: (unit.time, unit.cls)):
             # Another request may have used them last, or several go on from here, and may return at any time.
-            if unit.is_chain and unit.keys[-1] in own and self._children.get(unit.keys[-1], 0) <= 1:
+            if unit.is_chain and unit.keys[-1] in own and self._prefixes.num_children(unit.keys[-1]) <= 1:
                 self._ranking.end(unit, answer_tokens)
 
     def _on_add(self, key: PrefixKey) -> None:

@@ -25,6 +25,7 @@ from typing import ClassVar
 
 from kvstore.model.errors import InvalidCallError
 from kvstore.model.keys import PrefixKey
+from kvstore.policies.prefixes import Prefixes
 
 MIN_GHOSTS = 65_536
 GHOSTS_PER_CHUNK = 8
@@ -52,8 +53,7 @@ class Policy(ABC):
         self._last_size_bytes = 0
         self._held: set[PrefixKey] = set()
         self._given_up: dict[PrefixKey, None] = {}
-        self._parents: dict[PrefixKey, PrefixKey] = {}  # of chunks in the tier
-        self._children: dict[PrefixKey, int] = {}  # numbers of children in the tier; the parent may be absent
+        self._prefixes = Prefixes()
         self._chain: dict[PrefixKey, PrefixKey | None] = {}  # the chain touched last, with parents
         self._shares: dict[PrefixKey, Policy] = {}  # of the chunks that were added with one
 
@@ -198,9 +198,9 @@ class Policy(ABC):
         """
         below = Counter[PrefixKey | None]()  # of these, yielded
         for key in reversed([key for key in dict.fromkeys(keys) if key in self._sizes]):
-            if self._children.get(key, 0) > below[key]:
+            if self._prefixes.num_children(key) > below[key]:
                 return
-            below[self._parents.get(key)] += 1
+            below[self._prefixes.parent(key)] += 1
             yield key
 
     def evict(self, key: PrefixKey) -> None:
@@ -230,7 +230,7 @@ class Policy(ABC):
         not be evicted. Returns None, too, if a ``newcomer`` is worth less than they are. Nothing changes: the caller
         calls ``evict``.
         """
-        search = _Search(missing_bytes, self._sizes, self._parents, self._children)
+        search = _Search(missing_bytes, self._sizes, self._prefixes)
         if missing_bytes <= 0:
             return search.victims
         with closing(self._offers(newcomer)) as offers:
@@ -302,15 +302,14 @@ class Policy(ABC):
         for key in chain if self._given_up else ():
             self._given_up.pop(key, None)
         self._chain = dict(zip(chain, prefix, strict=False))
-        parents, sizes = self._parents, self._sizes
+        prefixes, sizes = self._prefixes, self._sizes
         for key, parent in self._chain.items():
-            if key not in parents and key in sizes:
+            if key in sizes and key not in prefixes:
                 self._set_parent(key, parent)
 
     def _set_parent(self, key: PrefixKey, parent: PrefixKey | None) -> None:
         if parent is not None and parent != key:
-            self._parents[key] = parent
-            self._children[parent] = self._children.get(parent, 0) + 1
+            self._prefixes.link(key, parent)
 
     def _enter(self, key: PrefixKey, size_bytes: int) -> None:
         if key in self._sizes:
@@ -326,37 +325,27 @@ class Policy(ABC):
         self._given_up.pop(key, None)
         if (share := self._shares.pop(key, None)) is not None:
             share.evict(key)
-        parent = self._parents.pop(key, None)
-        if parent is not None:
-            self._children[parent] -= 1
-            if not self._children[parent]:
-                del self._children[parent]
+        self._prefixes.unlink(key)
 
 
 class _Search:
     """Collects victims. While others can be evicted, no chunk is left behind without its prefix."""
 
-    def __init__(
-        self,
-        missing_bytes: int,
-        sizes: Mapping[PrefixKey, int],
-        parents: Mapping[PrefixKey, PrefixKey],
-        children: Mapping[PrefixKey, int],
-    ) -> None:
+    def __init__(self, missing_bytes: int, sizes: Mapping[PrefixKey, int], prefixes: Prefixes) -> None:
         self.victims: list[PrefixKey] = []
         self._missing_bytes = missing_bytes
-        self._sizes, self._parents, self._children = sizes, parents, children
+        self._sizes, self._prefixes = sizes, prefixes
         self._gone: dict[PrefixKey, int] = {}  # numbers of children among the victims
         self._waiting: dict[PrefixKey, None] = {}  # prefixes of chunks not taken so far
 
     def offer(self, key: PrefixKey) -> bool:
         """Take the next chunk in order, and prefixes that waited for it; True once they free enough."""
-        if self._children.get(key, 0) > self._gone.get(key, 0):
+        if self._prefixes.num_children(key) > self._gone.get(key, 0):
             self._waiting[key] = None
             return False
         while not self._take(key):
-            parent = self._parents.get(key)
-            if parent not in self._waiting or self._gone[parent] < self._children[parent]:
+            parent = self._prefixes.parent(key)
+            if parent not in self._waiting or self._gone[parent] < self._prefixes.num_children(parent):
                 return False
             del self._waiting[parent]
             key = parent
@@ -364,12 +353,12 @@ class _Search:
 
     def take_waiting(self) -> bool:
         """Take prefixes of chunks that may not be evicted, from the ends of the chains towards their heads."""
-        below = Counter(self._parents.get(key) for key in self._waiting)
+        below = Counter(self._prefixes.parent(key) for key in self._waiting)
         ready = [key for key in self._waiting if not below[key]]
         for key in ready:
             if self._take(key):
                 return True
-            parent = self._parents.get(key)
+            parent = self._prefixes.parent(key)
             below[parent] -= 1
             if parent in self._waiting and not below[parent]:
                 ready.append(parent)
@@ -378,7 +367,7 @@ class _Search:
     def _take(self, key: PrefixKey) -> bool:
         self.victims.append(key)
         self._missing_bytes -= self._sizes[key]
-        parent = self._parents.get(key)
+        parent = self._prefixes.parent(key)
         if parent is not None:
             self._gone[parent] = self._gone.get(parent, 0) + 1
         return self._missing_bytes <= 0

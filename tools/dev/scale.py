@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -130,6 +130,16 @@ def lookups(index: ChunkIndex, known: Sequence[PrefixHasher]) -> dict[str, Any]:
     return {"lookup_of_40_chunks": spread(hits), "lookup_of_a_miss": spread(misses), "found": found}
 
 
+def stores(index: ChunkIndex, new: Iterable[PrefixHasher]) -> dict[str, Any]:
+    """Return the times to store new conversations into a full index, and the chunks evicted for them."""
+    evicted, samples = index.counters.evicted_disk, []
+    for hasher in new:
+        ask(index, hasher)  # which a filter refuses
+        samples.append(timed_us(partial(ask, index, hasher)))
+    evicted = index.counters.evicted_disk - evicted
+    return {"store_of_40_chunks_into_a_full_index": spread(samples), "evicted": evicted}
+
+
 def measure_stored(chunks: int, policy: str) -> dict[str, Any]:
     """Fill an index by requests, look up, and store more than fits."""
     index, before_bytes, count = open_index(chunks, policy), resident_bytes(), chunks // CHAIN
@@ -139,14 +149,7 @@ def measure_stored(chunks: int, policy: str) -> dict[str, Any]:
     found: dict[str, Any] = {**watch.read("fill"), **figures(before_bytes, len(index))}
     chosen = random.Random(1).sample(range(count), _KNOWN)  # noqa: S311 - no secret
     found |= lookups(index, list(map(conversation, chosen)))
-    evicted, samples = index.counters.evicted_disk, []
-    for hasher in map(conversation, range(count, count + min(_ASKED, count))):
-        hasher.chunk_keys()
-        ask(index, hasher)  # which a filter refuses
-        samples.append(timed_us(partial(ask, index, hasher)))
-    found["store_of_40_chunks_into_a_full_index"] = spread(samples)
-    found["evicted"] = index.counters.evicted_disk - evicted
-    return found
+    return found | stores(index, map(conversation, range(count, count + min(_ASKED, count))))
 
 
 def survivors(chunks: int) -> Iterator[tuple[ChunkRef, bytes]]:
@@ -160,7 +163,7 @@ def survivors(chunks: int) -> Iterator[tuple[ChunkRef, bytes]]:
 
 
 def measure_adopted(chunks: int, policy: str) -> dict[str, Any]:
-    """Fill an index as a start does, and look up."""
+    """Fill an index as a start does, look up, and store more than fits."""
     index, before_bytes = open_index(chunks, policy), resident_bytes()
     trails: dict[bytes, bytes] = {}
     found: list[tuple[ChunkRef, int]] = []
@@ -173,7 +176,8 @@ def measure_adopted(chunks: int, policy: str) -> dict[str, Any]:
     seconds = watch.read("adopt")
     del found, trails
     memory = figures(before_bytes, len(index))
-    return {**seconds, **memory, **lookups(index, list(map(conversation, range(_KNOWN))))}
+    found_again = lookups(index, list(map(conversation, range(_KNOWN))))
+    return {**seconds, **memory, **found_again, **stores(index, map(conversation, range(_KNOWN, _KNOWN + _ASKED)))}
 
 
 def measure_folder(chunks: int, policy: str, folder: Path) -> dict[str, Any]:

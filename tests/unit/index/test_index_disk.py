@@ -125,6 +125,20 @@ def test_a_passage_does_not_take_what_it_cannot_pass_on() -> None:
     assert (len(index), index.slots_in_use) == (0, 0)
 
 
+def test_a_chunk_after_whole_ones_needs_a_slot_too() -> None:
+    for num_slots, found_tokens in ((3, 40), (2, 32), (1, 16)):
+        index = make(num_slots, disk_chunks=4)
+        index.adopt((ref, FULL_BYTES) for ref in refs_of(40))
+        assert known_tokens(index, 40) == found_tokens
+
+
+def test_a_chunk_whose_length_is_another_is_not_found() -> None:
+    index = make(disk_chunks=4)
+    first, second = refs_of(32)
+    index.adopt([(first, FULL_BYTES), (second._replace(num_blocks=2), FULL_BYTES)])
+    assert known_tokens(index, 32) == 16
+
+
 def test_adopting_without_a_disk_is_nothing() -> None:
     index = make()
     index.adopt((ref, FULL_BYTES) for ref in refs_of(16))

@@ -63,3 +63,15 @@ def test_the_keys_of_a_trail() -> None:
     trail = trail_of((0, 1, 2))
     assert list(keys_of(trail)) == [trail_of((0, 1, 2)[:end])[-PREFIX_KEY_BYTES:] for end in (1, 2, 3)]
     assert list(keys_of(b"")) == []
+
+
+@pytest.mark.parametrize("differing_byte", [0, 1, PREFIX_KEY_BYTES - 1])
+@pytest.mark.parametrize("blocks", [2, 3])
+def test_a_block_is_shared_only_if_all_bytes_of_its_key_are(differing_byte: int, blocks: int) -> None:
+    stored = bytes(3 * PREFIX_KEY_BYTES)
+    asked = bytearray(stored[: blocks * PREFIX_KEY_BYTES])
+    asked[PREFIX_KEY_BYTES + differing_byte] = 1
+    trails = Trails()
+    trails.add(stored)
+    assert list(trails.neighbours(bytes(asked))) == [(stored, 1)]
+    assert list(trails.neighbours(stored[: blocks * PREFIX_KEY_BYTES])) == [(stored, blocks)]
