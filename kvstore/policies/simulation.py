@@ -15,7 +15,7 @@ from typing import Final
 from kvstore.model.keys import PrefixKey
 from kvstore.policies import Policy
 
-_MOST_TOGETHER: Final = 8  # chunks of which a writer asks a cache server at once, and their bytes
+_MOST_TOGETHER: Final = 8  # chunks of which a writer asks a cache server at once, and their bytes (batches.py)
 _TOGETHER_BYTES: Final = 12 << 20
 
 

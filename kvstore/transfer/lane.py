@@ -1,7 +1,7 @@
 """Transfers between slots and one slower tier: reads and writes on separate threads, and the state of those in flight.
 
 No caller waits for the tier. The wrappers around the tier ensure that every call ends in time. Small chunks that wait
-for a thread are written together, because a call costs as much as moving some of them.
+for a thread are written together.
 
 - *A write belongs to the epoch in which it began.* After ``clear`` or ``reset`` it stores nothing, and a read that
   began before is not a hit.
@@ -32,19 +32,13 @@ from kvstore.model.retention import Retention
 from kvstore.model.throttle import Throttle
 from kvstore.tiers.base import BoundedTier, Tier, Transfer, late_outcomes
 from kvstore.tiers.loan import Loan
+from kvstore.transfer.batches import chunks_per_batch
 from kvstore.transfer.removal_queue import RemovalQueue
 
 logger = logging.getLogger(__name__)
 
 WRITE_THREADS = 4
-_MAX_TOGETHER: Final = 8  # chunks written in one call, which has a deadline
-_TOGETHER_BYTES: Final = 12 << 20
 _MAX_LIMITS: Final = 1024  # times to live changed in one call, which has a deadline
-
-
-def most_together(slot_bytes: int) -> int:
-    """Return the most chunks that one call writes."""
-    return max(1, min(_MAX_TOGETHER, _TOGETHER_BYTES // slot_bytes))
 
 
 class Arrival(NamedTuple):
@@ -152,7 +146,7 @@ class Lane:
         self._lock = threading.Condition()
         self._namespace_id = namespace_id
         self._generation = 0  # clears and resets
-        self._max_together = most_together(cpu.slot_bytes)
+        self._max_together = chunks_per_batch(cpu.slot_bytes)
         self._waiting: deque[_Write] = deque()
         self._writing: set[_Write] = set()  # including those that wait
         self._ending = 0  # writes that have ended and are being reported

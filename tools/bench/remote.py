@@ -44,7 +44,7 @@ from kvstore.tools.bench.samples import (
 )
 from kvstore.tools.bench.servers import child, private_redis, private_seaweed, private_server
 from kvstore.tools.bench.workbench import Workbench
-from kvstore.transfer.lane import most_together
+from kvstore.transfer.batches import chunks_per_batch
 
 LOOKUP_ROUND_TRIPS = 3
 _BUCKET = "bench"
@@ -113,7 +113,7 @@ class Chunks:
         Each call moves one chunk, and calls do not overlap. With ``threads`` it is done as an engine does it: they
         overlap on these, and a put has several small chunks.
         """
-        together = most_together(self._layout.slot_bytes) if threads else 1
+        together = chunks_per_batch(self._layout.slot_bytes) if threads else 1
         self.stored += 1
         self._loaded[:] = 0
         stored, outcomes = pair(put_limit, partial(_call, tier.put, self._puts, together, threads))

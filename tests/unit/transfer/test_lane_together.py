@@ -66,7 +66,7 @@ def test_small_chunks_that_wait_are_written_together(bench: Bench, together: Tog
 def test_chunks_that_are_not_small_are_written_one_by_one(
     monkeypatch: pytest.MonkeyPatch, bench: Bench, gate: Gate
 ) -> None:
-    monkeypatch.setattr("kvstore.transfer.lane._TOGETHER_BYTES", 2 * SLOT_BYTES - 1)
+    monkeypatch.setattr("kvstore.transfer.batches._MAX_BYTES", 2 * SLOT_BYTES - 1)
     other = Bench()
     together = Together(other, gate)
     together.write(*range(4, 16))
