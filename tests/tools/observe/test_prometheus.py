@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,13 +115,12 @@ def test_a_client_without_a_right(plant: Plant) -> None:
 def test_a_disk_that_fails(plant: Plant) -> None:
     disk = plant.server.folder / "disk"
 
-    def is_gone() -> bool:
-        shutil.rmtree(disk, ignore_errors=True)  # the server makes folders in it all the time
-        disk.write_bytes(b"")  # root may write anywhere, but not below a file
-        return True
+    def replace_with_a_file() -> None:
+        shutil.rmtree(disk, ignore_errors=True)
+        with suppress(IsADirectoryError):  # the server makes folders in it all the time
+            disk.write_bytes(b"")  # root may write anywhere, but not below a file
 
-    wait_for("the disk is gone", is_gone)
-    fires_after(plant, "KVStoreDiskErrors", lambda: None)
+    fires_after(plant, "KVStoreDiskErrors", replace_with_a_file)
 
 
 def test_a_reload_that_is_refused(plant: Plant) -> None:
