@@ -12,7 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from copy import copy
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
@@ -208,9 +208,10 @@ class Copiers:
             work()
         finally:
             waiting.clear()
-            for helper in helping:
-                if not helper.cancel():
-                    helper.result()
+            under_way = [helper for helper in helping if not helper.cancel()]
+            wait(under_way)  # all of them, before any raises
+        for helper in under_way:
+            helper.result()
 
     def close(self) -> None:
         """End the helpers."""

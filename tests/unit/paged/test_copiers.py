@@ -69,6 +69,30 @@ def test_what_a_copy_raises(copiers: Copiers, by_caller: bool) -> None:
     two.close()
 
 
+@pytest.mark.parametrize("raises", ["kvstore-copy_0", "kvstore-copy_1"])
+def test_none_copies_after_another_has_raised(copiers: Copiers, gate: Gate, raises: str) -> None:
+    """Not even the helper that began last: the caller may use the slot for another chunk then."""
+    all_three = threading.Barrier(3, timeout=HANG_GUARD_S)
+    others = threading.Semaphore(0)
+    ended: list[str] = []
+
+    def copy(_: int) -> None:
+        all_three.wait()
+        name = threading.current_thread().name
+        if name == raises:
+            threading.Timer(0.05, gate.open).start()
+            raise ZeroDivisionError
+        if name.startswith("kvstore-copy"):
+            gate()
+        ended.append(name)
+        others.release()
+
+    with pytest.raises(ZeroDivisionError):
+        copiers.each(range(3), copy)
+    assert len(ended) == 2
+    assert others.acquire(timeout=HANG_GUARD_S)
+
+
 def test_one_thread_needs_no_pool() -> None:
     alone = Copiers(1)
     done: list[int] = []
