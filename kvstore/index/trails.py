@@ -178,33 +178,35 @@ def _first_of(trail: bytes) -> PrefixKey:
 
 def _outwards(group: Sequence[bytes], trail: bytes) -> Iterator[tuple[bytes, int]]:
     """Yield the trails of a group outwards from a trail's position, with the numbers of blocks they share with it."""
-    above = bisect_left(group, trail)
-    below = above - 1
-    below_it, shared_below = _shared_at(group, below, trail)
-    above_it, shared_above = _shared_at(group, above, trail)
+    below, above = _around(group, trail)
+    shared_below, shared_above = _shared_by(below, trail), _shared_by(above, trail)
     if shared_below and shared_below >= shared_above:
-        first = bisect_left(group, trail[: shared_below * PREFIX_KEY_BYTES])
+        before, first = _around(group, trail[: shared_below * PREFIX_KEY_BYTES])
         if first < below:  # all from ``first`` on share as much
-            above, below = first, first - 1
-            below_it, shared_below = _shared_at(group, below, trail)
-            above_it, shared_above = _shared_at(group, above, trail)
+            below, above = before, first
+            shared_below, shared_above = _shared_by(below, trail), _shared_by(above, trail)
     while shared_below or shared_above:
         if shared_above > shared_below:
-            yield above_it, shared_above
-            above += 1
-            above_it, shared_above = _shared_at(group, above, trail)
+            yield above, shared_above
+            above = _around(group, above + b"\0")[1]
+            shared_above = _shared_by(above, trail)
         else:
-            yield below_it, shared_below
-            below -= 1
-            below_it, shared_below = _shared_at(group, below, trail)
+            yield below, shared_below
+            below = _around(group, below)[0]
+            shared_below = _shared_by(below, trail)
 
 
-def _shared_at(group: Sequence[bytes], place: int, trail: bytes) -> tuple[bytes, int]:
-    """Return the trail at a place of a group and how many blocks it shares with another; 0 outside of the group."""
-    there = group[place : place + 1] if place >= 0 else ()  # one read, because another thread may change the group
-    if not there:
-        return b"", 0
-    return there[0], _shared_by(there[0], trail)
+def _around(group: Sequence[bytes], trail: bytes) -> tuple[bytes, bytes]:
+    """Return the last trail before one, and the first that is not; empty outside of the group.
+
+    Another thread may move both between the search and the read; then they are searched again.
+    """
+    while True:
+        place = bisect_left(group, trail)
+        near = group[place - 1 : place + 1] if place else [b"", *group[:1]]  # one read
+        below, above = (*near, b"", b"")[:2]
+        if below < trail and (below or not place) and (trail <= above or not above):
+            return below, above
 
 
 def _shared_by(other: bytes, trail: bytes) -> int:

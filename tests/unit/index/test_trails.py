@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,3 +78,42 @@ def test_a_block_is_shared_only_if_all_bytes_of_its_key_are(differing_byte: int,
     trails.add(stored)
     assert list(trails.neighbours(bytes(asked))) == [(stored, 1)]
     assert list(trails.neighbours(stored[: blocks * PREFIX_KEY_BYTES])) == [(stored, blocks)]
+
+
+class Disturbed(list[bytes]):
+    """Group that another thread changes after each search, before what was found is read."""
+
+    def __init__(self, trails: list[bytes], between: Callable[[list[bytes]], object]) -> None:
+        super().__init__(trails)
+        self.between = between
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            between, self.between = self.between, lambda _: None
+            between(self)
+        return super().__getitem__(place)
+
+
+@pytest.mark.parametrize("there", range(1, 6))
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda group: group.pop(0),
+        lambda group: group.pop(),
+        lambda group: group.insert(0, group[0][:PREFIX_KEY_BYTES] + bytes(PREFIX_KEY_BYTES)),
+        lambda group: group.append(group[0][:PREFIX_KEY_BYTES] + b"\xff" * PREFIX_KEY_BYTES),
+        lambda group: [group.pop(0), group.pop(0)],
+    ],
+    ids=["first goes", "last goes", "one comes before", "one comes after", "two go"],
+)
+def test_a_chunk_that_stays_is_found_whatever_comes_and_goes(between: Any, there: int) -> None:
+    first, *others = (bytes([number]) * PREFIX_KEY_BYTES for number in range(1, 9))
+    group = [first + key for key in others]
+    trails = Trails()
+    for trail in group:
+        trails.add(trail)
+    stays = group[there]
+    for asked in (stays, stays + others[0]):
+        trails._groups[first] = Disturbed(group, lambda group: stays in (group[:2]) or between(group))
+        assert next(trails.neighbours(asked)) == (stays, 2)
+        assert stays in {trail for trail, _ in trails.neighbours(first)}
