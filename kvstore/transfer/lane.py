@@ -32,7 +32,7 @@ from kvstore.model.retention import Retention
 from kvstore.model.throttle import Throttle
 from kvstore.tiers.base import BoundedTier, Tier, Transfer, late_outcomes
 from kvstore.tiers.loan import Loan
-from kvstore.transfer.batches import chunks_per_batch
+from kvstore.transfer.batches import Batches
 from kvstore.transfer.removal_queue import RemovalQueue
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class Lane:
         self._lock = threading.Condition()
         self._namespace_id = namespace_id
         self._generation = 0  # clears and resets
-        self._max_together = chunks_per_batch(cpu.slot_bytes)
+        self._batches = Batches(cpu.slot_bytes)
         self._waiting: deque[_Write] = deque()
         self._writing: set[_Write] = set()  # including those that wait
         self._ending = 0  # writes that have ended and are being reported
@@ -304,12 +304,9 @@ class Lane:
         try:
             outcome = (self._tier.get_layers([wanted], layers) if layers else self._tier.get([wanted]))[0]
             return Arrival(outcome if generation == self._generation else Outcome.FAILED)
-        except TierTimeoutError as error:
-            self._log("cannot read from the %s tier: %s", error)
-            return Arrival(Outcome.FAILED, error.pending)
         except KVStoreError as error:
             self._log("cannot read from the %s tier: %s", error)
-            return Arrival(Outcome.FAILED)
+            return Arrival(Outcome.FAILED, error.pending if isinstance(error, TierTimeoutError) else None)
 
     def _are_hidden(self, refs: Sequence[ChunkRef]) -> bool:
         """Tell if any of these chunks must no longer be read; mostly the queue is idle, and its lock is not needed."""
@@ -337,7 +334,9 @@ class Lane:
             try:
                 sending = self._prepare(writes)
                 if sending:
-                    self._end_put([*sending], self._tier.put([*sending.values()]))
+                    with self._batches.call(len(sending)):
+                        outcomes = self._tier.put([*sending.values()])
+                    self._end_put([*sending], outcomes)
             except TierError as error:
                 self._log("cannot write to the %s tier: %s", error)
                 if sending and isinstance(error, TierTimeoutError):
@@ -347,7 +346,7 @@ class Lane:
     def _take_waiting(self) -> list[_Write]:
         """Take the first write that waits, and of small chunks this thread's share of those that may go with it."""
         with self._lock:
-            most = min(self._max_together, len(self._waiting) // WRITE_THREADS)
+            most = min(self._batches.size, len(self._waiting) // WRITE_THREADS)
             writes = [self._waiting.popleft()] if self._waiting else []
             while len(writes) < most and self._waiting[0].after == writes[0].after:
                 writes.append(self._waiting.popleft())

@@ -49,7 +49,10 @@ class Together:
 
 
 @pytest.fixture
-def together(bench: Bench, gate: Gate) -> Together:
+def together(bench: Bench, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Together:
+    """Take as many as may go together, however long the calls that the gate holds up."""
+    monkeypatch.setattr("kvstore.transfer.batches._MAX_CALL_S", 1e6)
+    bench.lane._batches.size = 8
     return Together(bench, gate)
 
 
@@ -68,6 +71,7 @@ def test_chunks_that_are_not_small_are_written_one_by_one(
 ) -> None:
     monkeypatch.setattr("kvstore.transfer.batches._MAX_BYTES", 2 * SLOT_BYTES - 1)
     other = Bench()
+    other.lane._batches.size = 8
     together = Together(other, gate)
     together.write(*range(4, 16))
     gate.open()
