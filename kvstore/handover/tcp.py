@@ -90,7 +90,7 @@ class TcpTransport(Transport):
 
     def _send(self, connection: ServerConnection, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
         """Send layers as they are ready; then, one by one, the chunks that had no room with the others."""
-        is_there = calls.lookup(connection, [parcel.ref for parcel in parcels])
+        is_there = calls.lookup(connection, [parcel.ref for parcel in parcels], messages.Ask)
         outcomes = [Outcome.STORED if here else Outcome.FAILED for here in is_there]
         missing = [number for number, here in enumerate(is_there) if not here]
         leases = _reserve(connection, parcels, missing)

@@ -44,7 +44,8 @@ EVERY_RIGHT: Final = USUAL_RIGHTS | Right.CLEAR | Right.OPERATE
 
 NEEDED: Final[Mapping[type[messages.Request], Right]] = {  # one of these is enough
     messages.Hello: Right.READ | Right.WRITE | Right.CLEAR,
-    messages.Lookup: Right.READ | Right.WRITE,  # senders look up the chunks that they need not send
+    messages.Lookup: Right.READ | Right.WRITE,  # older senders look up the chunks that they need not send
+    messages.Ask: Right.READ | Right.WRITE,
     messages.Nearest: Right.READ,
     messages.Scan: Right.READ,
     messages.Acquire: Right.READ,

@@ -24,13 +24,13 @@ except ImportError as error:
 
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import ProtocolError
-from kvstore.model.keys import PREFIX_KEY_BYTES, Namespace
+from kvstore.model.keys import PREFIX_KEY_BYTES
 from kvstore.model.quotas import OWNER_BYTES
 from kvstore.protocol.payload import MAX_CHUNK_PARTS, Geometry, Run
 
 Decoded = TypeVar("Decoded")
 
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 OLDEST_VERSION: Final = 1  # the oldest that is supported; its clients send no messages of later versions
 ENDS_VERSION: Final = 4  # the first whose clients hear of times to live
 PIECE_BYTES: Final = 2 << 20  # the most payload in one message
@@ -100,7 +100,13 @@ class Hello(Request, tag=1, frozen=True):
 
 
 class Lookup(Request, tag=2, frozen=True):
-    """Query for which chunks are held. Answered by ``Held`` or ``Lasting``."""
+    """Query for which chunks are held, for a prompt that uses them. Answered by ``Held`` or ``Lasting``."""
+
+    refs: _Refs
+
+
+class Ask(Request, tag=28, frozen=True):
+    """As ``Lookup``, but no use, by a client that may send these chunks. Since version 6."""
 
     refs: _Refs
 
@@ -441,8 +447,3 @@ def unpack_pairs(data: bytes) -> Sequence[ChunkRef]:
         raise ProtocolError(f"{len(data)} bytes are not a multiple of the {REF_BYTES} that name a chunk")
     pairs: list[Any] = list(_REF.iter_unpack(data))
     return pairs
-
-
-def fields_bytes(namespace: Namespace) -> int:
-    """Return the length of a namespace's fields in a message."""
-    return len(_encoder.encode(dict(namespace.fields)))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SLICE_S: Final = 0.002
-_FINDS: Final = (messages.Lookup, messages.Nearest, messages.Acquire)
+_FINDS: Final = (messages.Lookup, messages.Ask, messages.Nearest, messages.Acquire)
 
 
 @dataclass

@@ -12,11 +12,11 @@ from typing import Any, Final
 from kvstore.model.chunks import ChunkRef, chunk_of
 from kvstore.model.version import __version__
 from kvstore.protocol import messages
-from kvstore.protocol.messages import Refusal, fields_bytes
+from kvstore.protocol.messages import Refusal
 from kvstore.server.clients import Client
 from kvstore.server.core import Core
 from kvstore.server.sessions import Session
-from kvstore.server.spaces import NO_QUOTA, Chunk, Quota, Space
+from kvstore.server.spaces import NO_QUOTA, Chunk, Quota, Space, fields_bytes
 
 _MAX_LISTED: Final = 1024  # groups of pins
 _MAX_SPACES: Final = 256
@@ -166,7 +166,7 @@ def part_of_stats(core: Core, spaces: Collection[Space]) -> dict[str, Any]:
     The report is short, so that other clients do not wait for it.
     """
     largest = nlargest(_MAX_SPACES, spaces, key=attrgetter("used_bytes"))
-    sizes = accumulate(fields_bytes(space.namespace) for space in largest)
+    sizes = accumulate(fields_bytes(space.namespace.fields) for space in largest)
     listed = [_space(space) for space, size in zip(largest, sizes, strict=True) if size <= _MAX_FIELDS_BYTES]
     return {
         "version": __version__,

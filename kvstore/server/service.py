@@ -25,7 +25,7 @@ from kvstore.server.owner import Owner
 from kvstore.server.payload import Payload
 from kvstore.server.registry import MAX_FAR_SPACES, MAX_SPACES
 from kvstore.server.sessions import Peer, Session
-from kvstore.server.spaces import Chunk, Space
+from kvstore.server.spaces import Chunk, Space, fields_bytes
 from kvstore.server.write_behind import WriteBehind
 from kvstore.tiers.base import MAX_NEAREST
 
@@ -247,7 +247,7 @@ class Service:
     def _answer(self, session: Session, request: messages.Request, payload: Sequence[Buffer]) -> messages.Answer | None:
         """Answer a request of a session; None if it has no answer, or if the answer is sent later."""
         match request:
-            case messages.Lookup():
+            case messages.Lookup() | messages.Ask():
                 return self._lookup(session, request)
             case messages.Acquire() | messages.Reserve() | messages.ReserveFor():
                 self.grants.find(session, request)
@@ -310,7 +310,7 @@ class Service:
             raise ProtocolError("this client has a session already")
         if not sessions.may_begin(client):
             return limited("sessions", "too many clients use this key or this address")
-        if messages.fields_bytes(Namespace(dict(request.fields))) > messages.MAX_FIELDS_BYTES:
+        if fields_bytes(request.fields) > messages.MAX_FIELDS_BYTES:
             return refused(Refusal.LIMIT, f"the fields of a namespace have at most {messages.MAX_FIELDS_BYTES} bytes")
         layout = request.geometry.layout()
         if layout.payload_bytes(layout.blocks_per_chunk) > pool_bytes:
@@ -327,16 +327,16 @@ class Service:
 
     # -- of clients --------------------------------------------------------------------------------------------------
 
-    def _lookup(self, session: Session, request: messages.Lookup) -> messages.Answer:
+    def _lookup(self, session: Session, request: messages.Lookup | messages.Ask) -> messages.Answer:
         refs = messages.unpack_pairs(request.refs)
         found, rests_ms = self._core.stock.lookup(session.space, refs, hears_ends=session.hears_ends)
+        if isinstance(request, messages.Lookup):
+            session.space.counters.count_lookup(found)
+            self._touches.extend((session.space, refs[at : at + _TOUCHED]) for at in range(0, len(refs), _TOUCHED))
         if session.progress is not None:  # it hands over, and does not send chunks again that are there
             self._hold(chunk for ref in refs if (chunk := session.space.chunks.get(ref)) is not None)
-        self._touches.extend((session.space, refs[at : at + _TOUCHED]) for at in range(0, len(refs), _TOUCHED))
-        usage = self._core.usage(session.space)
-        if rests_ms:
-            return messages.Lasting(request.serial, found, usage, rests_ms)
-        return messages.Held(request.serial, found, usage)
+        held = request.serial, found, self._core.usage(session.space)
+        return messages.Lasting(*held, rests_ms) if rests_ms else messages.Held(*held)
 
     def _nearest(self, session: Session, request: messages.Nearest) -> messages.Answer:
         """Answer with as much as a message may hold; trails beyond that get no neighbours."""

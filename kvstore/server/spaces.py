@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from kvstore.index.trails import TRAIL_SHARE, Trails
 from kvstore.model.chunks import ChunkRef, is_trail_of
 from kvstore.model.keys import NAMESPACE_ID_BYTES, Namespace
@@ -185,7 +187,7 @@ class Account:
 class SpaceCounters:
     """Counters of a namespace since the server started."""
 
-    lookups: int = 0
+    lookups: int = 0  # for prompts, not of clients that may send the chunks
     found_chunks: int = 0  # in lookups
     missing_chunks: int = 0
     stored_chunks: int = 0
@@ -197,6 +199,13 @@ class SpaceCounters:
     failed: int = 0
     evicted_chunks: int = 0
     expired_chunks: int = 0
+
+    def count_lookup(self, found: bytes) -> None:
+        """Count a lookup, with one byte for each chunk, 1 if it was found."""
+        self.lookups += 1
+        num_found = sum(found)
+        self.found_chunks += num_found
+        self.missing_chunks += len(found) - num_found
 
 
 @dataclass
@@ -290,3 +299,8 @@ class Space:
     def has_size(self, ref: ChunkRef) -> bool:
         """Tell if there can be a chunk of that many blocks."""
         return 0 < ref.num_blocks <= self.layout.blocks_per_chunk
+
+
+def fields_bytes(fields: Mapping[str, str | int]) -> int:
+    """Return the length of a namespace's fields in a message."""
+    return len(msgspec.msgpack.encode(dict(fields)))

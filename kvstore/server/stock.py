@@ -100,11 +100,6 @@ class Stock:
             found = bytes([rest == NO_END_MS or (hears_ends and rest > 0) for rest in rests_ms])
         else:
             found = bytes([ref in chunks for ref in refs])
-        counters = space.counters
-        counters.lookups += 1
-        num_found = sum(found)
-        counters.found_chunks += num_found
-        counters.missing_chunks += len(found) - num_found
         has_ends = hears_ends and any(rest > 0 for rest in rests_ms)
         return found, [max(rest, NO_END_MS) for rest in rests_ms] if has_ends else []
 

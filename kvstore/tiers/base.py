@@ -254,7 +254,7 @@ class Tier(ABC):
         """Tell for each chunk if ``get`` would find it; the end in seconds since 1970 if it has a time to live."""
 
     def look(self, refs: Sequence[ChunkRef]) -> Sequence[Presence | None]:
-        """Look up like ``contains``, but with None for chunks of a part that failed and may hold them."""
+        """Look up for a prompt, which uses what is held; None for chunks of a part that failed and may hold them."""
         return self.contains(refs)
 
     @property

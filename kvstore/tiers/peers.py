@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -25,6 +26,7 @@ from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.model.lifetime import Lifetime
 from kvstore.model.throttle import Throttle
+from kvstore.tiers.asking import Question, contains, look
 from kvstore.tiers.base import Tier, TierCounters, Transfer, payload_view, start_closing
 from kvstore.tiers.loan import Loan
 
@@ -140,18 +142,21 @@ class PeersTier(Tier):
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[Presence]:
         """Tell for each chunk if the own tier or a peer holds it; a tier that fails counts as empty."""
-        return [presence or False for presence in self.look(refs)]
+        return [presence or False for presence in self._held(refs, contains)]
 
     def look(self, refs: Sequence[ChunkRef]) -> _Held:
-        """Look up chunks like ``contains``, but with None where a failed tier might hold the chunk."""
+        """Look up chunks for a prompt, but with None where a failed tier might hold the chunk."""
+        return self._held(refs, look)
+
+    def _held(self, refs: Sequence[ChunkRef], question: Question) -> _Held:
         self._check_open()
         wanted = list(refs)
         held: _Held = [False] * len(wanted)
         if not wanted:
             return held
-        asked = [self._submit(self._ask, peer, wanted) for peer in self._peers().values()]
+        asked = [self._submit(self._ask, peer, wanted, question) for peer in self._peers().values()]
         if self.own:
-            asked.append(self._submit(_asked, self.own.look, wanted))
+            asked.append(self._submit(_asked, partial(question, self.own), wanted))
         for answer in as_completed(asked):
             self._check_open()
             held = [_either(so_far, here) for so_far, here in zip(held, answer.result(), strict=True)]
@@ -163,7 +168,7 @@ class PeersTier(Tier):
         """Look up like ``contains`` at a source; None if the source is not listed, or fails."""
         self._check_open()
         peer = self._source(source)
-        return self._ask(peer, refs) if peer is not None else [None] * len(refs)
+        return self._ask(peer, refs, look) if peer is not None else [None] * len(refs)
 
     @property
     def keeps_lifetimes(self) -> bool:
@@ -355,8 +360,8 @@ class PeersTier(Tier):
         except RuntimeError as error:
             raise ClosedError("the peers tier was closed") from error
 
-    def _ask(self, peer: Tier, refs: Sequence[ChunkRef]) -> _Held:
-        held = _asked(peer.look, refs)
+    def _ask(self, peer: Tier, refs: Sequence[ChunkRef], question: Question) -> _Held:
+        held = _asked(partial(question, peer), refs)
         if self._removed or self._removed_tails:
             held = [
                 False if here and (ref in self._removed or ref in self._removed_tails) else here
@@ -369,7 +374,8 @@ class PeersTier(Tier):
         try:
             outcome = _read(self.own, transfer) if self.own else Outcome.MISS
             if outcome is not Outcome.HIT:
-                asked = {self._submit(self._ask, peer, [transfer.ref]): peer for peer in self._peers_for(transfer.ref)}
+                peers = self._peers_for(transfer.ref)
+                asked = {self._submit(self._ask, peer, [transfer.ref], contains): peer for peer in peers}
                 for answer in as_completed(asked):
                     self._check_open()
                     if any(answer.result()):

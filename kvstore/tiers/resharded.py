@@ -8,6 +8,7 @@ from kvstore.memory.scratch import Scratch
 from kvstore.model.chunks import ByteArray, ChunkRef, Outcome, Presence, in_all
 from kvstore.model.heads import Division
 from kvstore.model.layout import ALIGNMENT_BYTES, round_up
+from kvstore.tiers.asking import Question, contains, look
 from kvstore.tiers.base import Tier, Transfer, payload_view, start_closing
 from kvstore.tiers.foreign import ForeignTier
 
@@ -37,11 +38,22 @@ class ReshardedTier(ForeignTier):
         Raises:
             TierError: a part's storage failed.
         """
+        return self._held(refs, contains)
+
+    def look(self, refs: Sequence[ChunkRef]) -> list[Presence]:
+        """Look up like ``contains``, for a prompt.
+
+        Raises:
+            TierError: a part's storage failed.
+        """
+        return self._held(refs, look)
+
+    def _held(self, refs: Sequence[ChunkRef], question: Question) -> list[Presence]:
         self._check_open()
         held: dict[ChunkRef, Presence] = dict.fromkeys(refs, True)
         for _, tier in self._parts:
             if held:
-                told = zip(held.items(), tier.contains([*held]), strict=True)
+                told = zip(held.items(), question(tier, [*held]), strict=True)
                 held = {ref: in_all((before, presence)) for (ref, before), presence in told if presence}
         return [held.get(ref, False) for ref in refs]
 

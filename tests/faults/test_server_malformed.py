@@ -138,7 +138,7 @@ class TestMalformed:
         context = open_context()
         connection = ServerConnection(context, parse_server(server.url, {}))
         hello = messages.Hello(1, 99, {}, Geometry.of(EVEN), 0, connection.token)
-        with pytest.raises(TierError, match="versions 1 to 5 of the protocol, not 99"):
+        with pytest.raises(TierError, match="versions 1 to 6 of the protocol, not 99"):
             connection.ask(hello, messages.Welcome)
         with pytest.raises(NoSessionError):
             connection.ask(messages.Lookup(2, b""), messages.Held)

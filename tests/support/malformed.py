@@ -59,6 +59,7 @@ def malformed(dice: random.Random) -> list[bytes]:
     """Return a message that is slightly or completely wrong."""
     good: list[messages.Request] = [
         messages.Lookup(1, messages.pack_refs([A, B])),
+        messages.Ask(1, messages.pack_refs([A, B])),
         messages.Reserve(1, messages.pack_refs([B])),
         messages.Acquire(1, messages.pack_refs([A])),
         messages.Commit(1, [dice.randrange(100)], dice.random() < 0.5),

@@ -222,6 +222,7 @@ def _messages() -> list[bytes]:
         messages.Pin(10, bytes(8), refs, True, 60),
         messages.Nearest(11, [trail]),
         messages.Prolong(12, refs, [1000]),
+        messages.Ask(13, refs),
     ]
     answers: list[messages.Answer] = [
         messages.Welcome(1, 2, messages.NO_USAGE),

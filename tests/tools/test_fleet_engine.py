@@ -162,6 +162,7 @@ def hit_rates(
         ("ADAPTIVE", 1, {"memory": 120}),
         ("LRU", 1, {"memory": 60, "disk": 200}),
         ("LRU", 3, {"memory": 60, "shared": 300}),
+        ("ADAPTIVE", 3, {"memory": 60, "shared": 300}),
         ("LRU", 3, {"memory": 60, "disk": 100, "shared": 300}),
         ("S3FIFO", 2, {"memory": 60, "disk": 150}),
     ],

@@ -64,9 +64,7 @@ SEAWEED = (
     Subject("SeaweedFS store", "plain HTTP PUT", "as for the object store, on a real server that writes to a disk"),
     Subject("SeaweedFS retrieve", "plain HTTP GET", "the same"),
 )
-REDIS_LOOKUP = Subject(
-    "redis lookup, 128 known keys", "3 round trips", "the tier's contains; the limit has 0.5 ms more"
-)
+REDIS_LOOKUP = Subject("redis lookup, 128 known keys", "3 round trips", "the tier's look; the limit has 0.5 ms more")
 _TCP_INCLUDES = "a chunk a call: checksums made and compared, copies"
 SERVER = (
     Subject("server store", "memcpy", "the tier's put, a chunk a call: asking for pages, copy, commit"),
@@ -76,7 +74,7 @@ SERVER = (
     Subject("server: a chunk for its quarter", "its leading quarter", "the tier's get of each"),
     Subject("server: a chunk for its quarter, TCP", "its leading quarter", "the tier's get of each"),
 )
-SERVER_LOOKUP = Subject("server lookup, 128 known keys", "3 round trips", "the tier's contains, over ipc")
+SERVER_LOOKUP = Subject("server lookup, 128 known keys", "3 round trips", "the tier's look, over ipc")
 _REDIS_LOOKUP_SLACK_S = 0.5e-3
 _TIMEOUT_S = 60.0
 
@@ -142,7 +140,7 @@ class Chunks:
         pairs = []
         for _ in range(LOOKUP_ROUNDS):
             ping_s, _ = timed(ping)
-            path_s, found = timed(lambda: tier.contains(asked))
+            path_s, found = timed(lambda: tier.look(asked))
             require(all(found), f"the {tier.name} tier did not find everything")
             pairs.append(Pair(LOOKUP_ROUND_TRIPS * ping_s + slack_s, path_s))
         return pairs

@@ -28,6 +28,7 @@ from typing import TypeVar
 from kvstore.model.chunks import ChunkRef, Outcome, Presence
 from kvstore.model.errors import InvalidCallError, TierError, TierTimeoutError
 from kvstore.model.keys import Namespace
+from kvstore.tiers.asking import Question, contains, look
 from kvstore.tiers.base import Tier, Transfer, late_outcomes
 from kvstore.tiers.guards.guard import TierWrapper
 from kvstore.tiers.loan import Loan
@@ -136,12 +137,10 @@ class PendingRemovals:
 class CircuitBreaker(TierWrapper):
     """Wrapper that bypasses a tier that keeps failing.
 
-    While it is open, ``contains`` answers False, and ``get`` and ``put`` answer ``FAILED``, because ``MISS`` would make
+    While it is open, lookups answer False, and ``get`` and ``put`` answer ``FAILED``, because ``MISS`` would make
     the index drop chunks that exist, and ``FULL`` would suggest a larger disk. ``remove`` is recorded, and carried out
-    before the breaker closes, so that no removed chunk reappears and no bytes are lost. A ``remove`` that failed is
-    repeated with the next one, see ``PendingRemovals``. ``scan``, ``clear`` and ``reset`` always pass, because the
-    caller must know if they succeeded.
-
+    before the breaker closes: no removed chunk reappears. One that failed is repeated with the next. ``scan``,
+    ``clear`` and ``reset`` always pass, because the caller must know if they succeeded.
     A ``TierError`` of a call that passes reaches the caller. The state changes under a lock that is not held
     during I/O. A probe that hangs keeps the breaker open, so put a ``Guard`` inside.
 
@@ -200,18 +199,21 @@ class CircuitBreaker(TierWrapper):
 
     def contains(self, refs: Sequence[ChunkRef]) -> Sequence[Presence]:
         """Forward; all False while open. It is a probe only if it reaches the storage."""
+        return [presence or False for presence in self._held(refs, contains)]
+
+    def look(self, refs: Sequence[ChunkRef]) -> Sequence[Presence | None]:
+        """Forward like ``contains``; the parts of a tier have breakers of their own."""
+        return self._held(refs, look)
+
+    def _held(self, refs: Sequence[ChunkRef], question: Question) -> list[Presence | None]:
         with self._passage(may_probe=self._asks_storage) as passage:
             if passage is None:
                 return [False] * len(refs)
-            held = self.inner.contains(refs)
+            held = question(self.inner, refs)
             if self._asks_storage and refs:
                 passage.works = True
             hidden = self._removals.hidden(refs)
             return [presence if ref not in hidden else False for ref, presence in zip(refs, held, strict=True)]
-
-    def look(self, refs: Sequence[ChunkRef]) -> Sequence[Presence | None]:
-        """See ``contains``; the parts of a tier have breakers of their own."""
-        return self.contains(refs)
 
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         """Forward; all empty while open. Never a probe."""

@@ -38,6 +38,7 @@ from kvstore.model.keys import PREFIX_KEY_BYTES, Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.model.lifetime import Lifetime
 from kvstore.model.throttle import Throttle
+from kvstore.tiers.asking import Question, contains, look
 from kvstore.tiers.base import MAX_NEAREST, Tier, TierCounters, TierSetup, Transfer, payload_view, start_closing
 from kvstore.tiers.guards import CircuitBreaker
 from kvstore.tiers.members.addresses import LOOK_INTERVAL_S, MAX_MEMBERS, Member, Members, parse_members
@@ -168,13 +169,17 @@ class MembersTier(Tier):
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[Presence]:
         """Tell for each chunk if its owner holds it; an owner that fails counts as empty."""
-        return [presence or False for presence in self.look(refs)]
+        return [presence or False for presence in self._ask_owners(refs, contains)]
 
     def look(self, refs: Sequence[ChunkRef]) -> list[Presence | None]:
-        """Look up chunks like ``contains``, all owners at once, but with None where the owner did not answer."""
+        """Look up chunks for a prompt, but with None where the owner did not answer."""
+        return self._ask_owners(refs, look)
+
+    def _ask_owners(self, refs: Sequence[ChunkRef], question: Question) -> list[Presence | None]:
+        """Ask all owners at once; None where one did not answer."""
         parts = {member: places for member, places in self._by_owner(refs).items() if member.tier.answers}
         told = self._ask_each(
-            parts.items(), lambda part: _asked(part[0].tier.contains, [refs[place] for place in part[1]])
+            parts.items(), lambda part: _asked(partial(question, part[0].tier), [refs[place] for place in part[1]])
         )
         held: list[Presence | None] = [None] * len(refs)
         for places, answers in zip(parts.values(), told, strict=True):

@@ -22,11 +22,17 @@ from kvstore.tiers.server.connection import ServerConnection
 Item = TypeVar("Item")
 
 
-def lookup(connection: ServerConnection, refs: Sequence[ChunkRef]) -> list[Presence]:
-    """Tell for each chunk if the server has it, in one round trip for thousands."""
+def lookup(
+    connection: ServerConnection, refs: Sequence[ChunkRef], kind: type[messages.Lookup | messages.Ask] = messages.Lookup
+) -> list[Presence]:
+    """Tell for each chunk if the server has it, in one round trip for thousands.
+
+    For an older server than ``Ask``, that is a lookup as well.
+    """
+    kind = kind if connection.knows(kind) else messages.Lookup
     found: list[Presence] = []
     for part in _parts(refs, messages.MAX_REFS):
-        question, now_s = messages.Lookup(connection.new_serial(), messages.pack_refs(part)), time.time()
+        question, now_s = kind(connection.new_serial(), messages.pack_refs(part)), time.time()
         answer = connection.ask(question, messages.Held)
         there = [byte == 1 for byte in _complete(answer.found, part)]
         if isinstance(answer, messages.Lasting):  # counted from the earliest moment of the answer

@@ -43,6 +43,7 @@ _SINCE = {
     **dict.fromkeys((messages.Front, messages.Attach, messages.Offer), 3),
     **dict.fromkeys((messages.Expire, messages.Prolong), messages.ENDS_VERSION),
     messages.ReserveFor: 5,
+    messages.Ask: 6,
 }
 
 

@@ -101,9 +101,15 @@ class ServerTier(Tier):
         Raises:
             TierError: the server failed.
         """
-        self._connections.require_open()
-        missing: list[Presence] = [False] * len(refs)
-        return self._use(partial(calls.lookup, refs=refs), missing) if refs else []
+        return self._held(refs, messages.Ask)
+
+    def look(self, refs: Sequence[ChunkRef]) -> list[Presence]:
+        """Look up like ``contains``, for a prompt: the server's policies hear of the use.
+
+        Raises:
+            TierError: the server failed.
+        """
+        return self._held(refs, messages.Lookup)
 
     @property
     def keeps_lifetimes(self) -> bool:
@@ -207,6 +213,11 @@ class ServerTier(Tier):
         """Wait for calls under way for as long as the server may be silent, then disconnect. Idempotent."""
         self._connections.close()
         self._mover.close()
+
+    def _held(self, refs: Sequence[ChunkRef], kind: type[messages.Lookup | messages.Ask]) -> list[Presence]:
+        self._connections.require_open()
+        missing: list[Presence] = [False] * len(refs)
+        return self._use(partial(calls.lookup, refs=refs, kind=kind), missing) if refs else []
 
     def _use(self, action: Callable[[ServerConnection], Result], denied: Result) -> Result:
         """Run an action over a connection; returns ``denied`` if this client lacks the right, which is logged.

@@ -54,6 +54,7 @@ REQUESTS: list[Request] = [
     messages.Offer(1, 1, 0, 8, 0, PIECE),
     messages.Expire(1, 1, 1),
     messages.Prolong(1, messages.pack_refs([ONE]), [1]),
+    messages.Ask(1, messages.pack_refs([ONE])),
 ]
 
 

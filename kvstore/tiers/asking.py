@@ -1,0 +1,21 @@
+"""Questions about chunks that tiers pass on to others: either of ``Tier``'s two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from kvstore.model.chunks import ChunkRef, Presence
+from kvstore.tiers.base import Tier
+
+Question: TypeAlias = Callable[[Tier, Sequence[ChunkRef]], Sequence[Presence | None]]
+
+
+def contains(tier: Tier, refs: Sequence[ChunkRef]) -> Sequence[Presence | None]:
+    """Call ``Tier.contains``."""
+    return tier.contains(refs)
+
+
+def look(tier: Tier, refs: Sequence[ChunkRef]) -> Sequence[Presence | None]:
+    """Call ``Tier.look``."""
+    return tier.look(refs)
