@@ -66,7 +66,8 @@ class Calls:
         reply = session.wait(session.start(call, epoch_key, (), order), deadline_s)
         if reply is None:
             raise TierError(f"Mooncake at {self._target} did not answer within {self._target.timeout_s} s")
-        if codes.may_still_run(reply.get("epoch_code", 0)):  # an old epoch may be written to its page later
+        written = reply["codes"] if call in {"begin", "renew"} else ()  # from the page that the next call fills
+        if any(map(codes.may_still_run, [reply.get("epoch_code", 0), *written])):
             session.condemn()
         return reply
 

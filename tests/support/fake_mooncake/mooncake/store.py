@@ -116,6 +116,8 @@ class MooncakeDistributedStore:
     def _put(self, key: str, place: int, size: int) -> int:
         if (self._folder / "full").exists():
             return -200
+        if key.endswith(":epoch") and (self._folder / "fail-epoch").exists():
+            return -800
         self._objects[key] = ctypes.string_at(place, size)
         return 0
 

@@ -321,6 +321,20 @@ def test_a_write_that_fails_keeps_its_slot(fake: Fake) -> None:
     assert put(tier, A) == [STORED]
 
 
+def test_an_epoch_that_cannot_be_written_costs_the_process(fake: Fake) -> None:
+    """The write may read its page late, when it holds another epoch."""
+    tier = fake.open()
+    tier.check()
+    before = session_of(tier)
+    fake.tell("fail-epoch")
+    with pytest.raises(TierError, match="does not take the epoch, code -800"):
+        tier.clear()
+    fake.untell("fail-epoch")
+    tier.clear()
+    assert session_of(tier) is not before
+    assert put(tier, A) == [STORED]
+
+
 def test_a_write_that_another_overtakes_is_over(fake: Fake) -> None:
     """It failed, but its transfer has ended, so its slot and its process stay in use."""
     tier = fake.open()
