@@ -41,18 +41,34 @@ _ENVIRONMENT: Final = {
 }
 _ASKED: Final = "vllm:prompt_tokens_total"
 _OWN_HITS: Final = "vllm:prefix_cache_hits_total"
+_MOVED: Final = "vllm:kvstore_moved_bytes_total"
+_TOKEN_BYTES: Final = 2 * SHAPE.layers * SHAPE.kv_width * 4  # keys and values, in float32
+_COUNTED_SHARE: Final = 0.9
 
 
 class Counts(NamedTuple):
-    """Tokens counted by vLLM: of prompts, found in its own cache, loaded by the connector."""
+    """Counts of vLLM and kvstore.
+
+    Attributes:
+        prompt_tokens: tokens of prompts.
+        own_hit_tokens: found in vLLM's own cache.
+        loaded_tokens: found by the connector; vLLM counts them before they are loaded.
+        loaded_bytes: bytes that kvstore moved into vLLM's cache.
+    """
 
     prompt_tokens: int
     own_hit_tokens: int
     loaded_tokens: int
+    loaded_bytes: int
 
     def since(self, before: Counts) -> Counts:
         """Return what was counted since ``before``."""
         return Counts(*(now - then for now, then in zip(self, before, strict=True)))
+
+    @property
+    def has_moved_all(self) -> bool:
+        """True if the bytes of all loaded tokens were moved; the last ones may be counted a moment later."""
+        return self.loaded_bytes >= _COUNTED_SHARE * self.loaded_tokens * _TOKEN_BYTES
 
 
 @dataclass
@@ -112,11 +128,11 @@ class OutsideVllm(VllmProcess):
         complete(self.url, MODEL_NAME, as_text(random_tokens(8, vocab=SHAPE.vocab, seed=0)), output_tokens=2)
 
     def counts(self) -> Counts:
-        """Return what vLLM has counted so far."""
-        totals = dict.fromkeys((_ASKED, _OWN_HITS, TOKENS_LOADED), 0.0)
+        """Return what was counted so far."""
+        totals = dict.fromkeys((_ASKED, _OWN_HITS, TOKENS_LOADED, _MOVED), 0.0)
         with client_of(self.url, REQUEST_TIMEOUT_S) as client:
             for sample in samples_of(client.get("/metrics")):
-                if sample.name in totals:
+                if sample.name in totals and sample.labels.get("direction") != "store":
                     totals[sample.name] += sample.value
         return Counts(*map(int, totals.values()))
 

@@ -100,8 +100,12 @@ def failures_of(comparison: Comparison) -> list[str]:
     found += [f"{row.load} on {row.engine}: {row.failed} requests failed" for row in rows if row.failed]
     if outputs.different:
         found.append(f"outputs: {outputs.different} of {outputs.compared} differ from plain vLLM's")
-    if any(run.load == OUTPUTS and run.engine == KVSTORE for run in comparison.runs) and not outputs.loaded_tokens:
-        found.append("outputs: kvstore loaded nothing, so they show nothing")
+    for run in comparison.runs:
+        if (run.load, run.engine) == (OUTPUTS, KVSTORE) and not run.counts.loaded_tokens:
+            found.append("outputs: kvstore loaded nothing, so they show nothing")
+        if not (run.error or run.counts.has_moved_all):
+            hits, moved = f"{run.counts.loaded_tokens:,} tokens as hits", f"{run.counts.loaded_bytes:,} bytes"
+            found.append(f"{run.load} on {run.engine}: vLLM counted {hits}, and only {moved} were loaded")
     return found
 
 

@@ -24,6 +24,7 @@ from kvstore.tools.outside.cache_pressure import CachePressure
 from kvstore.tools.outside.engines import ENGINES, SHAPE, Counts, OutsideVllm
 from kvstore.tools.outside.generator import Generator, Numbers, Place, SkippedError, UnreadableError
 from kvstore.tools.outside.lmbenchmark import LMBenchmark
+from kvstore.tools.outside.origin import origin
 from kvstore.tools.outside.vllm_bench import PrefixRepetition, TimedTrace
 from kvstore.tools.processes import kill_group
 from kvstore.tools.vllmserver import ServerFailedError, log_excerpt
@@ -45,10 +46,11 @@ class Run:
         load: name of the load.
         engine: name of the engine.
         round: number of the round, from 0.
-        counts: what vLLM counted meanwhile.
+        counts: what was counted meanwhile.
         numbers: the generator's figures; None if it failed.
         error: reason of the failure.
         texts: answers to the fixed prompts.
+        origin: code and machine of the run, see ``origin``.
     """
 
     load: str
@@ -58,6 +60,7 @@ class Run:
     numbers: Numbers | None = None
     error: str = ""
     texts: tuple[str, ...] = ()
+    origin: str = ""
 
     def to_json(self) -> str:
         """Return the run as a line of JSON."""
@@ -113,12 +116,14 @@ def compare(place: Place, names: Sequence[str], rounds: int, limit_s: float, rep
     """Run what the file of runs lacks, for at most ``limit_s``, though a run that has begun is finished.
 
     Raises:
-        ConfigError: the file of runs is in another format.
+        ConfigError: the file of runs is in another format, or has runs of other code or of another machine.
         ServerFailedError: an engine did not start, answer or stop.
     """
     place.runs.mkdir(parents=True, exist_ok=True)
     file = place.runs / "runs.jsonl"
-    comparison, end_s = Comparison(rounds, read_runs(file)), time.monotonic() + limit_s
+    comparison, end_s, own = Comparison(rounds, read_runs(file)), time.monotonic() + limit_s, origin()
+    for other in {run.origin for run in comparison.runs} - {own}:
+        raise ConfigError(f"{file} has runs of {other or 'unknown code'}, not of {own}: forget them by --again")
     build_llama(place.model, SHAPE)
     generators = _prepared(place, names, comparison, report)
     for number in range(rounds):
@@ -126,7 +131,7 @@ def compare(place: Place, names: Sequence[str], rounds: int, limit_s: float, rep
             loads = [one for one in generators if comparison.find(one.name, engine, number) is None]
             wants_outputs = comparison.find(OUTPUTS, engine, number) is None
             if (loads or wants_outputs) and time.monotonic() < end_s:
-                for run in _Course(place, number, end_s, report).on(engine, loads, outputs=wants_outputs):
+                for run in _Course(place, number, end_s, report, own).on(engine, loads, outputs=wants_outputs):
                     comparison.runs.append(run)
                     if not run.error:  # a failed run is tried again
                         with file.open("a", encoding="utf-8") as lines:
@@ -156,6 +161,7 @@ class _Course(NamedTuple):
     number: int
     end_s: float
     report: Report
+    origin: str
 
     def on(self, engine: str, loads: Sequence[Generator], *, outputs: bool) -> Iterator[Run]:
         """Start an engine, and yield its runs."""
@@ -168,7 +174,8 @@ class _Course(NamedTuple):
                     self._tell(engine, OUTPUTS)
                     before = vllm.counts()
                     texts = tuple(vllm.sample_outputs())
-                    yield Run(OUTPUTS, engine, self.number, vllm.counts().since(before), texts=texts)
+                    counts = vllm.counts().since(before)
+                    yield Run(OUTPUTS, engine, self.number, counts, texts=texts, origin=self.origin)
                 for one in loads:
                     if time.monotonic() < self.end_s:
                         self._tell(engine, one.name)
@@ -189,7 +196,7 @@ class _Course(NamedTuple):
             numbers = None if error else one.read(out)
         except UnreadableError as unreadable:
             numbers, error = None, str(unreadable)
-        return Run(one.name, vllm.engine, self.number, counts, numbers, error)
+        return Run(one.name, vllm.engine, self.number, counts, numbers, error, origin=self.origin)
 
     def _tell(self, engine: str, what: str) -> None:
         self.report(f"round {self.number + 1}: {engine}: {what}")

@@ -16,16 +16,19 @@ from typing import Any, ClassVar, Self
 import pytest
 
 from kvstore.model.errors import ConfigError
+from kvstore.model.version import __version__
 from kvstore.tools.outside import __main__ as command
 from kvstore.tools.outside import report, run
 from kvstore.tools.outside.engines import AGAIN, ENGINES, KVSTORE, PLAIN, Counts, OutsideVllm
 from kvstore.tools.outside.generator import Numbers, Place, SkippedError
+from kvstore.tools.outside.origin import origin
 from kvstore.tools.outside.page import page_of
 from kvstore.tools.outside.report import failures_of, headline, outputs_of, rows_of
 from kvstore.tools.outside.run import GENERATORS, OUTPUTS, Comparison, Run, compare, read_runs
 
 PREFIX, TRACE, PRESSURE, AIPERF, LMBENCHMARK = (one.name for one in GENERATORS)
 SPEEDS = {PLAIN: (0.8, 1.6), AGAIN: (0.4, 1.6), KVSTORE: (0.05, 0.4)}
+TOKEN_BYTES = 8192
 MACHINE = {"processor": "fast & cheap, 2 cores", "load": "load 0.1 at the beginning"}
 
 
@@ -75,7 +78,8 @@ class FakeVllm:
 
     def counts(self) -> Counts:
         self._tokens += 100
-        return Counts(self._tokens, self._tokens // 10, 9 * self._tokens // 10 if self.engine == KVSTORE else 0)
+        loaded = 9 * self._tokens // 10 if self.engine == KVSTORE else 0
+        return Counts(self._tokens, self._tokens // 10, loaded, loaded * TOKEN_BYTES)
 
     def sample_outputs(self) -> list[str]:
         return ["a", "b", "a", "c" if self.engine == KVSTORE and self.wrong else "b"]
@@ -86,6 +90,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setattr(run, "OutsideVllm", FakeVllm)
     monkeypatch.setattr(FakeVllm, "started", [])
     monkeypatch.setattr(run, "build_llama", lambda *_: None)
+    monkeypatch.setattr(run, "origin", lambda: "this code")
     use(monkeypatch, FakeGenerator(PREFIX), FakeGenerator(TRACE))
     return Place(tmp_path, tmp_path / "model")
 
@@ -180,7 +185,7 @@ def test_a_file_of_runs_that_is_none(line: str, tmp_path: Path) -> None:
 def test_ratios_are_to_plain_vllm_in_the_same_round(place: Place) -> None:
     def one(engine: str, number: int, ttft_s: float, requests_per_s: float, own: int, loaded: int) -> Run:
         figures = Numbers(ttft_s, 2 * ttft_s, requests_per_s, 10, number)
-        return Run(PREFIX, engine, number, Counts(1000, own, loaded), figures)
+        return Run(PREFIX, engine, number, Counts(1000, own, loaded, loaded * TOKEN_BYTES), figures)
 
     runs = [one(PLAIN, 0, 1.0, 1.0, 200, 0), one(PLAIN, 1, 4.0, 0.5, 200, 0)]
     runs += [one(AGAIN, 0, 1.0, 1.0, 200, 0), one(AGAIN, 1, 2.0, 0.5, 200, 0)]
@@ -214,6 +219,32 @@ def test_outputs_without_a_hit_show_nothing(place: Place) -> None:
         for one in comparison.runs
     ]
     assert failures_of(comparison) == ["outputs: kvstore loaded nothing, so they show nothing"]
+
+
+@pytest.mark.parametrize("load", [OUTPUTS, TRACE])
+def test_hits_without_their_bytes_are_a_failure(place: Place, load: str) -> None:
+    comparison = go(place, rounds=1)
+    comparison.runs[:] = [
+        replace(one, counts=one.counts._replace(loaded_bytes=one.counts.loaded_bytes // 2)) if one.load == load else one
+        for one in comparison.runs
+    ]
+    (failure,) = failures_of(comparison)
+    assert failure.startswith(f"{load} on {KVSTORE}: vLLM counted 90 tokens as hits, and only 368,640 bytes")
+
+
+def test_runs_of_other_code_are_not_taken(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    go(place, PREFIX, rounds=1)
+    monkeypatch.setattr(run, "origin", lambda: "that code")
+    with pytest.raises(ConfigError, match="has runs of this code, not of that code: forget them by --again"):
+        go(place)
+
+
+def test_the_origin_names_code_and_machine() -> None:
+    pytest.importorskip("vllm")
+    told = origin()
+    assert told == origin()
+    assert told.startswith(f"kvstore {__version__} (")
+    assert f"{os.cpu_count()} cores" in told
 
 
 @pytest.fixture
