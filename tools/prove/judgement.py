@@ -179,3 +179,5 @@ def _lacking_hits(tier: str, measured: Measured, hits: Mapping[str, int], moved:
         yield f"{measured.cached_tokens:,} tokens were to come from {tier}; counted: {found}"
     if not moved.get(f"{tier}|load"):
         yield f"no byte was read from {tier}"
+    if failed := sum(measured.grown("failed_loads_total").values()):
+        yield f"{failed:,} chunks were not loaded as promised, so vLLM computed them"

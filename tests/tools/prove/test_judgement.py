@@ -97,6 +97,7 @@ def test_each_prompt_may_be_a_hit_or_computed() -> None:
         (hits(hit_tokens__disk=64, hit_tokens__remote=32), "counted: disk 64, remote 32"),
         (hits(moved_bytes__disk_load=0), "no byte was read from disk"),
         (hits(moved_bytes__disk_load=0, moved_bytes__disk_store=9), "no byte was read from disk"),
+        (hits(failed_loads=2), "2 chunks were not loaded as promised"),
         (Measured([HIT]), "counted: nothing"),
         (replace(hits(), remark="vLLM did not start"), "vLLM did not start"),
         (replace(hits(NoOutput("vLLM did not start")), remark="why"), "why"),
