@@ -40,6 +40,7 @@ _END_WAIT_S = 5.0
 SCATTER_BYTES = 32 << 20  # scattered at once on the host while more is in transit, for threads disturb each other
 SCATTER_PARTS = 4  # at least, of a small load, or all of its copies would begin after the last read
 GATHER_BYTES = 64 << 20  # gathered at once on the host: each time threads wait for each other, then writes begin
+FIRST_BYTES = 12 << 20  # gathered first, and then twice as much each time, as slower tiers are idle until then
 
 
 class LoadJob(NamedTuple):
@@ -303,9 +304,12 @@ class Mover:
     def finish_store(self, stores: StartedStores) -> set[PrefixKey]:
         """Publish chunks as their bytes arrive in memory, and start their writes. On any thread, one at a time."""
         waiting, failed, generations = stores
+        most_bytes = FIRST_BYTES if any(job.step.targets for job, _ in waiting) else GATHER_BYTES
         try:
             while waiting:
-                for job, event in self._gather_next(waiting):
+                following = self._gather_next(waiting, min(most_bytes, GATHER_BYTES))
+                most_bytes *= 2
+                for job, event in following:
                     self.paged.streams.reach(event)
                     waiting.popleft()
                     failed |= self.note_store(job, generations)
@@ -313,11 +317,13 @@ class Mover:
             self.refuse(job for job, _ in waiting)  # none, unless a copy raised
         return failed
 
-    def _gather_next(self, waiting: Iterable[tuple[StoreJob, DeviceEvent]]) -> list[tuple[StoreJob, DeviceEvent]]:
+    def _gather_next(
+        self, waiting: Iterable[tuple[StoreJob, DeviceEvent]], most_bytes: int
+    ) -> list[tuple[StoreJob, DeviceEvent]]:
         """Return the stores that complete next. On the host they are gathered here, as many as go well together."""
         if self.launches:
             return [*islice(waiting, 1)]
-        most = max(1, GATHER_BYTES // self.cpu.slot_bytes)
+        most = max(1, most_bytes // self.cpu.slot_bytes)
         following = [*islice(waiting, most)]
         events = iter(self.paged.gather_chunks([self._source(job) for job, _ in following if job.step.gather]))
         return [(job, next(events) if job.step.gather else event) for job, event in following]

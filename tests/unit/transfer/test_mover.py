@@ -117,6 +117,26 @@ def test_the_first_chunks_are_written_before_the_last_are_gathered(
     assert bench.mover.flush(HANG_GUARD_S)
 
 
+@pytest.mark.parametrize(("write", "expected"), [(True, [1, 2, 3]), (False, [4, 2])])
+def test_where_a_slower_tier_waits_few_chunks_are_gathered_first(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, write: bool, expected: list[int]
+) -> None:
+    slot_bytes = bench.mover.cpu.slot_bytes
+    monkeypatch.setattr(mover, "FIRST_BYTES", slot_bytes)
+    monkeypatch.setattr(mover, "GATHER_BYTES", 4 * slot_bytes)
+    gathered: list[int] = []
+    gather = bench.mover.paged.gather_chunks
+
+    def noting(chunks: Sequence[ChunkBlocks]) -> Sequence[DeviceEvent]:
+        gathered.append(len(chunks))
+        return gather(chunks)
+
+    monkeypatch.setattr(bench.mover.paged, "gather_chunks", noting)
+    assert bench.store(1, 2, 3, 4, 5, 6, write=write) == set()
+    assert gathered == expected
+    assert bench.mover.flush(HANG_GUARD_S)
+
+
 @pytest.mark.parametrize(
     ("together", "parts", "expected"),
     [(1, 1, [1, 1, 1, 1]), (2, 1, [2, 2]), (9, 1, [4]), (9, 2, [2, 2]), (9, 4, [1, 1, 1, 1]), (0, 1, [1, 1, 1, 1])],
