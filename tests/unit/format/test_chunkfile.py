@@ -82,6 +82,43 @@ def test_checksums_cover_each_layer() -> None:
         assert text[16 * layer : 16 * layer + 16] == xxhash.xxh3_64_hexdigest(slot[begin:end].tobytes())
 
 
+@pytest.mark.parametrize("layer_bytes", [16, (64 << 10) - 16, 64 << 10, (64 << 10) + 16, 200 << 10, 256 << 10, 1 << 19])
+def test_small_layers_are_hashed_like_large_ones(monkeypatch: pytest.MonkeyPatch, layer_bytes: int) -> None:
+    """Other threads may run once per MiB, as xxhash releases the GIL for more than 64 KiB at once."""
+    layout = KVLayout(page_bytes=(layer_bytes,) * 24, planes=1, block_tokens=16, chunk_tokens=16)
+    payload = np.random.default_rng(0).integers(256, size=layout.payload_bytes(1), dtype=np.uint8)
+    layers = [payload[begin:end].data for begin, end in layout.layer_ranges(1)]
+    expected = [xxhash.xxh3_64_hexdigest(layer) for layer in layers]
+    kept, longest = 0, 0
+
+    def at_once(layer: memoryview) -> str:
+        nonlocal kept
+        kept = 0
+        return hexdigest(layer)
+
+    class Running:
+        def __init__(self) -> None:
+            self._running = running()
+
+        def update(self, piece: memoryview) -> None:
+            nonlocal kept, longest
+            assert len(piece) <= 64 << 10
+            kept += len(piece)
+            longest = max(longest, kept)
+            self._running.update(piece)
+
+        def hexdigest(self) -> str:
+            return str(self._running.hexdigest())
+
+    hexdigest, running = xxhash.xxh3_64_hexdigest, xxhash.xxh3_64
+    monkeypatch.setattr(xxhash, "xxh3_64_hexdigest", at_once)
+    monkeypatch.setattr(xxhash, "xxh3_64", Running)
+    assert chunkfile.checksums(layout, 1, payload) == "".join(expected)
+    assert longest <= 1 << 20
+    assert (longest > 0) == (64 << 10 < layer_bytes <= 256 << 10)
+    assert chunkfile.checksums(layout, 1, payload, range(3, 5)) == "".join(expected[3:5])
+
+
 @given(st.lists(st.integers(0, 300), max_size=12), st.sampled_from([(EVEN, 1), (ODD, 3), (DEEP, 2)]))
 def test_checksums_of_pieces_are_those_of_the_whole(sizes: list[int], chunk: tuple[KVLayout, int]) -> None:
     layout, num_blocks = chunk
