@@ -195,7 +195,8 @@ class Space:
 
     def trim(self) -> None:
         """Delete some spare files above the bound, the oldest first; call it where a wait is harmless."""
-        self._delete_victims(TRIM_FILES, lambda: len(self._spares) > SPARE_FILES)
+        if len(self._spares) > SPARE_FILES:  # mostly not, and writers wait for the lock
+            self._delete_victims(TRIM_FILES, lambda: len(self._spares) > SPARE_FILES)
 
     def shrink(self) -> None:
         """Delete spare files and foreign chunks until the capacity is kept, or all of them were tried."""

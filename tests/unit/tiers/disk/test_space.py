@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kvstore.tiers.disk.space import Space
 
 SIZE = 64 * 4096
+HANG_GUARD_S = 30.0
 
 
 @pytest.fixture
@@ -165,3 +166,13 @@ def test_the_nearest_that_fits_is_taken(spares: list[int], wanted: list[int], ro
         assert abs(found[1] - size) == min(abs(spare - size) for spare in fits)
         left.remove(found[1])
         assert space.spare_bytes == sum(left)
+
+
+def test_trimming_what_needs_none_takes_no_lock(space: Space) -> None:
+    make_spare(space, SIZE)
+    with space.changed:
+        trimming = threading.Thread(target=space.trim, daemon=True)
+        trimming.start()
+        trimming.join(HANG_GUARD_S)
+        assert not trimming.is_alive()
+    assert space.used_bytes == SIZE
