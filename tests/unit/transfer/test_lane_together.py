@@ -24,6 +24,7 @@ class Together:
 
     def __init__(self, bench: Bench, gate: Gate) -> None:
         self.bench, self.gate = bench, gate
+        bench.lane._batches.size = 8
         self.puts: list[list[ChunkRef]] = []
         self.answer: Callable[[Sequence[Transfer]], list[Outcome]] = bench.tier.put
         bench.tier.put = self.put  # type: ignore[method-assign]
@@ -48,11 +49,14 @@ class Together:
         return [ref for refs in self.puts if len(refs) > 1 for ref in refs]
 
 
-@pytest.fixture
-def together(bench: Bench, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Together:
-    """Take as many as may go together, however long the calls that the gate holds up."""
+@pytest.fixture(autouse=True)
+def _time_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let calls that the gate holds up count as short."""
     monkeypatch.setattr("kvstore.transfer.batches._MAX_CALL_S", 1e6)
-    bench.lane._batches.size = 8
+
+
+@pytest.fixture
+def together(bench: Bench, gate: Gate) -> Together:
     return Together(bench, gate)
 
 
@@ -71,7 +75,6 @@ def test_chunks_that_are_not_small_are_written_one_by_one(
 ) -> None:
     monkeypatch.setattr("kvstore.transfer.batches._MAX_BYTES", 2 * SLOT_BYTES - 1)
     other = Bench()
-    other.lane._batches.size = 8
     together = Together(other, gate)
     together.write(*range(4, 16))
     gate.open()
