@@ -55,7 +55,7 @@ def fill(server: ServerThread, *namespaces: str) -> None:
     for name in namespaces:
         tier = open_tier(server.url, namespace=Namespace({"model": name}))
         tier.put([make_transfer(EVEN, A)])
-        tier.contains([A, B])
+        tier.look([A, B])
         tier.close()
 
 
