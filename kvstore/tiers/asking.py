@@ -1,4 +1,4 @@
-"""Questions about chunks that tiers pass on to others: either of ``Tier``'s two."""
+"""Questions about chunks, as tiers pass them on to others: ``Tier.contains`` or ``Tier.look``."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class PeersTier(Tier):
         return held
 
     def look_at(self, source: str, refs: Sequence[ChunkRef]) -> _Held:
-        """Look up like ``contains`` at a source; None if the source is not listed, or fails."""
+        """Look up like ``look`` at a source; None if the source is not listed, or fails."""
         self._check_open()
         peer = self._source(source)
         return self._ask(peer, refs, look) if peer is not None else [None] * len(refs)
