@@ -54,6 +54,11 @@ class LlamaShape:
         """Features of all key (or value) heads together."""
         return self.kv_heads * self.head_dim
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of a token in all layers, in float32."""
+        return 2 * self.layers * self.kv_width * 4
+
 
 TINY = LlamaShape(layers=4, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=704, vocab=1281)
 """Model large enough to check outputs: 14 MB in float32, built in an instant."""

@@ -42,7 +42,6 @@ _ENVIRONMENT: Final = {
 _ASKED: Final = "vllm:prompt_tokens_total"
 _OWN_HITS: Final = "vllm:prefix_cache_hits_total"
 _MOVED: Final = "vllm:kvstore_moved_bytes_total"
-_TOKEN_BYTES: Final = 2 * SHAPE.layers * SHAPE.kv_width * 4  # keys and values, in float32
 _COUNTED_SHARE: Final = 0.9
 
 
@@ -68,7 +67,7 @@ class Counts(NamedTuple):
     @property
     def has_moved_all(self) -> bool:
         """True if the bytes of all loaded tokens were moved; the last ones may be counted a moment later."""
-        return self.loaded_bytes >= _COUNTED_SHARE * self.loaded_tokens * _TOKEN_BYTES
+        return self.loaded_bytes >= _COUNTED_SHARE * self.loaded_tokens * SHAPE.token_bytes
 
 
 @dataclass
