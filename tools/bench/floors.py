@@ -59,10 +59,10 @@ COMMON: dict[str, Bound] = {
     "500 requests of 32,768 tokens wait, a step": Bound(1.0, 0.60),
     "load from memory, while a disk hangs": Bound(1.0, 1.0),
     "keys of 131,072 tokens, 1,024 images": Bound(1.0, 0.40),
-    "int8 encode, one core": Bound(1.0, 0.25),  # by numpy a third, as "split encode"
-    "int8 decode, one core": Bound(1.0, 0.35),
-    "split encode, one core": Bound(1.0, 0.30),
-    "split decode, one core": Bound(1.0, 0.35),
+    "int8 encode, one core": Bound(0.40, 0.10),  # 6 GB/s where memcpy has 15; by numpy a third, as "split encode"
+    "int8 decode, one core": Bound(0.40, 0.14),
+    "split encode, one core": Bound(0.20, 0.06),  # 3 and 4 GB/s
+    "split decode, one core": Bound(0.27, 0.09),
     "GPU to host": Bound(0.90, 0.0),  # not recorded yet
     "host to GPU": Bound(0.90, 0.0),
     "GPU to host by layer": Bound(0.90, 0.0),
