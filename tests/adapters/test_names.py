@@ -159,11 +159,40 @@ def test_speculation_without_draft_layers_changes_nothing(method: str) -> None:
     assert named(config, model_id="mine").id == model({"hidden": 8}).id
 
 
+def drafting(**settings: Any) -> Namespace:
+    """Return the namespace of a model with draft layers and such settings of them."""
+    config = worker_config()
+    config.speculative_config = SimpleNamespace(method="eagle3", **settings)
+    return named(config, model_id="mine")
+
+
 def test_draft_layers_are_named_with_their_settings() -> None:
-    found = []
-    for settings in ({}, {"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}):
-        config = worker_config()
-        config.speculative_config = SimpleNamespace(method="eagle3", model="org/draft", **settings)
-        found.append(named(config, model_id="mine"))
+    changes: list[dict[str, Any]] = [{}, {"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}]
+    found = [drafting(model="org/draft", **settings) for settings in changes]
     assert found[0].fields["draft"] == "org/draft"
     assert len({one.id for one in found}) == 3
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["plain", "EAGLE"])
+def test_a_draft_of_the_hub_is_named_by_the_commit_of_its_weights(*, is_wrapped: bool) -> None:
+    """vLLM wraps the configuration of an EAGLE draft in one that does not know the commit."""
+    found = []
+    for commit in (COMMITS["weights"], COMMITS["other weights"], COMMITS["weights"]):
+        known = SimpleNamespace(_commit_hash=None if is_wrapped else commit)
+        draft = SimpleNamespace(model="org/draft", hf_config=known, revision=resolved(commit) if is_wrapped else None)
+        found.append(drafting(model="org/draft", revision=None, draft_model_config=draft))
+    assert found[0].id == found[2].id
+    assert found[0].differing_fields(found[1]) == ["draft"]
+
+
+def test_a_draft_of_unknown_commit_is_named_by_the_revision_that_was_asked_for() -> None:
+    plain, one, other = (drafting(model="org/draft", revision=revision) for revision in (None, "v1", "v2"))
+    assert len({plain.id, one.id, other.id}) == 3
+
+
+def test_a_draft_in_one_file_is_named_by_its_content(tmp_path: Path) -> None:
+    file, found = tmp_path / "draft.gguf", []
+    for content in (b"Q4 weights", b"another draft", b"Q4 weights"):
+        file.write_bytes(content)
+        found.append(drafting(model=str(file)).id)
+    assert found[0] == found[2] != found[1]

@@ -48,7 +48,7 @@ def namespace_of(
             "format": FORMAT_VERSION,
             "model": _model_identity(vllm_config, config.model_id),
             "model_config": _digest(_effective_config(model.hf_config)),
-            "draft": _draft_identity(drafts.model) if drafts else "none",
+            "draft": _draft_identity(drafts) if drafts else "none",
             "layers": _digest(_layer_names(kv_cache_config)),
             SHARD_FIELD: shard_of(vllm_config, kv_cache_config).name,
             "chunk_tokens": config.chunk_size,
@@ -86,17 +86,25 @@ def _model_identity(vllm_config: VllmConfig, model_id: str | None) -> str:
 
 def _commit_of_weights(model: ModelConfig) -> str | None:
     """Return the commit of the repository with the weights; ``--hf-config-path`` may name another for the rest."""
-    if getattr(model, "hf_config_path", None) in {None, model.model}:
-        return getattr(model.hf_config, "_commit_hash", None)
+    noted: str | None = getattr(model.hf_config, "_commit_hash", None)  # the one that EAGLE wraps in another has none
+    if noted is not None and getattr(model, "hf_config_path", None) in {None, model.model}:
+        return noted
     revision = getattr(model, "revision", None)
     commit = str(getattr(revision, "resolved", revision))  # huggingface_hub keeps the commit with the name
     return commit if re.fullmatch(r"[0-9a-f]{40}", commit) else None
 
 
-def _draft_identity(model: str | None) -> str:
+def _draft_identity(drafts: Any) -> str:  # noqa: ANN401 - vLLM's SpeculativeConfig
     """Return the identity of the draft model, whose layers are stored with the target's."""
-    folder = Path(model or "")
-    return f"files {fingerprint_folder(folder)}" if model and folder.is_dir() else str(model)
+    path = Path(drafts.model or "")
+    if drafts.model and path.is_dir():
+        return f"files {fingerprint_folder(path)}"
+    if drafts.model and path.is_file():
+        return f"file {fingerprint_file(path)}"
+    model = getattr(drafts, "draft_model_config", None)
+    commit = _commit_of_weights(model) if model is not None else None
+    version = commit or getattr(drafts, "revision", None)
+    return f"{drafts.model}@{version}" if version else str(drafts.model)
 
 
 def _effective_config(hf_config: Any) -> object:  # noqa: ANN401 - transformers' class, whatever its version
