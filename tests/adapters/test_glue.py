@@ -34,6 +34,7 @@ from kvstore.adapters.vllm.glue.options import engine_options, remote_options, s
 from kvstore.adapters.vllm.glue.parallel import port_of, rank_of
 from kvstore.adapters.vllm.glue.support import check_supported, frees_blocks, overwrites_early
 from kvstore.adapters.vllm.requests.tracker import SaveRules
+from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.config.schema import StoreConfig
 from kvstore.model.errors import ConfigError
 from kvstore.model.keys import Namespace
@@ -260,6 +261,18 @@ def test_the_codec_of_the_remote_tier_is_passed_on(serde: str, codec: str | None
     options = remote_options(StoreConfig(remote_url="redis://host", remote_serde=serde))
     assert options is not None
     assert options.settings.get("codec") == codec
+
+
+def drafting(method: str | None, *, is_eagle: bool = False, **store: Any) -> SchedulerOptions:
+    """Return the options with such speculation, if any."""
+    config = configured(KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_both"))
+    config.speculative_config = method and SimpleNamespace(method=method, use_eagle=lambda: is_eagle)
+    return scheduler_options(config, cache_config(), StoreConfig(**store))
+
+
+def test_layers_of_eagle_and_mtp_look_ahead() -> None:
+    assert drafting("mtp", is_eagle=True).rules.looks_ahead
+    assert not any(drafting(method).rules.looks_ahead for method in ("draft_model", "ngram", None))
 
 
 # -- other engines ----------------------------------------------------------------------------------------------------

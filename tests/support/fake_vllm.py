@@ -58,7 +58,14 @@ class FakeVllm(FakeScheduler):
         self._remote = remote_of(setup)
         options = scheduler_options(
             setup,
-            SaveRules(BLOCK, CHUNK, setup.save_decode, setup.save_tails, setup.skip_last_tokens),
+            SaveRules(
+                BLOCK,
+                CHUNK,
+                setup.save_decode,
+                setup.save_tails,
+                setup.skip_last_tokens,
+                looks_ahead=setup.looks_ahead,
+            ),
             LoadRules(setup.async_load, setup.run_ahead > 0, setup.layerwise),
             self._remote,
         )

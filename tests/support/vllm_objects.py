@@ -52,7 +52,7 @@ def configured(transfer: KVTransferConfig, events: KVEventsConfig | None = None,
         kv_events_config=events,
         scheduler_config=SimpleNamespace(async_scheduling=True),
         parallel_config=SimpleNamespace(use_ubatching=drafts),
-        speculative_config=SimpleNamespace() if drafts else None,
+        speculative_config=SimpleNamespace(use_eagle=lambda: True) if drafts else None,
     )
 
 

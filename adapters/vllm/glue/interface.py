@@ -93,6 +93,7 @@ _USED: Final[Mapping[str, Mapping[str, str]]] = {
             "decode_context_parallel_size prefill_context_parallel_size use_ubatching"
         ),
         "SchedulerConfig": "async_scheduling",
+        "SpeculativeConfig": "method use_eagle",
         "LoadConfig": "load_format",
         "KVTransferConfig": (
             "kv_connector kv_role is_kv_producer is_kv_consumer kv_load_failure_policy kv_connector_extra_config"

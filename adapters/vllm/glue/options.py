@@ -21,6 +21,7 @@ from kvstore.adapters.vllm.glue.groups import (
     is_grouped,
 )
 from kvstore.adapters.vllm.glue.parallel import folder_of, host_address, is_first_here, port_of, rank_of, shard_of
+from kvstore.adapters.vllm.glue.settings import looks_ahead
 from kvstore.adapters.vllm.glue.support import frees_blocks, overwrites_early
 from kvstore.adapters.vllm.requests.params import server_url
 from kvstore.adapters.vllm.requests.tracker import SaveRules
@@ -81,6 +82,7 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
             skip_last_tokens=config.skip_last_n_tokens,
             spares_last_token=is_grouped(kv_cache_config),
             marks_decode=has_states(kv_cache_config),
+            looks_ahead=looks_ahead(vllm_config),
         ),
         loads=transfer.is_kv_consumer or config.goes_both_ways,
         saves=(transfer.is_kv_producer or config.goes_both_ways) and not config.force_skip_save,

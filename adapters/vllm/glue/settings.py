@@ -61,6 +61,15 @@ def drafts_of(vllm_config: VllmConfig) -> Any:  # noqa: ANN401 - vLLM's Speculat
     return None if getattr(speculative, "method", None) in NO_DRAFT_LAYERS else speculative
 
 
+def looks_ahead(vllm_config: VllmConfig) -> bool:
+    """Tell if the KV of a token in draft layers follows from the next token, too, as with EAGLE and MTP.
+
+    vLLM then computes the last block of a hit in its own prefix cache again.
+    """
+    drafts = drafts_of(vllm_config)
+    return drafts is not None and bool(drafts.use_eagle())
+
+
 def settings_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, str]:
     """Return the namespace fields that the table has written.
 
