@@ -275,6 +275,14 @@ def test_layers_of_eagle_and_mtp_look_ahead() -> None:
     assert not any(drafting(method).rules.looks_ahead for method in ("draft_model", "ngram", None))
 
 
+@pytest.mark.parametrize("is_eagle", [False, True])
+def test_hits_are_not_verified_where_layers_look_ahead(caplog: pytest.LogCaptureFixture, *, is_eagle: bool) -> None:
+    """A chunk that another prompt stored deviates at its last token, and would be removed everywhere."""
+    options = drafting("eagle3", is_eagle=is_eagle, verify_fraction=0.5)
+    assert options.config.verify_fraction == (0.0 if is_eagle else 0.5)
+    assert ("verify_fraction is ignored" in caplog.text) is is_eagle
+
+
 # -- other engines ----------------------------------------------------------------------------------------------------
 
 KEY_FILES: dict[str, Any] = {"remote_key_file": "/k/client.key", "remote_server_key_file": "/k/server.pub"}

@@ -72,6 +72,12 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
             config.pd_role,
             transfer.kv_role,
         )
+    if config.verify_fraction and looks_ahead(vllm_config):
+        logger.warning(
+            "verify_fraction is ignored: in the draft layers a chunk's last token may have the KV of another prompt's "
+            "next token, which would count as a mismatch"
+        )
+        config = config.model_copy(update={"verify_fraction": 0.0})
     return SchedulerOptions(
         rules=SaveRules(
             block_tokens=block_tokens_of(kv_cache_config),
