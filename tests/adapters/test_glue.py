@@ -132,6 +132,15 @@ def test_roles(role: str, *, skip: bool, loads: bool, saves: bool) -> None:
     assert options.config is config
 
 
+@pytest.mark.parametrize("is_diffusion", [True, False])
+def test_generated_tokens_of_diffusion_models_are_not_stored(*, is_diffusion: bool) -> None:
+    """A request that only reads them ends before the step that computes their KV."""
+    config = configured(KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_both"))
+    config.model_config.is_diffusion = is_diffusion
+    rules = scheduler_options(config, cache_config(), StoreConfig(save_decode_cache=True)).rules
+    assert rules.save_decode is not is_diffusion
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_events_are_made_if_vllm_publishes_them(*, enabled: bool) -> None:
     transfer = KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_both")

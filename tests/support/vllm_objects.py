@@ -50,6 +50,7 @@ def configured(transfer: KVTransferConfig, events: KVEventsConfig | None = None,
     return SimpleNamespace(
         kv_transfer_config=transfer,
         kv_events_config=events,
+        model_config=SimpleNamespace(),
         scheduler_config=SimpleNamespace(async_scheduling=True),
         parallel_config=SimpleNamespace(use_ubatching=drafts),
         speculative_config=SimpleNamespace(use_eagle=lambda: True) if drafts else None,

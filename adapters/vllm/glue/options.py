@@ -82,7 +82,7 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
         rules=SaveRules(
             block_tokens=block_tokens_of(kv_cache_config),
             chunk_tokens=config.chunk_size,
-            save_decode=config.save_decode_cache or (config.goes_both_ways and transfer.is_kv_consumer),
+            save_decode=_saves_decode(vllm_config, config),
             # A step leaves a state at the end of a prompt, and seldom at the end of a chunk.
             save_tails=config.saves_tails or has_states(kv_cache_config),
             skip_last_tokens=config.skip_last_n_tokens,
@@ -104,6 +104,17 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
         handover=_handover_options(vllm_config, config),
         announces=_announces(vllm_config, kv_cache_config),
     )
+
+
+def _saves_decode(vllm_config: VllmConfig, config: StoreConfig) -> bool:
+    """Tell if the KV of generated tokens is stored.
+
+    That of diffusion models is not: with ``diffusion_read_only`` vLLM ends a request without the step that would
+    compute it, and the blocks hold what is left of steps in which tokens attend to later ones.
+    """
+    if getattr(vllm_config.model_config, "is_diffusion", False):
+        return False
+    return config.save_decode_cache or (config.goes_both_ways and bool(vllm_config.kv_transfer_config.is_kv_consumer))
 
 
 def _announces(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ContextOf | None:
