@@ -280,8 +280,16 @@ def drafting(method: str | None, *, is_eagle: bool = False, **store: Any) -> Sch
 
 
 def test_layers_of_eagle_and_mtp_look_ahead() -> None:
-    assert drafting("mtp", is_eagle=True).rules.looks_ahead
-    assert not any(drafting(method).rules.looks_ahead for method in ("draft_model", "ngram", None))
+    assert drafting("mtp", is_eagle=True).rules.lookahead_tokens == 1, "before vLLM names the number"
+    assert not any(drafting(method).rules.lookahead_tokens for method in ("draft_model", "ngram", None))
+
+
+@pytest.mark.parametrize(("asked", "skipped"), [(0, 2), (5, 5)])
+def test_tokens_that_several_modules_compute_again_are_not_stored(asked: int, skipped: int) -> None:
+    config = configured(KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_both"), drafts=True)
+    config.num_prefill_lookahead_tokens = 3
+    rules = scheduler_options(config, cache_config(), StoreConfig(skip_last_n_tokens=asked)).rules
+    assert (rules.lookahead_tokens, rules.skip_last_tokens) == (3, skipped)
 
 
 @pytest.mark.parametrize("is_eagle", [False, True])

@@ -194,7 +194,7 @@ class Setup(CommonSetup):
     loads: bool = True
     saves: bool = True
     skip_last_tokens: int = 0
-    looks_ahead: bool = False
+    lookahead_tokens: int = 0
     priority_limit: int | None = None
     defer_stores: bool = False  # a draft model: the report leaves before the stores are done
     async_load: bool | None = False  # loads; None lets the adapter choose

@@ -64,7 +64,7 @@ class FakeVllm(FakeScheduler):
                 setup.save_decode,
                 setup.save_tails,
                 setup.skip_last_tokens,
-                looks_ahead=setup.looks_ahead,
+                lookahead_tokens=setup.lookahead_tokens,
             ),
             LoadRules(setup.async_load, setup.run_ahead > 0, setup.layerwise),
             self._remote,

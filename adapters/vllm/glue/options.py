@@ -21,7 +21,7 @@ from kvstore.adapters.vllm.glue.groups import (
     is_grouped,
 )
 from kvstore.adapters.vllm.glue.parallel import folder_of, host_address, is_first_here, port_of, rank_of, shard_of
-from kvstore.adapters.vllm.glue.settings import looks_ahead
+from kvstore.adapters.vllm.glue.settings import lookahead_tokens
 from kvstore.adapters.vllm.glue.support import frees_blocks, overwrites_early
 from kvstore.adapters.vllm.requests.params import server_url
 from kvstore.adapters.vllm.requests.tracker import SaveRules
@@ -72,7 +72,8 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
             config.pd_role,
             transfer.kv_role,
         )
-    if config.verify_fraction and looks_ahead(vllm_config):
+    ahead_tokens = lookahead_tokens(vllm_config)
+    if config.verify_fraction and ahead_tokens:
         logger.warning(
             "verify_fraction is ignored: in the draft layers a chunk's last token may have the KV of another prompt's "
             "next token, which would count as a mismatch"
@@ -85,10 +86,11 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
             save_decode=_saves_decode(vllm_config, config),
             # A step leaves a state at the end of a prompt, and seldom at the end of a chunk.
             save_tails=config.saves_tails or has_states(kv_cache_config),
-            skip_last_tokens=config.skip_last_n_tokens,
+            # vLLM computes the last ones again, if modules look further than at the next token.
+            skip_last_tokens=max(config.skip_last_n_tokens, ahead_tokens - 1),
             spares_last_token=is_grouped(kv_cache_config),
             marks_decode=has_states(kv_cache_config),
-            looks_ahead=looks_ahead(vllm_config),
+            lookahead_tokens=ahead_tokens,
         ),
         loads=transfer.is_kv_consumer or config.goes_both_ways,
         saves=(transfer.is_kv_producer or config.goes_both_ways) and not config.force_skip_save,

@@ -61,13 +61,15 @@ def drafts_of(vllm_config: VllmConfig) -> Any:  # noqa: ANN401 - vLLM's Speculat
     return None if getattr(speculative, "method", None) in NO_DRAFT_LAYERS else speculative
 
 
-def looks_ahead(vllm_config: VllmConfig) -> bool:
-    """Tell if the KV of a token in draft layers follows from the next token, too, as with EAGLE and MTP.
+def lookahead_tokens(vllm_config: VllmConfig) -> int:
+    """Return from how many next tokens the KV of a token in draft layers follows, too: with EAGLE and MTP, some.
 
     vLLM then computes the last block of a hit in its own prefix cache again.
     """
     drafts = drafts_of(vllm_config)
-    return drafts is not None and bool(drafts.use_eagle())
+    if drafts is None or not drafts.use_eagle():
+        return 0
+    return int(getattr(vllm_config, "num_prefill_lookahead_tokens", 1))  # 1 where vLLM has but one module
 
 
 def settings_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, str]:

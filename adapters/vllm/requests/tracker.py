@@ -80,8 +80,8 @@ class SaveRules:
 
     Where hits end at checkpoints, ``spares_last_token`` ends a prompt before its last token, which is computed in any
     case. With ``marks_decode`` a checkpoint is worth keeping at the end of each decoded chunk until the next one,
-    because it is too late for a checkpoint when a request ends. With ``looks_ahead`` the KV of a token follows from the
-    next token, too, as in the draft layers of EAGLE and MTP, so a hit ends one token before its chunks.
+    because it is too late for a checkpoint when a request ends. If the KV of a token follows from the next
+    ``lookahead_tokens``, too, as in the draft layers of EAGLE and MTP, a hit ends as many tokens before its chunks.
     """
 
     block_tokens: int
@@ -91,7 +91,7 @@ class SaveRules:
     skip_last_tokens: int = 0
     spares_last_token: bool = False
     marks_decode: bool = False
-    looks_ahead: bool = False
+    lookahead_tokens: int = 0
 
 
 @dataclass

@@ -137,7 +137,7 @@ class Matching:
         match = spec.match
         if self.loads.needs_checkpoints and match.num_tokens > limit_tokens:
             match = self.index.lookup(tracker.hasher, spec.num_local_tokens, spec.told, limit_tokens)
-        known_tokens = match.num_tokens - self.options.rules.looks_ahead  # the next token may be another one
+        known_tokens = match.num_tokens - self.options.rules.lookahead_tokens  # those that follow may be others
         end_tokens = min(known_tokens, limit_tokens)
         if self.loads.ends_in_blocks:
             end_tokens -= end_tokens % self.options.rules.block_tokens
