@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.vllm_objects import cache_config, worker_config
+from support.vllm_objects import BLOCK, cache_config, spec, worker_config
 from vllm.config.quantization import resolve_quantization_config
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
 from kvstore.adapters.vllm.glue.namespace import namespace_of
 from kvstore.config.schema import StoreConfig
@@ -147,6 +149,21 @@ def test_online_quantization_is_named_by_its_configuration() -> None:
     assert found[0].id == found[3].id
     assert len({one.id for one in found}) == 3
     assert found[0].differing_fields(found[1]) == ["ModelConfig.quantization_config"]
+
+
+def test_a_backend_that_puts_k_and_v_into_slots_is_named() -> None:
+    """With two heads its pages have the shape of others: a slot for each of K and V, or one for each head."""
+    plain = spec()
+    slots = replace(plain, num_head_slots=2, state_content_bytes=plain.unpadded_page_size_bytes // (2 * BLOCK))
+    assert (slots.num_heads, slots.state_content_size_bytes) == (plain.num_heads, plain.state_content_size_bytes)
+    paged: Any = SimpleNamespace(layout=SimpleNamespace(fingerprint="0" * 16))
+    found = [
+        namespace_of(
+            worker_config(), cache_config(KVCacheGroupSpec(["layer.0"], one)), StoreConfig(model_id="m"), paged
+        )
+        for one in (plain, slots)
+    ]
+    assert found[0].differing_fields(found[1]) == ["states"]
 
 
 # -- draft layers ------------------------------------------------------------------------------------------------------

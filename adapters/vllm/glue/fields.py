@@ -254,7 +254,8 @@ _SPECS: Final[Mapping[str, Mapping[str, Rule]]] = {
         _harmless("whose layer it is: the layer's name says so, too", "is_draft"),
     ),
     "AttentionSpec": _rules(
-        _held("layout, model_config", "num_kv_heads head_size head_size_v num_head_slots state_content_bytes"),
+        _written("num_head_slots state_content_bytes", None),  # or 2 heads look like the slots of K and V
+        _held("layout, model_config", "num_kv_heads head_size head_size_v"),
         _held("layout, model_config", "tokens_per_state"),
         _held("dtype, kv_cache_dtype", "dtype kv_quant_mode"),
         _held("shard", "max_tp_shards"),
