@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import vllm
 from support.vllm_objects import BLOCK, cache_config, spec, worker_config
 from vllm.config.quantization import resolve_quantization_config
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
@@ -164,6 +166,18 @@ def test_a_backend_that_puts_k_and_v_into_slots_is_named() -> None:
         for one in (plain, slots)
     ]
     assert found[0].differing_fields(found[1]) == ["states"]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
+def test_platforms_with_other_fp8_numbers_share_no_bytes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caches of an MI300 have the same shapes and types as those of other devices."""
+    cache = cache_config(KVCacheGroupSpec(["layer.0"], replace(spec(), dtype=dtype)))
+    paged: Any = SimpleNamespace(layout=SimpleNamespace(fingerprint="0" * 16))
+    found = [namespace_of(worker_config(), cache, StoreConfig(model_id="m"), paged)]
+    platform = type(vllm.platforms.current_platform)
+    monkeypatch.setattr(platform, "fp8_dtype", classmethod(lambda _: torch.float8_e4m3fnuz))
+    found.append(namespace_of(worker_config(), cache, StoreConfig(model_id="m"), paged))
+    assert found[0].differing_fields(found[1]) == (["fp8"] if dtype is torch.uint8 else [])
 
 
 # -- draft layers ------------------------------------------------------------------------------------------------------

@@ -9,6 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+import vllm
+from vllm.v1.kv_cache_interface import AttentionSpec, iter_layer_specs
+
 from kvstore.adapters.vllm.glue.groups import is_grouped, stored_groups
 from kvstore.adapters.vllm.glue.parallel import shard_of
 from kvstore.adapters.vllm.glue.settings import drafts_of, settings_of
@@ -55,6 +59,7 @@ def namespace_of(
             LAYOUT_FIELD: paged.layout.fingerprint,
             **settings_of(vllm_config, kv_cache_config),
             **_lengths_of(model),
+            **_numbers_of(kv_cache_config),
         }
     )
 
@@ -62,6 +67,17 @@ def namespace_of(
 def _layer_names(kv_cache_config: KVCacheConfig) -> object:
     names = [group.layer_names for group in stored_groups(kv_cache_config)]
     return names if is_grouped(kv_cache_config) else names[0]
+
+
+def _numbers_of(kv_cache_config: KVCacheConfig) -> dict[str, str]:
+    """Return a field where numbers of one byte mean others than elsewhere, as FP8 on an MI300; none for most.
+
+    The registered caches do not tell, as their elements are bytes.
+    """
+    fp8 = vllm.platforms.current_platform.fp8_dtype()
+    specs = (spec for group in stored_groups(kv_cache_config) for spec in iter_layer_specs(group.kv_cache_spec))
+    has_bytes = any(spec.dtype.itemsize == 1 for spec in specs if isinstance(spec, AttentionSpec))
+    return {"fp8": str(fp8)} if has_bytes and fp8 != torch.float8_e4m3fn else {}
 
 
 def _model_identity(vllm_config: VllmConfig, model_id: str | None) -> str:
