@@ -44,6 +44,7 @@ from kvstore.adapters.vllm.glue.requests import (
 )
 from kvstore.adapters.vllm.glue.spans import Spans
 from kvstore.adapters.vllm.glue.support import check_supported, frees_blocks, log_limits, stores_nothing
+from kvstore.adapters.vllm.glue.weightloads import leave_alone, reset_with_weights
 from kvstore.adapters.vllm.plan import WorkerFacts
 from kvstore.adapters.vllm.requests.arrivals import Arrivals, Known
 from kvstore.adapters.vllm.requests.params import WITHOUT_CACHE
@@ -117,6 +118,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             log_limits(vllm_config, kv_cache_config)
             options = scheduler_options(vllm_config, kv_cache_config, self._config)
             self._scheduler = StoreScheduler(options)
+            reset_with_weights(self._scheduler)
             transfer = vllm_config.kv_transfer_config
             around = Surroundings(vllm.__version__, str(transfer.kv_role), transfer.kv_load_failure_policy)
             self._log_start = partial(log_start, loaded, options, around)
@@ -225,6 +227,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
             self._worker = None
         if self._scheduler is not None:
+            leave_alone(self._scheduler)
             self._scheduler.close()
         self._arrivals.close()
         self._spans.close()

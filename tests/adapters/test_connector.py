@@ -6,11 +6,13 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
+from weakref import WeakSet
 
 import pytest
 import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
@@ -20,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvstore.adapters.vllm.connector import KVStoreConnector
+from kvstore.adapters.vllm.glue import weightloads
 from kvstore.adapters.vllm.glue.metadata import FactsMetadata, PlanMetadata
 from kvstore.adapters.vllm.plan import ReqMeta, StepPlan, WorkerFacts
 from kvstore.adapters.vllm.requests.tracker import SaveRules
@@ -31,8 +34,8 @@ from kvstore.model.errors import KVStoreError
 pytestmark = pytest.mark.vllm
 
 
-def make(spec: AttentionSpec) -> KVStoreConnector:
-    """Make the worker side, before any cache is registered."""
+def make(spec: AttentionSpec, role: KVConnectorRole = KVConnectorRole.WORKER) -> KVStoreConnector:
+    """Make a side, by default that of a worker before any cache is registered."""
     transfer = KVTransferConfig(
         kv_connector="KVStoreConnector",
         kv_role="kv_both",
@@ -46,8 +49,10 @@ def make(spec: AttentionSpec) -> KVStoreConnector:
         model_config=SimpleNamespace(enable_sleep_mode=False, use_mla=False),
         scheduler_config=SimpleNamespace(async_scheduling=False),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        kv_events_config=None,
+        speculative_config=None,
     )
-    return KVStoreConnector(config, KVConnectorRole.WORKER, KVCacheConfig(8, [], [KVCacheGroupSpec(["layer.0"], spec)]))
+    return KVStoreConnector(config, role, KVCacheConfig(8, [], [KVCacheGroupSpec(["layer.0"], spec)]))
 
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float32)
@@ -70,6 +75,21 @@ def test_stores_beside_end_before_blocks_are_given_away(spec: AttentionSpec, pre
     planned = connector.build_connector_meta(output)
     assert isinstance(planned, PlanMetadata)
     assert planned.plan.preempts is waits
+
+
+def test_weights_taken_in_place_begin_an_epoch_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineCore, "collective_rpc", EngineCore.collective_rpc)
+    monkeypatch.setattr(weightloads, "_watching", WeakSet())
+    connector, core = make(FULL, KVConnectorRole.SCHEDULER), Mock(spec=EngineCore, model_executor=Mock())
+    epochs = []
+    for call in ("synchronize_device", "update_weights", "finish_weight_update"):
+        EngineCore.collective_rpc(core, call)
+        epochs.append(connector._scheduling._epoch)
+    assert epochs[0] == ""
+    assert len(set(epochs)) == 3
+    connector.shutdown()
+    EngineCore.collective_rpc(core, "update_weights")
+    assert connector._scheduling._epoch == epochs[-1]
 
 
 def test_requests_that_begin_anew_are_among_those_that_were_loaded(connector: KVStoreConnector) -> None:

@@ -70,7 +70,7 @@ _USED: Final[Mapping[str, Mapping[str, str]]] = {
         ),
     },
     "vllm.sampling_params": {"SamplingParams": "extra_args"},
-    "vllm.v1.engine.core": {"EngineCore": "add_lora"},
+    "vllm.v1.engine.core": {"EngineCore": "add_lora collective_rpc"},
     "vllm.lora.request": {"LoRARequest": "lora_name lora_int_id lora_path load_inplace"},
     "vllm.multimodal.inputs": {
         "MultiModalFeatureSpec": "data identifier mm_position modality",
