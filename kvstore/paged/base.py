@@ -24,6 +24,7 @@ import torch
 from kvstore.model.chunks import ByteArray
 from kvstore.model.errors import InvalidCallError
 from kvstore.model.layout import KVLayout
+from kvstore.model.threads import start
 from kvstore.paged.copies import Run, host_copies
 from kvstore.paged.planes import PlaneRows
 from kvstore.paged.streams import DeviceEvent, Streams
@@ -203,7 +204,7 @@ class Copiers:
                     return
                 copy(item)
 
-        helping = [self._pool.submit(work) for _ in range(min(self._helpers, len(waiting) - 1))]
+        helping = [start(self._pool, work, None) for _ in range(min(self._helpers, len(waiting) - 1))]
         try:
             work()
         finally:

@@ -13,9 +13,9 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from kvstore.model.errors import ClosedError, InvalidCallError, TierError
+from kvstore.model.threads import Work, carry_out
 
 Result = TypeVar("Result")
-Work = tuple["Future[Any]", Callable[[], Any]]
 
 
 class AbandonableThreads:
@@ -94,18 +94,3 @@ def serve(work: SimpleQueue[Work | None]) -> None:
     while item := work.get():
         carry_out(item)
         del item  # or the last action's buffers would be kept alive until the next one
-
-
-def carry_out(work: Work) -> None:
-    """Run the action on this thread, unless it was cancelled; its future gets the result or the exception."""
-    future, action = work
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = action()
-    except BaseException as error:  # noqa: BLE001 - whoever waits for the result raises it
-        future.set_exception(error)
-    else:
-        future.set_result(result)
-    finally:
-        del future, work  # or its exception and this frame would keep each other alive

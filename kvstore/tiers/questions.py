@@ -15,7 +15,7 @@ from typing import Final
 
 from kvstore.model.chunks import Answer, Asked
 from kvstore.model.errors import KVStoreError
-from kvstore.tiers.abandonable_threads import carry_out
+from kvstore.model.threads import carry_out
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import ClosedError, TierError
 from kvstore.model.keys import Namespace
-from kvstore.tiers.abandonable_threads import carry_out
+from kvstore.model.threads import carry_out
 from kvstore.tiers.base import Tier
 
 logger = logging.getLogger(__name__)

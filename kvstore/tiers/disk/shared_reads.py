@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, wait
 
-from kvstore.tiers.abandonable_threads import Work, carry_out
+from kvstore.model.threads import Work, carry_out
 
 
 class SharedReads:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from support.few_threads import refuse_threads
 from support.gate import HANG_GUARD_S, Gate
 from support.rig import Rig, tokens_of
 
@@ -91,6 +92,24 @@ def test_none_copies_after_another_has_raised(copiers: Copiers, gate: Gate, rais
         copiers.each(range(3), copy)
     assert len(ended) == 2
     assert others.acquire(timeout=HANG_GUARD_S)
+
+
+@pytest.mark.parametrize("refused", ["kvstore-copy_1", "kvstore-copy"])
+def test_where_no_thread_can_be_started_the_others_copy(
+    copiers: Copiers, gate: Gate, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """And none goes on after the call, when the slots may be other chunks'."""
+    refuse_threads(monkeypatch, refused)
+    done: list[int] = []
+
+    def copy(number: int) -> None:
+        if threading.current_thread().name.startswith("kvstore-copy"):
+            threading.Timer(0.05, gate.open).start()
+            gate()
+        done.append(number)
+
+    copiers.each(range(9), copy)
+    assert sorted(done) == list(range(9))
 
 
 def test_one_thread_needs_no_pool() -> None:
