@@ -29,6 +29,7 @@ from kvstore.model.errors import KVStoreError, TierError, TierTimeoutError
 from kvstore.model.keys import Namespace
 from kvstore.model.lifetime import Lifetime, lasts
 from kvstore.model.retention import Retention
+from kvstore.model.threads import start
 from kvstore.model.throttle import Throttle
 from kvstore.tiers.base import BoundedTier, Tier, Transfer, late_outcomes
 from kvstore.tiers.loan import Loan
@@ -46,6 +47,9 @@ class Arrival(NamedTuple):
 
     outcome: Outcome
     pending: Future[Any] | None = None
+
+
+_REFUSED: Final = Arrival(Outcome.FAILED)
 
 
 class Flushed(NamedTuple):
@@ -165,7 +169,7 @@ class Lane:
         """Start to read a chunk, or some layers of it, into a slot; of a ``holder`` only the leading blocks."""
         buffer = self._cpu.claim(slot)  # now, so that a failed read does not leave the former content
         wanted = Transfer(ref, buffer) if holder is None else Transfer(holder, buffer, front_blocks=ref.num_blocks)
-        return self._readers.submit(self._read, wanted, slot, layers, self._generation)
+        return start(self._readers, partial(self._read, wanted, slot, layers, self._generation), _REFUSED)
 
     @property
     def lends(self) -> bool:
@@ -174,7 +178,7 @@ class Lane:
 
     def borrow(self, refs: Sequence[ChunkRef]) -> Future[Loan]:
         """Start to borrow chunks; a broken tier lends none. The caller ends the loan."""
-        return self._readers.submit(self._borrow, refs, self._generation)
+        return start(self._readers, partial(self._borrow, refs, self._generation), Loan.refused(len(refs)))
 
     @property
     def generation(self) -> int:
@@ -231,11 +235,10 @@ class Lane:
 
     def note_times(self, retentions: Sequence[Retention], lifetimes: Sequence[Lifetime]) -> None:
         """Have the tier change times to live and, if it has a bound, note which of its chunks stay until when."""
-        tier = self._tier
         if self._leaves_writes:
             return
-        if retentions and isinstance(tier, BoundedTier):
-            self._removals.follow("note retention in", partial(tier.retain, retentions))
+        if retentions and isinstance(self._tier, BoundedTier):
+            self._removals.follow("note retention in", partial(self._tier.retain, retentions))
         with self._lock:
             writing = {write.ref: write for write in self._writing}
             for one in lifetimes:
@@ -274,7 +277,7 @@ class Lane:
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until all removals, clears and resets so far are done; False if time ran out first."""
-        return self._are_removed(self._removals.queued, timeout_s)
+        return self._removals.wait(self._removals.queued, timeout_s)
 
     def flush(self, timeout_s: float) -> Flushed:
         """Wait until all writes and removals so far have ended. Returns the failures since the last flush."""
@@ -311,10 +314,6 @@ class Lane:
     def _are_hidden(self, refs: Sequence[ChunkRef]) -> bool:
         """Tell if any of these chunks must no longer be read; mostly the queue is idle, and its lock is not needed."""
         return self._removals.done < self._removals.queued and self._removals.hides(refs)
-
-    def _are_removed(self, number: int, timeout_s: float | None = None) -> bool:
-        """Wait for the removals up to a number, like ``RemovalQueue.wait``; mostly they are done already."""
-        return self._removals.done >= number or self._removals.wait(number, timeout_s)
 
     def _borrow(self, refs: Sequence[ChunkRef], generation: int) -> Loan:
         if generation != self._generation or self._are_hidden(refs):
@@ -354,7 +353,7 @@ class Lane:
 
     def _prepare(self, writes: Sequence[_Write]) -> dict[_Write, Transfer]:
         """Return what the tier is to store, and end the other writes."""
-        is_in_order = not writes or self._are_removed(writes[0].after)
+        is_in_order = not writes or self._removals.wait(writes[0].after)
         sending: dict[_Write, Transfer] = {}
         for write in writes:
             source = self._cpu.read(write.slot, write.ref)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from support.few_threads import refuse_threads
 from support.gate import Gate
 from support.mover_bench import HANG_GUARD_S, Bench, key_of, ref_of
 from support.rig import BLOCKS_PER_CHUNK, FakeTier
@@ -311,6 +312,24 @@ def test_a_slot_of_a_hanging_read_is_not_used(tier: FakeTier) -> None:
     assert bench.store(1) == set()
     assert bench.load(1) == set()
     assert bench.mover.close(HANG_GUARD_S)
+
+
+def test_a_read_for_which_there_is_no_thread_never_begins(
+    bench: Bench, tier: FakeTier, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that reads another chunk would read it later, into a slot that has yet another one by then."""
+    bench.store(1, 2)
+    bench.mover.flush(HANG_GUARD_S)
+    bench.cpu.clear()
+    tier.before_get = gate
+    refuse_threads(monkeypatch, "kvstore-read-fake_1")
+    threading.Timer(0.05, gate.open).start()
+    assert bench.results(1, 2) == ({key_of(2)}, set())
+    assert bench.mover.store([StoreJob(StoreStep(ref_of(5), 2, ()), as_block_ids(range(20, 24)))]) == set()
+    assert bench.results(1) == (set(), set())  # after all that waits for the thread
+    slot = bench.cpu.read(2, ref_of(5))
+    assert slot is not None
+    assert slot[0] == 20
 
 
 def test_a_load_without_blocks_only_fills_the_slot(bench: Bench) -> None:
