@@ -206,10 +206,13 @@ class Lane:
         with self._lock:
             began = self._generation if generation is None else generation
             write = _Write(ref, slot, self._namespace_id, began, self._removals.queued, trail, tenant, owner, until_s)
-            self._writers.submit(self._write).add_done_callback(self._log_defect)
-            self._waiting.append(write)
             self._writing.add(write)
             self._limits.pop(ref, None)
+            try:
+                self._writers.submit(self._write).add_done_callback(self._log_defect)
+                self._waiting.append(write)
+            except RuntimeError:  # no thread can be started
+                write.ended.set_result(Outcome.FAILED)
         write.ended.add_done_callback(lambda ended: self._report_end(write, ended.result()))
 
     def refuse(self, ref: ChunkRef) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from unittest.mock import Mock
 
 import pytest
+from support.few_threads import refuse_threads
 from support.gate import HANG_GUARD_S, Gate
 from support.lane_bench import NEW, NEWER, Bench, ref_of
 from support.rig import BLOCKS_PER_CHUNK, FILE_BYTES, SLOT_BYTES, FakeTier, Rig, install, tokens_of
@@ -332,6 +333,18 @@ def test_close_gives_up_what_waits(bench: Bench, gate: Gate) -> None:
     bench.lane.clear()
     bench.lane.reset(NEW)
     assert bench.forgotten == [[ref_of(1)]]
+
+
+def test_a_write_for_which_no_thread_can_be_started_has_failed(
+    bench: Bench, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is reported, or its slot would stay in use."""
+    bench.tier.before_put = gate
+    refuse_threads(monkeypatch, "kvstore-write-fake_1")
+    bench.write(1, 2)
+    gate.open()
+    assert bench.lane.flush(HANG_GUARD_S) == Flushed(failed=1)
+    assert sorted(bench.written) == [(ref_of(1), True), (ref_of(2), False)]
 
 
 # -- what a flush tells ------------------------------------------------------------------------------------------------
