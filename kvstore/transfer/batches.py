@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from kvstore.model.chunks import Outcome
+
 _MAX_CHUNKS: Final = 8
 _MAX_BYTES: Final = 12 << 20
 _MAX_CALL_S: Final = 0.1  # one of this length costs little by itself, and a longer one might reach its deadline
@@ -34,11 +36,15 @@ class Batches:
         self.size = 1
 
     @contextmanager
-    def call(self, count: int) -> Iterator[None]:
-        """Time a call that writes so many chunks; after one that raises, the next has one."""
-        begin_s, fitting = time.monotonic(), 1
+    def call(self) -> Iterator[list[Outcome]]:
+        """Time a call that writes chunks and adds their outcomes to a list; after one that raises, the next has one.
+
+        Chunks that ``FAILED`` tell nothing: a tier that is left out answers at once, until it is tried again.
+        """
+        begin_s, fitting, outcomes = time.monotonic(), 1, list[Outcome]()
         try:
-            yield
+            yield outcomes
+            count = len(outcomes) - outcomes.count(Outcome.FAILED)
             fitting = int(count * _MAX_CALL_S / max(time.monotonic() - begin_s, 1e-6))
         finally:
             self.size = max(1, min(self._most, 2 * self.size, fitting))

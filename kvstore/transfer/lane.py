@@ -336,8 +336,8 @@ class Lane:
             try:
                 sending = self._prepare(writes)
                 if sending:
-                    with self._batches.call(len(sending)):
-                        outcomes = self._tier.put([*sending.values()])
+                    with self._batches.call() as outcomes:
+                        outcomes.extend(self._tier.put([*sending.values()]))
                     self._end_put([*sending], outcomes)
             except TierError as error:
                 self._log("cannot write to the %s tier: %s", error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore.model.chunks import Outcome
 from kvstore.transfer import batches
 from kvstore.transfer.batches import Batches
 
@@ -25,11 +26,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def call(made: Batches, clock: Clock, took_s: float) -> int:
+def call(made: Batches, clock: Clock, took_s: float, outcome: Outcome = Outcome.STORED) -> int:
     """Write as many chunks as a batch has, and return the number."""
     size = made.size
-    with made.call(size):
+    with made.call() as outcomes:
         clock.now_s += took_s
+        outcomes.extend([outcome] * size)
     return size
 
 
@@ -56,6 +58,13 @@ def test_after_a_failure_one_is_tried(clock: Clock) -> None:
     made = Batches(1)
     for _ in range(4):
         call(made, clock, SHORT_S)
-    with pytest.raises(ZeroDivisionError), made.call(8):
+    with pytest.raises(ZeroDivisionError), made.call():
         raise ZeroDivisionError
     assert [call(made, clock, SHORT_S) for _ in range(3)] == [1, 2, 4]
+
+
+def test_a_tier_that_is_left_out_is_tried_with_one(clock: Clock) -> None:
+    """It answers at once, although it may be slow when it works again."""
+    made = Batches(1)
+    assert [call(made, clock, SHORT_S, Outcome.FULL) for _ in range(4)] == [1, 2, 4, 8]
+    assert [call(made, clock, SHORT_S, Outcome.FAILED) for _ in range(3)] == [8, 1, 1]
