@@ -16,6 +16,7 @@ from typing import Final
 from kvstore.model.chunks import Answer, Asked
 from kvstore.model.errors import KVStoreError
 from kvstore.model.threads import carry_out
+from kvstore.model.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
@@ -67,15 +68,16 @@ class Asker:
         self._waiting: deque[Question | tuple[Callable[[], None], Future[None]]] = deque()
         self._is_working = False
         self._is_closed = False
+        self._throttle = Throttle(logger)
         self._thread = ThreadPoolExecutor(1, name)
 
     def put(self, question: Question) -> None:
-        """Queue a question. After ``close`` it is done at once, with unknown answers."""
+        """Queue a question. After ``close``, or if no thread can start, it is done at once, with unknown answers."""
         if not self._queue(question):
             self._finish([question], [None] * len(question.asked))
 
     def then(self, action: Callable[[], None]) -> Future[None]:
-        """Run an action between all earlier and all later questions. After ``close`` it is cancelled."""
+        """Run an action between all earlier and all later questions; cancelled where a question would be refused."""
         done: Future[None] = Future()
         if not self._queue((action, done)):
             done.cancel()
@@ -102,10 +104,14 @@ class Asker:
         with self._lock:
             if self._is_closed:
                 return False
-            self._waiting.append(item)
             if not self._is_working:
+                try:
+                    self._thread.submit(self._work)
+                except RuntimeError as error:
+                    self._throttle.log("start", "a remote tier cannot be asked: %s", error)
+                    return False
                 self._is_working = True
-                self._thread.submit(self._work)
+            self._waiting.append(item)
         return True
 
     def _work(self) -> None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 
 import pytest
+from support.few_threads import refuse_threads
 from support.gate import HANG_GUARD_S, Gate
 from support.rig import FakeTier
 
@@ -57,6 +58,20 @@ def test_a_close_during_a_question_about_trails_says_that_it_is_closed() -> None
     directory.close()
     with pytest.raises(ClosedError):
         directory.answer([bytes(16)])
+
+
+def test_where_no_thread_can_be_started_answers_are_unknown_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once there is one again, questions are asked as before."""
+    directory = RemoteDirectory([FakeTier()])
+    with monkeypatch.context() as patch:
+        refuse_threads(patch, "kvstore-ask")
+        question = directory.ask([make_ref(1)])
+        assert question.is_done
+        assert list(question.answers) == [None]
+    again = directory.ask([make_ref(1)])
+    assert directory.wait([again], HANG_GUARD_S)
+    assert list(again.answers) == [False]
+    directory.close()
 
 
 class Full(TierWrapper):
