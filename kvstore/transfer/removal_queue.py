@@ -66,6 +66,7 @@ class RemovalQueue:
         self._tier = tier
         self._warn = warn
         self._thread = ThreadPoolExecutor(1, f"kvstore-order-{tier.name}")
+        self._thread.submit(int)  # starts it, as later there may be no thread left, and writes wait for removals
         self._changed = threading.Condition()
         self._waiting: deque[_Removal] = deque()  # a sweep, then removals, or only one of them
         self._under_way: _Removal | None = None

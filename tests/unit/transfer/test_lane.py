@@ -347,6 +347,12 @@ def test_a_write_for_which_no_thread_can_be_started_has_failed(
     assert sorted(bench.written) == [(ref_of(1), True), (ref_of(2), False)]
 
 
+def test_a_removal_needs_no_further_thread(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_threads(monkeypatch, "kvstore-order")
+    bench.lane.remove([ref_of(1)])
+    assert bench.lane.settle(HANG_GUARD_S)
+
+
 # -- what a flush tells ------------------------------------------------------------------------------------------------
 
 
