@@ -14,6 +14,7 @@ import numpy as np
 
 from kvstore.model.chunks import ByteArray, Outcome
 from kvstore.model.errors import ProtocolError
+from kvstore.model.threads import start
 from kvstore.protocol import messages
 from kvstore.protocol.outcomes import pack_outcomes
 from kvstore.protocol.payload import Placing, checksum
@@ -151,9 +152,9 @@ class Payload:
         self._copiers.shutdown(wait=True, cancel_futures=True)
 
     def start(self, action: Callable[[], Result], ended: Callable[[Result | None], None]) -> None:
-        """Run an action on a thread; the thread that decides calls ``ended`` with its result, None if it raised."""
+        """Run an action on a thread; the thread that decides calls ``ended`` with its result, None if there is none."""
 
-        def look(future: Future[Result]) -> None:
+        def look(future: Future[Result | None]) -> None:
             if future.cancelled():
                 return
             error = future.exception()
@@ -166,7 +167,7 @@ class Payload:
             ended(result)
 
         self.num_under_way += 1
-        self._copiers.submit(action).add_done_callback(look)
+        start(self._copiers, action, None).add_done_callback(look)
 
     def begin(self, session: Session, lease: Lease) -> None:
         """Keep the pages of a lease until ``end``.
