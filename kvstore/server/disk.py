@@ -25,6 +25,7 @@ from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.model.errors import ConfigError, TierError, TierTimeoutError
 from kvstore.model.keys import EPOCH_FIELD, PrefixKey
 from kvstore.model.lifetime import Lifetime, clock_ahead_s
+from kvstore.model.threads import carry_out
 from kvstore.model.throttle import Throttle
 from kvstore.protocol.payload import scatter
 from kvstore.server.disk_tiers import WRITE_THREADS, DiskOptions, DiskTiers, read_home
@@ -87,6 +88,8 @@ class Disk:
         self._tiers = DiskTiers(options)
         self._readers = ThreadPoolExecutor(options.read_threads, "kvstore-read-disk")
         self._writers = ThreadPoolExecutor(WRITE_THREADS, "kvstore-write-disk")
+        for pool in (self._readers, self._writers):
+            pool.submit(int)  # starts one thread, as later there may be no further ones
         self._order = FileOrder()
         self._staging = threading.local()
         self._is_closing = False
@@ -244,8 +247,6 @@ class Disk:
         """
 
         def look(future: Future[Result]) -> None:
-            if future.cancelled():
-                return
             error = future.exception()
             if error is not None:
                 self._count_error()
@@ -268,8 +269,10 @@ class Disk:
             ended()
 
         if not self._is_closing:
-            with suppress(RuntimeError):  # it is closing now
-                pool.submit(self._call, call).add_done_callback(look)
+            asked: Future[Result] = Future()
+            asked.add_done_callback(look)  # before another thread carries it out, where this one cannot be started
+            with suppress(RuntimeError):  # or it is closing now
+                pool.submit(carry_out, (asked, partial(self._call, call)))
 
     # -- on the threads ----------------------------------------------------------------------------------------------
 

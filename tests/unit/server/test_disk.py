@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 from support.diskwork import CHUNK_BYTES, EVEN, make_ref, make_slot, make_transfer
+from support.few_threads import refuse_threads
 from support.gate import HANG_GUARD_S, Gate
 from support.key_files import write_keys
 from support.redis_server import wait_for
@@ -161,6 +162,24 @@ def test_a_hanging_spare_ends_with_its_deadline(
         assert desk.wait(desk.read(FULL, 1)) is Outcome.HIT
     finally:
         gate.open()
+
+
+@pytest.mark.parametrize("refused", ["kvstore-read-disk", "kvstore-write-disk"])
+def test_where_no_further_thread_can_be_started_the_others_serve(
+    open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch, gate: Gate, refused: str
+) -> None:
+    """Each read and write ends, or its pages would stay in use, and later work on its file would wait for ever."""
+    desk = open_desk(4 * CHUNK_BYTES)
+    assert desk.wait(desk.write(READ, 0)) == CHUNK_BYTES
+    refuse_threads(monkeypatch, refused)
+    for name in ("_get", "_put"):
+        monkeypatch.setattr(desk.disk, name, gate.before(getattr(desk.disk, name)))
+    reads = [desk.read(READ, 0) for _ in range(3)]
+    writes = [desk.write(space, 1) for space in (FULL, WRITTEN)]
+    gate.open()
+    assert [desk.wait(read) for read in reads] == [Outcome.HIT] * 3
+    assert [desk.wait(write) for write in writes] == [CHUNK_BYTES] * 2
+    assert desk.wait(desk.write(FULL, 1)) == CHUNK_BYTES
 
 
 def test_a_folder_that_cannot_be_made_holds_up_nobody_else(
