@@ -14,8 +14,8 @@ Work = tuple["Future[Any]", Callable[[], Any]]
 _throttle = Throttle(logging.getLogger(__name__))
 
 
-def start(pool: ThreadPoolExecutor, action: Callable[[], Result], otherwise: Result) -> Future[Result]:
-    """Start an action on a thread of a pool. If it cannot begin, ``otherwise`` is its result, and it never does.
+def start(pool: ThreadPoolExecutor, action: Callable[[], Result], otherwise: Callable[[], Result]) -> Future[Result]:
+    """Start an action on a thread of a pool. If it cannot begin, it never does, and ``otherwise`` is carried out here.
 
     The pool's ``submit`` queues it, and then raises if the machine has no thread left. Another of its threads would
     carry it out later, when its buffers may already belong to others.
@@ -28,7 +28,7 @@ def start(pool: ThreadPoolExecutor, action: Callable[[], Result], otherwise: Res
         if future.cancel():
             _throttle.log("start", "a call cannot begin on a thread: %s", error)
             future = Future()
-            future.set_result(otherwise)
+            carry_out((future, otherwise))
     return future
 
 

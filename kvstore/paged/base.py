@@ -204,7 +204,7 @@ class Copiers:
                     return
                 copy(item)
 
-        helping = [start(self._pool, work, None) for _ in range(min(self._helpers, len(waiting) - 1))]
+        helping = [start(self._pool, work, lambda: None) for _ in range(min(self._helpers, len(waiting) - 1))]
         try:
             work()
         finally:

@@ -167,7 +167,7 @@ class Payload:
             ended(result)
 
         self.num_under_way += 1
-        start(self._copiers, action, None).add_done_callback(look)
+        start(self._copiers, action, lambda: None).add_done_callback(look)
 
     def begin(self, session: Session, lease: Lease) -> None:
         """Keep the pages of a lease until ``end``.

@@ -169,7 +169,7 @@ class Lane:
         """Start to read a chunk, or some layers of it, into a slot; of a ``holder`` only the leading blocks."""
         buffer = self._cpu.claim(slot)  # now, so that a failed read does not leave the former content
         wanted = Transfer(ref, buffer) if holder is None else Transfer(holder, buffer, front_blocks=ref.num_blocks)
-        return start(self._readers, partial(self._read, wanted, slot, layers, self._generation), _REFUSED)
+        return start(self._readers, partial(self._read, wanted, slot, layers, self._generation), lambda: _REFUSED)
 
     @property
     def lends(self) -> bool:
@@ -178,7 +178,7 @@ class Lane:
 
     def borrow(self, refs: Sequence[ChunkRef]) -> Future[Loan]:
         """Start to borrow chunks; a broken tier lends none. The caller ends the loan."""
-        return start(self._readers, partial(self._borrow, refs, self._generation), Loan.refused(len(refs)))
+        return start(self._readers, partial(self._borrow, refs, self._generation), partial(Loan.refused, len(refs)))
 
     @property
     def generation(self) -> int:

@@ -26,6 +26,7 @@ from kvstore.format.wholeio import FILE_MODE, read_whole, write_whole
 from kvstore.model.chunks import ByteArray, ChunkRef
 from kvstore.model.keys import ChunkKey
 from kvstore.model.layout import ALIGNMENT_BYTES, KVLayout, round_up
+from kvstore.model.threads import start
 from kvstore.tiers.base import Transfer, payload_view
 from kvstore.tiers.disk.shared_reads import SharedReads
 
@@ -262,12 +263,8 @@ class ChunkIO:
 
     def _sum_up(self, body: Body, layers: range) -> Callable[[], str]:
         """Start to compute the checksums of layers; the returned function waits for them."""
-        num_blocks = body.ref.num_blocks
-        arguments = self._layout, num_blocks, body.array, layers
-        if len(self._pieces[num_blocks]) > 1:
-            with suppress(RuntimeError):  # the interpreter is shutting down and starts no thread
-                return self._aside.submit(chunkfile.checksums, *arguments).result
-        return partial(chunkfile.checksums, *arguments)
+        sum_up = partial(chunkfile.checksums, self._layout, body.ref.num_blocks, body.array, layers)
+        return start(self._aside, sum_up, sum_up).result if len(self._pieces[body.ref.num_blocks]) > 1 else sum_up
 
     def _header(self, ref: ChunkRef, layer_sums: str) -> ByteArray:
         """Build a header in this thread's buffer."""

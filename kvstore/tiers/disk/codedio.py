@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
 
 from kvstore.format.chunkfile import Damage
-from kvstore.format.coding import ChunkCoder, Image
+from kvstore.format.coding import ChunkCoder
 from kvstore.format.wholeio import read_whole
 from kvstore.memory.scratch import Scratch
 from kvstore.model.chunks import ByteArray
 from kvstore.model.layout import KVLayout
+from kvstore.model.threads import start
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.disk.chunkio import PIECE_BYTES, Body, ChunkIO, Writable
 
@@ -80,21 +82,12 @@ class CodedIO(ChunkIO):
                 layers = image.layers_within(done, end - len(data) + image.body_bytes)
                 done = layers.stop
                 for layer in layers:
-                    damages += self._decode(image, layer, body, jobs, aside=len(ends) > 1)
+                    decode = partial(image.decode, layer, body.array)
+                    if len(ends) > 1:
+                        jobs.append(start(self._aside, decode, decode))
+                    else:
+                        damages.append(decode())
         finally:
             wait(jobs)  # they write to the caller's buffer
         damages += [job.result() for job in jobs]
         return next((damage for damage in damages if damage), image.check_padding())
-
-    def _decode(
-        self, image: Image, layer: int, body: Body, jobs: list[Future[Damage | None]], *, aside: bool
-    ) -> list[Damage | None]:
-        """Decode a layer on another thread, which adds to ``jobs``, or on this one, which returns the result."""
-        if aside:
-            try:
-                jobs.append(self._aside.submit(image.decode, layer, body.array))
-            except RuntimeError:  # the interpreter is shutting down and starts no thread
-                pass
-            else:
-                return []
-        return [image.decode(layer, body.array)]

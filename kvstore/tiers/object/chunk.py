@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from typing import Final, NamedTuple
 
 from kvstore.format import chunkfile
@@ -17,6 +18,7 @@ from kvstore.format.coding import ChunkCoder, is_foreign
 from kvstore.memory.scratch import Scratch
 from kvstore.model.chunks import ByteArray
 from kvstore.model.layout import KVLayout
+from kvstore.model.threads import start
 from kvstore.tiers.object.names import Place
 from kvstore.tiers.object.store import Body, Reading, Store
 
@@ -101,10 +103,8 @@ class ChunkIO:
         if len(payload) < _LARGE_BYTES or num_layers < 2:
             return chunkfile.checksums(self._layout, num_blocks, payload)
         middle = num_layers // 2
-        try:
-            first = self._aside.submit(chunkfile.checksums, self._layout, num_blocks, payload, range(middle))
-        except RuntimeError:  # the tier is being closed, or the interpreter is ending
-            return chunkfile.checksums(self._layout, num_blocks, payload)
+        sum_up = partial(chunkfile.checksums, self._layout, num_blocks, payload, range(middle))
+        first = start(self._aside, sum_up, sum_up)
         try:
             second = chunkfile.checksums(self._layout, num_blocks, payload, range(middle, num_layers))
         finally:

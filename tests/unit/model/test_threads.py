@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 
@@ -20,28 +19,28 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def test_results_and_errors_arrive(pool: ThreadPoolExecutor) -> None:
-    assert start(pool, lambda: 7, 0).result(HANG_GUARD_S) == 7
+    assert start(pool, lambda: 7, int).result(HANG_GUARD_S) == 7
     with pytest.raises(ZeroDivisionError):
-        start(pool, lambda: 1 // 0, 0).result(HANG_GUARD_S)
+        start(pool, lambda: 1 // 0, int).result(HANG_GUARD_S)
 
 
 def test_what_cannot_begin_never_does(pool: ThreadPoolExecutor, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that there is would carry it out after its own call."""
     done: list[str] = []
-    busy = start(pool, gate, None)
+    busy = start(pool, gate, lambda: None)
     assert gate.reached.wait(HANG_GUARD_S)
     refuse_threads(monkeypatch, "some")
-    assert start(pool, lambda: done.append("later"), None).result(HANG_GUARD_S) is None
+    assert start(pool, lambda: done.append("later"), lambda: done.append("at once")).done()
     gate.open()
     busy.result(HANG_GUARD_S)
     pool.shutdown(wait=True)
-    assert done == []
-    assert start(pool, lambda: 7, 0).result(HANG_GUARD_S) == 0
+    assert done == ["at once"]
+    assert start(pool, lambda: 7, int).result(HANG_GUARD_S) == 0
 
 
 def test_what_the_pool_cancels_is_cancelled(gate: Gate) -> None:
     pool = ThreadPoolExecutor(1)
-    busy, waiting = start(pool, gate, None), start(pool, threading.get_ident, 0)
+    busy, waiting = start(pool, gate, lambda: None), start(pool, int, int)
     assert gate.reached.wait(HANG_GUARD_S)
     pool.shutdown(wait=False, cancel_futures=True)
     with pytest.raises(CancelledError):
