@@ -26,6 +26,7 @@ from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.model.keys import Namespace, PrefixKey
 from kvstore.model.lifetime import Lifetime
 from kvstore.model.retention import Retention
+from kvstore.model.threads import start
 from kvstore.paged.base import BlockIds, ChunkBlocks, Copiers, PagedKV
 from kvstore.paged.streams import DeviceEvent, Direction
 from kvstore.tiers.base import start_closing
@@ -240,8 +241,8 @@ class Mover:
         return deviation(fresh, stored, self.paged.layout, num_blocks) if ends else None
 
     def in_background(self, work: Callable[[], None]) -> Future[None]:
-        """Start work on the thread that scatters layers while the model computes."""
-        return self._layers.submit(work)
+        """Start work on the thread that scatters layers while the model computes, or do it where there is none."""
+        return start(self._layers, work, work)
 
     def scatter_hot(self, job: LoadJob, filling: Filling | None) -> bool:
         """Load a chunk from its copy on the device, if that is a copy of its slot's content."""
