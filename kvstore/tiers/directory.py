@@ -12,6 +12,7 @@ from kvstore.model.chunks import Answer, Asked, ChunkRef, Presence, in_all
 from kvstore.model.errors import ClosedError, TierError
 from kvstore.model.keys import Namespace
 from kvstore.model.lifetime import clock_ahead_s
+from kvstore.model.threads import start
 from kvstore.tiers.base import Tier
 from kvstore.tiers.guards import find
 from kvstore.tiers.peers import PeersTier
@@ -117,10 +118,10 @@ class RemoteDirectory:
     def _submit(
         self, ask: Callable[[Tier, Sequence[Item]], Result], tier: Tier, asked: Sequence[Item]
     ) -> Future[Result]:
-        try:
-            return self._shards.submit(ask, tier, asked)
-        except RuntimeError as error:
-            raise ClosedError("the remote tier was closed") from error
+        if self._is_closed:
+            raise ClosedError("the remote tier was closed")
+        ask_tier = partial(ask, tier, asked)
+        return start(self._shards, ask_tier, ask_tier)
 
     def _ask_source(self, source: str, asked: Sequence[Asked]) -> list[Answer]:
         """Ask a named engine, shard by shard, until a shard has none of the chunks."""

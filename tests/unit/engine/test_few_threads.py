@@ -33,7 +33,7 @@ def test_layers_are_scattered_where_no_thread_can_be_started(rig: Rig, monkeypat
         check_idle(engine)
 
 
-@pytest.mark.parametrize("refused", ["kvstore-read", "kvstore-write", "kvstore-copy"])
+@pytest.mark.parametrize("refused", ["kvstore-ask", "kvstore-read", "kvstore-write", "kvstore-copy"])
 def test_calls_go_on_where_no_thread_can_be_started(
     rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
