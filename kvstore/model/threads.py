@@ -21,9 +21,14 @@ def start(pool: ThreadPoolExecutor, action: Callable[[], Result], otherwise: Cal
     carry it out later, when its buffers may already belong to others.
     """
     future: Future[Result] = Future()
+
+    def tell_of_cancel(queued: Future[None]) -> None:
+        """Pass on that the pool cancels what waits; unlike the pool, to those who wait for several futures, too."""
+        if queued.cancelled() and future.cancel():
+            future.set_running_or_notify_cancel()
+
     try:
-        # If the pool cancels what waits, whoever waits for it must hear of it.
-        pool.submit(carry_out, (future, action)).add_done_callback(lambda _: future.cancel())
+        pool.submit(carry_out, (future, action)).add_done_callback(tell_of_cancel)
     except RuntimeError as error:
         if future.cancel():
             _throttle.log("start", "a call cannot begin on a thread: %s", error)

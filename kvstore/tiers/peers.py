@@ -25,6 +25,7 @@ from kvstore.model.errors import ClosedError, ConfigError, TierError, TierTimeou
 from kvstore.model.keys import Namespace
 from kvstore.model.layout import KVLayout
 from kvstore.model.lifetime import Lifetime
+from kvstore.model.threads import start
 from kvstore.model.throttle import Throttle
 from kvstore.tiers.asking import Question, contains, look
 from kvstore.tiers.base import Tier, TierCounters, Transfer, payload_view, start_closing
@@ -355,10 +356,9 @@ class PeersTier(Tier):
             return self._sources.get(url)
 
     def _submit(self, ask: Callable[..., Result], *arguments: object) -> Future[Result]:
-        try:
-            return self._askers.submit(ask, *arguments)
-        except RuntimeError as error:
-            raise ClosedError("the peers tier was closed") from error
+        self._check_open()
+        ask_now = partial(ask, *arguments)
+        return start(self._askers, ask_now, ask_now)
 
     def _ask(self, peer: Tier, refs: Sequence[ChunkRef], question: Question) -> _Held:
         held = _asked(partial(question, peer), refs)

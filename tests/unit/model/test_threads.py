@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 
 import pytest
 from support.few_threads import refuse_threads
@@ -43,6 +43,7 @@ def test_what_the_pool_cancels_is_cancelled(gate: Gate) -> None:
     busy, waiting = start(pool, gate, lambda: None), start(pool, int, int)
     assert gate.reached.wait(HANG_GUARD_S)
     pool.shutdown(wait=False, cancel_futures=True)
+    assert wait([waiting], HANG_GUARD_S).done == {waiting}
     with pytest.raises(CancelledError):
         waiting.result(HANG_GUARD_S)
     gate.open()
