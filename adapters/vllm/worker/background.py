@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final, NamedTuple
 
@@ -25,6 +26,7 @@ from torch.profiler import record_function
 from kvstore.adapters.vllm.plan import Fetch
 from kvstore.index.plans import Place
 from kvstore.model.keys import PrefixKey
+from kvstore.model.threads import start
 from kvstore.paged.streams import DeviceEvent
 from kvstore.transfer.counters import MoverCounters
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, StartedStores, StoreJob
@@ -85,6 +87,8 @@ class Background:
         self._loads = ThreadPoolExecutor(1, "kvstore-fetch")
         self._slow_loads = ThreadPoolExecutor(SLOW_LOADS, "kvstore-fetch-slow")
         self._stores = ThreadPoolExecutor(1, "kvstore-save")
+        for pool in (self._loads, self._slow_loads, self._stores):
+            pool.submit(int)  # starts one thread, as later there may be no further ones
         self._fetching: dict[int, tuple[Fetch, Future[LoadResult], Stopwatch]] = {}
         self._saving: deque[_Saving] = deque()
         self._following: deque[Future[None]] = deque()  # actions that have to follow stores
@@ -100,7 +104,8 @@ class Background:
         event, watch, now_s = self._model.streams.now(), Stopwatch(self._loader.paged), time.perf_counter()
         is_slow = any(job.step.source is not Place.MEMORY for job in fetch.loads)
         if is_slow:
-            loaded = self._slow_loads.submit(self._load_slowly, fetch, event, watch, now_s)
+            load = partial(self._load_slowly, fetch, event, watch, now_s)
+            loaded = start(self._slow_loads, load, lambda: LoadResult(_keys_of(fetch.loads), set()))
         else:
             loaded = self._loads.submit(self._load, self._loader, fetch, event, watch, now_s)
         self._fetching[fetch.number] = (fetch, loaded, watch)

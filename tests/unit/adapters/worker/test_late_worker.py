@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from support.gate import HANG_GUARD_S
+from support.few_threads import refuse_threads
+from support.gate import HANG_GUARD_S, Gate
 from support.late_bench import Bench, blocks_of, load_job, ref_of, store_job
 from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES
 
@@ -137,6 +138,25 @@ def test_loads_that_go_side_by_side_use_buffers_one_after_the_other(
     bench.device.run_all()
     assert not any(fetched.result.failed for fetched in background.take_fetched())
     assert {*most} == {1}
+
+
+def test_a_load_for_which_no_thread_can_be_started_has_failed(
+    bench: Bench, background: Background, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens are computed, and a thread that reads another one does not read it later, into blocks given away."""
+    bench.mover.store([store_job(number, number, write=True) for number in range(2)])
+    assert bench.mover.flush(HANG_GUARD_S)
+    bench.tier.before_get = gate
+    refuse_threads(monkeypatch, "kvstore-fetch-slow")
+    for number in range(2):
+        background.fetch(Fetch(number, "one", [load_job(number, 4 + number, Place.DISK)]))
+        assert gate.reached.wait(HANG_GUARD_S)
+    gate.open()
+    assert background.wait(HANG_GUARD_S)
+    bench.device.run_all()
+    ended = {fetched.fetch.number: fetched.result.failed for fetched in background.take_fetched()}
+    assert ended == {0: set(), 1: {ref_of(1).prefix_key}}
+    assert bench.held() == blocks_of(0)
 
 
 def test_what_is_forgotten_while_it_is_copied_is_not_found(bench: Bench, background: Background) -> None:
