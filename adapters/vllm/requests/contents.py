@@ -7,10 +7,13 @@ import logging
 import struct
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
+
+from kvstore.model.threads import start
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -46,7 +49,7 @@ class Contents:
 
     def look(self, item: Unnamed) -> Future[str | None]:
         """Start to name an item. The future returns None for an item that cannot be named."""
-        return self._threads.submit(content_name, item.modality, item.inputs)
+        return start(self._threads, partial(content_name, item.modality, item.inputs), lambda: None)
 
     def close(self) -> None:
         """End the threads, after at most the hash that each is computing."""

@@ -8,6 +8,7 @@ from concurrent.futures import wait
 import numpy as np
 import pytest
 import torch
+from support.few_threads import refuse_threads
 from support.gate import HANG_GUARD_S, Gate
 
 from kvstore.adapters.vllm.requests import contents
@@ -133,3 +134,11 @@ def test_one_whose_images_take_too_long_does_without_the_cache(
     assert admitted == [None] * 4
     gate.open()
     arriving.close()
+
+
+def test_where_no_thread_can_be_started_an_input_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request is computed, and does not end the scheduler."""
+    refuse_threads(monkeypatch, "kvstore-contents")
+    looking = contents.Contents()
+    assert looking.look(picture()).result(HANG_GUARD_S) is None
+    looking.close()
