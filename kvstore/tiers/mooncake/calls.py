@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 from kvstore.model.errors import TierError
@@ -63,12 +64,13 @@ class Calls:
         session = self._open(deadline_s)
         if session.is_stuck:
             raise TierError(f"Mooncake at {self._target} hangs in earlier calls")
-        reply = session.wait(session.start(call, epoch_key, (), order), deadline_s)
+        future = session.start(call, epoch_key, (), order)
+        try:
+            reply = session.wait(future, deadline_s)
+        finally:
+            future.add_done_callback(partial(_judge_page, session, call))  # at once, unless it ends later
         if reply is None:
             raise TierError(f"Mooncake at {self._target} did not answer within {self._target.timeout_s} s")
-        written = reply["codes"] if call in {"begin", "renew"} else ()  # from the page that the next call fills
-        if any(map(codes.may_still_run, [reply.get("epoch_code", 0), *written])):
-            session.condemn()
         return reply
 
     def give(self, deadline_s: float) -> Session:
@@ -178,6 +180,14 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 def _may_still_run(reply: Reply) -> bool:
     return "error" in reply or any(map(codes.may_still_run, [reply.get("epoch_code", 0), *reply["codes"]]))
+
+
+def _judge_page(session: Session, call: str, future: Future[Reply]) -> None:
+    """Give up a process that may still transfer an epoch from or to the page that a later call fills."""
+    reply: Reply = {"error": ""} if future.exception() else future.result()
+    written = reply.get("codes", ()) if call in {"begin", "renew"} else ()
+    if "error" in reply or any(map(codes.may_still_run, [reply.get("epoch_code", 0), *written])):
+        session.condemn()
 
 
 def _end_late(session: Session, slots: Sequence[int], future: Future[Reply], call: str, keys: object) -> None:

@@ -116,8 +116,12 @@ class MooncakeDistributedStore:
     def _put(self, key: str, place: int, size: int) -> int:
         if (self._folder / "full").exists():
             return -200
+        if key.endswith(":epoch"):
+            self._wait("epoch")
         if key.endswith(":epoch") and (self._folder / "fail-epoch").exists():
             return -800
+        if key.endswith(":epoch") and (self._folder / "raise-epoch").exists():
+            raise MemoryError("in the middle of a transfer")
         self._objects[key] = ctypes.string_at(place, size)
         return 0
 

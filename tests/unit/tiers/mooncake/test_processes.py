@@ -321,18 +321,34 @@ def test_a_write_that_fails_keeps_its_slot(fake: Fake) -> None:
     assert put(tier, A) == [STORED]
 
 
-def test_an_epoch_that_cannot_be_written_costs_the_process(fake: Fake) -> None:
+@pytest.mark.parametrize(
+    ("fault", "told"), [("fail-epoch", "does not take the epoch, code -800"), ("raise-epoch", "in the middle")]
+)
+def test_an_epoch_that_cannot_be_written_costs_the_process(fake: Fake, fault: str, told: str) -> None:
     """The write may read its page late, when it holds another epoch."""
     tier = fake.open()
     tier.check()
     before = session_of(tier)
-    fake.tell("fail-epoch")
-    with pytest.raises(TierError, match="does not take the epoch, code -800"):
+    fake.tell(fault)
+    with pytest.raises(TierError, match=told):
         tier.clear()
-    fake.untell("fail-epoch")
+    fake.untell(fault)
     tier.clear()
     assert session_of(tier) is not before
     assert put(tier, A) == [STORED]
+
+
+def test_an_epoch_that_cannot_be_written_costs_the_process_late(fake: Fake) -> None:
+    tier = fake.open(timeout_s=1.0)
+    tier.check()
+    before = session_of(tier)
+    fake.tell("hang-epoch")
+    fake.tell("fail-epoch")
+    with pytest.raises(TierError, match="did not answer"):
+        tier.clear()
+    assert not before.is_over
+    fake.untell("hang-epoch")
+    wait_for(lambda: before.is_over)
 
 
 def test_a_write_that_another_overtakes_is_over(fake: Fake) -> None:
