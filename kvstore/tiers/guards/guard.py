@@ -366,7 +366,10 @@ class Guard(Statistics):
             self._attempt("reset", lambda: self.inner.reset(namespace))
 
         with self._observed("reset"):
-            resetting = start_aside(self.name, "reset", reset)
+            try:
+                resetting = start_aside(self.name, "reset", reset)
+            except RuntimeError:  # no new thread can be started
+                resetting = self._threads.submit("reset", reset)
             try:
                 resetting.result(self._slow_timeout_s)
             except TimeoutError as error:

@@ -33,6 +33,20 @@ def test_layers_are_scattered_where_no_thread_can_be_started(rig: Rig, monkeypat
         check_idle(engine)
 
 
+def test_a_reset_needs_no_new_thread(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with rig.open(local_disk=tmp_path) as engine:
+        rig.store(engine, TOKENS)
+        assert engine.flush(HANG_GUARD_S)
+        refuse_threads(monkeypatch, "kvstore-disk-reset")
+        engine.reset_cache()
+        rig.version = 1
+        assert rig.store(engine, TOKENS) == len(TOKENS)
+        assert engine.flush(HANG_GUARD_S)
+        assert rig.retrieve(engine, TOKENS) == len(TOKENS)
+    with rig.open(local_disk=tmp_path) as engine:
+        assert engine.lookup(TOKENS) == 0
+
+
 @pytest.mark.parametrize("refused", ["kvstore-ask", "kvstore-read", "kvstore-write", "kvstore-copy"])
 def test_calls_go_on_where_no_thread_can_be_started(
     rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
