@@ -300,13 +300,13 @@ class PeersTier(Tier):
             self._namespace = namespace
             self._fixed = {url: self._open_peer(url, namespace) for url in self._fixed}
             self._found = {url: self._open_peer(url, namespace) for url in self._found}
-            self._sources.clear()
-            self._routes.clear()
-            self._removed.clear()
-            self._removed_tails.clear()
-        start_closing(gone)
-        if self.own:
-            self.own.reset(namespace)
+            for known in (self._sources, self._routes, self._removed, self._removed_tails):
+                known.clear()
+        try:
+            if self.own:
+                self.own.reset(namespace)
+        finally:  # afterwards, as there may be no threads for it
+            start_closing(gone)
 
     def close(self) -> None:
         """Close the own tier, and disconnect from peers; waits for the slowest of them, which is bounded."""

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pytest
+from support.few_threads import refuse_threads
 from support.gate import HANG_GUARD_S, Gate, until
 from support.rig import FakeTier
 
 from kvstore.model.chunks import Presence
 from kvstore.model.errors import ClosedError
+from kvstore.model.keys import Namespace
 from kvstore.testing.harness import EVEN, MINE, make_ref
 from kvstore.tiers.peers import PeersTier
 
@@ -47,3 +49,14 @@ def test_lookups_that_wait_for_a_thread_end_with_it(gate: Gate, monkeypatch: pyt
     for thread in (closing, *asking):
         thread.join(HANG_GUARD_S)
     assert ended == [ClosedError] * 3
+
+
+def test_the_own_tier_is_reset_where_no_thread_closes_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, new = FakeTier(), Namespace({"model": "new"})
+    tier = PeersTier(own, ["peer"], lambda *_: FakeTier(), MINE, EVEN)
+    with monkeypatch.context() as patch:
+        refuse_threads(patch, "kvstore-close")
+        with pytest.raises(RuntimeError, match="new thread"):
+            tier.reset(new)
+    assert own.namespaces == [new]
+    tier.close()
