@@ -77,10 +77,15 @@ class Asker:
             self._finish([question], [None] * len(question.asked))
 
     def then(self, action: Callable[[], None]) -> Future[None]:
-        """Run an action between all earlier and all later questions; cancelled where a question would be refused."""
+        """Run an action between all earlier and all later questions. After ``close`` it is cancelled.
+
+        If no thread can be started, it runs here, as no question is under way then.
+        """
         done: Future[None] = Future()
         if not self._queue((action, done)):
-            done.cancel()
+            if self._is_closed:
+                done.cancel()
+            carry_out((done, action))
         return done
 
     def refuse(self) -> None:

@@ -74,6 +74,16 @@ def test_where_no_thread_can_be_started_answers_are_unknown_at_once(monkeypatch:
     directory.close()
 
 
+def test_a_reset_is_carried_out_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, new = FakeTier(), Namespace({"model": "new"})
+    directory = RemoteDirectory([tier])
+    refuse_threads(monkeypatch, "kvstore-ask")
+    directory.reset([new])
+    assert directory.answer([make_ref(1)]) == [False]
+    assert tier.namespaces == [new]
+    directory.close()
+
+
 class Full(TierWrapper):
     """Wrapper that answers itself."""
 
