@@ -65,7 +65,7 @@ def test_a_cache_is_reset_if_only_some_weights_were_taken(asked: list[str]) -> N
     assert cache.resets == [["update_weights"]]
 
 
-@pytest.mark.parametrize("call", ["start_weight_update", "synchronize_device", lambda worker: worker])
+@pytest.mark.parametrize("call", ["start_weight_update", "synchronize_device", lambda worker: worker, bytearray()])
 def test_other_calls_reset_nothing(call: Any, asked: list[str]) -> None:
     cache = Cache(asked)
     reset_with_weights(cache)

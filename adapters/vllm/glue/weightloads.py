@@ -49,7 +49,7 @@ def _watch_engine() -> None:
         try:
             return collective_rpc(core, method, *args, **kwargs)
         finally:  # also if it fails, as some of the weights may be new
-            for cache in list(_watching) if method in WEIGHT_CALLS else ():
+            for cache in list(_watching) if isinstance(method, str) and method in WEIGHT_CALLS else ():
                 cache.reset_cache()
 
     EngineCore.collective_rpc = noted

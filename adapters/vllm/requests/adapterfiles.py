@@ -15,8 +15,9 @@ from typing import Final, NamedTuple
 
 from kvstore.adapters.vllm.identity import digest_of, fingerprint_adapter
 from kvstore.model.errors import ConfigError
+from kvstore.model.threads import Work
 from kvstore.model.throttle import Throttle
-from kvstore.tiers.abandonable_threads import Work, serve
+from kvstore.tiers.abandonable_threads import serve
 
 logger = logging.getLogger(__name__)
 
