@@ -156,7 +156,9 @@ def test_a_chunk_on_its_way_is_waited_for_and_read_once(build: Build, slow_disk:
     slow_disk.open()
     vllm.run()
     assert reads(vllm) - before == 4
-    assert vllm.loaded_tokens == {"one": len(PROMPT) - 1, "two": 0}, "by then vLLM has it itself"
+    whole_tokens = len(PROMPT) - 1
+    assert vllm.loaded_tokens["one"] == whole_tokens
+    assert vllm.loaded_tokens["two"] in {0, whole_tokens}, "by then vLLM has it itself, or memory a moment before"
     assert_idle(vllm)
 
 
