@@ -11,9 +11,11 @@ import pytest
 import torch
 import vllm
 from support.vllm_objects import BLOCK, cache_config, spec, worker_config
+from vllm import envs
 from vllm.config.quantization import resolve_quantization_config
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
+from kvstore.adapters.vllm.glue.fields import VARIABLES
 from kvstore.adapters.vllm.glue.namespace import namespace_of
 from kvstore.config.schema import StoreConfig
 from kvstore.model.errors import ConfigError
@@ -178,6 +180,43 @@ def test_platforms_with_other_fp8_numbers_share_no_bytes(dtype: torch.dtype, mon
     monkeypatch.setattr(platform, "fp8_dtype", classmethod(lambda _: torch.float8_e4m3fnuz))
     found.append(namespace_of(worker_config(), cache, StoreConfig(model_id="m"), paged))
     assert found[0].differing_fields(found[1]) == (["fp8"] if dtype is torch.uint8 else [])
+
+
+# -- the environment ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("_no_variables")
+def test_variables_have_the_defaults_of_vllm() -> None:
+    known = VARIABLES.keys() & envs.environment_variables.keys()  # an older vLLM lacks some
+    assert "VLLM_MOE_ROUTING_SIMULATION_STRATEGY" in known
+    assert {name: envs.environment_variables[name]() for name in known} == {name: VARIABLES[name] for name in known}
+
+
+@pytest.mark.usefixtures("_no_variables")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("VLLM_MARLIN_INPUT_DTYPE", "int8"),
+        ("VLLM_CPU_INT4_W4A8", "0"),
+        ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random"),
+        ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", '{"dtype": "int4"}'),
+    ],
+)
+def test_variables_with_which_vllm_computes_other_values_are_named(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name not in envs.environment_variables:
+        pytest.skip("not in this vLLM")
+    found = [named(worker_config(), model_id="m")]
+    monkeypatch.setenv(name, value)
+    found.append(named(worker_config(), model_id="m"))
+    assert found[0].differing_fields(found[1]) == [name]
 
 
 # -- draft layers ------------------------------------------------------------------------------------------------------

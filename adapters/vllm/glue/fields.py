@@ -350,6 +350,26 @@ _CHECKPOINTS: Final[Mapping[str, str]] = {
 }
 """vLLM's quantization methods, with the arguments of their constructors."""
 
+VARIABLES: Final[Mapping[str, object]] = {
+    "VLLM_B12X_MOE_FP4_FORCE_A16": False,
+    "VLLM_CPU_INT4_W4A8": True,
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH": False,
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE": False,
+    "VLLM_FLOAT32_MATMUL_PRECISION": "highest",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG": None,
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG": None,
+    "VLLM_MARLIN_INPUT_DTYPE": None,
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "",  # to measure speed: what the model computes is garbage
+    "VLLM_ROCM_FP8_MFMA_PAGE_ATTN": False,
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "NONE",
+    "VLLM_ROCM_USE_AITER_FP4BMM": True,
+    "VLLM_ROCM_USE_AITER_FP8BMM": True,
+    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4": None,
+    "VLLM_ROCM_USE_AITER_MOE_SITUV2": "auto",
+    "VLLM_USE_DEEP_GEMM_E8M0": True,
+}
+"""Variables of the environment with which vLLM computes other values, such as with fewer bits, and their defaults."""
+
 RULES: Final[Mapping[str, Mapping[str, Rule]]] = {
     "VllmConfig": _ENGINE,
     "ModelConfig": _MODEL,

@@ -119,6 +119,7 @@ _USED: Final[Mapping[str, Mapping[str, str]]] = {
         "maybe_convert_block_hash": "",
     },
     "vllm.distributed.parallel_state": {"get_node_count": "", "get_world_group": "", "GroupCoordinator": "local_rank"},
+    "vllm.envs": {"environment_variables": ""},
     "vllm.utils.network_utils": {"get_ip": ""},
     "vllm.distributed.kv_events": {
         "MEDIUM_CPU": "",

@@ -1,4 +1,4 @@
-"""Builds the namespace fields that depend on vLLM's settings, from the table of fields.
+"""Builds the namespace fields that depend on vLLM's settings and environment, from the tables of fields.
 
 A setting that changes nothing is left out, so engines that do not use it share KV with versions of vLLM without it. A
 field of a newer vLLM that the table does not know is written if it differs from its default.
@@ -19,9 +19,10 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from vllm import envs
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
-from kvstore.adapters.vllm.glue.fields import MODEL_DTYPE, RULES, Rule
+from kvstore.adapters.vllm.glue.fields import MODEL_DTYPE, RULES, VARIABLES, Rule
 from kvstore.adapters.vllm.glue.groups import stored_groups
 from kvstore.adapters.vllm.identity import digest_of
 from kvstore.model.errors import ConfigError
@@ -86,10 +87,16 @@ def settings_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict
         if section is None or (path == "speculative_config" and drafts_of(vllm_config) is None):
             continue
         written |= _written_of(section, name, vllm_config.model_config.dtype)
-    written |= _unknown_of(kv_cache_config, "KVCacheConfig")
+    written |= _unknown_of(kv_cache_config, "KVCacheConfig") | _variables()
     if states := _states_of(kv_cache_config):
         written[STATES_FIELD] = states
     return written
+
+
+def _variables() -> dict[str, str]:
+    """Return the environment's variables that change KV, by the values that vLLM reads."""
+    known = {name: read() for name, read in envs.environment_variables.items() if name in VARIABLES}
+    return {name: _shown(name, value) for name, value in known.items() if value != VARIABLES[name]}
 
 
 def text_of(value: object) -> str:
