@@ -137,5 +137,9 @@ def test_weights_changed_while_running(tiny_model: Path, tmp_path: Path) -> None
         engine.settle()
         engine.llm.reset_prefix_cache()
         assert engine.generate([PROMPT])[0].cached_tokens == whole_blocks(len(PROMPT)), "the new epoch's own"
+        engine.llm.collective_rpc("reload_weights")  # of which vLLM tells nobody
+        engine.forget_local()
+        assert engine.generate([PROMPT])[0].cached_tokens == 0
+        engine.settle()
     with Engine(tiny_model, store) as engine:
         assert engine.generate([PROMPT])[0].cached_tokens == 0
