@@ -219,6 +219,20 @@ def test_variables_with_which_vllm_computes_other_values_are_named(
     assert found[0].differing_fields(found[1]) == [name]
 
 
+@pytest.mark.usefixtures("_no_variables")
+@pytest.mark.parametrize(
+    ("name", "value"), [("VLLM_MARLIN_INPUT_DTYPE", "int3"), ("VLLM_HUMMING_INPUT_QUANT_CONFIG", "{")]
+)
+def test_a_variable_that_vllm_cannot_read_is_named_as_it_is(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM starts, unless it needs the value."""
+    if name not in envs.environment_variables:
+        pytest.skip("not in this vLLM")
+    monkeypatch.setenv(name, value)
+    assert named(worker_config(), model_id="m").fields[name] == value
+
+
 # -- draft layers ------------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import json
 import logging
+import os
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -63,7 +64,7 @@ def drafts_of(vllm_config: VllmConfig) -> Any:  # noqa: ANN401 - vLLM's Speculat
 
 
 def lookahead_tokens(vllm_config: VllmConfig) -> int:
-    """Return from how many next tokens the KV of a token in draft layers follows, too: with EAGLE and MTP, some.
+    """Return the number of next tokens on which a token's KV in draft layers depends; 0 except for EAGLE and MTP.
 
     vLLM then computes the last block of a hit in its own prefix cache again.
     """
@@ -95,8 +96,16 @@ def settings_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict
 
 def _variables() -> dict[str, str]:
     """Return the environment's variables that change KV, by the values that vLLM reads."""
-    known = {name: read() for name, read in envs.environment_variables.items() if name in VARIABLES}
+    known = {name: _read(name) for name in VARIABLES.keys() & envs.environment_variables.keys()}
     return {name: _shown(name, value) for name, value in known.items() if value != VARIABLES[name]}
+
+
+def _read(name: str) -> object:
+    """Return the value of a variable as vLLM reads it; as it is where vLLM cannot, which may never need it."""
+    try:
+        return envs.environment_variables[name]()
+    except (ValueError, OSError):
+        return os.environ.get(name)
 
 
 def text_of(value: object) -> str:
