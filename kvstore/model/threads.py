@@ -14,6 +14,19 @@ Work = tuple["Future[Any]", Callable[[], Any]]
 _throttle = Throttle(logging.getLogger(__name__))
 
 
+def open_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
+    """Open a pool of which one thread runs already, as later the machine may have none left.
+
+    Whatever is submitted is carried out then, even if ``submit`` raises because a further thread cannot be started.
+
+    Raises:
+        RuntimeError: the machine has no thread left.
+    """
+    pool = ThreadPoolExecutor(num_threads, name)
+    pool.submit(int)
+    return pool
+
+
 def start(pool: ThreadPoolExecutor, action: Callable[[], Result], otherwise: Callable[[], Result]) -> Future[Result]:
     """Start an action on a thread of a pool. If it cannot begin, it never does, and ``otherwise`` is carried out here.
 

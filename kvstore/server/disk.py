@@ -25,7 +25,7 @@ from kvstore.model.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.model.errors import ConfigError, TierError, TierTimeoutError
 from kvstore.model.keys import EPOCH_FIELD, PrefixKey
 from kvstore.model.lifetime import Lifetime, clock_ahead_s
-from kvstore.model.threads import carry_out
+from kvstore.model.threads import carry_out, open_pool
 from kvstore.model.throttle import Throttle
 from kvstore.protocol.payload import scatter
 from kvstore.server.disk_tiers import WRITE_THREADS, DiskOptions, DiskTiers, read_home
@@ -86,10 +86,8 @@ class Disk:
             self._owner.release()
             raise
         self._tiers = DiskTiers(options)
-        self._readers = ThreadPoolExecutor(options.read_threads, "kvstore-read-disk")
-        self._writers = ThreadPoolExecutor(WRITE_THREADS, "kvstore-write-disk")
-        for pool in (self._readers, self._writers):
-            pool.submit(int)  # starts one thread, as later there may be no further ones
+        self._readers = open_pool(options.read_threads, "kvstore-read-disk")
+        self._writers = open_pool(WRITE_THREADS, "kvstore-write-disk")
         self._order = FileOrder()
         self._staging = threading.local()
         self._is_closing = False
@@ -270,8 +268,8 @@ class Disk:
 
         if not self._is_closing:
             asked: Future[Result] = Future()
-            asked.add_done_callback(look)  # before another thread carries it out, where this one cannot be started
-            with suppress(RuntimeError):  # or it is closing now
+            asked.add_done_callback(look)
+            with suppress(RuntimeError):  # as it is closing now, or starts no further thread
                 pool.submit(carry_out, (asked, partial(self._call, call)))
 
     # -- on the threads ----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -20,7 +20,7 @@ from typing import Any, Final
 from kvstore.model.chunks import ChunkRef
 from kvstore.model.errors import ClosedError, TierError
 from kvstore.model.keys import Namespace
-from kvstore.model.threads import carry_out
+from kvstore.model.threads import carry_out, open_pool
 from kvstore.tiers.base import Tier
 
 logger = logging.getLogger(__name__)
@@ -65,8 +65,7 @@ class RemovalQueue:
     def __init__(self, tier: Tier, warn: Callable[[str, TierError], None]) -> None:
         self._tier = tier
         self._warn = warn
-        self._thread = ThreadPoolExecutor(1, f"kvstore-order-{tier.name}")
-        self._thread.submit(int)  # starts it, as later there may be no thread left, and writes wait for removals
+        self._thread = open_pool(1, f"kvstore-order-{tier.name}")  # writes wait for removals
         self._changed = threading.Condition()
         self._waiting: deque[_Removal] = deque()  # a sweep, then removals, or only one of them
         self._under_way: _Removal | None = None

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from vllm.v1.kv_cache_interface import MLAAttentionSpec, iter_layer_specs
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from kvstore.adapters.vllm.glue.binding import page_heads_of
 from kvstore.adapters.vllm.glue.capabilities import COUNTS_REPLICAS, FOUND, kv_replicas
-from kvstore.adapters.vllm.glue.groups import is_grouped, stored_groups
+from kvstore.adapters.vllm.glue.groups import is_grouped, stored_specs
 from kvstore.adapters.vllm.glue.parallel import folder_of, rank_of, shard_name
 from kvstore.model.errors import LayoutError
 from kvstore.model.heads import Division, Part, heads_of, shards_with
@@ -69,7 +69,7 @@ def _require_heads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> i
     model, dtype = vllm_config.model_config, str(vllm_config.cache_config.cache_dtype)
     if is_grouped(kv_cache_config):
         raise LayoutError("this model has windows or states, which ranks do not divide by KV heads")
-    specs = [spec for group in stored_groups(kv_cache_config) for spec in iter_layer_specs(group.kv_cache_spec)]
+    specs = stored_specs(kv_cache_config)
     if any(isinstance(spec, MLAAttentionSpec) for spec in specs):
         raise LayoutError("with MLA there are no KV heads to divide: all ranks hold the same")
     if vllm_config.speculative_config is not None:
@@ -125,7 +125,7 @@ def _division(size: int, total: int, engine: _Engine, pages: HeadedPages) -> Div
 
 def _replicas_at(size: int, kv_cache_config: KVCacheConfig) -> int:
     """Return the number of ranks with the same KV in an engine of that size, as vLLM counts them."""
-    specs = [spec for group in stored_groups(kv_cache_config) for spec in iter_layer_specs(group.kv_cache_spec)]
+    specs = stored_specs(kv_cache_config)
     limits = [getattr(spec, "max_tp_shards", None) for spec in specs] if FOUND[COUNTS_REPLICAS] else [None]
     known = [limit for limit in limits if limit]
     return max(1, size // max(known)) if len(known) == len(limits) else 1

@@ -36,9 +36,14 @@ def stored_groups(kv_cache_config: KVCacheConfig) -> list[KVCacheGroupSpec]:
     return [kv_cache_config.kv_cache_groups[number] for number in group_ids(kv_cache_config)]
 
 
+def stored_specs(kv_cache_config: KVCacheConfig) -> list[KVCacheSpec]:
+    """Return the specs of the layers of all groups that are stored."""
+    return [spec for group in stored_groups(kv_cache_config) for spec in iter_layer_specs(group.kv_cache_spec)]
+
+
 def is_grouped(kv_cache_config: KVCacheConfig) -> bool:
     """Tell if there are several groups, or one that keeps states; blocks are then moved as rows."""
-    specs = [spec for group in stored_groups(kv_cache_config) for spec in iter_layer_specs(group.kv_cache_spec)]
+    specs = stored_specs(kv_cache_config)
     return len(group_ids(kv_cache_config)) > 1 or not all(isinstance(spec, AttentionSpec) for spec in specs)
 
 

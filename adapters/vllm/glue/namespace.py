@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import vllm
-from vllm.v1.kv_cache_interface import AttentionSpec, iter_layer_specs
+from vllm.v1.kv_cache_interface import AttentionSpec
 
-from kvstore.adapters.vllm.glue.groups import is_grouped, stored_groups
+from kvstore.adapters.vllm.glue.groups import is_grouped, stored_groups, stored_specs
 from kvstore.adapters.vllm.glue.parallel import shard_of
 from kvstore.adapters.vllm.glue.settings import drafts_of, settings_of
 from kvstore.adapters.vllm.identity import fingerprint_file, fingerprint_folder
@@ -75,8 +75,8 @@ def _numbers_of(kv_cache_config: KVCacheConfig) -> dict[str, str]:
     The registered caches do not tell, as their elements are bytes.
     """
     fp8 = vllm.platforms.current_platform.fp8_dtype()
-    specs = (spec for group in stored_groups(kv_cache_config) for spec in iter_layer_specs(group.kv_cache_spec))
-    has_bytes = any(spec.dtype.itemsize == 1 for spec in specs if isinstance(spec, AttentionSpec))
+    attention = (spec for spec in stored_specs(kv_cache_config) if isinstance(spec, AttentionSpec))
+    has_bytes = any(spec.dtype.itemsize == 1 for spec in attention)
     return {"fp8": str(fp8)} if has_bytes and fp8 != torch.float8_e4m3fn else {}
 
 
@@ -86,11 +86,8 @@ def _model_identity(vllm_config: VllmConfig, model_id: str | None) -> str:
         return f"id {model_id}"
     if str(vllm_config.load_config.load_format) == "dummy":
         raise ConfigError("with load_format=dummy nothing identifies the weights: set kvstore.model_id")
-    path = Path(model.model)
-    if path.is_dir():
-        return f"files {fingerprint_folder(path)}"
-    if path.is_file():
-        return f"file {fingerprint_file(path)}"
+    if identity := _identity_of_files(model.model):
+        return identity
     commit = _commit_of_weights(model)
     if commit:
         return f"hub {model.model}@{commit}"
@@ -98,6 +95,14 @@ def _model_identity(vllm_config: VllmConfig, model_id: str | None) -> str:
         f"cannot identify the weights of {model.model!r}: it is neither a folder nor a file nor a hub model with a "
         "known commit; set kvstore.model_id"
     )
+
+
+def _identity_of_files(name: str) -> str | None:
+    """Return the identity of weights in a folder or file; None if it is neither, as for a name of the hub."""
+    path = Path(name)
+    if path.is_dir():
+        return f"files {fingerprint_folder(path)}"
+    return f"file {fingerprint_file(path)}" if path.is_file() else None
 
 
 def _commit_of_weights(model: ModelConfig) -> str | None:
@@ -112,11 +117,8 @@ def _commit_of_weights(model: ModelConfig) -> str | None:
 
 def _draft_identity(drafts: Any) -> str:  # noqa: ANN401 - vLLM's SpeculativeConfig
     """Return the identity of the draft model, whose layers are stored with the target's."""
-    path = Path(drafts.model or "")
-    if drafts.model and path.is_dir():
-        return f"files {fingerprint_folder(path)}"
-    if drafts.model and path.is_file():
-        return f"file {fingerprint_file(path)}"
+    if drafts.model and (identity := _identity_of_files(drafts.model)):
+        return identity
     model = getattr(drafts, "draft_model_config", None)
     commit = _commit_of_weights(model) if model is not None else None
     version = commit or getattr(drafts, "revision", None)

@@ -80,8 +80,8 @@ class SaveRules:
 
     Where hits end at checkpoints, ``spares_last_token`` ends a prompt before its last token, which is computed in any
     case. With ``marks_decode`` a checkpoint is worth keeping at the end of each decoded chunk until the next one,
-    because it is too late for a checkpoint when a request ends. If the KV of a token follows from the next
-    ``lookahead_tokens``, too, as in the draft layers of EAGLE and MTP, a hit ends as many tokens before its chunks.
+    because it is too late for a checkpoint when a request ends. If the KV of a token depends on the next
+    ``lookahead_tokens``, too, as in the draft layers of EAGLE and MTP, a hit ends as many tokens before its last chunk.
     """
 
     block_tokens: int

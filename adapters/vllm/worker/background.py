@@ -15,7 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from functools import partial
 from queue import SimpleQueue
@@ -26,7 +26,7 @@ from torch.profiler import record_function
 from kvstore.adapters.vllm.plan import Fetch
 from kvstore.index.plans import Place
 from kvstore.model.keys import PrefixKey
-from kvstore.model.threads import start
+from kvstore.model.threads import open_pool, start
 from kvstore.paged.streams import DeviceEvent
 from kvstore.transfer.counters import MoverCounters
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, StartedStores, StoreJob
@@ -84,11 +84,9 @@ class Background:
         self._idle_loaders: SimpleQueue[Mover] = SimpleQueue()  # of these; one for each thread
         for loader in self._slow_loaders:
             self._idle_loaders.put(loader)
-        self._loads = ThreadPoolExecutor(1, "kvstore-fetch")
-        self._slow_loads = ThreadPoolExecutor(SLOW_LOADS, "kvstore-fetch-slow")
-        self._stores = ThreadPoolExecutor(1, "kvstore-save")
-        for pool in (self._loads, self._slow_loads, self._stores):
-            pool.submit(int)  # starts one thread, as later there may be no further ones
+        self._loads = open_pool(1, "kvstore-fetch")
+        self._slow_loads = open_pool(SLOW_LOADS, "kvstore-fetch-slow")
+        self._stores = open_pool(1, "kvstore-save")
         self._fetching: dict[int, tuple[Fetch, Future[LoadResult], Stopwatch]] = {}
         self._saving: deque[_Saving] = deque()
         self._following: deque[Future[None]] = deque()  # actions that have to follow stores
